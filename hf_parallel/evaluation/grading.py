@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
-from hf_parallel.evaluation.sandbox.formulas import compare_formulas
+from hf_parallel.evaluation.formulas import compare_formulas
 from hf_parallel.generation.modes import normal_form
 
 MAX_ANSWER = 1000
@@ -41,7 +41,7 @@ def boxed(text: str) -> list[str]:
 def final_answer(text: str) -> str | None:
     r"""Return the last non-blank `\boxed{}`, else the line after the last `####` (GSM8K's solutions), or None."""
     answers = [answer for answer in boxed(text) if answer] or [line.strip() for line in _HASHES.findall(text)]
-    answer = next((answer for answer in reversed(answers) if answer), None)
+    answer = next(filter(None, reversed(answers)), None)
     while answer is not None and (inner := boxed(answer)) and inner[-1]:
         answer = inner[-1]
     return answer if answer is None or len(answer) <= MAX_ANSWER else None
@@ -107,7 +107,7 @@ def _forms_equal(answer: str, given: str) -> bool:
 
 
 def formulas_equal(answer: str, given: str | None, tolerance: float = 0.0) -> bool:
-    """Return whether two formulas in LaTeX are equal.
+    """Return whether two formulas in LaTeX are equal. Lists, separated by commas, are compared in any order.
 
     Equal texts and integers are compared here, all others by math-verify; numbers may differ by `tolerance`.
 
@@ -124,88 +124,7 @@ def formulas_equal(answer: str, given: str | None, tolerance: float = 0.0) -> bo
             return True
         if values[0].denominator == values[1].denominator == 1:
             return False
-    return compare_formulas(_plain(answer), _plain(given), tolerance)
-
-
-def _plain(formula: str) -> str:
-    return formula.strip().strip("$").strip()
-
-
-def answer_lists_equal(answers: Sequence[str], text: str, tolerances: Sequence[float] = ()) -> bool:
-    r"""Return whether a text gives a list of answers, in any order, as the judge of OlympiadBench compares them.
-
-    All boxes of the text after its last "final answer" count (of the whole text if it has none), or else the formulas
-    between dollar signs in its last line; their contents are split at commas outside of brackets, and `\pm` counts as
-    two answers. Two answers are equal if their formulas are, also without what precedes `=` in one of them, or if they
-    are numbers that differ by a tolerance (default: 1e-8), also as percentages. Unlike there, only what follows "final
-    answer" counts, and boxes that repeat an earlier one are ignored.
-
-    Source: He et al., OlympiadBench (2024), section 3 and `auto_scoring_judge.py`.
-    """
-    boxes = _final_boxes(text)
-    first, second = ((_split_all(answers, thousands), _split_all(boxes, thousands)) for thousands in (True, False))
-    return _lists_equal(*first, tolerances) or (second != first and _lists_equal(*second, tolerances))
-
-
-def _split_all(formulas: Sequence[str], thousands: bool) -> list[str]:
-    """Split formulas. `thousands`: commas between a digit and three others belong to a number."""
-    return [one for formula in formulas for one in _split(formula, thousands)]
-
-
-def _lists_equal(wanted: Sequence[str], given: Sequence[str], tolerances: Sequence[float]) -> bool:
-    """Compare lists in any order."""
-    if len(wanted) != len(given):
-        return False
-    left = list(given)
-    allowed = list(tolerances) if len(tolerances) == len(wanted) else [*tolerances, 1e-8][:1] * len(wanted)
-    for answer, tolerance in zip(wanted, allowed, strict=True):
-        index = next((i for i, one in enumerate(left) if _judged_equal(answer, one, tolerance)), None)
-        if index is None:
-            return False
-        left.pop(index)
-    return True
-
-
-def _final_boxes(text: str) -> list[str]:
-    """Return the final boxes of a text without repetitions, or formulas of its last line."""
-    start = max((match.start() for match in re.finditer("final answer", text, re.IGNORECASE)), default=0)
-    boxes = boxed(text[start:]) or boxed(text)
-    if boxes:
-        nested = [box for box in boxes if not re.search(r"\\(?:boxed|fbox)\s*\{", box)]
-        return list(dict.fromkeys(box for box in nested if box))
-    last = text.strip().rsplit("\n", 1)[-1][-MAX_ANSWER:]
-    return re.findall(r"\$([^$]+)\$", last) or [last]
-
-
-def _split(formulas: str, thousands: bool) -> list[str]:
-    """Split formulas at commas outside of brackets, and `\\pm` into two; ignore fonts and the kind of equality."""
-    whole = _THOUSANDS.sub("", formulas) if thousands else formulas
-    plain = re.sub(r"\\(?:left|right)(?![A-Za-z])|\$", "", whole[: 4 * MAX_ANSWER])
-    plain = re.sub(r"\\(?:mathrm|mathbf)\{~?([^{}]*)\}", r"\1", plain)
-    plain = re.sub(r"\\(?:approx|simeq|sim)(?![A-Za-z])", "=", plain)
-    parts, depth, start = [], 0, 0
-    for index, char in enumerate(plain):
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            parts.append(plain[start:index])
-            start = index + 1
-    signs = [
-        [part.replace("\\pm", sign) for sign in "+-"] if "\\pm" in part else [part] for part in [*parts, plain[start:]]
-    ]
-    return [one.strip() for pair in signs for one in pair if one.strip()]
-
-
-def _judged_equal(answer: str, given: str, tolerance: float) -> bool:
-    pairs = [(answer, given)]
-    left, right = ("".join(one.rpartition("=")[0].split()) for one in pairs[0])
-    if bool(left) != bool(right) or left == right != "":
-        pairs.append((answer.rpartition("=")[2], given.rpartition("=")[2]))
-    for one, other in pairs:
-        values = number(one.replace("%", ""), units=False), number(other.replace("%", ""), units=False)
-        if values[0] is not None and values[1] is not None:
-            scaled = (values[0] / 100, values[0], values[0] * 100)
-            return any(abs(value - values[1]) <= tolerance * 1.01 for value in scaled)
-    return any(formulas_equal(one, other, tolerance) for one, other in pairs)
+    return compare_formulas(answer.strip("$ \n"), given.strip("$ \n"), tolerance)
 
 
 def outputs_equal(expected: str, given: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
-from hf_parallel.evaluation.results import Result, label_of
+from hf_parallel.evaluation.results import Result, settings_text
 
 PLOTS = {
     "accuracy_by_passes": ("budget", "score", "budget of forward passes", "accuracy"),
@@ -64,7 +64,7 @@ def _save(rows: Sequence[Result], path: Path, x: str, y: str, x_label: str, y_la
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines: dict[str, list[Result]] = {}
     for row in rows:
-        label = f"{row['task']} {label_of(row)}" if len(tasks) > 1 else label_of(row)
+        label = f"{row['task']} " * (len(tasks) > 1) + f"{row['mode']} {settings_text(row['settings'])}".strip()
         lines.setdefault(label, []).append(row)
     counts = [row["problems"] for row in rows] or [0]
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")  # no pyplot, which keeps figures and picks a backend

@@ -36,22 +36,11 @@ _FIELDS = {**_KEY, **_MEASURED, "text": TEXT}
 KEY = tuple(_KEY)
 """Fields that identify a result; the others are measured."""
 MEASURED = tuple(_MEASURED)
-COLUMNS = {
-    "task": "task",
-    "mode": "mode",
-    "settings": "settings",
-    "budget": "budget",
-    "problems": "problems",
-    "generations": "generations",
-    "score": "score",
-    "error": "+-",
-    "answered": "answered",
-    "passes": "passes",
-    "tokens": "tokens",
-    "seconds": "seconds",
-    "duplicated": "duplicated",
-}
-"""Columns of a table with their headings."""
+COLUMNS = (
+    *("task", "mode", "settings", "budget", "problems", "generations", "score", "error", "answered", "passes"),
+    *("tokens", "seconds", "duplicated"),
+)
+"""Columns of a table."""
 
 Result: TypeAlias = dict[str, Any]
 """Line of a file (the fields of `KEY`, `MEASURED` and the text), or row of a table (the fields of `COLUMNS`)."""
@@ -87,12 +76,10 @@ class ResultStore:
 
     def __init__(self, folder: str | Path, header: Mapping[str, object], rank: int = 0) -> None:
         self.folder = Path(folder)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"output must be a folder, but {self.folder} is a file")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"output {self.folder} cannot be created: {error}") from error
+            raise ValueError(f"output must be a folder, {self.folder} cannot be one: {error}") from error
         self.path = self.folder / f"results.rank{rank}.jsonl"
         self._lock = FileLock(f"{self.path}.lock", timeout=0)
         try:
@@ -105,6 +92,12 @@ class ResultStore:
             self._lock.release()
             raise
 
+    def __enter__(self) -> ResultStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
     def _open(self, header: Mapping[str, object]) -> list[Result]:
         first = json.dumps({"format": FORMAT, "version": VERSION, **header}, sort_keys=True) + "\n"
         if not self.path.exists() or next(_read(self.path), None) is None:  # new, or of a sweep that has failed
@@ -113,32 +106,21 @@ class ResultStore:
         os.truncate(self.path, len(read_lines(self.path)[0].encode()))
         return found
 
-    def __contains__(self, result: Result) -> bool:
-        return key_of(result) in self._results
-
     def get(self, result: Result) -> Result | None:
-        """Return the stored result with the same key; None if there is none."""
+        """Return the stored result with the same key, or None."""
         return self._results.get(key_of(result))
 
     def add(self, results: Sequence[Result]) -> None:
         """Append results."""
-        lines = [json.dumps(result) for result in results]
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-        self._results |= {key_of(result): json.loads(line) for result, line in zip(results, lines, strict=True)}
-
-    def close(self) -> None:
-        """Let other processes write to the file."""
-        self._lock.release()
+            file.writelines(json.dumps(result) + "\n" for result in results)
+        self._results |= {key_of(result): result for result in results}
 
 
 def read_results(folder: str | Path) -> list[Result]:
     """Return all results of a folder, by task, mode, settings, budget, problem and sample.
 
-    Raises
-    ------
-    ValueError
-        If the folder holds no results, or a file is damaged.
+    Raises `ValueError` if the folder holds no results, or a file is damaged.
     """
     files = _files(Path(folder))
     if not files:
@@ -153,33 +135,24 @@ def _files(folder: Path) -> list[Path]:
 
 def _read(path: Path, expected: Mapping[str, object] | None = None) -> Iterator[Result]:
     """Yield the results of a file. A last line without an end is ignored: a process may be writing it."""
-    header: dict[str, object] = {}
-    for number, line in enumerate(read_lines(path)[0].splitlines() or [""], start=1):
+    first, *lines = read_lines(path)[0].splitlines() or [""]
+    header = parse_json(first, f"{path}, line 1")
+    if not isinstance(header, dict) or (header.get("format"), header.get("version")) != (FORMAT, VERSION):
+        raise ValueError(f"{path} must begin with the format {FORMAT!r} and version {VERSION}, got {first[:80]}")
+    if lines and expected is not None:
+        _check_header(path, header, expected)
+    for number, line in enumerate(lines, start=2):
         where = f"{path}, line {number}"
-        entry = parse_json(line, where)
-        if number == 1:
-            header = _check_format(path, entry)
-            continue
-        if number == 2 and expected is not None:
-            _check_header(path, header, expected)
-        yield check_fields(entry, _FIELDS, where)
-
-
-def _check_format(path: Path, header: object) -> dict[str, object]:
-    if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != VERSION:
-        raise ValueError(f"{path} must begin with the format {FORMAT!r} and version {VERSION}, got {str(header)[:80]}")
-    return header
+        yield check_fields(parse_json(line, where), _FIELDS, where)
 
 
 def _check_header(path: Path, header: Mapping[str, object], expected: Mapping[str, object]) -> None:
     for name in sorted({*header, *expected}):
         stored, given = header.get(name), expected.get(name)
         if stored != given:
-            if isinstance(stored, dict) and isinstance(given, dict):
-                stored, given = (
-                    {key: v for key, v in one.items() if two.get(key) != v}
-                    for one, two in ((stored, given), (given, stored))
-                )
+            if isinstance(stored, dict) and isinstance(given, dict):  # show what differs
+                differ = {key for key in {*stored, *given} if stored.get(key) != given.get(key)}
+                stored, given = ({key: v for key, v in one.items() if key in differ} for one in (stored, given))
             raise ValueError(
                 f"{path} has results with {name}={stored!r}, this sweep has {given!r}: give the same value to resume "
                 "it, or another output folder"
@@ -218,11 +191,6 @@ def table(results: Iterable[Result]) -> list[Result]:
     return rows
 
 
-def label_of(row: Result) -> str:
-    """Return the mode and settings of a row in words."""
-    return " ".join([row["mode"], settings_text(row["settings"])]).strip()
-
-
 def settings_text(settings: Mapping[str, object]) -> str:
     """Return settings as on the command line."""
     return " ".join(f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in sorted(settings.items()))
@@ -230,17 +198,16 @@ def settings_text(settings: Mapping[str, object]) -> str:
 
 def format_table(rows: Sequence[Result]) -> str:
     """Return the rows of `table` as plain text."""
-    lines = [list(COLUMNS.values()), *([_cell(name, row[name]) for name in COLUMNS] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    words = ("task", "mode", "settings")
-    aligned = [
-        [
-            text.ljust(width) if name in words else text.rjust(width)
-            for name, text, width in zip(COLUMNS, line, widths, strict=True)
-        ]
-        for line in lines
+    lines = [
+        ["+-" if name == "error" else name for name in COLUMNS],
+        *([_cell(name, row[name]) for name in COLUMNS] for row in rows),
     ]
-    return "\n".join("  ".join(line).rstrip() for line in aligned) + "\n"
+    columns = []
+    for name, cells in zip(COLUMNS, zip(*lines, strict=True), strict=True):
+        width = max(map(len, cells))
+        is_text = name in ("task", "mode", "settings")
+        columns.append([cell.ljust(width) if is_text else cell.rjust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True)) + "\n"
 
 
 def _cell(name: str, value: Any) -> str:

@@ -48,12 +48,12 @@ class Run:
     def __post_init__(self) -> None:
         if self.mode == NO_MODE:
             object.__setattr__(self, "mode", None)
+        cls = None if self.mode is None else type(make_config(self.mode))
         for name, value in self.settings.items():
             if name in RESERVED:
                 raise ValueError(f"{name}={value!r} cannot be given: a sweep chooses {', '.join(RESERVED)} itself")
             if reason := json_error(value):
                 raise ValueError(f"{name}={value!r} cannot be stored in the results: {reason}")
-        cls = None if self.mode is None else type(make_config(self.mode))
         check_setting_names(cls, self.settings, (*GENERATION_SETTINGS, TEMPLATE))
         check_template_kwargs(self.settings.get(TEMPLATE))
         if cls is not None and cls.traits.needs_logits_cache:
@@ -65,14 +65,12 @@ class Run:
         if self.mode is None:
             return None
         fields = type(make_config(self.mode)).fields()
-        chosen = (
-            dict(ANSWERS_ITSELF) if answer_pattern is None else {**ANSWERS_ITSELF, "answer_pattern": answer_pattern}
+        chosen = {} if answer_pattern is None else {"answer_pattern": answer_pattern}
+        given, chosen = (
+            {name: value for name, value in settings.items() if name in fields}
+            for settings in (self.settings, {**ANSWERS_ITSELF, **chosen})
         )
-        return make_config(
-            self.mode,
-            {name: value for name, value in self.settings.items() if name in fields},
-            {name: value for name, value in chosen.items() if name in fields},
-        )
+        return make_config(self.mode, given, chosen)
 
     def generation(self) -> dict[str, object]:
         """Return the settings of `generate`."""
@@ -126,25 +124,20 @@ def check_sweep(
     budgets: Sequence[int],
     generation: Mapping[str, object],
     seed: int,
-    **counts: int,
+    samples: int,
+    concurrent: int,
 ) -> None:
     """Raise `ValueError` for arguments of `sweep` that cannot work, also together."""
-    kinds: tuple[tuple[str, object, type], ...]
-    kinds = (("problems", problems, Problem), ("runs", runs, Run), ("budgets", budgets, object))
+    kinds: tuple[tuple[str, Sequence[object], type], ...]
+    kinds = (("problems", problems, Problem), ("runs", runs, Run), ("budgets", budgets, int))
     for name, given, kind in kinds:
-        if isinstance(given, str) or not isinstance(given, Sequence):
-            raise ValueError(f"{name} must be a sequence, got {given!r:.80}")
-        if not given:
-            raise ValueError(f"{name} must not be empty")
-        for one in given:
-            if not isinstance(one, kind):
-                raise ValueError(f"{name} must be objects of the class {kind.__name__}, got {one!r:.80}")
-    twice = [run for index, run in enumerate(runs) if run in runs[:index]]
-    if twice:
-        raise ValueError(f"runs must differ, got {twice[0]} twice")
-    for budget in budgets:
-        check_int("a budget", budget, at_least=1)
-    for name, count in counts.items():
+        is_sequence = isinstance(given, Sequence) and not isinstance(given, str)
+        if not is_sequence or not given or not all(isinstance(one, kind) for one in given):
+            raise ValueError(f"{name} must be a non-empty sequence of {kind.__name__}, got {given!r:.80}")
+    for index, run in enumerate(runs):
+        if run in runs[:index]:
+            raise ValueError(f"runs must differ, got {run} twice")
+    for name, count in (("samples", samples), ("concurrent", concurrent), ("a budget", min(budgets))):
         check_int(name, count, at_least=1)
     check_int("seed", seed, at_least=0)
     Run(None, generation)  # checks the names
@@ -152,8 +145,6 @@ def check_sweep(
         configs = [run.config(pattern) for pattern in {problem.answer_pattern for problem in problems}]
         if {**generation, **run.settings}.get("do_sample") is False:
             voting = any(one is not None and one.rows.vote and one.max_rows_per_prompt > 1 for one in configs)
-            several = "answers that vote" if voting else ""
-            if counts.get("samples", 1) > 1:
-                several = "samples of a problem"
-            if several:
+            if samples > 1 or voting:
+                several = "samples of a problem" if samples > 1 else "answers that vote"
                 raise ValueError(f"{several} would be equal with greedy decoding (do_sample=False): {run}")

@@ -1,6 +1,6 @@
 """Solver: generates with one engine and scores what was written within each budget of decode passes.
 
-Where a text holds no final answer, an early finisher continues it (Hogwild! Inference, section 4.1 and appendix C).
+An early finisher continues texts without a final answer (Hogwild! Inference, section 4.1 and appendix C).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import groupby
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,6 +57,21 @@ class Generation:
             "sample": self.sample,
         }
 
+    def score(self, text: str) -> float:
+        """Return the score of a text. Raises `RuntimeError` or `ValueError` if the problem does not rate it."""
+        where = f"{type(self.problem).__name__}.score of problem {self.index}"
+        try:
+            score = float(self.problem.score(text))
+        except ImportError:  # a package is missing
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"{where} raised {type(error).__name__}: {error} (the text ends with {text[-80:]!r})"
+            ) from error
+        if not 0 <= score <= 1:
+            raise ValueError(f"{where} must be a number from 0.0 to 1.0, got {score!r}")
+        return score
+
 
 class PassClock:
     """Streamer that records the time of each decode pass of a call."""
@@ -70,24 +86,20 @@ class PassClock:
 
     def put(self, value: object) -> None:
         """Receive tokens."""
-        self._tick()
+        if self._record is not None:  # None: `value` is the prompt
+            self.times += [time.perf_counter()] * (self._record.passes - len(self.times))
 
     def write_row(self, row: int, text: str, event: str) -> None:
         """Receive text."""
-        self._tick()
+        self.put(text)
 
     def end(self) -> None:
         """Ignore the end."""
 
-    def _tick(self) -> None:
-        missing = 0 if self._record is None else self._record.passes - len(self.times)  # None: `put` gets the prompt
-        if missing > 0:
-            self.times += [time.perf_counter()] * missing
-
 
 @dataclass(eq=False)
 class _Attempt:
-    """State of a generation at a budget; `texts` are the answers that vote, or the one text that is scored."""
+    """A generation at a budget; `texts` are the answers that vote, or the one text to score."""
 
     budget: int
     written: Written
@@ -117,9 +129,9 @@ class Solver:
             return
         configs = [one.run.config() for one in generations]
         rows = self.concurrent * max(1 if config is None else config.max_rows_per_prompt for config in configs)
-        finishers = rows * max(len(one.budgets) for one in generations)
+        waiting = rows * max(len(one.budgets) for one in generations)  # finishers
         with Engine(
-            self.model, self.tokenizer, self.max_kv_bytes, max_rows=max(rows, 64), max_waiting=max(rows, finishers)
+            self.model, self.tokenizer, self.max_kv_bytes, max_rows=max(rows, 64), max_waiting=waiting
         ) as engine:
             for _, group in groupby(generations, key=lambda one: id(one.run)):
                 of_run = list(group)
@@ -127,44 +139,35 @@ class Solver:
                     yield from self._solve(engine, of_run[begin : begin + self.concurrent])
 
     def _solve(self, engine: Engine, batch: Sequence[Generation]) -> Iterator[list[Result]]:
-        """Solve a batch: all generations, then all early finishers, so that these do not delay the former."""
+        """Solve a batch: all generations, then all early finishers, which would delay them."""
         clocks = [PassClock() for _ in batch]
         handles = [self._submit(engine, one, clock) for one, clock in zip(batch, clocks, strict=True)]
         outputs = [handle.result() for handle in handles]
         attempts, finishing = [], []
         for one, clock, handle, output in zip(batch, clocks, handles, outputs, strict=True):
-            transcript = output.to_dict(self.tokenizer)
-            started = handle.times.started or 0.0
-            attempts.append([self._attempt(one, transcript, budget, clock, started) for budget in one.budgets])
+            transcript, started = output.to_dict(self.tokenizer), handle.times.started or 0.0
+            attempts.append([self._attempt(one, transcript, budget, clock.times, started) for budget in one.budgets])
             finishing.append(self._finish(engine, one, output.record.prompts[0], attempts[-1]))
         for one, tried, conclusions in zip(batch, attempts, finishing, strict=True):
             found = {text: self._conclusion(one, handle) for text, handle in conclusions.items()}
-            chosen = [_chosen(one, attempt, found) for attempt in tried]
-            scores = {text: _score(one, text) for text, _ in dict.fromkeys(chosen)}
-            yield [
-                _result(one, attempt, text, scores[text], answered)
-                for attempt, (text, answered) in zip(tried, chosen, strict=True)
-            ]
+            scores: dict[str, float] = {}
+            yield [_result(one, attempt, found, scores) for attempt in tried]
 
     def _submit(self, engine: Engine, one: Generation, clock: PassClock) -> RequestHandle:
         config = one.run.config(one.problem.answer_pattern)
-        settings = {**self.generation, **one.run.generation()}
+        settings: dict[str, Any] = {**self.generation, **one.run.generation()}
         template = settings.pop(TEMPLATE, None)
         settings |= {"max_new_tokens": self.largest, "seed": one.seed, "streamer": clock}
         if config is None:
-            prompt = encode_task(None, one.problem.prompt, self.tokenizer, template)
-        else:
-            prompt = build_prompt(
-                type(config), one.problem.prompt, self.tokenizer, config, chat_template_kwargs=template
-            )
-            settings |= {"generation_mode": config.mode, "parallel_config": config}
-        return engine.submit(prompt, **settings)
+            return engine.submit(encode_task(None, one.problem.prompt, self.tokenizer, template), **settings)
+        prompt = build_prompt(type(config), one.problem.prompt, self.tokenizer, config, chat_template_kwargs=template)
+        return engine.submit(prompt, generation_mode=config.mode, parallel_config=config, **settings)
 
     def _attempt(
-        self, one: Generation, transcript: JSONObject, budget: int, clock: PassClock, started: float
+        self, one: Generation, transcript: JSONObject, budget: int, times: Sequence[float], started: float
     ) -> _Attempt:
         written = written_until(transcript, budget)
-        seconds = clock.times[written.passes - 1] - started if written.passes else 0.0
+        seconds = times[written.passes - 1] - started if written.passes else 0.0
         config = one.run.config()
         votes = config is not None and config.rows.vote
         texts = [row.rstrip() for row in written.rows] if votes else [written.text]
@@ -196,43 +199,20 @@ class Solver:
         return (prompt + text)[: next((end for end in ends if end > len(prompt)), None)]
 
 
-def _chosen(one: Generation, attempt: _Attempt, conclusions: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the text that is scored, of several the winner's, and whether it held an answer without the finisher."""
+def _result(one: Generation, attempt: _Attempt, conclusions: Mapping[str, str], scores: dict[str, float]) -> Result:
+    """Score the text of an attempt (the winner's, if answers vote); `scores` remembers those of equal texts."""
     texts = [text + conclusions.get(text, "") for text in attempt.texts]
     winner, _ = majority([find_answer(one.problem.answer_pattern, text) for text in texts])
-    return texts[winner], one.problem.has_answer(attempt.texts[winner])
-
-
-def _score(one: Generation, text: str) -> float:
-    """Return the score of a text. Raises `RuntimeError` if the problem cannot rate it."""
-    where = f"{type(one.problem).__name__}.score of problem {one.index}"
-    try:
-        score = float(one.problem.score(text))
-    except ImportError:  # a package that is missing
-        raise
-    except Exception as error:
-        raise RuntimeError(
-            f"{where} raised {type(error).__name__}: {error} (the text ends with {text[-80:]!r})"
-        ) from error
-    if not 0 <= score <= 1:
-        raise ValueError(f"{where} must be a number from 0.0 to 1.0, got {score!r}")
-    return score
-
-
-def _result(one: Generation, attempt: _Attempt, text: str, score: float, answered: bool) -> Result:
-    written = attempt.written
+    text, written = texts[winner], attempt.written
+    if text not in scores:
+        scores[text] = one.score(text)
     return {
         **one.key(attempt.budget),
         "passes": written.passes,
         "tokens": written.tokens,
         "seconds": round(attempt.seconds, 4),
         "duplicated": written.duplicated,
-        "answered": answered,
-        "score": score,
+        "answered": one.problem.has_answer(attempt.texts[winner]),
+        "score": scores[text],
         "text": text,
     }
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or the type of another device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

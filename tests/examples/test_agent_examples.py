@@ -36,7 +36,7 @@ from hf_parallel.agents import (
     TreeOfThoughts,
 )
 from hf_parallel.engine import Engine
-from hf_parallel.evaluation.sandbox.run import CHILD
+from hf_parallel.evaluation import sandbox
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -288,7 +288,7 @@ def test_a_test_that_takes_long_leaves_no_process() -> None:
 
     asyncio.run(cancelled())
     psutil = pytest.importorskip("psutil")
-    assert not [one for one in psutil.Process().children(recursive=True) if CHILD in one.cmdline()]
+    assert not [one for one in psutil.Process().children(recursive=True) if sandbox.__file__ in one.cmdline()]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.evaluation.tasks.code import APPSProblem, CodeProblem, LiveCodeBenchProblem, Test
@@ -24,12 +23,13 @@ from hf_parallel.evaluation.tasks.math import (
     OlympiadBenchProblem,
 )
 from hf_parallel.evaluation.tasks.reading import DocumentsProblem, NeedleProblem
+from hf_parallel.files import parse_json
 from hf_parallel.generation.caller import warn_caller
 from hf_parallel.generation.validation import check_int, names_hint, suggestion
 
 __all__ = [
-    "APPSProblem",
     "AIME25Problem",
+    "APPSProblem",
     "ArithmeticProblem",
     "CodeProblem",
     "DocumentsProblem",
@@ -53,18 +53,15 @@ __all__ = [
     "load_problems",
 ]
 
-GENERATED: dict[str, type[RetrievalProblem] | type[ArithmeticProblem] | type[PlanningProblem]] = {
-    cls.name: cls for cls in (RetrievalProblem, ArithmeticProblem, PlanningProblem)
-}
+GENERATED: dict[str, Any] = {cls.name: cls for cls in (RetrievalProblem, ArithmeticProblem, PlanningProblem)}
 """Generated tasks by name; each has `make(seed, ...)`."""
-LOADED: tuple[type[Problem], ...] = (
+LOADED = (
     *(GSM8KProblem, GSM8Kx5Problem, LIMOProblem, MATH500Problem, AIME25Problem, OlympiadBenchProblem),
-    *(LiveCodeBenchProblem, APPSProblem, Game24Problem, DocumentsProblem),
+    *(LiveCodeBenchProblem, APPSProblem, Game24Problem, DocumentsProblem, NeedleProblem),
 )
-_ALL: tuple[type[Problem], ...] = (*GENERATED.values(), *LOADED, NeedleProblem)
-TASKS: dict[str, type[Problem]] = {cls.name: cls for cls in _ALL}
+TASKS: dict[str, type[Problem]] = {**GENERATED, **{cls.name: cls for cls in LOADED}}
 """All tasks by name."""
-FORMATS = {".jsonl": None, ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 GENERATED_COUNT = 100
 
 
@@ -112,100 +109,83 @@ def load_problems(
             raise ValueError("needles needs a source: a text file, such as a book of Project Gutenberg")
         text = _existing(Path(source)).read_text(encoding="utf-8", errors="replace")
         return [*NeedleProblem.from_text(text, count or GENERATED_COUNT, seed, **options)]
-    rows, size = _rows(os.fspath(source or cls.source), cls), cls.rows_per_problem
-    groups = iter(lambda: list(itertools.islice(rows, size)), [])
+    source = os.fspath(source or cls.source)
+    rows, size = iter(_rows(source, cls)), cls.rows_per_problem
     problems: list[Problem] = []
-    for number, group in enumerate(itertools.islice(groups, count)):
+    while len(problems) != count and (group := list(islice(rows, size))):
         if len(group) < size and problems:
             break
         try:
             problems.append(cls.from_rows(group))
         except ValueError as error:
-            raise ValueError(f"row {number * size} of {source or cls.source}, task {task}: {error}") from error
+            raise ValueError(f"row {len(problems) * size} of {source}, task {task}: {error}") from error
     if not problems:
-        raise ValueError(f"{source or cls.source} has no rows")
+        raise ValueError(f"{source} has no rows")
     if count is not None and len(problems) < count:
-        warn_caller(f"number of problems in {source or cls.source}: {len(problems)}, fewer than count={count}")
+        warn_caller(f"number of problems in {source}: {len(problems)}, fewer than count={count}")
     return problems
 
 
 def check_task(task: str, options: Mapping[str, object]) -> None:
-    """Raise `ValueError` for an unknown task, and for a name that is no option of it; `count` and `seed` are none."""
+    """Raise `ValueError` for an unknown task, and for an unknown option of it; `count` and `seed` are not options."""
     if task not in TASKS:
         raise ValueError(f"task must be one of {list(TASKS)}, got {task!r}{suggestion(task, TASKS)}")
-    names: list[str] = []
-    if task in GENERATED:
-        names = [*inspect.signature(GENERATED[task].make).parameters]
-    elif TASKS[task] is NeedleProblem:
-        names = [*inspect.signature(NeedleProblem.from_text).parameters]
+    make = NeedleProblem.from_text if TASKS[task] is NeedleProblem else getattr(TASKS[task], "make", None)
+    names = [] if make is None else [*inspect.signature(make).parameters]
     names = [name for name in names if name not in ("text", "count", "seed")]
-    if options and not names:
-        raise ValueError(f"{task} has no options, got {sorted(options)}")
     for name, value in options.items():
         if name not in names:
             raise ValueError(f"{task} has no option {name!r} (got {value!r}){names_hint(name, names)}")
 
 
-def _rows(source: str, cls: type[Problem]) -> Iterator[Mapping[str, object]]:
+def _rows(source: str, cls: type[Problem]) -> Iterable[Mapping[str, object]]:
     """Read the rows of a file or of a dataset on the Hub, one after another."""
-    suffix = Path(source).suffix.lower()
+    path, suffix = Path(source), Path(source).suffix.lower()
     if suffix in FORMATS:
-        return _rows_of_file(_existing(Path(source)), FORMATS[suffix])
-    if Path(source).exists() or source.startswith((".", "/", "~")):
+        return _json_lines(source) if suffix == ".jsonl" else _rows_of_file(_existing(path), suffix[1:])
+    if path.exists() or source.startswith((".", "/", "~")):
         raise ValueError(f"the format of {source!r} must be one of {list(FORMATS)}")
     name, config, split = (source.split(":") + ["", ""])[:3]
     default = cls.source.split(":")
     config = config or (default[1] if name == default[0] else "")
     split = split or default[2]
     if cls.hub_file and name == default[0]:
-        return _rows_of_hub_file(cls.hub_file.format(name=name, config=config, split=split))
-    return iter(_load_dataset()(name, config or None, split=split, streaming=True))
+        return _json_lines(cls.hub_file.format(name=name, config=config, split=split))
+    return _load_dataset(name, config or None, split=split)
 
 
-def _rows_of_hub_file(url: str) -> Iterator[Mapping[str, object]]:
-    """Read JSON objects, one per line, as far as they are asked for."""
+def _json_lines(source: str) -> Iterator[Mapping[str, object]]:
+    """Read JSON objects, one per line, from a file or URL."""
     import fsspec
 
     try:
-        with fsspec.open(url, "rb") as file:
-            yield from _json_lines(file, url)
-    except FileNotFoundError as error:
-        raise ValueError(f"no file {url!r}: {error}") from error
+        with fsspec.open(source, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    row = parse_json(line, f"line {number} of {source}")
+                    if not isinstance(row, dict):
+                        raise ValueError(f"line {number} of {source} must be a JSON object, got {row!r:.80}")
+                    yield row
+    except OSError as error:
+        raise ValueError(f"no file {source!r}: {error}") from error
 
 
-def _rows_of_file(path: Path, builder: str | None) -> Iterator[Mapping[str, object]]:
-    """Read the rows of a file by a builder of `datasets`; without one: JSON objects, one per line."""
-    if builder is None:
-        with path.open("rb") as file:
-            yield from _json_lines(file, path)
-    elif path.stat().st_size:
-        load_dataset = _load_dataset()
-        try:
-            yield from load_dataset(builder, data_files=str(path), split="train", streaming=True)
-        except Exception as error:  # of pyarrow, pandas or json, without the name of the file
-            raise ValueError(f"{path} cannot be read: {error}") from error
+def _rows_of_file(path: Path, builder: str) -> Iterator[Mapping[str, object]]:
+    """Read the rows of a file by a builder of `datasets`."""
+    try:
+        yield from _load_dataset(builder, data_files=str(path), split="train") if path.stat().st_size else ()
+    except ImportError:
+        raise
+    except Exception as error:  # of pyarrow, pandas or json, without the name of the file
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _json_lines(file: BinaryIO, name: str | Path) -> Iterator[Mapping[str, object]]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            text = line.decode(errors="replace").strip()
-            raise ValueError(f"line {number} of {name} must be a JSON object, got {text!r:.80}")
-        yield row
-
-
-def _load_dataset() -> Callable[..., Iterable[Mapping[str, object]]]:
+def _load_dataset(*arguments: str | None, **settings: str) -> Iterable[Mapping[str, object]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError("loading problems needs datasets: pip install 'hf_parallel[eval]'") from error
-    return load_dataset
+    return load_dataset(*arguments, streaming=True, **settings)
 
 
 def _existing(path: Path) -> Path:

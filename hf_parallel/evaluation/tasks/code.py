@@ -19,23 +19,11 @@ from hf_parallel.evaluation.tasks.base import Problem, column, text_column
 from hf_parallel.files import JSONObject
 
 MODULES = (
-    *(
-        "string",
-        "re",
-        "datetime",
-        "collections",
-        "heapq",
-        "bisect",
-        "copy",
-        "math",
-        "random",
-        "statistics",
-        "itertools",
-    ),
-    *("functools", "operator", "io", "sys", "json", "builtins", "typing"),
+    "string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, functools, operator, "
+    "io, sys, json, builtins, typing"
 )
 """Modules whose names answers may use without an import, as in LiveCodeBench."""
-PREAMBLE = "".join(f"from {name} import *\n" for name in MODULES) + f"import {', '.join(MODULES)}\n"
+PREAMBLE = "".join(f"from {name} import *\n" for name in MODULES.split(", ")) + f"import {MODULES}\n"
 PREAMBLE += "sys.setrecursionlimit(50000)\n"
 PROGRAM = """
 {preamble}
@@ -61,6 +49,7 @@ _os.write(_channel, b"\\n" + _text.encode())
 """
 MAX_TESTS = 1 << 28
 """Bytes of decompressed tests."""
+TEXT_CODES = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 _FENCE = re.compile(r"^[ \t]*```[^\n]*$", re.MULTILINE)
 
 
@@ -95,9 +84,8 @@ class CodeProblem(Problem):
     shared: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        for test in self.tests:
-            if not isinstance(test, Test):
-                raise ValueError(f"tests must be objects Test(input, output), got {test!r:.80}")
+        if not all(isinstance(test, Test) for test in self.tests):
+            raise ValueError(f"tests must be objects Test(input, output), got {self.tests!r:.80}")
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -121,15 +109,13 @@ class CodeProblem(Problem):
         run = partial(run_code, timeout=self.seconds, max_memory=self.max_memory)
         if not self.function:
             found = run(PROGRAM.format(preamble=PREAMBLE, source=source), stdin=test.input)
-            return not found.timed_out and found.returncode == 0 and outputs_equal(test.output, found.stdout)
+            return found.returncode == 0 and outputs_equal(test.output, found.stdout)
         arguments = [json.loads(line) for line in test.input.split("\n")] if test.input else []
         given = {"name": self.function, "arguments": repr(arguments), "nested": self.nested_tuples}
         code = FUNCTION.format(preamble=PREAMBLE, source=source, **given)
         found = run(code)
-        if found.timed_out or found.returncode != 0:
-            return False
         try:
-            return self.is_result(json.loads(found.stdout), json.loads(test.output))
+            return found.returncode == 0 and self.is_result(json.loads(found.stdout), json.loads(test.output))
         except (ValueError, RecursionError):
             return False
 
@@ -243,17 +229,11 @@ def _json(text: object, name: str) -> JSONObject:
 
 
 def _test_cases(value: object) -> list[dict[str, str]]:
-    """Read test cases: JSON, or JSON compressed by zlib in base64, in which the Hub's dataset has a pickled string.
-
-    The string is read from the pickle's operations, without unpickling, which could run code.
-    """
-    if isinstance(value, str):
-        try:
-            cases = json.loads(value)
-        except ValueError:
-            cases = _compressed(value)
-    else:
-        cases = value
+    """Read test cases: JSON, or JSON compressed by zlib in base64, in which the Hub's dataset has a pickled string."""
+    try:
+        cases = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        cases = _compressed(str(value))
     keys = ("input", "output")
     if not isinstance(cases, list) or not all(
         isinstance(case, dict) and all(isinstance(case.get(key), str) for key in keys) for case in cases
@@ -267,7 +247,7 @@ def _compressed(value: str) -> object:
         inflate = zlib.decompressobj()
         data = inflate.decompress(base64.b64decode(value, validate=True), MAX_TESTS)
         if inflate.unconsumed_tail:
-            raise ValueError(f"test cases must have at most {MAX_TESTS} bytes")
+            raise ValueError(f"more than {MAX_TESTS} bytes")
         return json.loads(_pickled_text(data) if data[:1] == b"\x80" else data)
     except (binascii.Error, zlib.error, ValueError) as error:
         raise ValueError(
@@ -278,8 +258,8 @@ def _compressed(value: str) -> object:
 def _pickled_text(data: bytes) -> str:
     """Return the text of a pickle of one string; raise `ValueError` for any other pickle. Nothing is unpickled."""
     steps = list(pickletools.genops(data))
-    texts = [argument for code, argument, _ in steps if code.name.endswith("BINUNICODE") or code.name == "BINUNICODE8"]
+    texts = [str(argument) for code, argument, _ in steps if code.name in TEXT_CODES]
     others = {code.name for code, _, _ in steps} - {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
-    if len(texts) != 1 or not others <= {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}:
-        raise ValueError("a pickle of anything but one string is refused")
-    return str(texts[0])
+    if len(texts) != 1 or not others <= TEXT_CODES:
+        raise ValueError("a pickle must hold one string")
+    return texts[0]

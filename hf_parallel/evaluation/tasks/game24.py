@@ -17,15 +17,15 @@ from hf_parallel.generation.modes import BOXED
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 MAX_EXPRESSION = 100
 _LATEX = {
-    "\\times": "*",
-    "\\cdot": "*",
-    "\\div": "/",
+    r"\times": "*",
+    r"\cdot": "*",
+    r"\div": "/",
     "×": "*",
     "·": "*",
     "÷": "/",
     "−": "-",
-    "\\left": "",
-    "\\right": "",
+    r"\left": "",
+    r"\right": "",
 }
 _FRAC = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 
@@ -61,7 +61,7 @@ class Game24Problem(Problem):
         given = final_answer(text)
         if given is None or len(given) > MAX_EXPRESSION:
             return 0.0
-        plain = given
+        plain = given.replace("\\left", "").replace("\\right", "")
         for latex, sign in _LATEX.items():
             plain = plain.replace(latex, sign)
         while _FRAC.search(plain):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_parallel.evaluation.grading import (
-    answer_lists_equal,
     final_answer,
     formulas_equal,
     numbers_equal,
@@ -68,11 +67,6 @@ class GSM8Kx5Problem(Problem):
         questions = (f"{number}. {text_column(row, 'question')}" for number, row in enumerate(rows, start=1))
         prompt = f"Solve these problems and give all answers in the end, separated by commas: \\boxed{{{form}}}.\n\n"
         return cls(prompt + "\n".join(questions), ",".join(answers), answers)
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, object]) -> GSM8Kx5Problem:
-        """Raise `ValueError`: a problem needs five rows."""
-        return cls.from_rows([row])
 
     def score(self, text: str) -> float:
         """Return the fraction of correct answers, compared by position; see `grading.score_by_position`."""
@@ -134,16 +128,16 @@ class AIME25Problem(FormulaProblem):
 
 
 @dataclass(frozen=True)
-class OlympiadBenchProblem(Problem):
-    """An open problem of OlympiadBench (He et al., 2024), text only, with one or several answers and error bounds."""
+class OlympiadBenchProblem(FormulaProblem):
+    """An open problem of OlympiadBench (He et al., 2024), text only, with one or several answers.
+
+    `answer` has all of them, separated by commas; numbers may differ by `tolerance`.
+    """
 
     name: ClassVar[str] = "olympiadbench"
-    answer_pattern: ClassVar[str] = BOXED
-    finisher_tokens: ClassVar[int] = 64
     source: ClassVar[str] = "Hothan/OlympiadBench:OE_TO_maths_en_COMP:train"
 
-    answers: tuple[str, ...]
-    tolerances: tuple[float, ...]
+    tolerance: float = 1e-8
 
     @classmethod
     def from_row(cls, row: Mapping[str, object]) -> OlympiadBenchProblem:
@@ -153,19 +147,17 @@ class OlympiadBenchProblem(Problem):
         if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
             raise ValueError(f"column 'final_answer' must be a list of texts, got {answers!r:.80}")
         form = "all answers, separated by commas" if row.get("is_multiple_answer") else "answer"
-        unit = f" without its unit ({row['unit']})" if row.get("unit") else ""
-        question = text_column(row, "question")
-        context = row.get("context")
-        context = f"{context.strip()}\n" if isinstance(context, str) and context else ""
+        unit = f" Give it without its unit ({row['unit']})." if row.get("unit") else ""
+        context = f"{row['context']}".strip() + "\n" if row.get("context") else ""
         prompt = (
             "Solve this problem of an olympiad step by step. Write formulas in LaTeX. End with the sentence: So the "
-            f"final answer is \\boxed{{{form}}}.{f' Give it{unit}.' if unit else ''}\n\n{context}{question}"
+            f"final answer is \\boxed{{{form}}}.{unit}\n\n{context}{text_column(row, 'question')}"
         )
-        return cls(prompt, ", ".join(answers), tuple(answers), _tolerances(row.get("error")))
+        return cls(prompt, ", ".join(one.strip("$ ") for one in answers), _tolerance(row.get("error")))
 
     def score(self, text: str) -> float:
-        """Return 1.0 if all answers are given and no others, otherwise 0.0; see `grading.answer_lists_equal`."""
-        return float(answer_lists_equal(self.answers, text, self.tolerances))
+        """Return 1.0 if the final answer has all answers and no others, otherwise 0.0."""
+        return float(formulas_equal(self.answer, final_answer(text), self.tolerance))
 
 
 def _gsm8k_answer(row: Mapping[str, object]) -> str:
@@ -177,11 +169,9 @@ def _gsm8k_answer(row: Mapping[str, object]) -> str:
     return value.replace(",", "")
 
 
-def _tolerances(error: object) -> tuple[float, ...]:
-    """Read error bounds, such as `1e-2` or `0.5,0.1`."""
-    if error is None or error == "":
-        return ()
+def _tolerance(error: object) -> float:
+    """Read the largest of error bounds, such as `1e-2` or `0.5,0.1`."""
     try:
-        return tuple(float(part) for part in str(error).split(",") if part.strip())
+        return max((float(part) for part in str(error or "").split(",") if part.strip()), default=1e-8)
     except ValueError:
         raise ValueError(f"column 'error' must be numbers, separated by commas, got {error!r:.80}") from None

@@ -1,14 +1,14 @@
 """Compares formulas by math-verify, one JSON line after another. `formulas.py` starts it as a script.
 
-After its imports it gives up its rights as code of an answer does, see `run_child.py`.
+After its imports it gives up its rights as code of an answer does; see `sandbox.py`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
@@ -25,15 +25,9 @@ def main() -> None:
         print(json.dumps({"error": str(error)}), flush=True)
         return
     logging.disable()  # math-verify warns that it has no time limit; the parent has one
-    config = [LatexExtractionConfig()]
-    spec = importlib.util.spec_from_file_location("run_child", Path(__file__).with_name("run_child.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    sandbox = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sandbox)
 
     def read(latex: str) -> list[object]:
-        return parse(f"\\boxed{{{latex}}}", config, parsing_timeout=None)
+        return parse(f"\\boxed{{{latex}}}", [LatexExtractionConfig()], parsing_timeout=None)
 
     def close(gold: object, given: object, tolerance: float) -> bool:
         if isinstance(gold, FiniteSet | Tuple) and isinstance(given, FiniteSet | Tuple):
@@ -45,9 +39,10 @@ def main() -> None:
         return len(values) == 2 and abs(values[0] - values[1]) <= tolerance * 1.01
 
     read("1")  # loads the parser
-    loaded = [sys.modules[name] for name in sys.modules if "." not in name and hasattr(sys.modules[name], "__path__")]
-    settings["readable"] += sorted({os.path.realpath(path) for package in loaded for path in package.__path__})
-    sandbox.restrict(settings)
+    packages = [module for name, module in sys.modules.items() if "." not in name and hasattr(module, "__path__")]
+    readable = {os.path.realpath(path) for package in packages for path in package.__path__}
+    restrict = runpy.run_path(str(Path(__file__).with_name("sandbox.py")))["restrict"]
+    restrict([*settings["readable"], *readable], settings["seconds"], settings["memory"])
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
