@@ -65,12 +65,12 @@ class Run:
         if self.mode is None:
             return None
         fields = type(make_config(self.mode)).fields()
-        chosen = {} if answer_pattern is None else {"answer_pattern": answer_pattern}
-        given, chosen = (
-            {name: value for name, value in settings.items() if name in fields}
-            for settings in (self.settings, {**ANSWERS_ITSELF, **chosen})
+        chosen = {**ANSWERS_ITSELF, **({} if answer_pattern is None else {"answer_pattern": answer_pattern})}
+        return make_config(
+            self.mode,
+            {name: value for name, value in self.settings.items() if name in fields},
+            {name: value for name, value in chosen.items() if name in fields},
         )
-        return make_config(self.mode, given, chosen)
 
     def generation(self) -> dict[str, object]:
         """Return the settings of `generate`."""

@@ -134,8 +134,8 @@ def sweep(
     solver = Solver(model, tokenizer, budgets[-1], finisher, generation, concurrent, max_kv_bytes)
     results: list[Result] = []
     with nullcontext() if output is None else ResultStore(output, header, state.process_index) as store:
-        for one in own if store is not None else ():
-            stored = {budget: store.get(one.key(budget)) for budget in budgets}
+        for one in own:
+            stored = {budget: None if store is None else store.get(one.key(budget)) for budget in budgets}
             results += [result for result in stored.values() if result is not None]
             one.budgets = [budget for budget, result in stored.items() if result is None]
         todo = [one for one in own if one.budgets]

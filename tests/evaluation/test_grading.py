@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hf_parallel.evaluation.formulas import FormulaComparer
 from hf_parallel.evaluation.grading import (
     boxed,
     final_answer,
@@ -21,7 +22,6 @@ from hf_parallel.evaluation.grading import (
     outputs_equal,
     score_by_position,
 )
-from hf_parallel.evaluation.formulas import FormulaComparer
 
 
 @pytest.fixture
