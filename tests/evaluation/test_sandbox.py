@@ -218,16 +218,16 @@ def test_there_is_no_network(code: str) -> None:
 
 
 FORBIDDEN = """
-socket 41 198, connect 42 203, bind 49 200, sendto 44 206, shmget 29 194, msgget 68 186, semget 64 190, mq_open 240 180,
-memfd_create 319 279, inotify_init1 294 26, flock 73 32, readlinkat 267 78, setxattr 188 5, fchmod 91 52,
-fchmodat 268 53, fchown 93 55, utimensat 280 88, truncate 76 45, ftruncate 77 46, fallocate 285 47, link 86 -1,
-linkat 265 37, symlinkat 266 36, mkdirat 258 34, unlinkat 263 35, renameat 264 38, mknodat 259 33, name_to_handle_at 303 264,
-open_by_handle_at 304 265, splice 275 76, fork 57 -1, vfork 58 -1, execve 59 221, execveat 322 281, ptrace 101 117,
-process_vm_readv 310 270, process_vm_writev 311 271, setsid 112 157, kill 62 129, tkill 200 130,
-rt_sigqueueinfo 129 138, setpriority 141 140, sched_setaffinity 203 122, mlock 149 228, setrlimit 160 164,
-setuid 105 146, setresuid 117 147, capset 126 91, personality 135 92, unshare 272 97, setns 308 268, mount 165 40,
-chroot 161 51, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, keyctl 250 219, seccomp 317 277,
-io_setup 206 0, pidfd_send_signal 424 424, io_uring_setup 425 425, clone3 435 435, openat2 437 437,
+socket 41 198, connect 42 203, bind 49 200, sendto 44 206, shmget 29 194, msgget 68 186, semget 64 190,
+mq_open 240 180, memfd_create 319 279, inotify_init1 294 26, flock 73 32, readlinkat 267 78, setxattr 188 5,
+fchmod 91 52, fchmodat 268 53, fchown 93 55, utimensat 280 88, truncate 76 45, ftruncate 77 46, fallocate 285 47,
+link 86 -1, linkat 265 37, symlinkat 266 36, mkdirat 258 34, unlinkat 263 35, renameat 264 38, mknodat 259 33,
+name_to_handle_at 303 264, open_by_handle_at 304 265, splice 275 76, fork 57 -1, vfork 58 -1, execve 59 221,
+execveat 322 281, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, setsid 112 157, kill 62 129,
+tkill 200 130, rt_sigqueueinfo 129 138, setpriority 141 140, sched_setaffinity 203 122, mlock 149 228,
+setrlimit 160 164, setuid 105 146, setresuid 117 147, capset 126 91, personality 135 92, unshare 272 97,
+setns 308 268, mount 165 40, chroot 161 51, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, keyctl 250 219,
+seccomp 317 277, io_setup 206 0, pidfd_send_signal 424 424, io_uring_setup 425 425, clone3 435 435, openat2 437 437,
 pidfd_getfd 438 438, landlock_create_ruleset 444 444
 """
 """System calls that reach beyond a process, with their numbers on x86_64 and aarch64."""
