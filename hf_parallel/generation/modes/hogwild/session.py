@@ -5,14 +5,12 @@ Between passes the caller injects texts, removes steps, adds and removes workers
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -25,7 +23,7 @@ from hf_parallel.generation.arguments import check_objects, encode
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.claim import Claim
 from hf_parallel.generation.config import make_config
-from hf_parallel.generation.mixin import POLL_SECONDS, ParallelGenerationMixin, enable, unwrap
+from hf_parallel.generation.mixin import ParallelGenerationMixin, enable, unwrap
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, default_name
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
@@ -34,15 +32,31 @@ from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int, check_text, is_int
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
-_TURNS_LOCK = threading.Lock()
+_Method = Callable[Concatenate["HogwildSession", _P], _T]
 
 
-class _Turn:
-    """Turn of a thread in a session. `is_over = True` in a `finally` ends it, also if a traceback is kept."""
+def _exclusive(method: _Method[_P, _T]) -> _Method[_P, _T]:
+    """Run a method while no other thread uses the session."""
 
-    def __init__(self) -> None:
-        self.thread, self.is_over = threading.get_ident(), False
+    @functools.wraps(method)
+    def run(session: HogwildSession, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return session._exclusively(lambda: method(session, *args, **kwargs))
+
+    return run
+
+
+def _change(method: _Method[_P, _T]) -> _Method[_P, _T]:
+    """Run a method that changes an open session between two passes. If it raises, the session is unchanged."""
+
+    @functools.wraps(method)
+    def changed(session: HogwildSession, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        session._check_open()
+        with session._run.transaction():
+            return method(session, *args, **kwargs)
+
+    return _exclusive(changed)
 
 
 class HogwildSession:
@@ -92,7 +106,8 @@ class HogwildSession:
             self._run = open_run(model, tokenizer, prompt, settings)
         self._call, self.config = self._run.loop.call, self._run.config
         self._ended_by = ""
-        self._turns: list[_Turn] = []  # of threads, in the order in which they asked; the first is running
+        self._lock, self._turn = threading.Lock(), threading.Lock()
+        self._user: int | None = None  # thread that holds the lock
 
     def __enter__(self) -> HogwildSession:
         return self
@@ -149,12 +164,13 @@ class HogwildSession:
         """Costs of the session. Those of a loaded session start at `load`, except for the generated tokens."""
         return self._run.loop.stats
 
+    @_exclusive
     def output(self) -> HogwildOutput:
         """Return the current state as `generate` would with `return_dict_in_generate=True`.
 
         Rows are workers in the order in which they joined, removed ones included.
         """
-        return self._exclusively(lambda: self._run.loop.result(HogwildOutput, **self._run.fields()))
+        return self._run.loop.result(HogwildOutput, **self._run.fields())
 
     def step(self) -> dict[str, str]:
         """Run one forward pass, in which every active worker gets one token. Return as `run`."""
@@ -170,58 +186,53 @@ class HogwildSession:
         if passes is not None:
             check_int("passes", passes, at_least=0)
         written: dict[str, str] = {}
-        claim = Claim()
-        try:
-            with self._model_held(claim):
-                for _ in itertools.count() if passes is None else range(passes):
-                    if not self._exclusively(partial(self._step, written)):
-                        break
-        finally:
-            claim.active = False
-        return written
 
-    def _step(self, written: dict[str, str]) -> bool:
-        """Run one step and append its texts to `written`. Return whether a worker was active."""
-        self._check_open()
-        if not self._run.active:
-            return False
-        for name, text in self._run.step().items():
-            written[name] = written.get(name, "") + text
-        return True
+        def step() -> bool:
+            self._check_open()
+            if not self._run.active:
+                return False
+            for name, text in self._run.step().items():
+                written[name] = written.get(name, "") + text
+            return True
+
+        def run() -> None:
+            for _ in itertools.count() if passes is None else range(passes):
+                with self._turn:  # threads that wait for the end of a pass hold it
+                    pass
+                if not self._locked(step):
+                    break
+
+        self._with_model(run)
+        return written
 
     def finish(self) -> HogwildOutput:
         """Stop all workers and, if none has answered, let the early finisher answer. Return the final output.
 
         Afterwards only `output` and the properties can be used, even if `finish` raises.
         """
-        claim = Claim()
-        try:
-            with self._model_held(claim):
-                self._exclusively(self._finish)
-        finally:
-            claim.active = False
+
+        def finish() -> None:
+            self._check_open()
+            self._ended_by = "finished"
+            self._run.group.move_ended_steps()
+            self._run.active = []
+            self._run.finish()
+
+        self._with_model(lambda: self._exclusively(finish))
         output = self._run.loop.output(HogwildOutput, **self._run.fields())
         self._run.warn_unanswered()
         return output
 
-    def _finish(self) -> None:
-        self._check_open()
-        self._ended_by = "finished"
-        self._run.group.move_ended_steps()
-        self._run.active = []
-        self._run.finish()
-
+    @_exclusive
     def close(self) -> None:
         """Free the memory of the cache. Texts can still be read."""
-        self._exclusively(self._close)
-
-    def _close(self) -> None:
         if not self._ended_by and self._call.streamer is not None:
             self._call.streamer.end()
         self._ended_by, self._run.active = "closed", []
         self._call.executor.release()
         self._run.cache.reset()
 
+    @_change
     def inject(self, to: str, text: str) -> None:
         """Append a text, without a name or template, which the model reads in the next forward pass.
 
@@ -230,13 +241,10 @@ class HogwildSession:
         ends with it. Raises `ValueError` if the worker does not exist or has stopped, if the text is empty or cannot be
         encoded, and for `common` in the layout `contiguous`, which has no history.
         """
-        self._change(partial(self._inject, to, text))
-
-    def _inject(self, to: str, text: str) -> None:
         worker = None if to == COMMON else self._find(to)
-        if worker is None and self.config.layout == "contiguous":
-            raise ValueError(f"to must be one of {self.writing}: the layout 'contiguous' has no history")
-        if worker is not None and worker.stopped:
+        if worker is None:
+            self._check_has_history()
+        elif worker.stopped:
             raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} has stopped")
         if not isinstance(text, str) or not text:
             raise ValueError(f"text must be a non-empty string, got {text!r}")
@@ -247,22 +255,20 @@ class HogwildSession:
         number = None if worker is None else worker.number
         self._run.apply({"tell": number, "text": text, "tokens": self._encode("text", text)})
 
+    @_change
     def forget(self, step: Step | int) -> None:
         """Remove a finished step from memory; later steps move up, but no text is recomputed.
 
         `step` is an element of `history`, or its index. Raises `ValueError` if there is no such step, and in the layout
         `contiguous`, which has no history.
         """
-        self._change(partial(self._forget, step))
-
-    def _forget(self, step: Step | int) -> None:
-        if self.config.layout == "contiguous":
-            raise ValueError("the layout 'contiguous' has no history from which a step could be removed")
+        self._check_has_history()
         found = [i for i, other in enumerate(self.history) if other == step or (is_int(step) and i == step)]
         if not found:
             raise ValueError(f"step must be one of the {len(self.history)} in history, or its index, got {step!r}")
         self._run.apply({"forget": found[0]})
 
+    @_change
     def add_worker(self, name: str | None = None) -> str:
         """Add a worker, which starts writing in the next forward pass. Return its name.
 
@@ -270,9 +276,6 @@ class HogwildSession:
         Alice, Bob, Carol, ... that no worker has had. Raises `ValueError` if the name is taken, is `common` or cannot
         be encoded, if the streamer supports one row only, and if `max_new_tokens` or the model's positions are used up.
         """
-        return self._change(partial(self._add_worker, name))
-
-    def _add_worker(self, name: str | None) -> str:
         if self.passes >= self._call.max_new_tokens:
             raise ValueError(f"no pass is left for a worker: max_new_tokens={self._call.max_new_tokens} is used up")
         if self._run.group.is_full():
@@ -289,10 +292,12 @@ class HogwildSession:
         self._run.apply({"add": name})
         return name
 
+    @_change
     def remove_worker(self, name: str) -> None:
         """Remove a worker and its unfinished step; its finished steps stay. Raises `ValueError` for unknown names."""
-        self._change(lambda: self._run.apply({"remove": self._find(name).number}))
+        self._run.apply({"remove": self._find(name).number})
 
+    @_exclusive
     def save(self, path: str | Path) -> None:
         """Write the session to a JSON file, atomically.
 
@@ -300,9 +305,6 @@ class HogwildSession:
         criteria must be passed to `load` again, and their internal state is not saved. Raises `ValueError` for settings
         that are not plain data, for `output_scores` and `output_logits`, and for offloaded weights.
         """
-        self._exclusively(partial(self._save, path))
-
-    def _save(self, path: str | Path) -> None:
         self._check_open()
         write_journal(path, self._run.state())
 
@@ -343,24 +345,18 @@ class HogwildSession:
             raise ValueError(f"{path} is damaged: generation has {sorted(unknown)}, which generate does not know")
         try:
             config = make_config(HogwildConfig.mode, state["settings"])
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: settings: {error}") from error
-        try:
+            generation = {**state["generation"], "num_return_sequences": 1}
             prompt = torch.tensor([state["prompt"]], dtype=torch.int64, device="cpu")
-            session = cls(model, tokenizer, prompt, parallel_config=config, **helpers, **state["generation"])
+            session = cls(model, tokenizer, prompt, parallel_config=config, **helpers, **generation)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} was saved with another tokenizer, or its prompt, settings or generation are damaged: {error}"
             ) from error
-        claim = Claim()
         try:
-            with session._model_held(claim):
-                session._exclusively(partial(session._run.restore, state))
-        except ValueError as error:
+            session._with_model(lambda: session._run.restore(state))
+        except (LookupError, ValueError) as error:
             message = "is damaged, or was saved with another tokenizer, or with other processors or criteria"
             raise ValueError(f"{path} {message}: {error}") from error
-        finally:
-            claim.active = False
         return session
 
     def _find(self, name: object) -> Worker:
@@ -369,6 +365,14 @@ class HogwildSession:
             raise ValueError(f"there is no worker {name!r}, only {self.names}")
         return found[0]
 
+    def _check_has_history(self) -> None:
+        if self.config.layout == "contiguous":
+            raise ValueError("the layout 'contiguous' has no history")
+
+    def _check_open(self) -> None:
+        if self._ended_by:
+            raise RuntimeError(f"this session has been {self._ended_by}")
+
     def _encode(self, name: str, text: str) -> list[int]:
         check_text(name, text)
         tokens, vocabulary = encode(self._call.tokenizer, text), vocabulary_size(self._model)
@@ -376,49 +380,36 @@ class HogwildSession:
             raise ValueError(f"{name} must be text in the model's vocabulary, got {text!r} (tokens {tokens})")
         return tokens
 
-    @contextmanager
-    def _model_held(self, claim: Claim) -> Iterator[None]:
+    def _with_model(self, function: Callable[[], None]) -> None:
+        """Call a function while the session holds the model, if the model has not changed since the session began."""
         location = self._model.device, self._model.dtype
         if not isinstance(self._model, ParallelGenerationMixin):
             raise RuntimeError("the model is not enabled any more: call hf_parallel.enable(model) to continue")
         if location != self._location:
             before, now = ("{} in {}".format(*pair) for pair in (self._location, location))
             raise ValueError(f"the model was on {before} when this session began, now it is on {now}: move it back")
-        with torch.no_grad(), self._model.claimed(claim), self._run.loop.running():
-            try:
-                self._run.cache.claim(self._run.loop.call.model, claim, kept=True)
-            except ValueError as error:
-                raise ValueError("the weights of the model have changed since this session began") from error
-            yield
+        claim = Claim()
+        try:
+            with torch.no_grad(), self._model.claimed(claim), self._run.loop.running():
+                try:
+                    self._run.cache.claim(self._call.model, claim, kept=True)
+                except ValueError as error:
+                    raise ValueError("the weights of the model have changed since this session began") from error
+                function()
+        finally:
+            claim.active = False
 
     def _exclusively(self, function: Callable[[], _T]) -> _T:
-        """Call a function while no other thread uses the session. Threads take turns in the order of their calls."""
-        turn = _Turn()
-        try:
-            while not self._is_first(turn):
-                time.sleep(POLL_SECONDS)
-            with cpu_as_default():
+        """Call a function while no other thread uses the session; `run` lets a thread that waits here go first."""
+        if self._user == threading.get_ident():
+            raise RuntimeError("this session is in a step: it was called again from a processor or a streamer")
+        with self._turn:
+            return self._locked(function)
+
+    def _locked(self, function: Callable[[], _T]) -> _T:
+        with self._lock, cpu_as_default():
+            try:
+                self._user = threading.get_ident()
                 return function()
-        finally:
-            turn.is_over = True
-
-    def _is_first(self, turn: _Turn) -> bool:
-        with _TURNS_LOCK:
-            self._turns = [other for other in self._turns if not other.is_over]
-            if turn not in self._turns:
-                if any(other.thread == turn.thread for other in self._turns):
-                    raise RuntimeError("this session is in a step: it was called again from a processor or a streamer")
-                self._turns.append(turn)
-            return self._turns[0] is turn
-
-    def _change(self, change: Callable[[], _T]) -> _T:
-        def changed() -> _T:
-            self._check_open()
-            with self._run.transaction():
-                return change()
-
-        return self._exclusively(changed)
-
-    def _check_open(self) -> None:
-        if self._ended_by:
-            raise RuntimeError(f"this session has been {self._ended_by}")
+            finally:
+                self._user = None

@@ -8,18 +8,17 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedTokenizerBase
 
-from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.files import JSONObject
 from hf_parallel.generation.arguments import check_inputs
-from hf_parallel.generation.call import GenerationCall, vocabulary_size
+from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.claim import Claim
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.mixin import take_parallel_config
@@ -29,29 +28,33 @@ from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.validation import is_int, json_error
 from hf_parallel.models.capabilities import max_positions
 
 RESTORED_TOGETHER = 256
 """Passes of a journal that are computed in one forward pass, unless their tokens exceed a prefill chunk."""
 
-_LENGTHS = ("max_new_tokens", "max_length")
-_UNSAVED = ("max_length", "max_new_tokens", "transformers_version")
+_UNSAVED = ("max_length", "max_new_tokens", "num_return_sequences", "transformers_version")
 """Fields of a prepared GenerationConfig that follow from others or are saved separately."""
 
 
 def open_run(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Any, settings: Arguments) -> SteppedRun:
     """Return the run of a session of an enabled model; arguments and errors as of `HogwildSession`."""
     settings = {"generation_mode": HogwildConfig.mode, **settings}
-    if "progress" in settings:
-        raise ValueError("a session has no progress: its steps are taken by the caller")
     template = settings.pop("chat_template_kwargs", None)
-    config: Any = take_parallel_config(model.generation_config, settings)
-    _check_config(config)
-    settings |= _prompt_arguments(model, prompt, tokenizer, config, template)
-    if (rows := settings.get("num_return_sequences")) not in (None, 1):  # before the prompt is repeated
-        raise ValueError(f"a session has one prompt and num_return_sequences=1, got num_return_sequences={rows!r}")
+    mode = settings["generation_mode"]
+    config = take_parallel_config(model.generation_config, settings)
+    if not isinstance(config, HogwildConfig):
+        raise ValueError(f"a HogwildSession has the generation_mode 'hogwild', got {mode!r}")
+    seeds = config.seed if isinstance(config.seed, list | tuple) else [config.seed]
+    if config.seed is not None and not all(map(is_int, seeds)):
+        raise ValueError(f"seed must be an int or a list of ints in a session, which may be saved, got {config.seed!r}")
+    if COMMON in config.names:
+        raise ValueError(f"worker_names must not contain {COMMON!r}, the name of the history, got {config.names!r}")
+    for name, value in {"logits_cache": config.logits_cache, "progress": settings.get("progress")}.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None in a session, whose steps are taken by the caller, got {value!r}")
+    settings |= _prompt_arguments(prompt, tokenizer, config, template)
     _set_default_length(model, settings)
     claim = Claim()
     try:
@@ -143,12 +146,43 @@ class SteppedRun(HogwildRun):
             record.write(step.worker, str(own_index), "forget")
             group.remove_step(change["forget"])
 
-    def transaction(self) -> AbstractContextManager[None]:
-        """Restore the state of the run if the body raises."""
-        loop, group = self.loop, self.group
-        objects = [self, group, group.space, group.writes, loop.sampler, loop.stats, loop.call.record]
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Restore the state of the run if the body raises.
+
+        Lists, dicts and sets get their items back; the items themselves are not copied. Blocks that the body frees are
+        kept until it has ended. It must not move blocks.
+        """
+        loop, group, cache = self.loop, self.group, self.cache
+        objects: list[object] = [self, group, group.space, group.writes, loop.table, loop.sampler, loop.stats]
+        objects += [loop.call.record, *(loop.sampler.rngs or ())]
         objects += [item for worker in self.workers for item in (worker, worker.current)]
-        return _restored_on_error(self.cache, loop.table, [*objects, *(loop.sampler.rngs or ())])
+        before = [(vars(item), dict(vars(item))) for item in objects]
+        containers = [value for _, held in before for value in held.values() if type(value) in (list, dict, set)]
+        items = list(map(copy.copy, containers))
+        log_state = None if cache.log is None else cache.log.state
+        cache.pool.defer_frees()
+        lengths = {block: block.length for block in cache.blocks}
+        try:
+            yield
+        except BaseException:
+            for now, held in before:
+                now.clear()
+                now.update(held)
+            for container, held_items in zip(containers, items, strict=True):
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(held_items)
+            for row, length in enumerate(loop.table.lengths):
+                loop.table.truncate(row, length)
+            cache.pool.free_deferred(keep=True)
+            if cache.log is not None and log_state is not None:
+                cache.log.restore(log_state)
+            for block in cache.blocks - lengths.keys():
+                cache.free(block)
+            for block, length in lengths.items():
+                block.length = length
+            raise
+        cache.pool.free_deferred()
 
     def state(self) -> JSONObject:
         """Return all that `restore` needs, as plain data; errors as of `HogwildSession.save`."""
@@ -181,18 +215,13 @@ class SteppedRun(HogwildRun):
         """Repeat the journal of another run with the same model, prompt and settings.
 
         Nothing is sampled; keys and values are computed in as few forward passes as possible. Raises `ValueError` if
-        the processors, the criteria or the tokenizer differ.
+        the processors, the criteria or the tokenizer differ, and `LookupError` if an event does not fit those before.
         """
         if self._helpers != state["helpers"]:
             raise ValueError(f"it had the processors and criteria {state['helpers']}, this session has {self._helpers}")
-        record, given = self.loop.call.record, state.get("given")
-        given = state["settings"] if given is None else given  # older files lack it
-        record.settings = {name: value for name, value in record.settings.items() if name in given}
-        for number, event in enumerate(state["journal"]):
-            if not self._fits(event):
-                raise ValueError(
-                    f"journal[{number}] does not fit the events before it, or the vocabulary: {event!r:.200}"
-                )
+        record = self.loop.call.record
+        record.settings = {name: value for name, value in record.settings.items() if name in state["given"]}
+        for event in state["journal"]:
             if "pass" in event:
                 self._repeat_pass(event["pass"])
                 continue
@@ -202,21 +231,6 @@ class SteppedRun(HogwildRun):
         self._compute_backlog()
         if self._tokens != state["tokens"]:
             raise ValueError("its texts have other tokens")
-
-    def _fits(self, event: JSONObject) -> bool:
-        """Return whether the numbers of an event stand for workers, steps and tokens that there are."""
-        tokens = [entry[1] for entry in event.get("pass", ())] + event.get("tokens", [])
-        if max(tokens, default=0) >= vocabulary_size(self.loop.call.model):
-            return False
-        has_history = self.config.layout != "contiguous"
-        if "tell" in event:
-            return has_history if event["tell"] is None else event["tell"] in [w.number for w in self.active]
-        if "add" in event:
-            names = [worker.name for worker in self.present]
-            return event["add"] not in (*names, COMMON, "") and not self.group.is_full()
-        if "remove" in event:
-            return event["remove"] in [worker.number for worker in self.present]
-        return "pass" in event or (has_history and event["forget"] < len(self.group.finished))
 
     @property
     def _helpers(self) -> list[str]:
@@ -246,65 +260,14 @@ class SteppedRun(HogwildRun):
         self.group.move_ended_steps()
 
 
-@contextmanager
-def _restored_on_error(cache: BlockCache, table: TokenTable, objects: Sequence[object]) -> Iterator[None]:
-    """Restore the attributes of objects, the table and the blocks of the cache if the body raises.
-
-    Lists, dicts and sets get their items back; the items themselves are not copied. Blocks that the body frees are kept
-    until it has ended. It must not move blocks.
-    """
-    log_state = None if cache.log is None else cache.log.state
-    cache.pool.defer_frees()
-    lengths = {block: block.length for block in cache.blocks}
-    attributes = [(item, dict(vars(item))) for item in (*objects, table)]
-    containers = [
-        (value, copy.copy(value))
-        for _, held in attributes
-        for value in held.values()
-        if type(value) in (list, dict, set)
-    ]
-    try:
-        yield
-    except BaseException:
-        for item, held in attributes:
-            vars(item).clear()
-            vars(item).update(held)
-        for value, items in containers:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(items)
-        for row, length in enumerate(table.lengths):
-            table.truncate(row, length)
-        cache.pool.free_deferred(keep=True)
-        if cache.log is not None and log_state is not None:
-            cache.log.restore(log_state)
-        for block in cache.blocks - lengths.keys():
-            cache.free(block)
-        for block, length in lengths.items():
-            block.length = length
-        raise
-    cache.pool.free_deferred()
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return int(value) if is_int(value) else value
 
 
-def _check_config(config: HogwildConfig) -> None:
-    if not isinstance(config, HogwildConfig):
-        raise ValueError(f"a HogwildSession has the generation_mode 'hogwild', got {config.mode!r}")
-    if config.logits_cache is not None:
-        raise ValueError("logits_cache must be None in a session, whose steps are taken by the caller")
-    seeds = config.seed if isinstance(config.seed, list | tuple) else [config.seed]
-    if config.seed is not None and not all(map(is_int, seeds)):
-        raise ValueError(f"seed must be an int or a list of ints in a session, which may be saved, got {config.seed!r}")
-    if COMMON in config.names:
-        raise ValueError(f"worker_names must not contain {COMMON!r}, the name of the history, got {config.names!r}")
-
-
 def _prompt_arguments(
-    model: Any, prompt: Any, tokenizer: PreTrainedTokenizerBase, config: HogwildConfig, template: Any
+    prompt: Any, tokenizer: PreTrainedTokenizerBase, config: HogwildConfig, template: Any
 ) -> Arguments:
     """Return the arguments of `generate` for a prompt as `HogwildSession` accepts it."""
     if not isinstance(prompt, torch.Tensor | Mapping):
@@ -314,33 +277,23 @@ def _prompt_arguments(
     if given.get("input_ids") is None:
         raise ValueError(f"prompt must contain input_ids, got {sorted(given)}")
     check_inputs(given)
-    mask = given.get("attention_mask")
-    if mask is not None and len(mask) == 1 and mask.any():  # a single row needs no padding
-        seen = mask[0].bool()
-        inside = (~seen & seen.cummax(0).values & seen.flip(0).cummax(0).values.flip(0)).nonzero().flatten().tolist()
-        if inside and enabled(model).capabilities.has_window:
+    mask = given.pop("attention_mask", None)
+    if mask is not None and mask[0].any():  # a single row needs no padding
+        seen = mask[0].nonzero().flatten().tolist()
+        if len(seen) <= seen[-1] - seen[0]:
+            masked = sorted({*range(seen[0], seen[-1])} - {*seen})
             raise ValueError(
-                f"attention_mask masks {inside} inside the prompt, which a session with a sliding window "
-                "does not save: remove these tokens"
+                f"attention_mask masks {masked} inside the prompt, which is not saved: remove these tokens"
             )
-        names = [name for name in ("input_ids", "attention_mask", "position_ids") if given.get(name) is not None]
-        given |= {name: given[name][:, seen] for name in names}
+        given = {name: value[:, seen[0] : seen[-1] + 1] for name, value in given.items()}
     return given
 
 
 def _set_default_length(model: Any, settings: Arguments) -> None:
     """Set `max_new_tokens` to the positions that the prompt leaves, unless a length is given."""
-    given = settings.get("generation_config")
-    sources = [settings, *(vars(config) for config in (given, model.generation_config) if config is not None)]
-    if any(source.get(name) is not None for source in sources for name in _LENGTHS):
-        return
-    for name in _LENGTHS:
-        settings.pop(name, None)
-    positions = max_positions(model.config) or 2**20
-    longest = min(positions, enabled(model).capabilities.max_length or positions)
-    length = max(longest - settings["input_ids"].shape[1], 1)
-    if given is None:
-        settings["max_new_tokens"] = length
-    else:
-        settings["generation_config"] = copy.deepcopy(given)
-        settings["generation_config"].max_new_tokens = length
+    configs = [settings.get("generation_config"), model.generation_config]
+    sources = [settings, *(vars(config) for config in configs if config is not None)]
+    if all(source.get(name) is None for source in sources for name in ("max_new_tokens", "max_length")):
+        positions = max_positions(model.config) or 2**20
+        longest = min(positions, enabled(model).capabilities.max_length or positions)
+        settings["max_new_tokens"] = max(longest - settings["input_ids"].shape[1], 1)
