@@ -38,7 +38,7 @@ def run(model: Any, ids: torch.Tensor, lengths: tuple[int, ...] = LENGTHS, round
     """Measure with `ids`, `int64 [1, at least PROMPT]`; return median seconds by library and length."""
     libraries = [name for name in ("torch", "onednn", "native") if name != "native" or not native.unavailable_reason()]
     cache = BlockCache()
-    prompt, own = cache.new_block(PROMPT), cache.new_block(max(lengths), base=PROMPT)
+    prompt, own = cache.pool.new_block(PROMPT), cache.pool.new_block(max(lengths), base=PROMPT)
     forward(model, cache, Segment([prompt], PROMPT), ids)
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
@@ -47,7 +47,7 @@ def run(model: Any, ids: torch.Tensor, lengths: tuple[int, ...] = LENGTHS, round
             for library in libraries:
                 with patch.dict(os.environ, {LINEAR_VARIABLE: library}), linear_layers(model):
                     took = forward(model, cache, Segment([prompt, own], length), ids)
-                    cache.truncate(own, 0)
+                    cache.pool.truncate(own, 0)
                     alone = through(layers, length)
                 if number:  # the first round is a warm-up
                     times["passes", library, length].append(took)

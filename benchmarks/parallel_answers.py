@@ -157,7 +157,7 @@ class TasksBenchmark:
         into.forward_passes += stats.forward_passes
         into.decode_seconds += stats.decode_seconds
         into.kv_bytes = max(into.kv_bytes, stats.kv_bytes)
-        into.reserved_bytes = max(into.reserved_bytes, cache.arena.reserved_bytes if settings else stats.kv_bytes)
+        into.reserved_bytes = max(into.reserved_bytes, cache.pool.arena.reserved_bytes if settings else stats.kv_bytes)
         into.fallbacks += filter(None, output.fallback if settings else ())
 
     def _distance(self, model: Any, tokenizer: Any, problem: AnyProblem) -> tuple[torch.Tensor, torch.Tensor]:

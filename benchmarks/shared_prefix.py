@@ -69,7 +69,7 @@ class SharedPrefixBenchmark:
                 "step_by_bound": step_ratio(decode["shared_prefix"], decode["bound"]),
                 "step_of_prefilled_cache_by_ours": step_ratio(decode["prefilled_cache"], decode["shared_prefix"]),
                 "kv_bytes_by_unique_tokens": ours.stats.kv_bytes
-                / (unique * ours.past_key_values.arena.bytes_per_token),
+                / (unique * ours.past_key_values.pool.arena.bytes_per_token),
             },
         }
         reference = prefilled.sequences

@@ -166,7 +166,7 @@ def fill(block: Block, length: int) -> Block:
 
 def workspace(cache: HogwildCache, layout: str, headers: bool) -> tuple[Workspace, Named]:
     """Return a prompt with two workers that have unfinished steps, and the labels of its blocks."""
-    prompt = fill(cache.new_block(), 60)
+    prompt = fill(cache.pool.new_block(), 60)
     space = cache.new_workspace(layout, [prompt], 2, (8, 8, 8, 8))
     names = {prompt: ("prompt", "prompt"), fill(space.history, 80): ("history", "history")}
     for header in space.headers[:3]:
@@ -206,8 +206,8 @@ def _shared_prefix(drawing: Drawing) -> None:
     for node in cache.nodes_to_prefill():
         assert node.block is not None
         fill(node.block, len(node.tokens))
-    blocks = [cache.view(leaf) for leaf in leaves]
-    own = [fill(block, length) for block, length in zip(cache.new_blocks(4), (60, 80, 60, 40), strict=True)]
+    blocks = [leaf.view for leaf in leaves]
+    own = [fill(block, length) for block, length in zip(cache.pool.new_blocks(4), (60, 80, 60, 40), strict=True)]
     names = {
         blocks[0][0]: ("rules", "prompt"),
         blocks[0][1]: ("north", "history"),
@@ -220,7 +220,7 @@ def _shared_prefix(drawing: Drawing) -> None:
 
 def _branches(drawing: Drawing) -> None:
     cache = TreeBranchCache(ROTARY)
-    prompt = fill(cache.new_block(), 80)
+    prompt = fill(cache.pool.new_block(), 80)
     tree = Tree([prompt], fill(cache.new_trunks([80], 64)[0], 60))
     cache.branch(tree, 60, 3)
     names = {prompt: ("prompt", "prompt"), tree.trunk: ("trunk", "history")}
@@ -231,7 +231,9 @@ def _branches(drawing: Drawing) -> None:
 
 def _resample(drawing: Drawing) -> None:
     cache = BlockCache()
-    prompt, known, own = (fill(block, length) for block, length in zip(cache.new_blocks(3), (80, 110, 60), strict=True))
+    prompt, known, own = (
+        fill(block, length) for block, length in zip(cache.pool.new_blocks(3), (80, 110, 60), strict=True)
+    )
     names = {prompt: ("prompt", "prompt"), known: ("replayed, prefilled once", "replayed"), own: ("new", "first")}
     drawing.view("sample 2", [prompt, known, own], names, 1.6)
 

@@ -49,7 +49,7 @@ def test_shared_prefix_equals_generate_under_autocast(dtype: torch.dtype, held: 
             )
         finally:
             hf_parallel.disable(model)
-    assert ours.past_key_values.arena.layers[0].keys.dtype == dtype
+    assert ours.past_key_values.pool.arena.layers[0].keys.dtype == dtype
     spread = plain.logits[0].float().std()
     torch.testing.assert_close(ours.logits[0].float(), plain.logits[0].float(), rtol=0, atol=0.2 * float(spread))
 

@@ -54,7 +54,7 @@ def view_of(layer: Layer, token: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     Keys are rotated to their positions in the view, as in a dense cache: in float64, rounded once.
     """
-    f, storage = layer.features, layer.cache.storage(0)
+    f, storage = layer.features, layer.cache.pool.arena.layers[0]
     plan = layer.forward.plan.windowed(f.window)
     keys, values = [], []
     for pair in np.flatnonzero((plan.pair_query == token) & (plan.pair_lo < plan.pair_hi)):

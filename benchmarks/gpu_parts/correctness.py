@@ -173,7 +173,7 @@ def check_append(device: torch.device, heads: int, head_dim: int, dtype: str, un
         layer.step(segments)  # allocates the storage and lays out the pass
         layer.fill()
         layer.draw(sum(segment.num_tokens for segment in segments))
-        storage, rows = layer.cache.storage(0), write_rows(layer.forward.plan, heads // 2, device)
+        storage, rows = layer.cache.pool.arena.layers[0], write_rows(layer.forward.plan, heads // 2, device)
         held = storage.keys, storage.values
         wanted = [
             states.clone().index_copy_(0, rows, new.reshape(-1, head_dim))
@@ -192,13 +192,13 @@ def check_move(device: torch.device, heads: int, head_dim: int, dtype: str, unit
     layer.step(decode)
     layer.fill()
     source, target = (segment.view[-1] for segment in decode[:2])
-    delta, start, storage = target.base + target.length - source.base, target.length, layer.cache.storage(0)
+    delta, start, storage = target.base + target.length - source.base, target.length, layer.cache.pool.arena.layers[0]
     keys, values = (states[0].clone() for states in layer.held([source]))
     rotated = rotate(keys.double(), *rotary.tables(np.array([delta]), torch.float64, device), rotary)
     wanted_keys, wanted_values = storage.keys.double(), storage.values.clone()
     rows = storage.rows(target.extent.range(start, source.length))
     wanted_keys[rows], wanted_values[rows] = rotated, values
-    layer.cache.move(source, target)
+    layer.cache.pool.move(source, target)
     error = worst(worst(0.0, storage.keys, wanted_keys), storage.values, wanted_values)
     return _figures(error, dtype)
 

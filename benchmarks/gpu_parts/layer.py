@@ -79,29 +79,29 @@ class Layer:
 
     def write(self, layer_idx: int = 0) -> None:
         """Store the new keys and values of the pass."""
-        self.cache.arena.write(layer_idx, *self.new, self.forward.plan)
+        self.cache.pool.arena.write(layer_idx, *self.new, self.forward.plan)
 
     def attend(self, layer_idx: int = 0) -> torch.Tensor:
         """Return the block attention of the last pass, `[T, heads, head_dim]`."""
-        storage = self.cache.storage(layer_idx)
+        storage = self.cache.pool.arena.layers[layer_idx]
         return self._attend(self.query, storage.keys, storage.values, self.sinks)
 
     def oracle(self) -> torch.Tensor:
         """Return the exact result, computed from the same numbers in float64."""
-        storage = self.cache.storage(0)
+        storage = self.cache.pool.arena.layers[0]
         sinks = None if self.sinks is None else self.sinks.double()
         with patch.dict(os.environ, {BACKEND_VARIABLE: "reference"}):
             return self._attend(self.query.double(), storage.keys.double(), storage.values.double(), sinks)
 
     def fill(self) -> None:
         """Draw all keys and values, in every slot."""
-        for storage in self.cache.arena.layers.values():
+        for storage in self.cache.pool.arena.layers.values():
             storage.keys.normal_()
             storage.values.normal_()
 
     def poison(self) -> None:
         """Fill slots outside the visible blocks with NaN, and unused slots of visible blocks with stale values."""
-        storage = self.cache.storage(0)
+        storage = self.cache.pool.arena.layers[0]
         inside = torch.zeros(len(storage.keys), dtype=torch.bool, device=self.device)
         written = torch.zeros_like(inside)
         for block in dict.fromkeys(block for segment in self.forward.segments for block in segment.view):
@@ -113,7 +113,7 @@ class Layer:
 
     def held(self, blocks: Sequence[Block]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of blocks that were created together, `[blocks, kv_heads, length, head_dim]`."""
-        f, storage, extent = self.features, self.cache.storage(0), blocks[0].extent
+        f, storage, extent = self.features, self.cache.pool.arena.layers[0], blocks[0].extent
         shape = len(blocks), f.kv_heads, extent.capacity, f.head_dim
         first = extent.origin * f.kv_heads
         rows = slice(first, first + len(blocks) * f.kv_heads * extent.capacity)
@@ -142,8 +142,8 @@ def rotary_of(head_dim: int, part: int = 1, interleaved: bool = False) -> Rotary
 
 def new_blocks(layer: Layer, lengths: Sequence[int], base: int = 0, spare: int = 0) -> list[Block]:
     """Return blocks of `lengths` tokens with capacity for `spare` more tokens, followed by a block that no row sees."""
-    blocks = layer.cache.new_blocks(len(lengths), max(lengths) + spare, base)
-    layer.cache.new_block(HEADER)
+    blocks = layer.cache.pool.new_blocks(len(lengths), max(lengths) + spare, base)
+    layer.cache.pool.new_block(HEADER)
     for block, length in zip(blocks, lengths, strict=True):
         block.length = length
     return blocks

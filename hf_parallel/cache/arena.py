@@ -93,7 +93,7 @@ class Arena:
     def relocate(self, tokens: Sequence[tuple[Extent, int, int]], capacities: Sequence[int]) -> list[Extent]:
         """Move tokens, given as (extent, start, length), to new extents of these capacities, adjacent in memory.
 
-        The new extents may overlap the old ones, so that growth leaves no holes. A failure changes nothing.
+        The new extents may overlap the old ones, so that growth leaves no holes. If memory runs out, nothing changes.
         """
         before = self.num_slots, list(self._free)
         sources = [extent.range(start, length) for extent, start, length in tokens]
@@ -138,14 +138,22 @@ class Arena:
             layer.backend.move(layer.keys, layer.values, layer.num_kv_heads, source, target, delta, spec)
 
     def _copy_all(self, sources: Sequence[TokenRange], targets: Sequence[TokenRange]) -> None:
+        """Copy tokens in all layers, or in none: targets that are no sources are free, so that copies can go back."""
         rows: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
-        for layer in self.layers.values():
-            key = layer.num_kv_heads, layer.keys.device
-            if key not in rows:
-                rows[key] = _storage_rows(sources, *key), _storage_rows(targets, *key)
-            from_rows, to_rows = rows[key]
-            for storage in (layer.keys, layer.values):
-                storage[to_rows] = storage[from_rows]
+        done: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        try:
+            for layer in self.layers.values():
+                key = layer.num_kv_heads, layer.keys.device
+                if key not in rows:
+                    rows[key] = _storage_rows(sources, *key), _storage_rows(targets, *key)
+                from_rows, to_rows = rows[key]
+                for storage in (layer.keys, layer.values):
+                    storage[to_rows] = storage[from_rows]
+                    done.append((storage, from_rows, to_rows))
+        except BaseException:
+            for storage, from_rows, to_rows in done:
+                storage[from_rows] = storage[to_rows]
+            raise
 
     def _grow(self, layer: LayerStorage) -> None:
         """Reallocate a layer's storage with more slots; unwritten slots are zero, never NaN."""

@@ -1,7 +1,6 @@
 """`BlockCache`: blocks of keys and values as a `transformers.Cache` (docs/block_attention.md).
 
-Under block attention, `update` stores the packed new tokens and returns them; attention reads the blocks in place.
-Under a stock attention implementation, it returns each row's keys and values densely (`dense_rows.py`).
+`update` stores the packed new tokens and returns them; block attention reads the blocks in place.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from hf_parallel.cache.arena import Arena
-from hf_parallel.cache.batch import ForwardPass, Segment, View, new_tokens, plan_passes
-from hf_parallel.cache.dense_rows import DenseRows, attention_mask
+from hf_parallel.cache.batch import ForwardPass, Segment, new_tokens, plan_passes
 from hf_parallel.cache.pass_log import PassLog
-from hf_parallel.cache.pool import Block, Pool, Wanted
-from hf_parallel.kernels import AttentionPlan, LayerStorage, RotarySpec
+from hf_parallel.cache.pool import Block, Pool
+from hf_parallel.kernels import AttentionPlan, RotarySpec
 
 
 class BlockCache(Cache):
-    """Keys and values in blocks of one arena, each stored once, however many rows see it.
+    """Keys and values in blocks of a `pool`, each stored once, however many rows see it.
 
-    `layers` is empty, as blocks hold the keys and values of all layers; `len()` is the number of the model's layers.
+    Rows see blocks of different lengths at different positions, so only block attention can read them: pass the cache
+    to `generate` with a mode. `layers` is empty, as blocks hold the keys and values of all layers; `len()` is the
+    number of the model's layers.
 
     Parameters
     ----------
@@ -37,8 +36,8 @@ class BlockCache(Cache):
         Pool of the blocks. Default: a new one.
     """
 
-    in_place = False
-    """Whether attention reads the blocks in place. `models.attention.block_attention_enabled` sets it."""
+    in_use = False
+    """Whether block attention reads the blocks. `models.attention.block_attention_enabled` sets it."""
 
     def __init__(
         self,
@@ -60,7 +59,6 @@ class BlockCache(Cache):
         self._forget_passes()
 
     def _forget_passes(self) -> None:
-        self.dense = DenseRows(self.pool)
         self._pass: ForwardPass | None = None
         self._last: ForwardPass | None = None  # last committed decode step, from which the next one is derived
         self._undo: list[tuple[Block, int]] = []
@@ -71,54 +69,6 @@ class BlockCache(Cache):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pass": None, "_last": None, "log": None}  # plans of passes hold kernel buffers
-
-    # Blocks
-
-    @property
-    def arena(self) -> Arena:
-        """Arena in which the blocks are."""
-        return self.pool.arena
-
-    @property
-    def blocks(self) -> set[Block]:
-        """Blocks of the cache; in an engine, only the blocks of the request."""
-        return self.pool.blocks
-
-    def new_block(self, capacity: int = 0, base: int = 0) -> Block:
-        """Allocate an empty block for `capacity` tokens; it grows when more are appended."""
-        return self.pool.new_blocks(1, capacity, base)[0]
-
-    def new_blocks(self, count: int, capacity: int = 0, base: int = 0) -> list[Block]:
-        """See `Pool.new_blocks`."""
-        return self.pool.new_blocks(count, capacity, base)
-
-    def free(self, block: Block) -> None:
-        """See `Pool.free`."""
-        self.pool.free(block)
-
-    def truncate(self, block: Block, length: int) -> None:
-        """See `Pool.truncate`."""
-        self.pool.truncate(block, length)
-
-    def split(self, block: Block, at: int) -> Block:
-        """See `Pool.split`."""
-        return self.pool.split(block, at)
-
-    def fork(self, block: Block, extra_capacity: int = 0) -> Block:
-        """Copy a block's tokens into a new block with capacity for `extra_capacity` more."""
-        return self.pool.copy(block, [(0, block.length)], extra_capacity)
-
-    def move(self, source: Block, target: Block) -> None:
-        """See `Pool.move`."""
-        self.pool.move(source, target)
-
-    def reserve(self, wanted: Wanted) -> None:
-        """See `Pool.reserve`."""
-        self.pool.reserve(wanted)
-
-    def storage(self, layer_idx: int) -> LayerStorage:
-        """Return a layer's keys and values, which attention reads in place."""
-        return self.pool.arena.layers[layer_idx]
 
     @property
     def kv_bytes(self) -> int:
@@ -162,7 +112,7 @@ class BlockCache(Cache):
         if self.rotary is None and forward.plan.pair_delta.any():
             self.rollback()
             raise ValueError("a block seen at another position than its own needs the rotary embedding: pass rotary=")
-        self._pass, self.dense.updated = forward, set()
+        self._pass = forward
         return forward
 
     @property
@@ -204,12 +154,10 @@ class BlockCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a layer's new keys and values, rotated to the pass's position ids.
+        """Store a layer's new keys and values `[1, kv_heads, T, head_dim]`, rotated to the pass's position ids.
 
-        They are `[1, kv_heads, T, head_dim]`, or under stock attention `[rows, kv_heads, n, head_dim]`. Returns them
-        unchanged, or under stock attention each row's whole view, left-padded with zeros to the longest:
-        `[rows, kv_heads, L, head_dim]`. Under autocast, keys and values get its dtype. In a compiled layer, the
-        attention operation stores them.
+        Returns them unchanged but for autocast, under which they get its dtype. In a compiled layer, the attention
+        operation stores them. Raises `ValueError` in a pass without block attention.
         """
         device = key_states.device.type
         if torch.is_autocast_enabled(device):  # also while a layer is traced: its compiled code runs without
@@ -217,88 +165,18 @@ class BlockCache(Cache):
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if torch.compiler.is_compiling():
             return key_states, value_states
-        if self.in_place:
-            plan = self.plan if self._pass is None else self._pass.plan  # `plan` raises
-            self.pool.arena.write(layer_idx, key_states[0], value_states[0], plan)
-            return key_states, value_states
-        if self._pass is None or layer_idx in self.dense.updated:  # the caller did not prepare this pass
-            if self.blocks and not self.rows:
-                raise ValueError(
-                    f"a plain forward pass cannot continue the rows of this {type(self).__name__}: pass it to generate "
-                    "with the mode that filled it"
-                )
-            self.prepare(self.dense.next_segments(key_states.shape[0], key_states.shape[2]))
-        assert self._pass is not None
-        if self._pass.num_passes > 1:
-            raise ValueError("consecutive passes prepared as one need block attention")
-        self.dense.updated.add(layer_idx)
-        keys, values = (states.transpose(0, 1).flatten(1, 2) for states in (key_states, value_states))
-        self.pool.arena.write(layer_idx, keys, values, self._pass.plan)
-        return self.dense.states(layer_idx, self._pass.segments)
-
-    @property
-    def rows(self) -> list[View]:
-        """Views of the batch under stock attention; empty under block attention."""
-        return self.dense.views
-
-    @rows.setter
-    def rows(self, views: list[View]) -> None:
-        """Set the views."""
-        self.dense.views = views
-
-    def attention_mask(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """Return the mask `int64 [rows, longest]` of the dense rows, for a stock forward pass after `prepare`."""
-        return attention_mask(segments, self.device)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the length of the longest row's view in tokens."""
-        return self.dense.length
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return the index of the first new token in the dense rows; 0 under block attention, which has none."""
-        if self.in_place:
-            return 0
-        if self._pass is None or self.dense.updated:
-            return self.dense.length
-        return self.dense.first_new_token(self._pass.segments)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return length and offset of the dense keys under stock attention."""
-        if self.in_place:
-            return query_length, 0
-        return self.get_query_offset(layer_idx) + query_length, 0
-
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """Return -1: a block cache has no maximum length."""
-        return -1
-
-    get_max_length = get_max_cache_shape
-
-    @property
-    def batch_size(self) -> int:
-        """Number of rows under stock attention; -1 if there are none yet."""
-        return len(self.rows) or -1
-
-    max_batch_size = batch_size
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Select the rows `beam_idx`, int64 `[rows]`; repeated rows get a copy of the block that they append to."""
-        self.dense.select(beam_idx.tolist())
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`, int64 `[rows]`."""
-        self.dense.select(indices.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
-        self.dense.select([row for row in range(len(self.rows)) for _ in range(repeats)])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of every row; a positive number is the new length of all rows."""
-        self.dense.crop(int(tokens_to_remove))  # some versions of transformers pass a tensor
+        if not self.in_use:
+            raise ValueError(
+                f"a plain forward pass cannot use a {type(self).__name__}: pass it to generate with the mode that "
+                "filled it"
+            )
+        plan = self.plan if self._pass is None else self._pass.plan  # `plan` raises
+        self.pool.arena.write(layer_idx, key_states[0], value_states[0], plan)
+        return key_states, value_states
 
     def __len__(self) -> int:
         return len(self.pool.arena.layers)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.blocks)} blocks, {sum(b.length for b in self.blocks)} tokens)"
+        blocks = self.pool.blocks
+        return f"{type(self).__name__}({len(blocks)} blocks, {sum(block.length for block in blocks)} tokens)"

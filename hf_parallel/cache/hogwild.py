@@ -105,14 +105,14 @@ class HogwildCache(SharedPrefixCache):
         self, layout: str, prompt: list[Block], num_workers: int, header_lengths: Sequence[int]
     ) -> Workspace:
         """Allocate the blocks of a problem; `header_lengths` are the lengths of `Workspace.headers`."""
-        headers = self.new_blocks(len(header_lengths), max(header_lengths))  # equal capacity: read in one call
-        workers = self.new_blocks(num_workers, STEP_CAPACITY)
+        headers = self.pool.new_blocks(len(header_lengths), max(header_lengths))  # equal capacity: read in one call
+        workers = self.pool.new_blocks(num_workers, STEP_CAPACITY)
         history_header, others_header, own_header, gap = headers
-        return Workspace(layout, prompt, workers, self.new_block(), history_header, others_header, own_header, gap)
+        return Workspace(layout, prompt, workers, self.pool.new_block(), history_header, others_header, own_header, gap)
 
     def add_worker(self, space: Workspace) -> None:
         """Add a worker to a problem, after the existing ones."""
-        block = self.new_block(STEP_CAPACITY)
+        block = self.pool.new_block(STEP_CAPACITY)
         space.views.clear()
         space.workers.append(block)
 
@@ -120,11 +120,11 @@ class HogwildCache(SharedPrefixCache):
         """Remove a worker and its current step; its ended steps stay."""
         space.views.clear()
         space.removed.add(worker)
-        self.free(space.workers[worker])
+        self.pool.free(space.workers[worker])
 
     def add_step(self, space: Workspace, num_tokens: int) -> Block:
         """Append an empty step, which no worker writes, to the history. Return its block."""
-        block = self.new_block(num_tokens)
+        block = self.pool.new_block(num_tokens)
         space.views.clear()
         space.pending_steps.append(block)
         space.step_workers.append(-1)
@@ -132,7 +132,7 @@ class HogwildCache(SharedPrefixCache):
 
     def end_step(self, space: Workspace, worker: int) -> None:
         """Append a worker's current step to the history and start a new one."""
-        block = self.new_block(STEP_CAPACITY)
+        block = self.pool.new_block(STEP_CAPACITY)
         space.views.clear()
         space.pending_steps.append(space.workers[worker])
         space.step_workers.append(worker)
@@ -143,10 +143,10 @@ class HogwildCache(SharedPrefixCache):
         for _ in range(len(space.pending_steps) if count is None else count):
             step, *pending = space.pending_steps
             lengths = [*space.step_lengths, step.length]
-            self.move(step, space.history)
+            self.pool.move(step, space.history)
             space.views.clear()
             space.pending_steps, space.step_lengths = pending, lengths  # nothing interrupts these assignments
-            self.free(step)
+            self.pool.free(step)
 
     def remove_step(self, space: Workspace, index: int) -> None:
         """Remove an ended step from the history; keys of the steps after it are rotated to their new positions.
@@ -167,4 +167,4 @@ class HogwildCache(SharedPrefixCache):
             pending = [*space.pending_steps[:position], *space.pending_steps[position + 1 :]]
             space.views.clear()
             space.pending_steps, space.step_workers = pending, workers
-        self.free(removed)
+        self.pool.free(removed)

@@ -14,7 +14,7 @@ import torch
 from hf_parallel.cache.arena import Arena, Extent
 from hf_parallel.kernels import RotarySpec, TokenRange
 
-MIN_CAPACITY = 16
+MIN_GROWTH = 16
 """Least capacity to which a block of an engine's pool grows, in tokens."""
 
 
@@ -98,6 +98,10 @@ class Pool:
         """Note a change to blocks after which a decode step does not follow from the step before."""
         self._root._version += 1
 
+    def new_block(self, capacity: int = 0, base: int = 0) -> Block:
+        """Allocate an empty block for `capacity` tokens; it grows when more are appended."""
+        return self.new_blocks(1, capacity, base)[0]
+
     def new_blocks(self, count: int, capacity: int = 0, base: int = 0) -> list[Block]:
         """Allocate empty blocks evenly spaced in memory, so that attention can read them in one call."""
         extents = self.arena.allocate([capacity if self._root is self else 0] * count)
@@ -168,7 +172,7 @@ class Pool:
         if block.length > at:
             tail = self._tail(block, at)
         else:
-            tail = self.new_blocks(1, base=block.base + at)[0]
+            tail = self.new_block(base=block.base + at)
         self._log_copy(block, 0, held, head, 0)
         self.blocks.add(head)
         self.blocks.remove(block)
@@ -193,7 +197,7 @@ class Pool:
         """
         self.check_owned(block)
         length = sum(stop - start for start, stop in kept)
-        copy = self.new_blocks(1, length + extra_capacity, block.base)[0]
+        copy = self.new_block(length + extra_capacity, block.base)
         copy.gap = block.gap
         try:
             self.reserve([(copy, length)])  # blocks of a child begin without memory
@@ -240,7 +244,7 @@ class Pool:
         while growing := [(block, length) for block, length in wanted if _outgrows(block, length)]:
             on_full = self._root.on_full
             if on_full is not None:
-                soon = [(block, length) for block, length in wanted if _outgrows(block, length + MIN_CAPACITY // 2)]
+                soon = [(block, length) for block, length in wanted if _outgrows(block, length + MIN_GROWTH // 2)]
                 if self.arena.fits(sum(_grown(block, length) for block, length in soon)):
                     growing = soon
                 sizes = [_grown(block, length) for block, length in growing]
@@ -265,7 +269,7 @@ class Pool:
             return False
         for block in self.blocks - set(blocks):
             self.release(block)
-        slack = min(MIN_CAPACITY, (limit - needed) // len(lengths))
+        slack = min(MIN_GROWTH, (limit - needed) // len(lengths))
         self._grow(blocks, [lengths[b] + slack if b in lengths else b.length for b in blocks])
         return True
 
@@ -300,7 +304,7 @@ class Pool:
 
 
 def _grown(block: Block, length: int) -> int:
-    return max(2 * block.extent.capacity, length, MIN_CAPACITY)
+    return max(2 * block.extent.capacity, length, MIN_GROWTH)
 
 
 def _outgrows(block: Block, length: int) -> bool:

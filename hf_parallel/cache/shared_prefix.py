@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,8 @@ class SharedPrefixCache(BlockCache):
     max_bytes : int, optional
         Maximum bytes of keys and values kept between calls. Each call first evicts the least recently used nodes,
         leaves first, until the rest fits; its own tokens come on top. Default: keep everything until `reset()`.
-    tree, owner
-        Tree of an engine, and the request of it that uses the cache. Default: a tree of the cache's own.
+    lent : (PrefixTree, Owner), optional
+        Tree of an engine, and the request that uses it through the cache. Default: a tree of the cache's own.
 
     Examples
     --------
@@ -49,15 +49,15 @@ class SharedPrefixCache(BlockCache):
         device: torch.device | str | None = None,
         max_bytes: int | None = None,
         *,
-        tree: PrefixTree | None = None,
-        owner: Owner | None = None,
+        lent: tuple[PrefixTree, Owner] | None = None,
     ) -> None:
-        super().__init__(rotary, device, pool=None if tree is None else Pool(rotary, parent=tree.pool))
+        super().__init__(rotary, device, pool=None if lent is None else Pool(rotary, parent=lent[0].pool))
         if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1):
             raise ValueError(f"max_bytes must be a positive int or None, got {max_bytes!r}")
         self.max_bytes = max_bytes
-        self.tree, self.owner = PrefixTree(self.pool) if tree is None else tree, owner
-        self.root = self.tree.root if owner is None else self.tree.add_owner(owner)
+        self.tree = PrefixTree(self.pool) if lent is None else lent[0]
+        self.owner = None if lent is None else lent[1]
+        self.root = self.tree.root if self.owner is None else self.tree.add_owner(self.owner)
         self.filled_by: tuple[str, str] | None = None  # fingerprint and device of the model; None: not known
         self._user: Any = None  # the call that claimed the cache last
 
@@ -83,10 +83,10 @@ class SharedPrefixCache(BlockCache):
             if self._user is not None and self._user.active and self._user is not user:
                 raise RuntimeError("past_key_values is in use by another call: give each of them a cache of its own")
             self._user = user
-        if not self.blocks and not self._has_device:
+        if not self.pool.blocks and not self._has_device:
             self.device = execution_device(model)
         key = (fingerprint or fingerprint_of_present(model), str(execution_device(model))) if kept else None
-        if kept and key != self.filled_by and any(True for _ in self.nodes()):  # blocks of `rows` are not reused
+        if kept and key != self.filled_by and any(self.root.children.values()):
             raise ValueError(
                 "past_key_values was filled by another model, or before the model's weights changed: reset() it first, "
                 "or pass a new cache"
@@ -124,30 +124,18 @@ class SharedPrefixCache(BlockCache):
         is freed, and `parent` is returned. In an engine, so is a block whose tokens the tree has.
         """
         if block is not None and not block.length:
-            self.free(block)
+            self.pool.free(block)
             return parent
         if self.owner is None:
             return self.tree.add(parent, tokens, block)
         node = None if block is None else self.tree.cached_child(parent, tokens[: block.length])
         if block is not None and node is not None:
-            self.free(block)
+            self.pool.free(block)
         elif block is not None:
             self.pool.disown(block)
         node = node or self.tree.add(parent, tokens, block)
         self.tree.pin(node, self.owner)
         return node
-
-    def retain(self, tokens: np.ndarray) -> None:
-        """See `PrefixTree.retain`."""
-        self.tree.retain(tokens)
-
-    def view(self, node: Node) -> list[Block]:
-        """See `PrefixTree.view`."""
-        return self.tree.view(node)
-
-    def nodes(self) -> Iterator[Node]:
-        """See `PrefixTree.nodes`."""
-        return self.tree.nodes()
 
     def nodes_to_prefill(self) -> list[Node]:
         """See `PrefixTree.nodes_to_prefill`; in an engine, only nodes of the request."""
@@ -158,13 +146,10 @@ class SharedPrefixCache(BlockCache):
         self.tree.discard_uncached(self.owner)
 
     def end_call(self) -> None:
-        """Free blocks that a call has neither attached to the tree nor freed, and remove what it did not compute.
-
-        Blocks of `rows`, which plain forward passes continue, stay.
-        """
-        attached = {node.block for node in self.nodes()}.union(*self.rows)
-        for block in self.blocks - attached:
-            self.free(block)
+        """Free blocks that a call has neither attached to the tree nor freed, and remove what it did not compute."""
+        self.log = self.pool.on_copy = None
+        for block in self.pool.blocks - {node.block for node in self.tree.nodes()}:
+            self.pool.free(block)
         self.tree.discard_uncached()
         self.tree.discard_nonfinite()
 
@@ -179,7 +164,7 @@ class SharedPrefixCache(BlockCache):
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of all unique tokens; in an engine, of the tokens that the request uses."""
         pinned = () if self.owner is None else self.tree.pinned(self.owner)
-        return self.pool.kv_bytes + sum(node.num_cached for node in pinned) * self.arena.bytes_per_token
+        return self.pool.kv_bytes + sum(node.num_cached for node in pinned) * self.pool.arena.bytes_per_token
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_user": None}
@@ -189,6 +174,6 @@ class SharedPrefixCache(BlockCache):
         if self.max_bytes is None or (held := self.kv_bytes) <= self.max_bytes:
             return
         for tokens in self.tree.evict(lambda node: node.last_used):
-            held -= tokens * self.arena.bytes_per_token
+            held -= tokens * self.pool.arena.bytes_per_token
             if held <= self.max_bytes:
                 return

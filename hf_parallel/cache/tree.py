@@ -52,6 +52,11 @@ class Node:
         """Position of the first token."""
         return sum(len(node.tokens) for node in self.path[:-1])
 
+    @property
+    def view(self) -> list[Block]:
+        """Blocks that a row at the node sees."""
+        return [node.block for node in self.path if node.block is not None]
+
     def all_children(self) -> list[Node]:
         """Return the children, whatever their first token."""
         return [child for siblings in self.children.values() for child in siblings]
@@ -161,10 +166,6 @@ class PrefixTree:
         node = Node(np.asarray(held, np.int64), parent, block, last_used=self.clock)
         parent.children.setdefault(int(node.tokens[0]), []).append(node)
         return node
-
-    def view(self, node: Node) -> list[Block]:
-        """Return the blocks that a row at `node` sees."""
-        return [child.block for child in node.path if child.block is not None]
 
     def matching(self, tokens: np.ndarray, root: Node, gap: int = 0) -> list[Node]:
         """Return the nodes after `root` that share tokens with a sequence, the last one perhaps only in part."""

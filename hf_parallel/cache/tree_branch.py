@@ -41,7 +41,7 @@ class TreeBranchCache(SharedPrefixCache):
 
     def new_trunks(self, starts: Sequence[int], capacity: int) -> list[Block]:
         """Allocate a trunk for each prompt; `starts` are the lengths of the prompts."""
-        trunks = self.new_blocks(len(starts), capacity)
+        trunks = self.pool.new_blocks(len(starts), capacity)
         for trunk, start in zip(trunks, starts, strict=True):
             trunk.base = start
         return trunks
@@ -54,9 +54,9 @@ class TreeBranchCache(SharedPrefixCache):
         `pending` tokens will be appended to the trunk before the first tokens of the branches. `expected_length` is the
         expected average length of a branch in tokens; its storage grows if necessary.
         """
-        self.truncate(tree.trunk, length)
+        self.pool.truncate(tree.trunk, length)
         base = view_length(tree.view) + pending
-        tree.branches = self.new_blocks(count, min(expected_length, BRANCH_CAPACITY), base)
+        tree.branches = self.pool.new_blocks(count, min(expected_length, BRANCH_CAPACITY), base)
 
     def join(self, tree: Tree, kept: int, pending: int = 0) -> None:
         """Append the first `kept` branches to the trunk in order, and delete the others.
@@ -65,13 +65,13 @@ class TreeBranchCache(SharedPrefixCache):
         continues in a new empty block, after `pending` tokens that will still be appended to the kept branches.
         """
         for block in tree.branches[kept:]:
-            self.free(block)
+            self.pool.free(block)
         tree.joining, tree.branches = tree.branches[:kept], []
-        tree.joining.append(self.new_block(base=view_length(tree.view) + pending))
+        tree.joining.append(self.pool.new_block(base=view_length(tree.view) + pending))
 
     def move_joined(self, tree: Tree) -> None:
         """Move the joined branches into the trunk, with keys rotated to their positions there."""
         for block in tree.joining:
-            self.move(block, tree.trunk)
-            self.free(block)
+            self.pool.move(block, tree.trunk)
+            self.pool.free(block)
         tree.joining = []

@@ -106,7 +106,7 @@ class LiveView:
             cache = kwargs.get("past_key_values")
             self.passes += not self._counts_puts
             if isinstance(cache, BlockCache):
-                self.kv_tokens = cache.kv_bytes // cache.arena.bytes_per_token
+                self.kv_tokens = cache.kv_bytes // cache.pool.arena.bytes_per_token
 
         with model.register_forward_hook(measure, with_kwargs=True):
             yield

@@ -115,7 +115,7 @@ class Request:
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
         """See `Executor.new_cache`."""
-        cache = cls(rotary, self.call.input_ids.device, tree=self._storage.tree, owner=self)
+        cache = cls(rotary, self.call.input_ids.device, lent=(self._storage.tree, self))
         cache.record(self.log)
         self._caches.append(cache)
         return cache
@@ -277,7 +277,7 @@ class Request:
     @property
     def _blocks(self) -> list[Block]:
         """Its blocks outside the tree."""
-        return [block for cache in self._caches for block in cache.blocks]
+        return [block for cache in self._caches for block in cache.pool.blocks]
 
     @property
     def own_tokens(self) -> int:
@@ -322,7 +322,7 @@ class Request:
             tree.nodes_to_prefill(self)  # allocates blocks
             for node in free:
                 while len(tokens := self._missing(node)[: self.chunk_size]):
-                    segment = Segment(tree.view(node), len(tokens))
+                    segment = Segment(node.view, len(tokens))
                     ids = torch.from_numpy(tokens).to(self.call.input_ids.device)
                     self._submit([[segment]], ids, [0])
 

@@ -47,7 +47,7 @@ class KVStorage:
             raise ValueError(f"policy must have a method priority(node), got {type(policy).__name__}")
         self.max_bytes, self.free_memory = max_bytes, free_memory
         self.cache = SharedPrefixCache(rotary, device)
-        self.pool, self.tree, self.arena = self.cache.pool, self.cache.tree, self.cache.arena
+        self.pool, self.tree, self.arena = self.cache.pool, self.cache.tree, self.cache.pool.arena
         self.pool.on_full = self._make_room
         if isinstance(self.policy, RequestObserver):
             self.tree.observer = self.policy

@@ -247,7 +247,7 @@ class _Generation:
             truncation=lm.truncation,
         )
         if self.cache is not None:  # what the contexts share with those of the last call
-            self.cache.retain(ids[0][mask[0].bool()].numpy())
+            self.cache.tree.retain(ids[0][mask[0].bool()].numpy())
         output = self._generate(ids.to(lm.device), mask.to(lm.device), [index for _, index in rows])
         assert output.stats is not None
         lm.stats.add(output.stats)

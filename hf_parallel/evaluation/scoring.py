@@ -221,7 +221,7 @@ class _Scorer:
                 passes = CachedModel(model, enabled(model).capabilities, self.cache, cuda_graph=False, compile=False)
                 for batch in _batches(rows, self.max_tokens):
                     if not self.is_kept:
-                        self.cache.retain(batch[0].inputs[: batch[0].first])
+                        self.cache.tree.retain(batch[0].inputs[: batch[0].first])
                     for row, score in zip(batch, self._score(batch, passes), strict=True):
                         on_scored(row.index, score)
         finally:
@@ -241,7 +241,7 @@ class _Scorer:
         stats, cache = self.stats, self.cache
         stats.reused_tokens += sum(len(row.inputs) for row in rows) - sum(part.stop - part.start for part in parts)
         stats.kv_bytes = max(stats.kv_bytes, cache.kv_bytes)
-        stats.reserved_bytes = max(stats.reserved_bytes, cache.arena.reserved_bytes)
+        stats.reserved_bytes = max(stats.reserved_bytes, cache.pool.arena.reserved_bytes)
         stats.prefill_seconds += time.perf_counter() - began
         return list(zip(sums.tolist(), greedy.tolist(), strict=True))
 
@@ -312,7 +312,7 @@ class _Scorer:
     ) -> torch.Tensor:
         """Return the logits `[len(keep), vocabulary]` after packed tokens of one forward pass."""
         segments = [
-            Segment(self.cache.view(part.node), min(stop, part.stop) - max(start, part.start), part.write)
+            Segment(part.node.view, min(stop, part.stop) - max(start, part.start), part.write)
             for part in parts
             if part.start < stop and part.stop > start
         ]

@@ -90,7 +90,7 @@ class DecodeLoop:
                 except RuntimeError:  # out of memory: what cannot be checked is not kept
                     self.cache.reset()
         self.stats.kv_bytes = self.cache.kv_bytes
-        self.stats.reserved_bytes = self.cache.arena.reserved_bytes
+        self.stats.reserved_bytes = self.cache.pool.arena.reserved_bytes
 
     def decode(
         self,
@@ -195,7 +195,7 @@ class DecodeLoop:
         """End a row before its next pass and free its own block. `reason` is recorded, as a word for transcripts."""
         row.dropped = True
         self.call.record.end_reasons[row.output_row] = reason
-        self.cache.free(row.view[-1])
+        self.cache.pool.free(row.view[-1])
         if self.replayer is not None:
             self.replayer.stop_computing([row.index])
         if row in self._texts:

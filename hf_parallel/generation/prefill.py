@@ -55,8 +55,8 @@ def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[
     nodes = cache.nodes_to_prefill()
     new = set(nodes)
     cached = [leaf for leaf in distinct if leaf not in new]  # recompute the last token for its logits
-    inputs: PassInputs = [(Segment(cache.view(node), len(node.uncached)), node.uncached.tolist()) for node in nodes]
-    inputs += [(Segment(cache.view(leaf), 1, write=False), leaf.tokens[-1:].tolist()) for leaf in cached]
+    inputs: PassInputs = [(Segment(node.view, len(node.uncached)), node.uncached.tolist()) for node in nodes]
+    inputs += [(Segment(leaf.view, 1, write=False), leaf.tokens[-1:].tolist()) for leaf in cached]
     index = {node: i for i, node in enumerate([*nodes, *cached])}
     logits = loop.runner.prefill(inputs)
     loop.stats.reused_tokens += reused
@@ -82,10 +82,10 @@ def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequen
 
 def start_rows(cache: SharedPrefixCache, leaves: Sequence[Node], max_new_tokens: int) -> list[Row]:
     """Return one row after each leaf, with a block of its own."""
-    blocks = cache.new_blocks(len(leaves), initial_capacity(max_new_tokens, len(leaves)))
+    blocks = cache.pool.new_blocks(len(leaves), initial_capacity(max_new_tokens, len(leaves)))
     for block, leaf in zip(blocks, leaves, strict=True):
         block.base = leaf.start + len(leaf.tokens)
-    return [Row(i, [*cache.view(leaf), block]) for i, (leaf, block) in enumerate(zip(leaves, blocks, strict=True))]
+    return [Row(i, [*leaf.view, block]) for i, (leaf, block) in enumerate(zip(leaves, blocks, strict=True))]
 
 
 def keep_rows(loop: DecodeLoop, cache: SharedPrefixCache, rows: Sequence[Row], leaves: Sequence[Node]) -> None:

@@ -203,11 +203,11 @@ def block_attention_enabled(
         token = _active_attention.set(active)
         try:
             if isinstance(cache, BlockCache):
-                cache.in_place = True
+                cache.in_use = True
             yield
         finally:
             if isinstance(cache, BlockCache):
-                cache.in_place = False
+                cache.in_use = False
             _active_attention.reset(token)
     finally:
         with _lock:

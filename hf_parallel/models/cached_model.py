@@ -75,13 +75,13 @@ class CachedModel:
         the storage, so that only the second can be captured: `DecodeGraphs` pads one row to two if none was captured.
         """
         for rows in (2, 1):
-            blocks = self.cache.new_blocks(rows, 1)
+            blocks = self.cache.pool.new_blocks(rows, 1)
             forward = self.cache.prepare([Segment([block], 1) for block in blocks])
             self.logits(forward, torch.zeros(rows, dtype=torch.int64, device=self.device), None)
             self.cache.commit()
             for block in blocks:
-                self.cache.free(block)
-        return self.cache.arena.bytes_per_token
+                self.cache.pool.free(block)
+        return self.cache.pool.arena.bytes_per_token
 
     def _decode(self, ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         if self._layers is None:

@@ -239,7 +239,8 @@ def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
     if not expected.isfinite().any():
         _refuse(model, {"returns logits that are not finite": True})
     cache = BlockCache(device=device)
-    root, *own = cache.new_block(CHECK_SHARED), *cache.new_blocks(len(tails), max(CHECK_TAILS), base=CHECK_SHARED)
+    root = cache.pool.new_block(CHECK_SHARED)
+    own = cache.pool.new_blocks(len(tails), max(CHECK_TAILS), base=CHECK_SHARED)
     segments = [Segment([root], CHECK_SHARED), *(Segment([root, b], len(t)) for b, t in zip(own, tails, strict=True))]
     with block_attention_enabled(model, cache):
         forward = cache.prepare(segments)
@@ -261,7 +262,7 @@ def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
     same = torch.equal(logits.isfinite(), expected.isfinite())  # a model may forbid tokens
     logits, expected = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (logits, expected))
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
-    stored = next(iter(cache.arena.layers.values())).keys  # under autocast less precise than the logits
+    stored = next(iter(cache.pool.arena.layers.values())).keys  # under autocast less precise than the logits
     differ = not same or (logits - expected).norm() > _tolerance(stored, LOGITS_TOLERANCE) * spread
     cause = "it mixes tokens outside of attention"
     if dynamic := {type(m).__name__ for m in model.modules() if "quantized.dynamic" in type(m).__module__}:

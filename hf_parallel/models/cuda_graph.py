@@ -106,12 +106,12 @@ class DecodeGraphs:
 
     def _storage(self) -> list[int]:
         """Return the addresses of keys and values, which change when a layer's storage grows."""
-        layers = self._cache.arena.layers.values()
+        layers = self._cache.pool.arena.layers.values()
         return [pointer for layer in layers for pointer in (layer.keys.data_ptr(), layer.values.data_ptr())]
 
     def _capturable(self) -> bool:
         """Return whether every layer has storage, which a replay cannot allocate, and kernels that can be captured."""
-        layers = self._cache.arena.layers.values()
+        layers = self._cache.pool.arena.layers.values()
         return bool(layers) and all(layer.backend.capturable for layer in layers)
 
     def _capture(self, forward: Forward, step: ForwardPass, rows: int) -> _DecodeStep | None:

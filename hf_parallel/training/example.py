@@ -132,7 +132,7 @@ class ParallelExample:
         for prompt, completion in zip(prompts, completions, strict=True):
             tokens = np.array([*prompt, *completion], np.int64)
             leaves.append(tree.insert(tokens[: max(1, len(tokens) - 1)]))
-        nodes = list(tree.nodes())
+        nodes = list(tree.tree.nodes())
         number = {node: i for i, node in enumerate(nodes)}
         firsts = np.cumsum([0, *(len(node.tokens) for node in nodes)]).tolist()
         contents = [range(first, end) for first, end in zip(firsts, firsts[1:], strict=False)]

@@ -27,12 +27,12 @@ def append(cache: BlockCache, *brought: tuple[View, Sequence[int]]) -> None:
     forward = cache.prepare([Segment(view, len(tokens)) for view, tokens in brought])
     tokens = [token for _, run in brought for token in run]
     keys = rotate_to(unrotated(tokens), forward.position_ids, ROTARY)
-    cache.arena.write(0, keys, unrotated(tokens, 1), forward.plan)
+    cache.pool.arena.write(0, keys, unrotated(tokens, 1), forward.plan)
     cache.commit()
 
 
 def stored(cache: BlockCache, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-    layer = cache.storage(0)
+    layer = cache.pool.arena.layers[0]
     rows = layer.rows(block.tokens)
     return layer.keys[rows], layer.values[rows]
 

@@ -38,7 +38,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=blocks, count=st.integers(1, 4), capacity=st.integers(0, 9), base=st.integers(0, 50))
     def new_blocks(self, count: int, capacity: int, base: int) -> Any:
-        blocks = self.cache.new_blocks(count, capacity, base)
+        blocks = self.cache.pool.new_blocks(count, capacity, base)
         self.tokens.update((block, []) for block in blocks)
         return multiple(*blocks)
 
@@ -51,7 +51,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=blocks, block=blocks, extra=st.integers(0, 5))
     def fork(self, block: Block, extra: int) -> Block:
-        made = self.cache.fork(block, extra)
+        made = self.cache.pool.copy(block, [(0, block.length)], extra)
         assert made.free_slots >= extra
         self.tokens[made] = list(self.tokens[block])
         return made
@@ -61,7 +61,7 @@ class CacheMachine(RuleBasedStateMachine):
         if block.length < 2:
             return multiple()
         at = data.draw(st.integers(1, block.length - 1))
-        tail = self.cache.split(block, at)
+        tail = self.cache.pool.split(block, at)
         self.tokens[block], self.tokens[tail] = self.tokens[block][:at], self.tokens[block][at:]
         return tail
 
@@ -69,21 +69,21 @@ class CacheMachine(RuleBasedStateMachine):
     def move(self, source: Block, destination: Block) -> None:
         if source is destination:
             with pytest.raises(ValueError, match="into itself"):
-                self.cache.move(source, destination)
+                self.cache.pool.move(source, destination)
             return
-        self.cache.move(source, destination)
+        self.cache.pool.move(source, destination)
         self.tokens[destination] += self.tokens[source]
         self.tokens[source] = []
 
     @rule(block=blocks, data=st.data())
     def truncate(self, block: Block, data: st.DataObject) -> None:
         length = data.draw(st.integers(0, block.length))
-        self.cache.truncate(block, length)
+        self.cache.pool.truncate(block, length)
         del self.tokens[block][length:]
 
     @rule(block=blocks, more=st.integers(0, 20))
     def reserve(self, block: Block, more: int) -> None:
-        self.cache.reserve([(block, block.length + more)])
+        self.cache.pool.reserve([(block, block.length + more)])
         assert block.free_slots >= more
 
     @rule(into=st.lists(blocks, min_size=1, max_size=3))
@@ -91,15 +91,15 @@ class CacheMachine(RuleBasedStateMachine):
         """A pass that fails after a layer has written its keys."""
         forward = self.cache.prepare([Segment([block], 3) for block in dict.fromkeys(into)])
         tokens = [-1] * forward.plan.num_queries
-        self.cache.arena.write(0, unrotated(tokens), unrotated(tokens, 1), forward.plan)
+        self.cache.pool.arena.write(0, unrotated(tokens), unrotated(tokens, 1), forward.plan)
         self.cache.rollback()
 
     @rule(block=consumes(blocks))
     def free(self, block: Block) -> None:
-        self.cache.free(block)
+        self.cache.pool.free(block)
         del self.tokens[block]
         with pytest.raises(ValueError, match="not .* a block of this cache"):
-            self.cache.free(block)
+            self.cache.pool.free(block)
 
     @invariant()
     def blocks_hold_their_tokens(self) -> None:
@@ -108,7 +108,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def kv_bytes_counts_unique_tokens(self) -> None:
-        if self.cache.arena.layers:
+        if self.cache.pool.arena.layers:
             assert self.cache.kv_bytes == sum(map(len, self.tokens.values())) * BYTES_PER_TOKEN
 
     @invariant()
@@ -116,7 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
         extents = sorted({block.extent for block in self.tokens if block.extent.capacity}, key=lambda e: e.origin)
         ends = [extent.origin + extent.capacity for extent in extents]
         assert all(end <= extent.origin for end, extent in zip(ends, extents[1:], strict=False))
-        assert not ends or ends[-1] <= self.cache.arena.num_slots
+        assert not ends or ends[-1] <= self.cache.pool.arena.num_slots
 
 
 CacheMachine.TestCase.settings = settings(
@@ -141,30 +141,30 @@ def test_released_extents_are_merged_and_reused() -> None:
 
 def test_an_extent_is_freed_with_its_last_owner() -> None:
     cache = new_cache()
-    head = cache.new_block(4)
+    head = cache.pool.new_block(4)
     append(cache, ([head], [1, 2, 3, 4]))
-    tail = cache.split(head, 1)
+    tail = cache.pool.split(head, 1)
     origin = head.extent.origin
-    cache.free(head)
-    assert cache.new_block(1).extent.origin != origin
+    cache.pool.free(head)
+    assert cache.pool.new_block(1).extent.origin != origin
     assert_holds(cache, tail, [2, 3, 4])
-    other = cache.new_block()
+    other = cache.pool.new_block()
     append(cache, ([other], [5]))
-    cache.truncate(tail, 1)
-    cache.move(other, tail)  # the extent has free slots after the tail, which does not start at its first slot
+    cache.pool.truncate(tail, 1)
+    cache.pool.move(other, tail)  # the extent has free slots after the tail, which does not start at its first slot
     assert_holds(cache, tail, [2, 5])
-    cache.free(tail)
-    assert cache.new_block(4).extent.origin == origin
+    cache.pool.free(tail)
+    assert cache.pool.new_block(4).extent.origin == origin
 
 
 def test_keys_of_another_model_raise() -> None:
     cache = new_cache()
-    block = cache.new_block()
+    block = cache.pool.new_block()
     append(cache, ([block], [1]))
     plan = cache.prepare([Segment([block], 1)]).plan
     for other in (torch.zeros(KV_HEADS + 1, 1, HEAD_DIM).double(), torch.zeros(KV_HEADS, 1, HEAD_DIM)):
         with pytest.raises(ValueError, match="serves the model that filled it"):
-            cache.arena.write(0, other, other, plan)
+            cache.pool.arena.write(0, other, other, plan)
 
 
 # Blocks
@@ -177,21 +177,21 @@ def evenly_spaced(blocks: Sequence[Block]) -> bool:
 
 def test_blocks_that_grow_together_stay_evenly_spaced() -> None:
     cache = new_cache()
-    first, *blocks = cache.new_blocks(6, 8)
+    first, *blocks = cache.pool.new_blocks(6, 8)
     append(cache, ([first], [7] * 8))
     for _ in range(40):
         append(cache, *(([block], [7]) for block in blocks))
         assert evenly_spaced(blocks)
-    assert cache.new_blocks(5, 8)[0].extent.origin == 8 + 5 * 64  # no hole: they grew over their old extents
+    assert cache.pool.new_blocks(5, 8)[0].extent.origin == 8 + 5 * 64  # no hole: they grew over their old extents
 
 
 def test_moving_to_other_positions_needs_the_rotary_embedding() -> None:
     cache = BlockCache()
-    first, second, third = (cache.new_block() for _ in range(3))
+    first, second, third = (cache.pool.new_block() for _ in range(3))
     append(cache, ([first], [1, 2]), ([second], [3]))
     with pytest.raises(ValueError, match="rotary"):
-        cache.move(second, first)
-    cache.move(second, third)  # from position 0 to position 0
+        cache.pool.move(second, first)
+    cache.pool.move(second, third)  # from position 0 to position 0
     assert_holds(cache, third, [3])
 
 
@@ -199,7 +199,7 @@ def test_moving_to_other_positions_needs_the_rotary_embedding() -> None:
 def test_seeing_a_block_at_another_position_needs_the_rotary_embedding(steps: int) -> None:
     """One row sees the other: from the second token on, the block that it sees is at another position."""
     cache = BlockCache()
-    first, second = cache.new_blocks(2, 8)
+    first, second = cache.pool.new_blocks(2, 8)
     second.base = steps
     views = [[first], [first, second]]
     for _ in range(steps):
@@ -211,14 +211,14 @@ def test_seeing_a_block_at_another_position_needs_the_rotary_embedding(steps: in
 
 def test_split_and_truncate_are_limited_to_the_tokens_of_the_block() -> None:
     cache = new_cache()
-    block = cache.new_block()
+    block = cache.pool.new_block()
     append(cache, ([block], [1, 2, 3]))
     for at in (0, 3, 4, -1):
         with pytest.raises(ValueError, match="inside the block's 3 tokens"):
-            cache.split(block, at)
+            cache.pool.split(block, at)
     for length in (4, -1):
         with pytest.raises(ValueError, match="between 0 and the block's 3"):
-            cache.truncate(block, length)
+            cache.pool.truncate(block, length)
 
 
 # Passes
@@ -226,7 +226,7 @@ def test_split_and_truncate_are_limited_to_the_tokens_of_the_block() -> None:
 
 def test_two_segments_that_write_to_one_block_raise() -> None:
     cache = new_cache()
-    shared, block = cache.new_blocks(2)
+    shared, block = cache.pool.new_blocks(2)
     append(cache, ([shared], [1]), ([block], [2]))
     with pytest.raises(ValueError, match="write to one block"):
         cache.prepare([Segment([block], 1), Segment([shared, block], 1)])
@@ -242,7 +242,7 @@ def test_two_segments_that_write_to_one_block_raise() -> None:
 )
 def test_invalid_segments_raise(view: tuple[int, ...], num_tokens: int, write: bool) -> None:
     cache = new_cache()
-    block = cache.new_block()
+    block = cache.pool.new_block()
     append(cache, ([block], [1, 2]))
     with pytest.raises(ValueError, match="segment"):
         cache.prepare([Segment([block for _ in view], num_tokens, write)])
@@ -251,14 +251,19 @@ def test_invalid_segments_raise(view: tuple[int, ...], num_tokens: int, write: b
 
 def test_blocks_of_another_cache_raise() -> None:
     cache, other = new_cache(), new_cache()
-    own, foreign = cache.new_block(), other.new_block()
-    freed = cache.new_block()
-    cache.free(freed)
+    own, foreign = cache.pool.new_block(), other.pool.new_block()
+    freed = cache.pool.new_block()
+    cache.pool.free(freed)
     for other_block in (foreign, freed):
         for view in ([other_block, own], [other_block]):
             with pytest.raises(ValueError, match="not .* a block of this cache"):
                 cache.prepare([Segment(view, 1)])
-        for act in (cache.free, cache.fork, lambda b: cache.move(b, own), lambda b: cache.move(own, b)):
+        for act in (
+            cache.pool.free,
+            lambda block: cache.pool.copy(block, [(0, 1)]),
+            lambda block: cache.pool.move(block, own),
+            lambda block: cache.pool.move(own, block),
+        ):
             with pytest.raises(ValueError, match="not .* a block of this cache"):
                 act(other_block)
     assert own.length == 0
@@ -266,19 +271,19 @@ def test_blocks_of_another_cache_raise() -> None:
 
 def test_recomputed_tokens_are_not_stored() -> None:
     cache = new_cache()
-    block = cache.new_block()
+    block = cache.pool.new_block()
     append(cache, ([block], [1, 2, 3]))
     forward = cache.prepare([Segment([block], 2, write=False)])
     assert forward.position_ids.tolist() == [1, 2]
     junk = torch.full((KV_HEADS, 2, HEAD_DIM), 9.0, dtype=torch.float64)
-    cache.arena.write(0, junk, junk, forward.plan)
+    cache.pool.arena.write(0, junk, junk, forward.plan)
     cache.commit()
     assert_holds(cache, block, [1, 2, 3])
 
 
 def test_positions_follow_from_lengths() -> None:
     cache = new_cache()
-    common, a, b = cache.new_block(), cache.new_block(), cache.new_block(base=10)
+    common, a, b = cache.pool.new_block(), cache.pool.new_block(), cache.pool.new_block(base=10)
     append(cache, ([common], range(5)))
     forward = cache.prepare([Segment([common, b, a], 2), Segment([common, a, b], 3)])
     assert forward.position_ids.tolist() == [
@@ -294,13 +299,13 @@ def test_positions_follow_from_lengths() -> None:
 
 def test_reset_deletes_everything() -> None:
     cache = new_cache()
-    view = [cache.new_block()]
-    append(cache, (view, [1, 2]), ([cache.new_block()], [3]))
+    view = [cache.pool.new_block()]
+    append(cache, (view, [1, 2]), ([cache.pool.new_block()], [3]))
     append(cache, (view, [4]))
     cache.prepare([Segment(view, 1)])
     cache.reset()
-    assert (cache.kv_bytes, cache.blocks, cache.get_seq_length()) == (0, set(), 0)
-    assert cache.arena.reserved_bytes == 0
+    assert (cache.kv_bytes, cache.pool.blocks, cache.get_seq_length()) == (0, set(), 0)
+    assert cache.pool.arena.reserved_bytes == 0
     with pytest.raises(ValueError, match="no longer"):  # although it continues the last step
         cache.prepare([Segment(view, 1)])
 
@@ -308,7 +313,7 @@ def test_reset_deletes_everything() -> None:
 def test_a_deep_copy_is_independent() -> None:
     """As users of transformers reuse a prefilled prompt: they extend the copy, the original stays."""
     cache = new_cache()
-    view = cache.new_blocks(2)
+    view = cache.pool.new_blocks(2)
     append(cache, (view[:1], [1, 2]), (view, [3]))
     cache.rows = [view]
     twin = copy.deepcopy(cache)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel import SharedPrefixCache
 from hf_parallel.cache import Arena, Segment
+from hf_parallel.cache import arena as arena_module
 from hf_parallel.kernels import LayerStorage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,16 +39,16 @@ class Copied(TorchDispatchMode):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_four_thousand_appends_copy_each_token_a_bounded_number_of_times(rows: int) -> None:
     cache = new_cache()
-    blocks = cache.new_blocks(rows)
+    blocks = cache.pool.new_blocks(rows)
     appends = 4_000 // rows
     key = torch.zeros(KV_HEADS, rows, HEAD_DIM, dtype=torch.float64)
     with Copied() as copied:
         for _ in range(appends):
-            cache.arena.write(0, key, key, cache.prepare([Segment([block], 1) for block in blocks]).plan)
+            cache.pool.arena.write(0, key, key, cache.prepare([Segment([block], 1) for block in blocks]).plan)
             cache.commit()
     assert [block.length for block in blocks] == [appends] * rows
     assert cache.kv_bytes <= copied.bytes <= 8 * cache.kv_bytes
-    assert cache.arena.reserved_bytes <= 8 * cache.kv_bytes
+    assert cache.pool.arena.reserved_bytes <= 8 * cache.kv_bytes
 
 
 def test_allocating_many_small_blocks_copies_each_token_a_bounded_number_of_times() -> None:
@@ -55,7 +56,7 @@ def test_allocating_many_small_blocks_copies_each_token_a_bounded_number_of_time
     key = torch.zeros(KV_HEADS, 1, HEAD_DIM, dtype=torch.float64)
     with Copied() as copied:
         for _ in range(2000):
-            cache.arena.write(0, key, key, cache.prepare([Segment([cache.new_block(1)], 1)]).plan)
+            cache.pool.arena.write(0, key, key, cache.prepare([Segment([cache.pool.new_block(1)], 1)]).plan)
             cache.commit()
     assert cache.kv_bytes == 2000 * BYTES_PER_TOKEN
     assert copied.bytes <= 5 * cache.kv_bytes
@@ -63,10 +64,10 @@ def test_allocating_many_small_blocks_copies_each_token_a_bounded_number_of_time
 
 def test_moving_a_block_copies_only_its_own_tokens() -> None:
     cache = new_cache()
-    history, step = cache.new_block(4000), cache.new_block(40)
+    history, step = cache.pool.new_block(4000), cache.pool.new_block(40)
     append(cache, ([history], range(2000)), ([history, step], range(3000, 3040)))
     with Copied() as copied:
-        cache.move(step, history)
+        cache.pool.move(step, history)
     assert copied.bytes == 40 * BYTES_PER_TOKEN
     assert_holds(cache, history, [*range(2000), *range(3000, 3040)])
 
@@ -76,11 +77,11 @@ def test_moving_a_block_copies_only_its_own_tokens() -> None:
 
 def test_growing_blocks_reserve_no_more_than_their_capacity() -> None:
     cache = new_cache()
-    root, *blocks = cache.new_block(64), *cache.new_blocks(4, 8)
+    root, *blocks = cache.pool.new_block(64), *cache.pool.new_blocks(4, 8)
     append(cache, ([root], range(64)))
     for token in range(512):
         append(cache, *(([root, block], [token]) for block in blocks))
-    assert cache.arena.reserved_bytes == cache.kv_bytes
+    assert cache.pool.arena.reserved_bytes == cache.kv_bytes
 
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
@@ -95,21 +96,44 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
     monkeypatch.setattr(Arena, "_grow", limited)
 
 
+def test_a_relocation_that_runs_out_of_memory_changes_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new extent overlaps the old one, and the second layer cannot be copied."""
+    arena, rows = Arena(), arena_module._storage_rows
+    first, extent = arena.allocate([2, 4])
+    for heads in (1, 2):
+        keys = torch.arange(6.0 * heads)[:, None]
+        arena.layers[heads] = LayerStorage(keys, keys.clone(), heads)
+    arena.release(first)
+    before = {layer: storage.keys.clone() for layer, storage in arena.layers.items()}
+    calls = iter([rows, rows])
+    monkeypatch.setattr(arena_module, "_storage_rows", lambda *given: next(calls, _out_of_memory)(*given))
+    with pytest.raises(torch.OutOfMemoryError):
+        arena.relocate([(extent, 0, 4)], [5])
+    assert extent.origin == 2
+    for layer, storage in arena.layers.items():
+        held = storage.rows(extent.range(0, 4))
+        assert torch.equal(storage.keys[held], before[layer][held])
+
+
+def _out_of_memory(*given: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory")
+
+
 def test_growth_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = new_cache()
-    one, other = cache.new_blocks(2, 4)
+    one, other = cache.pool.new_blocks(2, 4)
     append(cache, ([one], [1, 2, 3, 4]), ([other], [5, 6, 7]))
     with monkeypatch.context() as patch:
         limit_memory(patch, 20)
-        for attempt in (lambda: append(cache, ([one], [8] * 30)), lambda: cache.fork(one, 30)):
+        for attempt in (lambda: append(cache, ([one], [8] * 30)), lambda: cache.pool.copy(one, [(0, one.length)], 30)):
             with pytest.raises(torch.OutOfMemoryError):
                 attempt()
             assert_holds(cache, one, [1, 2, 3, 4])
-        append(cache, ([other], [8]), ([cache.new_block(4)], [9]))
+        append(cache, ([other], [8]), ([cache.pool.new_block(4)], [9]))
         assert_holds(cache, other, [5, 6, 7, 8])
         origin = one.extent.origin
-        cache.free(one)
-        assert cache.new_block(4).extent.origin == origin
+        cache.pool.free(one)
+        assert cache.pool.new_block(4).extent.origin == origin
     append(cache, ([other], [9, 10]))
     assert_holds(cache, other, [5, 6, 7, 8, 9, 10])
 
@@ -117,28 +141,28 @@ def test_growth_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.Monk
 def test_prepare_allocates_storage_in_every_layer() -> None:
     """A captured decode step cannot allocate storage."""
     cache = new_cache()
-    append(cache, ([cache.new_block(4)], [1, 2]))
-    cache.prepare([Segment([cache.new_block(1000)], 1)])
-    assert cache.storage(0).keys.shape[0] >= cache.arena.num_slots * KV_HEADS
+    append(cache, ([cache.pool.new_block(4)], [1, 2]))
+    cache.prepare([Segment([cache.pool.new_block(1000)], 1)])
+    assert cache.pool.arena.layers[0].keys.shape[0] >= cache.pool.arena.num_slots * KV_HEADS
 
 
 def test_a_failed_allocation_is_not_attempted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = new_cache()
-    append(cache, ([cache.new_block(4)], [1, 2]))
+    append(cache, ([cache.pool.new_block(4)], [1, 2]))
     limit_memory(monkeypatch, 100)
-    large = cache.new_block(1000)
+    large = cache.pool.new_block(1000)
     with pytest.raises(torch.OutOfMemoryError):
         append(cache, ([large], [3]))
-    cache.free(large)
-    small = cache.new_block(10)
+    cache.pool.free(large)
+    small = cache.pool.new_block(10)
     append(cache, ([small], [4]))
     assert_holds(cache, small, [4])
 
 
 def test_a_dropped_cache_is_freed_without_the_garbage_collector() -> None:
     cache = SharedPrefixCache()
-    cache.new_block(4)
-    arena = weakref.ref(cache.arena)
+    cache.pool.new_block(4)
+    arena = weakref.ref(cache.pool.arena)
     gc.disable()
     try:
         del cache

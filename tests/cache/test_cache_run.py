@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scenes import Scene, rotate_to, scenes
-from small_cache import append, assert_holds, new_cache, unrotated
+from small_cache import append, assert_holds, new_cache
 from transformers import PreTrainedModel
 
-from hf_parallel.cache import Block, BlockCache, Segment
+from hf_parallel.cache import Block, Segment
 from hf_parallel.cache.hogwild import LAYOUTS, STEP_CAPACITY, HogwildCache
 from hf_parallel.kernels import reference, torch_attention
 from hf_parallel.models.attention import block_attention_enabled
@@ -34,7 +34,7 @@ class Problem:
     def __init__(self, model: PreTrainedModel, layout: str, num_workers: int, later: bool = False) -> None:
         self.model, self.found, self.later = model, probe_capabilities(model), later
         self.cache = HogwildCache(self.found.rotary)
-        self.space = self.cache.new_workspace(layout, [self.cache.new_block()], num_workers, HEADERS)
+        self.space = self.cache.new_workspace(layout, [self.cache.pool.new_block()], num_workers, HEADERS)
         self.queued: list[PassInputs] = []
         self.logits: list[torch.Tensor] = []
         self.forward_passes = 0
@@ -152,7 +152,7 @@ def test_blocks_may_grow_beyond_their_extents_between_passes() -> None:
 def test_block_names_are_stable_when_steps_end_and_move() -> None:
     problem = Problem(tiny.build("llama"), "combined", 2)
     cache, space = problem.cache, problem.space
-    blocks = [*space.headers, *space.workers, cache.new_block()]
+    blocks = [*space.headers, *space.workers, cache.pool.new_block()]
     assert [space.block_name(block) for block in blocks] == [
         *(f"header {i}" for i in range(4)), "worker 0", "worker 1", "reader",
     ]  # fmt: skip
@@ -174,7 +174,7 @@ def test_block_names_are_stable_when_steps_end_and_move() -> None:
 
 def prepare_run(scene: Scene, passes: Sequence[Sequence[Segment]]) -> torch.Tensor:
     """Prepare passes as one, up to attention; returns the expected output of each."""
-    f, held = scene.features, {block: block.length for block in scene.cache.blocks}
+    f, held = scene.features, {block: block.length for block in scene.cache.pool.blocks}
     truths, queries, brought = [], [], []
     for segments in passes:
         total = sum(segment.num_tokens for segment in segments)
@@ -195,7 +195,7 @@ def prepare_run(scene: Scene, passes: Sequence[Sequence[Segment]]) -> torch.Tens
     scene.forward = scene.cache.prepare_run(passes)
     everything, scene.queries = torch.cat(brought, dim=1), torch.cat(queries)
     keys = rotate_to(everything[..., : f.head_dim], scene.forward.position_ids, f.rotary)
-    scene.cache.arena.write(0, keys, everything[..., f.head_dim :].contiguous(), scene.forward.plan)
+    scene.cache.pool.arena.write(0, keys, everything[..., f.head_dim :].contiguous(), scene.forward.plan)
     scene.cache.commit()
     return torch.cat(truths)
 
@@ -235,7 +235,7 @@ def passes_of(block: Block, other: Block) -> list[list[Segment]]:
 
 def test_passes_are_packed_in_order() -> None:
     cache = new_cache()
-    block, other = cache.new_block(), cache.new_block(base=10)
+    block, other = cache.pool.new_block(), cache.pool.new_block(base=10)
     append(cache, ([block], [1, 2]))
     forward = cache.prepare_run(passes_of(block, other))
     assert forward.num_passes == 3
@@ -247,7 +247,7 @@ def test_passes_are_packed_in_order() -> None:
 
 def test_rollback_restores_the_state_before_the_first_pass() -> None:
     cache = new_cache()
-    block, other = cache.new_block(), cache.new_block()
+    block, other = cache.pool.new_block(), cache.pool.new_block()
     append(cache, ([block], [1, 2]))
     cache.prepare_run(passes_of(block, other))
     cache.rollback()
@@ -260,7 +260,7 @@ def test_rollback_restores_the_state_before_the_first_pass() -> None:
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_an_invalid_pass_leaves_the_cache_unchanged(number: int) -> None:
     cache = new_cache()
-    block, other = cache.new_block(), cache.new_block()
+    block, other = cache.pool.new_block(), cache.pool.new_block()
     append(cache, ([block], [1, 2]))
     passes = passes_of(block, other)
     for wrong in ([Segment([block], 0)], [Segment([block], 9, write=False)], [Segment([other], 1)] * 2):
@@ -273,19 +273,8 @@ def test_an_invalid_pass_leaves_the_cache_unchanged(number: int) -> None:
 
 def test_tokens_of_an_earlier_pass_may_be_recomputed() -> None:
     cache = new_cache()
-    block = cache.new_block()
+    block = cache.pool.new_block()
     forward = cache.prepare_run([[Segment([block], 3)], [Segment([block], 3, write=False)]])
     assert forward.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
     with pytest.raises(ValueError, match="reread more tokens"):
         cache.prepare_run([[Segment([block], 1)], [Segment([block], 5, write=False)]])
-
-
-def test_stock_attention_cannot_compute_several_passes() -> None:
-    cache = BlockCache()
-    block = cache.new_block()
-    cache.prepare_run([[Segment([block], 1)], [Segment([block], 1)]])
-    states = unrotated([1, 2])[None]
-    with pytest.raises(ValueError, match="need block attention"):
-        cache.update(states, states, 0)
-    cache.rollback()
-    assert block.length == 0

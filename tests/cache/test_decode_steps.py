@@ -38,7 +38,7 @@ def planned_from_scratch(scene: Scene, segments: list[Segment]) -> ForwardPass:
 def test_derived_steps_equal_steps_planned_from_scratch(scene: Scene, data: st.DataObject) -> None:
     segments = one_token_each(scene)
     assume(segments)
-    scene.cache.reserve([(segment.view[-1], segment.view[-1].length + 8) for segment in segments])
+    scene.cache.pool.reserve([(segment.view[-1], segment.view[-1].length + 8) for segment in segments])
     for _ in range(data.draw(st.integers(2, 5))):
         planned = planned_from_scratch(scene, segments)
         scene.step(segments)
@@ -53,7 +53,7 @@ def test_derived_steps_equal_steps_planned_from_scratch(scene: Scene, data: st.D
 def scene() -> Scene:
     """Two rows over a shared block, two decode steps in."""
     scene = Scene(Features())
-    root, *own = scene.cache.new_block(8), *scene.cache.new_blocks(2, 8)
+    root, *own = scene.cache.pool.new_block(8), *scene.cache.pool.new_blocks(2, 8)
     scene.step([Segment([root], 8)])
     for _ in range(2):
         scene.step([Segment([root, block], 1) for block in own])
@@ -73,22 +73,22 @@ def test_a_step_after_a_change_is_planned_from_scratch(scene: Scene, change: str
     segments = one_token_each(scene)
     root, own = segments[0].view
     if change == "truncate":
-        scene.cache.truncate(own, 1)
+        scene.cache.pool.truncate(own, 1)
     elif change == "move":
-        scene.cache.move(segments[1].view[-1], own)
+        scene.cache.pool.move(segments[1].view[-1], own)
     elif change == "another row":
-        segments.append(Segment([root, scene.cache.new_block(8)], 1))
+        segments.append(Segment([root, scene.cache.pool.new_block(8)], 1))
     elif change == "order":
         segments.reverse()
     elif change == "no room":
         own.extent.capacity = own.first + own.length
     elif change == "freed":
-        scene.cache.free(own)
+        scene.cache.pool.free(own)
         with pytest.raises(ValueError, match="no longer"):
             scene.cache.prepare(segments)
         return
     elif change == "split":
-        scene.cache.split(root, 3)
+        scene.cache.pool.split(root, 3)
     planned = planned_from_scratch(scene, segments)
     forward = scene.cache.prepare(segments)
     for name in ARRAYS:
@@ -105,8 +105,8 @@ def test_few_steps_under_a_window_need_a_new_schedule(roots: list[int], lengths:
     of the suffixes that one call reads: its keys do not move evenly then. Derived schedules share their `merge`."""
     made: list[np.ndarray] = []
     scene = Scene(Features(window=17, rotary=RotarySpec((1.0, 0.3))))
-    blocks = [scene.cache.new_block(length) for length in roots]
-    views = [[blocks[i % len(roots)], own] for i, own in enumerate(scene.cache.new_blocks(len(lengths), 80))]
+    blocks = [scene.cache.pool.new_block(length) for length in roots]
+    views = [[blocks[i % len(roots)], own] for i, own in enumerate(scene.cache.pool.new_blocks(len(lengths), 80))]
     scene.step([Segment([block], length) for block, length in zip(blocks, roots, strict=True)])
     scene.step([Segment(view, n) for view, n in zip(views, lengths, strict=True)])
     for _ in range(35):

@@ -68,7 +68,7 @@ def test_an_empty_cache_holds_no_memory_and_serves_another_model(
     model: PreTrainedModel, cache: SharedPrefixCache
 ) -> None:
     cache.reset()
-    assert cache.arena.reserved_bytes == 0
+    assert cache.pool.arena.reserved_bytes == 0
     other = hf_parallel.enable(copy.deepcopy(tiny.build("gemma")))
     assert torch.equal(generate(other, cache).sequences, generate(other, None).sequences)
     cache.reset()
@@ -83,7 +83,7 @@ def test_max_bytes_limits_the_memory_kept_between_calls(common: int, model: PreT
     prompts = [
         torch.cat((system, torch.tensor([10 + i]), prompt)) for i, prompt in enumerate(tiny.make_prompts([17] * 7))
     ]
-    per_token = generate(model, None).past_key_values.arena.bytes_per_token
+    per_token = generate(model, None).past_key_values.pool.arena.bytes_per_token
     whole, cache = SharedPrefixCache(), SharedPrefixCache(max_bytes=80 * per_token)
     frequent, *others = prompts
 
@@ -177,7 +177,7 @@ def test_completions_with_a_common_start_are_distinguished() -> None:
     assert longer.parent is first
     assert [node.tokens.tolist() for node in longer.path] == [[0, 1, 2, 3, 4], [7, 8, 9], [1]]
     cache.discard_uncached()
-    assert list(cache.nodes()) == []
+    assert list(cache.tree.nodes()) == []
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
@@ -228,7 +228,7 @@ def test_calls_with_dropout_neither_fill_nor_read_a_cache(
     model.train()
     returned = generate(model, cache).past_key_values
     assert generate(model, None, logits_cache=logits).stats.decoded_tokens
-    assert not cache.blocks
+    assert not cache.pool.blocks
     assert not len(logits)
     assert "past_key_values is neither read nor filled, as dropout is active" in caplog.text
     model.eval()
@@ -293,16 +293,6 @@ def test_what_a_transient_nan_computed_is_not_kept(
     assert torch.equal(generate(model, None, logits_cache=logits, **settings).sequences, expected)
 
 
-@torch.no_grad()
-def test_a_mode_leaves_the_rows_of_a_plain_forward_pass_in_the_cache(model: PreTrainedModel) -> None:
-    cache = SharedPrefixCache()
-    model(input_ids=IDS, past_key_values=cache, use_cache=True)
-    held = set(cache.blocks)
-    assert torch.equal(generate(model, cache).sequences, generate(model, None).sequences)
-    assert held
-    assert held < cache.blocks
-
-
 def test_a_plain_forward_pass_over_the_cache_of_a_mode_raises(model: PreTrainedModel) -> None:
     out = generate(model, None)
     with pytest.raises(ValueError, match="pass it to generate with the mode"):
@@ -318,8 +308,8 @@ class Leak(LogitsProcessor):
         self.cache = cache
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.cache.new_block(7)
-        self.cache.insert(np.array([3, 1, 4, len(self.cache.blocks)]))
+        self.cache.pool.new_block(7)
+        self.cache.insert(np.array([3, 1, 4, len(self.cache.pool.blocks)]))
         return scores
 
 
@@ -344,5 +334,5 @@ def test_after_every_call_the_blocks_of_a_kept_cache_are_those_of_its_tree(
         interrupted = failing(model, at, KeyboardInterrupt()) if at else contextlib.nullcontext()
         with contextlib.suppress(KeyboardInterrupt), interrupted:
             call(*processors)
-        assert cache.blocks == {node.block for node in cache.nodes()}
-        assert not any(len(node.uncached) for node in cache.nodes())
+        assert cache.pool.blocks == {node.block for node in cache.tree.nodes()}
+        assert not any(len(node.uncached) for node in cache.tree.nodes())

@@ -25,7 +25,7 @@ class Trees(Scene):
     def __init__(self, rotary: RotarySpec | None = ROTARY, window: int | None = None, prompts: int = 1) -> None:
         super().__init__(Features(kv_heads=2, groups=2, rotary=rotary, window=window))
         self.cache: TreeBranchCache = TreeBranchCache({0: rotary})
-        prompt = self.cache.new_block(7)
+        prompt = self.cache.pool.new_block(7)
         self.step([Segment([prompt], 7)])
         trunks = self.cache.new_trunks([7] * prompts, capacity=16)
         self.trees = [Tree([prompt], trunk) for trunk in trunks]
@@ -46,7 +46,7 @@ class Trees(Scene):
 
 
 def lengths(trees: Trees) -> int:
-    return sum(block.length for block in trees.cache.blocks)
+    return sum(block.length for block in trees.cache.pool.blocks)
 
 
 def test_branches_share_only_the_trunk() -> None:
@@ -87,7 +87,7 @@ def test_joined_branches_are_seen_one_after_another_and_moved_there(kept: int, w
     trees.move_joined(tree)
     assert tree.view == [*tree.prompt, tree.trunk]
     assert view_length(tree.view) == seen
-    assert len(trees.cache.blocks) == 2
+    assert len(trees.cache.pool.blocks) == 2
     for _ in range(3):
         trees.write(Segment(tree.view, 1))
     assert lengths(trees) == view_length(tree.view)

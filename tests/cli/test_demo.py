@@ -220,7 +220,7 @@ def test_the_view_shows_the_text_and_cache_size_of_hogwild(embedded: tuple[Any, 
     for row, worker in view.rows.items():
         assert "".join(f"{worker.name}:{step.text}" for step in worker.steps) == output.texts[row]
     assert view.tokens == output.stats.decoded_tokens
-    assert view.kv_tokens * output.past_key_values.arena.bytes_per_token == output.stats.kv_bytes
+    assert view.kv_tokens * output.past_key_values.pool.arena.bytes_per_token == output.stats.kv_bytes
 
 
 def test_the_first_interrupt_skips_the_workers_and_the_second_exits(

@@ -252,7 +252,7 @@ def test_kept_cache_survives_an_interrupt(at: int, place: str, bench: Bench) -> 
     before = cache.kv_bytes
     with pytest.raises(KeyboardInterrupt), failing(PLACES[place](bench.model), at, KeyboardInterrupt()):
         bench.model.generate(**long, **kept)
-    assert {node.block for node in cache.nodes()} == cache.blocks, "blocks without a node"
+    assert {node.block for node in cache.tree.nodes()} == cache.pool.blocks, "blocks without a node"
     assert cache.kv_bytes >= before, "cached tokens were lost"
     output = bench.model.generate(**short, **kept, return_dict_in_generate=True)
     assert output.stats.prefilled_tokens == len(PROMPTS), "only the last token of each prompt is computed again"

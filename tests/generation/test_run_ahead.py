@@ -70,7 +70,7 @@ def test_results_are_the_same(generate: Callable[..., Any], sampled: bool, ends:
     assert actual.stats.kv_bytes == expected.stats.kv_bytes
     assert actual.stats.decoded_tokens == expected.stats.decoded_tokens
     assert actual.stats.forward_passes - expected.stats.forward_passes in ((0, 1) if ends else (0,))
-    for ours, theirs in zip(actual.past_key_values.nodes(), expected.past_key_values.nodes(), strict=True):
+    for ours, theirs in zip(actual.past_key_values.tree.nodes(), expected.past_key_values.tree.nodes(), strict=True):
         assert ours.tokens.tolist() == theirs.tokens.tolist()
         assert ours.block.length == theirs.block.length
 

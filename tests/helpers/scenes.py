@@ -67,22 +67,22 @@ class Scene:
                 self.raw[segment.view[-1]] = torch.cat((self.content(segment.view[-1]), mine), dim=1)
             offset += segment.num_tokens
         keys = rotate_to(new[..., : f.head_dim], self.forward.position_ids, f.rotary)
-        self.cache.arena.write(0, keys, new[..., f.head_dim :].contiguous(), self.forward.plan)
+        self.cache.pool.arena.write(0, keys, new[..., f.head_dim :].contiguous(), self.forward.plan)
         self.cache.commit()
 
     def split(self, block: Block, at: int) -> Block:
-        tail = self.cache.split(block, at)
+        tail = self.cache.pool.split(block, at)
         self.raw[block], self.raw[tail] = self.raw[block][:, :at], self.raw[block][:, at:]
         return tail
 
     def move(self, source: Block, target: Block) -> None:
-        self.cache.move(source, target)
+        self.cache.pool.move(source, target)
         self.raw[target] = torch.cat((self.content(target), self.content(source)), dim=1)
         self.raw.pop(source, None)
 
     def attend(self, backend: Callable[..., torch.Tensor], dtype: torch.dtype, poison: bool = True) -> torch.Tensor:
         """Output of a backend for the last pass, in `dtype`."""
-        f, layer = self.features, self.cache.storage(0)
+        f, layer = self.features, self.cache.pool.arena.layers[0]
         keys, values = layer.keys.clone(), layer.values.clone()
         if poison:
             self._poison(keys, values)
@@ -95,7 +95,7 @@ class Scene:
 
     def _poison(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write NaN outside the extents of visible blocks, and `STALE` into the unwritten slots of those extents."""
-        layer = self.cache.storage(0)
+        layer = self.cache.pool.arena.layers[0]
         seen = {block for segment in self.forward.segments for block in segment.view if block.length}
         inside = torch.zeros(len(keys), dtype=torch.bool)
         written = torch.zeros(len(keys), dtype=torch.bool)
@@ -189,20 +189,20 @@ def _fill(draw: st.DrawFn, scene: Scene, views: Sequence[list[Block]]) -> None:
 
 def _spaced(draw: st.DrawFn, scene: Scene, count: int) -> list[Block]:
     """Blocks of one size with random gaps between them."""
-    blocks = scene.cache.new_blocks(count + draw(st.integers(0, 3)), draw(st.sampled_from([0, 8, 64])))
+    blocks = scene.cache.pool.new_blocks(count + draw(st.integers(0, 3)), draw(st.sampled_from([0, 8, 64])))
     while len(blocks) > count:
-        scene.cache.free(blocks.pop(draw(st.integers(0, len(blocks) - 1))))
+        scene.cache.pool.free(blocks.pop(draw(st.integers(0, len(blocks) - 1))))
     return blocks
 
 
 def _tree(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
     """Prefixes, one of them possibly split without copying, and suffixes at their true positions."""
-    root = scene.cache.new_block(draw(st.integers(0, 30)))
+    root = scene.cache.pool.new_block(draw(st.integers(0, 30)))
     _fill(draw, scene, [[root]])
     path = [root]
     if root.length > 1 and draw(st.booleans()):
         path.append(scene.split(root, draw(st.integers(1, root.length - 1))))
-    middle = scene.cache.new_block(base=view_length(path))
+    middle = scene.cache.pool.new_block(base=view_length(path))
     _fill(draw, scene, [[*path, middle]])
     paths = [[root], path, [*path, middle]]
     views = []
@@ -215,7 +215,7 @@ def _tree(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
 
 def _workers(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
     """Workers that see each other's blocks before their own; one step has possibly been moved."""
-    prompt, history, header = (scene.cache.new_block() for _ in range(3))
+    prompt, history, header = (scene.cache.pool.new_block() for _ in range(3))
     _fill(draw, scene, [[prompt], [prompt, history], [prompt, history, header]])
     own = _spaced(draw, scene, draw(st.integers(2, 5)))
     views = [[prompt, history, *(o for o in own if o is not mine), header, mine] for mine in own]
@@ -227,7 +227,7 @@ def _workers(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
 
 def _anything(draw: st.DrawFn, scene: Scene) -> list[list[Block]]:
     """Blocks of any base in any order, possibly several times in one view."""
-    pool = [scene.cache.new_block(base=draw(st.integers(0, 60))) for _ in range(draw(st.integers(1, 4)))]
+    pool = [scene.cache.pool.new_block(base=draw(st.integers(0, 60))) for _ in range(draw(st.integers(1, 4)))]
     _fill(draw, scene, [[block] for block in pool])
     own = _spaced(draw, scene, draw(st.integers(1, 5)))
     for block in own:

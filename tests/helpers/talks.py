@@ -57,7 +57,7 @@ class Scripts(LogitsProcessor):
 
 def tokens_held(session: HogwildSession) -> int:
     """Number of tokens whose keys and values the cache holds."""
-    return sum(block.length for block in session.output().past_key_values.blocks)
+    return sum(block.length for block in session.output().past_key_values.pool.blocks)
 
 
 def state(session: HogwildSession) -> Any:

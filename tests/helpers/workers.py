@@ -156,7 +156,7 @@ class Recording:
 
     def _record(self, kwargs: dict[str, Any], logits: torch.Tensor) -> None:
         tokens, first, cache = kwargs["input_ids"][0].tolist(), len(self._tokens), kwargs["past_key_values"]
-        plan, storage = cache.plan, cache.storage(len(cache) - 1)
+        plan, storage = cache.plan, cache.pool.arena.layers[len(cache) - 1]
         self._tokens += tokens
         values = storage.values.numpy()
 

@@ -81,11 +81,11 @@ def test_torch_backend_equals_oracle_without_its_compiled_kernel(monkeypatch: py
 def test_oracle_equals_causal_softmax_of_one_row() -> None:
     """9 tokens, one head, no rotation."""
     cache, row = BlockCache(), torch.randn(3, 9, 4, dtype=torch.float64)
-    block = cache.new_block()
+    block = cache.pool.new_block()
     forward = cache.prepare([Segment([block], 9)])
     q, k, v = row
-    cache.arena.write(0, k[None], v[None], forward.plan)
-    layer = cache.storage(0)
+    cache.pool.arena.write(0, k[None], v[None], forward.plan)
+    layer = cache.pool.arena.layers[0]
     out = reference.ReferenceBackend().attend(
         q[:, None], layer.keys, layer.values, forward.plan, AttentionParams(1, 0.5)
     )
@@ -105,7 +105,7 @@ def test_a_query_without_visible_keys_raises() -> None:
 
 def _row(features: Features, length: int) -> Scene:
     scene = Scene(features)
-    scene.step([Segment([scene.cache.new_block()], length)])
+    scene.step([Segment([scene.cache.pool.new_block()], length)])
     return scene
 
 
@@ -153,9 +153,9 @@ def test_merge_assigns_every_partial_result_to_its_query_once(scene: Scene) -> N
 
 def _completions(scene: Scene, prompt_length: int, lengths: Sequence[int], capacity: int = 64) -> list[list[Block]]:
     """Rows over one prompt, their suffixes evenly spaced, one new token each."""
-    prompt = scene.cache.new_block(prompt_length)
+    prompt = scene.cache.pool.new_block(prompt_length)
     scene.step([Segment([prompt], prompt_length)])
-    views = [[prompt, suffix] for suffix in scene.cache.new_blocks(len(lengths), capacity, base=prompt_length)]
+    views = [[prompt, suffix] for suffix in scene.cache.pool.new_blocks(len(lengths), capacity, base=prompt_length)]
     scene.step([Segment(view, n) for view, n in zip(views, lengths, strict=True)])
     return views
 
@@ -212,7 +212,7 @@ def test_a_sliding_window_touches_a_band_of_keys() -> None:
 
 def test_ragged_rows_are_scheduled_quickly() -> None:
     cache = BlockCache()
-    rows = cache.new_blocks(1024, 4000)
+    rows = cache.pool.new_blocks(1024, 4000)
     for row, length in zip(rows, np.random.default_rng(0).exponential(500, len(rows)), strict=True):
         row.length = 1 + min(int(length), 3000)
     plan = cache.prepare([Segment([row], 1) for row in rows]).plan
@@ -227,7 +227,7 @@ def test_merge_index_is_cached_per_device() -> None:
     scene = Scene(Features())
     views = _completions(scene, 5, [1, 1])
     scene.step(
-        [Segment(views[0], 1), Segment([scene.cache.new_block()], 1)]
+        [Segment(views[0], 1), Segment([scene.cache.pool.new_block()], 1)]
     )  # one row sees two blocks, the other row one
     scene.attend(torch_backend.TorchBackend().attend, torch.float64)
     assert list(scene.forward.plan.derived["schedule"].merge_indices) == [torch.device("cpu")]
@@ -262,7 +262,7 @@ def test_a_plan_is_freed_without_garbage_collection() -> None:
 
 def test_a_window_counts_true_positions_across_blocks() -> None:
     scene = Scene(Features())
-    far, near, own = (scene.cache.new_block() for _ in range(3))
+    far, near, own = (scene.cache.pool.new_block() for _ in range(3))
     scene.step([Segment([far], 5), Segment([near], 3)])
     scene.step([Segment([far, near, own], 2)])
     plan = scene.forward.plan.windowed(5)  # queries at positions 8 and 9 see 4..8 and 5..9
@@ -331,7 +331,7 @@ def test_backend_variable_selects_and_an_unknown_name_raises(monkeypatch: pytest
 def test_layers_of_different_windows_share_one_plan(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     monkeypatch.setenv(BACKEND_VARIABLE, backend)
     scene = _row(Features(), 40)
-    layer, plan = scene.cache.storage(0), scene.forward.plan
+    layer, plan = scene.cache.pool.arena.layers[0], scene.forward.plan
     for window in (None, 3, 17, 3, None):  # as layers of both kinds alternate
         scene.features.window = window
         params = AttentionParams(1, 8**-0.5, window=window)

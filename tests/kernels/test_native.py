@@ -123,13 +123,13 @@ def shared_prompt(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     """A decode step of five rows over one prompt, with a suffix each."""
     torch.manual_seed(0)
     cache = BlockCache()
-    prompt, *own = cache.new_block(tokens), *cache.new_blocks(5, 8, base=tokens)
+    prompt, *own = cache.pool.new_block(tokens), *cache.pool.new_blocks(5, 8, base=tokens)
     for segments in ([Segment([prompt], tokens)], *[[Segment([prompt, block], 1) for block in own]] * 3):
         forward = cache.prepare(segments)
         new = torch.randn(2, 2, forward.plan.num_queries, 64)
-        cache.arena.write(0, new[0], new[1], forward.plan)
+        cache.pool.arena.write(0, new[0], new[1], forward.plan)
         cache.commit()
-    layer = cache.storage(0)
+    layer = cache.pool.arena.layers[0]
     return torch.randn(5, 6, 64), layer.keys, layer.values, forward.plan
 
 
@@ -153,14 +153,14 @@ def test_a_query_may_see_several_blocks_of_one_call_and_one_block_several_times(
     """Workers that see each other's blocks, with gaps between them: several results of one call belong to one row."""
     torch.manual_seed(0)
     cache = BlockCache({0: RotarySpec((1.0, 0.1))})
-    own, gap = cache.new_blocks(workers, 512), cache.new_block()
+    own, gap = cache.pool.new_blocks(workers, 512), cache.pool.new_block()
     views = [[gap, gap, *(other for other in own if other is not mine), gap, mine] for mine in own]
     for segments in ([Segment([gap], 3)], *([Segment(view, tokens) for view in views] for tokens in (300, 1))):
         forward = cache.prepare(segments)
         new = torch.randn(2, 2, forward.plan.num_queries, 8)
-        cache.arena.write(0, new[0], new[1], forward.plan)
+        cache.pool.arena.write(0, new[0], new[1], forward.plan)
         cache.commit()
-    layer, query, threads = cache.storage(0), torch.randn(workers, 6, 8), torch.get_num_threads()
+    layer, query, threads = cache.pool.arena.layers[0], torch.randn(workers, 6, 8), torch.get_num_threads()
     params = AttentionParams(2, 0.3, RotarySpec((1.0, 0.1)))
     expected = reference.ReferenceBackend().attend(query, layer.keys, layer.values, forward.plan, params)
     try:
@@ -183,7 +183,7 @@ def test_short_runs_are_causal(heads: int, kv_heads: int, tokens: int, window: i
     """
     torch.manual_seed(tokens)
     cache = BlockCache()
-    prompt, *own = cache.new_block(1500), *cache.new_blocks(2, 500, base=1500)
+    prompt, *own = cache.pool.new_block(1500), *cache.pool.new_blocks(2, 500, base=1500)
     passes = [
         [Segment([prompt], 1500)],
         [Segment([prompt, own[0]], 400)],
@@ -192,9 +192,9 @@ def test_short_runs_are_causal(heads: int, kv_heads: int, tokens: int, window: i
     for segments in passes:
         forward = cache.prepare(segments)
         new = torch.randn(2, kv_heads, forward.plan.num_queries, 64)
-        cache.arena.write(0, new[0], new[1], forward.plan)
+        cache.pool.arena.write(0, new[0], new[1], forward.plan)
         cache.commit()
-    layer, query = cache.storage(0), torch.randn(2 * tokens, heads, 64) * 3
+    layer, query = cache.pool.arena.layers[0], torch.randn(2 * tokens, heads, 64) * 3
     params = AttentionParams(kv_heads, 0.125, window=window)
     out = torch_attention.TorchBackend().attend(query, layer.keys, layer.values, forward.plan, params)
     expected = reference.ReferenceBackend().attend(query, layer.keys, layer.values, forward.plan, params)
@@ -210,20 +210,20 @@ def test_calls_are_carried_over_to_following_and_repeated_decode_steps(window: i
     torch.manual_seed(0)
     rotary = RotarySpec((1.0, 0.3, 0.1, 0.02))
     cache = BlockCache({0: rotary})
-    common, *own = cache.new_block(50), *cache.new_blocks(3, 40)
+    common, *own = cache.pool.new_block(50), *cache.pool.new_blocks(3, 40)
     views = [[common, *(other for other in own if other is not mine), mine] for mine in own]
     params = AttentionParams(2, 0.3, rotary, window=window)
 
     def step(segments: list[Segment]) -> AttentionPlan:
         plan = cache.prepare(segments).plan
         new = torch.randn(2, 2, plan.num_queries, 8)
-        cache.arena.write(0, new[0], new[1], plan)
+        cache.pool.arena.write(0, new[0], new[1], plan)
         return plan
 
     for segments in ([Segment([common], 50)], *([Segment(view, n) for view in views] for n in (9, 1))):
         step(segments)
         cache.commit()
-    layer, runs = cache.storage(0), set()
+    layer, runs = cache.pool.arena.layers[0], set()
     for number in range(6):
         plan = step([Segment(view, 1) for view in views])
         query = torch.randn(3, 6, 8)

@@ -96,7 +96,7 @@ def test_kernels_equal_oracle_in_half_precision(scene: Scene) -> None:
 def workers(features: Features, count: int, own: int, common: int = 9) -> Scene:
     """Workers that see a common block and each other's blocks; each appends `own` tokens in the last pass."""
     scene = Scene(features)
-    root, *mine = scene.cache.new_block(common), *scene.cache.new_blocks(count, own)
+    root, *mine = scene.cache.pool.new_block(common), *scene.cache.pool.new_blocks(count, own)
     scene.step([Segment([root], common)])
     scene.step([Segment([root, *(b for b in mine if b is not block), block], own) for block in mine])
     return scene
@@ -125,7 +125,7 @@ def test_head_sizes_and_rotations_equal_oracle(head_dim: int, style: str) -> Non
 def test_long_blocks_under_a_window_equal_oracle(window: int | None) -> None:
     """Tiles that all rows see completely, tiles that some rows see in part, and several items of one block."""
     scene = Scene(Features(groups=2, window=window, softcap=2.0))
-    root, own = scene.cache.new_block(), scene.cache.new_block()
+    root, own = scene.cache.pool.new_block(), scene.cache.pool.new_block()
     scene.step([Segment([root], 150)])
     scene.step([Segment([root, own], 21)])
     check(scene)
@@ -139,7 +139,7 @@ def test_one_launch_computes_all_blocks_if_that_reads_few_keys_again(
     monkeypatch.setattr(launches, "num_processors", lambda device: 4 if keys < 700 else 1)
     monkeypatch.setattr(launches, "select_tilings", lambda *_: (Tiling(16, 16, 4, 2, 2), Tiling(32, 16, 4, 2, 2)))
     scene = Scene(Features(groups=8, rotary=ROTARY))
-    root, *own = scene.cache.new_blocks(4, 1)
+    root, *own = scene.cache.pool.new_blocks(4, 1)
     scene.step([Segment([root], keys)])
     scene.step([Segment([root, block], 1) for block in own])
     check(scene)
@@ -150,7 +150,7 @@ def test_the_keys_of_a_block_are_split_among_programs(monkeypatch: pytest.Monkey
     """Programs get equal parts of 700 keys; there are more partial results than are merged at once."""
     monkeypatch.setattr(launches, "num_processors", lambda device: 30)
     scene = Scene(Features(groups=8))
-    root, own = scene.cache.new_block(), scene.cache.new_block()
+    root, own = scene.cache.pool.new_block(), scene.cache.pool.new_block()
     scene.step([Segment([root], 700)])
     scene.step([Segment([root, own], 1)])
     check(scene)
@@ -220,7 +220,7 @@ def decoding(scene: Scene) -> list[Segment]:
 def test_following_steps_are_right_within_the_horizon_and_after_it(style: str, window: int | None, common: int) -> None:
     scene = workers(Features(rotary=STYLES[style], window=window), 2, 2, common)
     segments = decoding(scene)
-    scene.cache.reserve([(segment.view[-1], 30) for segment in segments])
+    scene.cache.pool.reserve([(segment.view[-1], 30) for segment in segments])
     steps = []
     for _ in range(4):
         scene.step(segments)
@@ -234,7 +234,7 @@ def test_following_steps_are_right_within_the_horizon_and_after_it(style: str, w
 def test_following_steps_are_right_in_any_layout(scene: Scene) -> None:
     segments = decoding(scene)
     assume(segments)
-    scene.cache.reserve([(segment.view[-1], segment.view[-1].length + 8) for segment in segments])
+    scene.cache.pool.reserve([(segment.view[-1], segment.view[-1].length + 8) for segment in segments])
     for _ in range(2):
         scene.step(segments)
         torch.testing.assert_close(attend(scene), scene.truth().float(), rtol=0, atol=1e-5)
@@ -243,7 +243,7 @@ def test_following_steps_are_right_in_any_layout(scene: Scene) -> None:
 def test_a_step_that_was_rolled_back_is_repeated_without_loading() -> None:
     scene = workers(Features(rotary=ROTARY), 2, 2)
     segments = decoding(scene)
-    scene.cache.reserve([(segment.view[-1], 30) for segment in segments])
+    scene.cache.pool.reserve([(segment.view[-1], 30) for segment in segments])
     seen = []
     for _ in range(3):
         scene.step(segments)
@@ -260,7 +260,7 @@ def test_a_launch_serves_the_next_step_whoever_owns_its_arrays() -> None:
     """The token of the run tells which steps follow from each other, not the identity of arrays."""
     scene = workers(Features(rotary=ROTARY), 2, 2)
     segments = decoding(scene)
-    scene.cache.reserve([(segment.view[-1], 30) for segment in segments])
+    scene.cache.pool.reserve([(segment.view[-1], 30) for segment in segments])
     for _ in range(2):
         scene.step(segments)
         check(scene)
@@ -316,7 +316,7 @@ def test_captured_kernels_compute_following_steps_and_other_plans(
     """Three workers decode, one leaves, and a common block grows by a token; always padded to five rows."""
     scene = workers(Features(groups=2, rotary=ROTARY, window=window), 3, 2)
     segments = decoding(scene)
-    scene.cache.reserve([(block, 30) for block in segments[0].view])
+    scene.cache.pool.reserve([(block, 30) for block in segments[0].view])
     tape: list[Callable[[], None]] = []
     for name in ("attend_kernel", "merge_kernel"):
         monkeypatch.setattr(triton_backend, name, Captured(getattr(triton_backend, name), tape))
@@ -331,7 +331,7 @@ def test_captured_kernels_compute_following_steps_and_other_plans(
         if step == 6:
             scene.step([Segment(segments[0].view[:1], 1)])
         scene.step(segments)
-        layer, plan = scene.cache.storage(0), scene.forward.plan
+        layer, plan = scene.cache.pool.arena.layers[0], scene.forward.plan
         rows = plan.num_queries
         rotated = rotate_to(scene.queries.transpose(0, 1), scene.forward.position_ids, ROTARY).transpose(0, 1)
         query[:rows], query[rows:] = rotated, math.nan
@@ -354,7 +354,7 @@ def test_captured_kernels_compute_following_steps_and_other_plans(
 
 def test_a_plan_that_does_not_fit_is_not_loaded() -> None:
     few_rows, many_rows, many_blocks = workers(Features(), 2, 1), workers(Features(), 40, 1), Scene(Features())
-    blocks = many_blocks.cache.new_blocks(40, 2)
+    blocks = many_blocks.cache.pool.new_blocks(40, 2)
     many_blocks.step([Segment([block], 1) for block in blocks])
     many_blocks.step([Segment(blocks, 1)])
     attend(few_rows)
@@ -377,7 +377,7 @@ def test_launches_of_layers_differ_by_their_window() -> None:
 
 def storage(scene: Scene) -> LayerStorage:
     """Unwritten storage of the scene's size."""
-    layer = scene.cache.storage(0)
+    layer = scene.cache.pool.arena.layers[0]
     keys, values = (torch.full_like(x, math.nan, dtype=torch.float32) for x in (layer.keys, layer.values))
     return LayerStorage(keys, values, layer.num_kv_heads)
 
@@ -407,7 +407,7 @@ def test_append_stores_what_the_torch_backend_stores(scene: Scene, padding: int)
 def test_append_follows_decode_steps() -> None:
     scene = workers(Features(kv_heads=2), 3, 2)
     segments = decoding(scene)
-    scene.cache.reserve([(segment.view[-1], 40) for segment in segments])
+    scene.cache.pool.reserve([(segment.view[-1], 40) for segment in segments])
     expected, actual = storage(scene), storage(scene)
     for _ in range(8):
         scene.step(segments)
@@ -442,9 +442,9 @@ def test_the_variable_selects_the_interpreted_kernels(monkeypatch: pytest.Monkey
     assert select_backend("cpu") == "triton"
     assert backends()[0].available
     scene = workers(Features(rotary=ROTARY, window=7), 2, 3)  # float64 is computed by torch
-    plan, held = scene.forward.plan, scene.cache.storage(0)
-    layer = scene.cache.arena.layers[0] = LayerStorage(held.keys.float(), held.values.float(), held.num_kv_heads)
-    scene.cache.arena.write(0, *new_tokens(scene, plan.num_queries), plan)
+    plan, held = scene.forward.plan, scene.cache.pool.arena.layers[0]
+    layer = scene.cache.pool.arena.layers[0] = LayerStorage(held.keys.float(), held.values.float(), held.num_kv_heads)
+    scene.cache.pool.arena.write(0, *new_tokens(scene, plan.num_queries), plan)
     query = scene.draw(plan.num_queries, 1, 8).float()
     params = AttentionParams(1, 0.3, ROTARY, window=7)
     out = block_attention(query, layer.keys, layer.values, plan, params)
@@ -458,7 +458,7 @@ def test_the_torch_backend_serves_long_prefills_without_soft_capping(length: int
     backend = triton_backend.TritonBackend(TORCH)
     for softcap in (None, 2.0):
         scene = Scene(Features(softcap=softcap))
-        scene.step([Segment([scene.cache.new_block()], length)])
+        scene.step([Segment([scene.cache.pool.new_block()], length)])
         out = scene.attend(backend.attend, torch.float32)
         torch.testing.assert_close(out, scene.truth().float(), rtol=0, atol=1e-5)
         assert bool(scene.forward.plan.device_buffers) != (by_torch and softcap is None)
@@ -469,7 +469,7 @@ def test_torch_computes_what_the_kernels_do_not_support_with_one_warning(
 ) -> None:
     monkeypatch.setenv(BACKEND_VARIABLE, "triton")
     scene = workers(Features(), 2, 1)
-    layer = scene.cache.storage(0)
+    layer = scene.cache.pool.arena.layers[0]
     for _ in range(2):
         params = AttentionParams(1, 8**-0.5)
         out = block_attention(scene.queries, layer.keys, layer.values, scene.forward.plan, params)
@@ -486,10 +486,12 @@ def test_blocks_are_moved_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     for backend in ("torch", "triton"):
         monkeypatch.setenv(BACKEND_VARIABLE, backend)
         scene = workers(Features(kv_heads=2, rotary=ROTARY), 2, 4)
-        held = scene.cache.storage(0)
-        layer = scene.cache.arena.layers[0] = LayerStorage(held.keys.float(), held.values.float(), held.num_kv_heads)
+        held = scene.cache.pool.arena.layers[0]
+        layer = scene.cache.pool.arena.layers[0] = LayerStorage(
+            held.keys.float(), held.values.float(), held.num_kv_heads
+        )
         blocks: list[Block] = list(scene.forward.segments[0].view)
-        scene.cache.move(blocks[1], blocks[0])
+        scene.cache.pool.move(blocks[1], blocks[0])
         stored.append((layer.keys, layer.values))
     for actual, expected in zip(*stored, strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)

@@ -139,10 +139,10 @@ def attend(case: Case) -> None:
     rotary = STYLES[case.style](case.head_dim)
     kv_heads, dim = case.kv_heads, case.head_dim
     scene = Scene(Features(kv_heads=kv_heads, groups=4, head_dim=dim, value_dim=dim, rotary=rotary))
-    blocks = scene.cache.new_blocks(2, 4)
+    blocks = scene.cache.pool.new_blocks(2, 4)
     scene.step([Segment([blocks[1 - i], blocks[i]], 1) for i in range(2)])
     scene.step([Segment([blocks[1 - i], blocks[i]], 1) for i in range(2)])
-    layer, plan = scene.cache.storage(0), scene.forward.plan
+    layer, plan = scene.cache.pool.arena.layers[0], scene.forward.plan
     layer = LayerStorage(layer.keys.to(case.dtype), layer.values.to(case.dtype), kv_heads)
     new = layer.keys.new_zeros(kv_heads, 2, dim)
     triton_attention.TritonBackend().append(layer.keys, layer.values, new, new, plan)

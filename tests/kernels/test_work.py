@@ -80,7 +80,7 @@ def test_items_cover_every_visible_key_exactly_once(scene: Scene, partitions: li
 def test_items_cover_the_following_steps(scene: Scene, partitions: list[Partition], horizon: int) -> None:
     segments = [Segment(segment.view, 1) for segment in scene.forward.segments if segment.write]
     assume(segments)
-    scene.cache.reserve([(segment.view[-1], segment.view[-1].length + horizon + 1) for segment in segments])
+    scene.cache.pool.reserve([(segment.view[-1], segment.view[-1].length + horizon + 1) for segment in segments])
     scene.step(segments)
     window = scene.features.window
     work = make_work(scene.forward.plan, partitions, window, horizon)
@@ -117,7 +117,7 @@ def test_items_that_a_following_step_rotates_are_marked() -> None:
 def rows(lengths: Sequence[int], common: int) -> Scene:
     """Decode step of rows over a common block, each with its own block of one of these lengths."""
     scene = Scene(Features())
-    root, *own = scene.cache.new_block(common), *(scene.cache.new_block(n + 1, base=common) for n in lengths)
+    root, *own = scene.cache.pool.new_block(common), *(scene.cache.pool.new_block(n + 1, base=common) for n in lengths)
     scene.step([Segment([root], common)])
     scene.step([Segment([root, block], n) for block, n in zip(own, lengths, strict=True)])
     scene.step([Segment([root, block], 1) for block in own])
@@ -178,7 +178,7 @@ def test_a_query_without_visible_keys_raises() -> None:
 
 def test_the_longest_run_is_that_of_the_row_with_most_new_tokens() -> None:
     scene = Scene(Features())
-    root, first, second = (scene.cache.new_block() for _ in range(3))
+    root, first, second = (scene.cache.pool.new_block() for _ in range(3))
     scene.step([Segment([root], 90)])
     assert scene.forward.plan.longest_run == 90
     scene.step([Segment([root, first], 7), Segment([root, second], 12)])
@@ -286,7 +286,7 @@ def test_prefill_uses_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash_of_pytorch)
     monkeypatch.setattr(dense, "FLASH_CPU_DTYPES", ())  # as on a GPU
     scene = Scene(Features(kv_heads=2, groups=2))
-    root, own = scene.cache.new_block(), scene.cache.new_block()
+    root, own = scene.cache.pool.new_block(), scene.cache.pool.new_block()
     scene.step([Segment([root], 40)])
     scene.step([Segment([root, own], 50)])
     torch.testing.assert_close(scene.attend(torch_attention.TorchBackend().attend, torch.float64), scene.truth())
@@ -327,7 +327,7 @@ def test_long_prefills_use_cudnn_where_pytorch_prefers_it(monkeypatch: pytest.Mo
     if preferred:
         monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn_of_pytorch)
     scene = Scene(Features(kv_heads=2, groups=2))
-    root, own = scene.cache.new_block(), scene.cache.new_block()
+    root, own = scene.cache.pool.new_block(), scene.cache.pool.new_block()
     scene.step([Segment([root], 40)])
     scene.step([Segment([root, own], 50)])
     torch.testing.assert_close(scene.attend(torch_attention.TorchBackend().attend, torch.float64), scene.truth())
@@ -345,7 +345,7 @@ def test_the_operator_of_cudnn_has_the_interface_of_its_replacement() -> None:
 def test_rows_of_masks_are_aligned_for_a_gpu(window: int | None) -> None:
     """Prefills under a window and rows of unequal lengths have any number of keys; loads are 16 bytes wide."""
     scene = Scene(Features(groups=2, window=window))
-    blocks = scene.cache.new_blocks(3, 75)
+    blocks = scene.cache.pool.new_blocks(3, 75)
     scene.step([Segment([block], count) for block, count in zip(blocks, (75, 3, 12), strict=True)])
     torch.testing.assert_close(scene.attend(torch_attention.TorchBackend().attend, torch.float64), scene.truth())
     prepared = [getattr(value, "dense", []) for value in scene.forward.plan.windowed(window).derived.values()]

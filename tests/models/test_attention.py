@@ -304,7 +304,7 @@ def test_bfloat16_is_as_close_to_float32_as_generate(name: str) -> None:
         settings = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
         output = model.generate(prompts, generation_mode=mode, **settings)  # type: ignore[operator]
         if mode:
-            assert output.past_key_values.storage(0).keys.dtype == torch.bfloat16
+            assert output.past_key_values.pool.arena.layers[0].keys.dtype == torch.bfloat16
         return output.logits[0]
 
     exact = logits(hf_parallel.enable(a_copy(name)))

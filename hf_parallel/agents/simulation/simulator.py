@@ -180,19 +180,19 @@ class _SimulatedRequest:
     def run(self, storage: KVStorage, prompt: np.ndarray, output: np.ndarray, chunk: int) -> int:
         """Run the request as an engine does. Return the number of prompt tokens that were cached."""
         storage.tree.clock += 1
-        cache = SharedPrefixCache(tree=storage.tree, owner=self)
+        cache = SharedPrefixCache(lent=(storage.tree, self))
         leaf = cache.insert(prompt)
         reused = sum(node.num_cached for node in leaf.path)
         self._prefill(storage, cache.nodes_to_prefill(), chunk)
-        block = cache.new_block(base=len(prompt))
+        block = cache.pool.new_block(base=len(prompt))
         while block.length < len(output) - 1:  # the last token is not stored
-            cache.reserve([(block, block.length + 1)])
+            cache.pool.reserve([(block, block.length + 1)])
             block.length = min(len(output) - 1, block.extent.capacity - block.first)
         storage.tree.clock += 1
         if block.length:
             cache.add(leaf, output[: block.length], block)
         else:
-            cache.free(block)
+            cache.pool.free(block)
         storage.tree.unpin(self)
         return reused
 

@@ -150,16 +150,16 @@ class SharedPrefixRun:
         else:
             logits = prefill_leaves(self.loop, cache, leaves)
         capacity = initial_capacity(call.max_length - min(begins) - 1, len(rows))
-        for row, leaf, block in zip(rows, leaves, cache.new_blocks(len(rows), capacity), strict=True):
+        for row, leaf, block in zip(rows, leaves, cache.pool.new_blocks(len(rows), capacity), strict=True):
             block.base = leaf.start + len(leaf.tokens)
-            row.view = [*cache.view(leaf), block]
+            row.view = [*leaf.view, block]
         self.loop.decode(rows, logits)
         for row, leaf, begin in zip(rows, leaves, begins, strict=True):
             block = row.view[-1]
             if self.config.keep_completions:
                 cache.add(leaf, table.ids[row.index, begin : begin + block.length].cpu().numpy(), block)
             else:
-                cache.free(block)
+                cache.pool.free(block)
 
 
 def _leaf_paths(node: Any, tokenizer: Any, parents: Path = (), depth: int = 1) -> Iterator[Path]:

@@ -172,10 +172,10 @@ class _Stage:
         for index, queue in enumerate(self._queues):
             free = len(queue) if self.max_active is None else min(self.max_active - num_active[index], len(queue))
             started += [queue.popleft() for _ in range(free)]
-        for row, block in zip(started, self.cache.new_blocks(len(started), self.capacity), strict=True):
+        for row, block in zip(started, self.cache.pool.new_blocks(len(started), self.capacity), strict=True):
             sequence = row.sequence
             block.base = len(sequence)
-            row.view, row.pending = [*self.cache.view(row.leaf), block], sequence[-1:].tolist()
+            row.view, row.pending = [*row.leaf.view, block], sequence[-1:].tolist()
         return started
 
     def _on_token(self, row: CompletionRow, token: int, ended: bool) -> bool:

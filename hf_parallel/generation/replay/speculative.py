@@ -92,7 +92,7 @@ class SpeculativeDecoder:
                     drafter.add(node)
                     accepted.append(i)
                     continue
-                cache.truncate(row.view[-1], lengths[i] + 1 + step)
+                cache.pool.truncate(row.view[-1], lengths[i] + 1 + step)
                 stats.drafted_tokens += len(drafts[i])
                 stats.accepted_tokens += step
                 if row in continuing:

@@ -133,7 +133,7 @@ def test_survivors_of_pruning_are_unpruned_rows_and_pruned_rows_cost_nothing_aft
         assert new_tokens(out)[prompt * count : prompt * count + count] == [rows[row] for row in order[:count]]
         assert not pruned.intersection(order[:count])
     assert out.stats.decoded_tokens == sum(lengths)
-    assert cache.blocks == {node.block for node in cache.nodes()}
+    assert cache.pool.blocks == {node.block for node in cache.tree.nodes()}
 
 
 class Listener:

@@ -422,7 +422,7 @@ def test_an_interrupt_harms_neither_model_nor_kept_cache(at: int) -> None:
         answer(model, BATCH, attention_mask=MASK, **settings)
     assert describe(model) == before
     assert torch.equal(greedy(model, BATCH, attention_mask=MASK), expected)
-    assert {node.block for node in cache.nodes()} == cache.blocks, "leaked blocks"
+    assert {node.block for node in cache.tree.nodes()} == cache.pool.blocks, "leaked blocks"
     again = answer(model, BATCH, attention_mask=MASK, **settings)
     fresh = answer(model, BATCH, attention_mask=MASK, **{**settings, "past_key_values": None})
     assert torch.equal(again.sequences, fresh.sequences)

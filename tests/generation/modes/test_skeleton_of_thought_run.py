@@ -98,7 +98,7 @@ def test_an_interrupt_harms_neither_model_nor_kept_cache(at: int) -> None:
         write({"[OUTLINE]1.": POINTS}, ["PQR"], past_key_values=cache, **more)
     assert describe(model) == before
     assert greedy(model, encode("PQR")) == expected
-    assert {node.block for node in cache.nodes()} == cache.blocks, "leaked blocks"
+    assert {node.block for node in cache.tree.nodes()} == cache.pool.blocks, "leaked blocks"
     again = write({"[OUTLINE]1.": POINTS}, ["PQR"], past_key_values=cache, **more)
     fresh = write({"[OUTLINE]1.": POINTS}, ["PQR"], **more)
     assert again.points == fresh.points

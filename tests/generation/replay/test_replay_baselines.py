@@ -99,7 +99,7 @@ def test_replayed_and_computed_tokens_of_an_answer_are_kept_in_the_prefix_tree()
         kept = SharedPrefixCache()
         out = answer(logits_cache=cache, past_key_values=kept, seed=seed, vote="majority")
         partly += 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
-        for leaf in (node for node in kept.nodes() if not node.all_children()):
+        for leaf in (node for node in kept.tree.nodes() if not node.all_children()):
             tokens = [token for node in leaf.path for token in node.tokens.tolist()]
             row = next(row for row, prompt in enumerate(PROMPTS) if tokens[: len(prompt)] == prompt.tolist())
             answered = tokens[len(PROMPTS[row]) :]
@@ -156,5 +156,5 @@ def test_an_interrupt_in_a_replay_leaves_model_and_cache_usable() -> None:
     for settings in ({"logits_cache": cache}, {}):
         with pytest.raises(KeyboardInterrupt):
             answer(streamer=Interrupting(), past_key_values=kept, **settings)
-        assert {node.block for node in kept.nodes()} == kept.blocks
+        assert {node.block for node in kept.tree.nodes()} == kept.pool.blocks
     assert_same(answer(logits_cache=cache, past_key_values=kept), expected)

@@ -34,9 +34,9 @@ def sample(model: PreTrainedModel, mode: str = "resample", ids: torch.Tensor = P
 
 
 def assert_no_uncached_tokens(kv_cache: SharedPrefixCache) -> None:
-    assert not any(len(node.uncached) for node in kv_cache.nodes())
-    assert {node.block for node in kv_cache.nodes()} == kv_cache.blocks
-    assert all(node.block is not None and node.block.base == node.start for node in kv_cache.nodes())
+    assert not any(len(node.uncached) for node in kv_cache.tree.nodes())
+    assert {node.block for node in kv_cache.tree.nodes()} == kv_cache.pool.blocks
+    assert all(node.block is not None and node.block.base == node.start for node in kv_cache.tree.nodes())
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -169,7 +169,7 @@ def test_an_interrupt_while_completions_are_kept_leaves_no_freed_block_in_the_tr
     monkeypatch.setattr(SharedPrefixCache, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sample(model, "shared_prefix", past_key_values=cache)
-    assert all(node.block in cache.blocks for node in cache.nodes())
-    assert {node.block for node in cache.nodes()} == cache.blocks
+    assert all(node.block in cache.pool.blocks for node in cache.tree.nodes())
+    assert {node.block for node in cache.tree.nodes()} == cache.pool.blocks
     expected = sample(model, "shared_prefix").sequences
     assert torch.equal(sample(model, "shared_prefix", past_key_values=cache).sequences, expected)

@@ -38,7 +38,7 @@ class WorkerGroup(RowGroup):
         texts = (config.history_header, config.others_header, config.own_header, config.step_gap)
         self.headers = [self.encode(text) for text in texts]
         lengths = [len(tokens) for tokens in self.headers]
-        self.space = cache.new_workspace(config.layout, cache.view(leaf), config.num_workers, lengths)
+        self.space = cache.new_workspace(config.layout, leaf.view, config.num_workers, lengths)
         self.writes = PendingWrites(self.space.view_of)  # of headers and ended steps
         self.history: list[Step] = []
         self.answer: str | None = None
@@ -69,7 +69,7 @@ class WorkerGroup(RowGroup):
             return inputs
         for node in self.leaf.path:
             if len(tokens := node.uncached):
-                inputs.append((Segment(self.cache.view(node), len(tokens)), tokens.tolist()))
+                inputs.append((Segment(node.view, len(tokens)), tokens.tolist()))
         return inputs
 
     def describe(self, inputs: PassInputs) -> tuple[list[str], object]:
@@ -171,7 +171,7 @@ class Finisher(Row):
     def __init__(self, group: WorkerGroup) -> None:
         pending, first_worker = group.encode(group.config.finisher_prompt), group.index * group.config.num_workers
         super().__init__(group.index, (), pending, output_row=first_worker, group=group, writes=group.writes)
-        self._block = group.cache.new_block()
+        self._block = group.cache.pool.new_block()
         self._text = IncrementalDetokenizer(group.call.tokenizer)
         group.inserted_tokens += len(self.pending)
 

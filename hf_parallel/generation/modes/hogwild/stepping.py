@@ -162,7 +162,7 @@ class SteppedRun(HogwildRun):
         items = list(map(copy.copy, containers))
         log_state = None if cache.log is None else cache.log.state
         cache.pool.defer_frees()
-        lengths = {block: block.length for block in cache.blocks}
+        lengths = {block: block.length for block in cache.pool.blocks}
         try:
             yield
         except BaseException:
@@ -177,8 +177,8 @@ class SteppedRun(HogwildRun):
             cache.pool.free_deferred(keep=True)
             if cache.log is not None and log_state is not None:
                 cache.log.restore(log_state)
-            for block in cache.blocks - lengths.keys():
-                cache.free(block)
+            for block in cache.pool.blocks - lengths.keys():
+                cache.pool.free(block)
             for block, length in lengths.items():
                 block.length = length
             raise

@@ -113,12 +113,14 @@ class PDOSRun:
             leaves = list(map(cache.insert_prompt, call.prompts, call.gaps))
             starts = [leaf.start + len(leaf.tokens) for leaf in leaves]
             capacity = min(call.max_new_tokens, TRUNK_CAPACITY)
-            spare = cache.new_block(capacity * call.num_rows)  # for branches, so that storage need not grow for them
+            spare = cache.pool.new_block(
+                capacity * call.num_rows
+            )  # for branches, so that storage need not grow for them
             blocks = cache.new_trunks(starts, capacity)
             logits = prefill_leaves(loop, cache, leaves)
-            cache.free(spare)
+            cache.pool.free(spare)
             for index, (leaf, block) in enumerate(zip(leaves, blocks, strict=True)):
-                self.trunks.append(TrunkRow(index, Tree(cache.view(leaf), block), self.config))
+                self.trunks.append(TrunkRow(index, Tree(leaf.view, block), self.config))
             for processor in call.logits_processor:
                 if isinstance(processor, TrunkFormatProcessor):
                     processor.run = self
@@ -373,7 +375,7 @@ class PDOSRun:
             sampled_last = sum(token.draw >= 0 for branch in branches for token in branch.uncached)
             for branch in kept:
                 trunk.writes.add(branch.block, ids(branch.uncached))
-                self.cache.truncate(branch.block, branch.num_cached)
+                self.cache.pool.truncate(branch.block, branch.num_cached)
             trunk.pending = ids(reencoded)
             num_pending = sum(len(tokens) for _, tokens in trunk.writes.pending)
             self.loop.stats.prefilled_tokens += num_pending + len(reencoded) - sampled_last

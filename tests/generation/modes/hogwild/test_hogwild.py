@@ -74,7 +74,7 @@ class Ours:
     def __init__(self, model: PreTrainedModel, layout: str, num_workers: int) -> None:
         self.model, self.found = model, probe_capabilities(model)
         self.cache = HogwildCache(self.found.rotary)
-        self.space = self.cache.new_workspace(layout, [self.cache.new_block()], num_workers, HEADERS)
+        self.space = self.cache.new_workspace(layout, [self.cache.pool.new_block()], num_workers, HEADERS)
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[tuple[Sequence[Block], Sequence[int]]]) -> torch.Tensor:
@@ -198,30 +198,6 @@ def test_float32_logits_equal_the_dense_oracle(name: str) -> None:
     for found, expected in random_passes(model, "combined", 3, passes=10):
         furthest = max(furthest, ((found - expected).abs().max() / expected.std()).item())
     assert furthest < 1e-3
-
-
-@torch.no_grad()
-def test_stock_attention_over_the_same_blocks_gives_the_same_logits() -> None:
-    """The dense fallback of `BlockCache`: rows spelled out with re-rotated keys, under an attention of transformers."""
-    model = dense.in_float64(tiny.build("starcoder2"), num_layers=2)
-    ours = Ours(model, "combined", 3)
-    space, tokens = ours.space, iter(tiny.make_prompts([200])[0].tolist())
-    blocks = [*space.prompt, space.history_header, space.history, space.others_header, space.own_header, space.gap]
-    ours.forward([([block], [next(tokens) for _ in range(5)]) for block in blocks])
-    ours.forward([(space.view(worker), [next(tokens) for _ in range(3 + worker)]) for worker in range(3)])
-    expected = ours.forward([(space.view(worker), [3, 4]) for worker in range(3)]).unflatten(0, (3, 2))
-    for worker in range(3):
-        ours.cache.truncate(space.workers[worker], 3 + worker)
-    segments = [Segment(space.view(worker), 2) for worker in range(3)]
-    forward = ours.cache.prepare(segments)
-    model.set_attn_implementation("sdpa")
-    found = model(
-        input_ids=torch.tensor([[3, 4]] * 3),
-        position_ids=forward.position_ids.reshape(3, 2),
-        attention_mask=ours.cache.attention_mask(segments),
-        past_key_values=ours.cache,
-    ).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
 # The mode

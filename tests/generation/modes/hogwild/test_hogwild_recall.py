@@ -98,7 +98,7 @@ def test_steps_that_end_in_a_replay_are_moved_once_they_are_computed() -> None:
     assert_same(longer, plain(finisher_tokens=0))
     assert longer.stats.replayed_tokens == short.stats.decoded_tokens
     assert longer.stats.forward_passes == 1 + PASSES - 10  # the prompts; the first pass computes all replayed ones
-    assert len(longer.past_key_values.blocks) == len(plain(finisher_tokens=0).past_key_values.blocks)
+    assert len(longer.past_key_values.pool.blocks) == len(plain(finisher_tokens=0).past_key_values.pool.blocks)
 
 
 def test_replayed_passes_are_computed_in_chunks() -> None:

@@ -100,7 +100,7 @@ def test_stats_count_inserted_and_generated_tokens() -> None:
     assert sum(p.num_tokens for p in passes) == out.stats.prefilled_tokens + out.stats.decoded_tokens - unread
     assert (out.stats.reused_tokens, out.stats.replayed_tokens) == (0, 0)
     cache = out.past_key_values
-    assert out.stats.kv_bytes == cache.kv_bytes == sum(p.num_tokens for p in passes) * cache.arena.bytes_per_token
+    assert out.stats.kv_bytes == cache.kv_bytes == sum(p.num_tokens for p in passes) * cache.pool.arena.bytes_per_token
     assert out.stats.prefill_seconds > 0
     assert out.stats.decode_seconds > out.stats.plan_seconds > 0
 
@@ -108,12 +108,12 @@ def test_stats_count_inserted_and_generated_tokens() -> None:
 def test_a_long_prompt_is_held_once_whatever_the_number_of_workers() -> None:
     ids = tiny.make_prompts([200])[0][None]
     held = {n: generate(ids, num_workers=n, max_new_tokens=4).past_key_values for n in (1, 8)}
-    tokens = {n: cache.kv_bytes // cache.arena.bytes_per_token for n, cache in held.items()}
+    tokens = {n: cache.kv_bytes // cache.pool.arena.bytes_per_token for n, cache in held.items()}
     assert tokens[8] - tokens[1] < 200
 
 
 def test_moved_steps_free_their_blocks() -> None:
-    blocks = write("a.\n\n" * 5 + "a", "b.\n\n" * 3).past_key_values.blocks
+    blocks = write("a.\n\n" * 5 + "a", "b.\n\n" * 3).past_key_values.pool.blocks
     assert len(blocks) == len(["prompt", "history"]) + 4 + 2  # headers and gap, steps
 
 

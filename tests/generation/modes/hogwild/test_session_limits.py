@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import dense
 import pytest
 import tiny
 import torch
@@ -23,10 +21,8 @@ from hf_parallel.cache import BlockCache, ForwardPass
 from hf_parallel.cache.arena import Arena
 from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.executor import LocalExecutor
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.runner import Runner
-from hf_parallel.models.cuda_graph import DecodeGraphs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -175,23 +171,15 @@ def test_a_change_that_fails_leaves_the_session_unchanged(monkeypatch: pytest.Mo
     ("change", "said"),
     [
         (lambda s: s.inject("Zoe", "Hi."), "no worker 'Zoe', only"),
-        (lambda s: s.inject(0, "Hi."), "no worker 0"),
         (lambda s: s.inject("Alice", ""), "text must be a non-empty string, got ''"),
-        (lambda s: s.inject("Alice", 3), "text must be a non-empty string, got 3"),
-        (lambda s: s.inject("Alice", "a\ud800"), "text must be text without lone surrogates"),
         (lambda s: s.inject("common", "\ud800"), "text must be text without lone surrogates"),
         (lambda s: s.add_worker("Zoe\ud800"), "name must be text without lone surrogates"),
         (lambda s: s.forget(99), "step must be one of the"),
-        (lambda s: s.forget(-1), "step must be one of the"),
-        (lambda s: s.forget("Alice 1"), "step must be one of the"),
         (lambda s: s.forget(True), "step must be one of the"),
         (lambda s: s.add_worker("Alice"), "name must be none of"),
-        (lambda s: s.add_worker("common"), "name must be none of"),
-        (lambda s: s.add_worker(""), "not empty, got ''"),
         (lambda s: s.add_worker(5), "got 5"),
         (lambda s: s.remove_worker("Zoe"), "no worker 'Zoe'"),
         (lambda s: s.run(-1), "passes must be an int of at least 0"),
-        (lambda s: s.run(1.5), "passes must be an int of at least 0"),
     ],
 )
 def test_invalid_changes_raise(change: Callable[[HogwildSession], Any], said: str) -> None:
@@ -203,6 +191,15 @@ def test_invalid_changes_raise(change: Callable[[HogwildSession], Any], said: st
     assert state(session) == before
 
 
+def test_changes_of_stopped_or_full_sessions_raise() -> None:
+    session = scripted("A" + chr(tiny.EOS), "Uno", eos_token_id=tiny.EOS, max_new_tokens=3)
+    session.run()
+    with pytest.raises(ValueError, match="Alice has stopped"):
+        session.inject("Alice", "Hi.")
+    with pytest.raises(ValueError, match="max_new_tokens=3 is used up"):
+        session.add_worker()
+
+
 def test_a_layout_without_a_history_raises() -> None:
     session = begin(layout="contiguous")
     session.run(12)
@@ -210,25 +207,6 @@ def test_a_layout_without_a_history_raises() -> None:
         session.inject("common", "Hi.")
     with pytest.raises(ValueError, match="has no history"):
         session.forget(0)
-
-
-def test_a_worker_without_a_pass_left_cannot_be_added() -> None:
-    session = begin(max_new_tokens=5)
-    session.run(4)
-    session.add_worker()
-    session.run()
-    before = state(session)
-    with pytest.raises(ValueError, match="no pass is left for a worker: max_new_tokens=5 is used up"):
-        session.add_worker()
-    assert state(session) == before
-    assert session.step() == {}
-
-
-def test_a_stopped_worker_accepts_no_text() -> None:
-    session = scripted("A" + chr(tiny.EOS), "Uno", eos_token_id=tiny.EOS)
-    session.run(3)
-    with pytest.raises(ValueError, match="Alice has stopped"):
-        session.inject("Alice", "Hi.")
 
 
 @pytest.mark.parametrize(
@@ -240,80 +218,50 @@ def test_a_stopped_worker_accepts_no_text() -> None:
         ({"num_return_sequences": 2}, "a session has one prompt"),
         ({"worker_names": ["Ann", "common"]}, "worker_names must not contain 'common'"),
         ({"generation_mode": "pdos"}, "generation_mode 'hogwild', got 'pdos'"),
-        ({"num_workers": 0}, "num_workers must be an int of at least 1"),
-        ({"colour": 3}, "no setting 'colour'"),
-        ({"num_beams": 2}, "num_beams"),
         ({"streamer": TextStreamer(TOKENIZER)}, "streamer must be a ParallelStreamer"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_settings_that_a_session_does_not_support_raise(settings: dict[str, Any], said: str) -> None:
+def test_unsupported_settings_raise(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         begin(**settings)
     begin().step()
 
 
 @pytest.mark.parametrize(
-    ("prompt", "error", "said"),
+    ("prompt", "said"),
     [
-        (torch.tensor([5, 6, 7]), ValueError, r"input_ids must have the shape \[rows, length\], got \[3\]"),
-        (torch.tensor([[0.5]]), ValueError, "input_ids must hold token ids"),
-        ({"input_ids": [[5, 6]]}, TypeError, "input_ids must be a torch.Tensor, got list"),
-        ({"tokens": torch.tensor([[5]])}, ValueError, r"prompt must contain input_ids, got \['tokens'\]"),
-        (torch.tensor([[5], [6]]), ValueError, "a session has one prompt"),
-        (None, ValueError, "task must be a non-empty string or a chat"),
-        ("", ValueError, "task must be a non-empty string or a chat"),
+        (torch.tensor([5, 6, 7]), r"input_ids must have the shape \[rows, length\], got \[3\]"),
+        ({"tokens": torch.tensor([[5]])}, r"prompt must contain input_ids, got \['tokens'\]"),
+        (torch.tensor([[5], [6]]), "a session has one prompt"),
+        ("", "task must be a non-empty string or a chat"),
     ],
-    ids=lambda value: str(value)[:20],
+    ids=["shape", "mapping", "rows", "empty"],
 )
-def test_invalid_prompts_raise(prompt: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_invalid_prompts_raise(prompt: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         HogwildSession(small_model(), TOKENIZER, prompt)
 
 
-def test_a_streamer_of_one_row_allows_one_worker() -> None:
-    session = begin(num_workers=1, streamer=TextStreamer(TOKENIZER))
-    with pytest.raises(ValueError, match="streamer must be a ParallelStreamer"):
-        session.add_worker()
-
-
-@pytest.mark.parametrize("through_data", [False, True])
-def test_changed_weights_raise(through_data: bool) -> None:
-    model = hf_parallel.enable(dense.in_float64(tiny.build("llama")))
-    session = begin(model)
-    session.step()
-    with torch.no_grad():
-        (model.lm_head.weight.data if through_data else model.lm_head.weight)[5, 3] += 1.0
-    with pytest.raises(ValueError, match="weights of the model have changed"):
-        session.step()
-
-
-def test_a_moved_model_raises() -> None:
+def test_a_changed_model_raises_until_it_is_changed_back() -> None:
     model = copy.deepcopy(small_model())
     session, undisturbed = begin(model), begin()
     session.run(3)
     before = state(session)
+    model.lm_head.weight.data[5, 3] += 1.0
+    with pytest.raises(ValueError, match="weights of the model have changed"):
+        session.step()
+    model.lm_head.weight.data.copy_(small_model().lm_head.weight)
     model.to(torch.float64)
     with pytest.raises(ValueError, match=r"on cpu in torch.float32 when .* began, now it is on cpu in torch.float64"):
         session.step()
-    assert state(session) == before
     model.to(torch.float32)
-    session.run(5)
-    undisturbed.run(8)
-    assert state(session) == state(undisturbed)
-
-
-def test_a_session_continues_when_its_model_is_enabled_again() -> None:
-    model = copy.deepcopy(small_model())
-    session, undisturbed = begin(model), begin()
-    session.run(3)
-    before = state(session)
     hf_parallel.disable(model)
     for use in (session.step, session.finish):
         with pytest.raises(RuntimeError, match=r"not enabled any more: call hf_parallel\.enable\(model\)"):
             use()
-    assert state(session) == before
     hf_parallel.enable(model)
+    assert state(session) == before
     session.run(5)
     undisturbed.run(8)
     assert state(session) == state(undisturbed)
@@ -334,24 +282,12 @@ def test_a_closed_session_frees_its_memory_and_rejects_calls() -> None:
     with begin(streamer=Listener()) as session:
         session.run(3)
     assert ended == [True]
-    assert not session.output().past_key_values.blocks
+    assert not session.output().past_key_values.pool.blocks
     for change in (session.step, session.add_worker, session.finish, lambda: session.inject("Alice", "Hi.")):
         with pytest.raises(RuntimeError, match="has been closed"):
             change()
     session.close()
     assert ended == [True]
-
-
-def test_a_closed_session_releases_its_cuda_graphs() -> None:
-    session = begin()
-    executor, cache = session._call.executor, session._run.cache
-    assert isinstance(executor, LocalExecutor)
-    passes = executor.model_over(cache)
-    passes.graphs = DecodeGraphs(cache)  # a CPU captures none
-    released = weakref.ref(passes.graphs)
-    del passes
-    session.close()
-    assert released() is None
 
 
 def test_a_finished_session_can_be_read() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,14 @@ import numpy as np
 import pytest
 import tiny
 import torch
-import transformers
 from ascii_tokenizer import AsciiTokenizer
-from talks import PROMPT, WORDY, Scripts, begin, change_at_random, logits_during, scripted, state
+from talks import PROMPT, WORDY, begin, change_at_random, logits_during, state
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor
 from workers import TOKENIZER, small_model
 
 import hf_parallel
 from hf_parallel import HogwildSession
-from hf_parallel.cache import BlockCache
-from hf_parallel.cache.hogwild import LAYOUTS
-from hf_parallel.generation.modes import final_answers
 from hf_parallel.generation.modes.hogwild.journal import write_journal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,8 +31,7 @@ def load(path: Path, model: Any = None, **helpers: Any) -> HogwildSession:
     return HogwildSession.load(path, model or small_model(), helpers.pop("tokenizer", TOKENIZER), **helpers)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "num_workers"), [("combined", 3), ("interleaved", 2), ("contiguous", 2)])
 def test_a_loaded_session_continues_with_the_same_logits(tmp_path: Any, layout: str, num_workers: int) -> None:
     model = hf_parallel.enable(dense.in_float64(tiny.build("starcoder2"), num_layers=2))
     session = begin(model, layout=layout, num_workers=num_workers, max_new_tokens=500)
@@ -56,7 +50,7 @@ def test_a_loaded_session_continues_with_the_same_logits(tmp_path: Any, layout: 
         session = other
 
 
-@pytest.mark.parametrize("passes", [0, 1, 9])
+@pytest.mark.parametrize("passes", [0, 9])
 def test_a_loaded_session_continues_with_the_same_tokens(tmp_path: Path, passes: int) -> None:
     session, whole = begin(temperature=1.0), begin(temperature=1.0)
     session.run(passes)
@@ -102,34 +96,12 @@ def test_the_transcript_of_a_loaded_session_is_unchanged(tmp_path: Path) -> None
         assert again["sections"] == before["sections"]
 
 
-def test_saving_to_a_missing_folder_names_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "nowhere" / "session.json"
-    for save in (begin().save, hf_parallel.LogitsCache().save):
-        with pytest.raises(FileNotFoundError) as raised:
-            save(path)
-        assert raised.value.filename == str(path)
-
-
-def test_settings_that_were_disabled_stay_disabled(tmp_path: Path) -> None:
-    model = copy.deepcopy(small_model())
-    model.generation_config.eos_token_id = list(range(33, 127))
-    session = begin(model, eos_token_id=None)
-    session.run(4)
-    session.save(tmp_path / "session.json")
-    other = load(tmp_path / "session.json", model)
-    for one in (session, other):
-        one.run(8)
-        assert one.passes == 12
-    assert state(other)[:-1] == state(session)[:-1]
-
-
 @pytest.mark.parametrize(
     "settings",
     [
         {"min_length": 30, "eos_token_id": [ord("e"), ord("a")]},
         {"min_new_tokens": 9, "eos_token_id": (ord("e"), ord("a"))},
         {"seed": np.int64(3), "max_new_tokens": np.int64(30)},
-        {"seed": (np.int64(3), 4)},
     ],
     ids=str,
 )
@@ -158,40 +130,7 @@ def test_padding_of_a_prompt_is_ignored(tmp_path: Path) -> None:
     assert state(other)[:-1] == state(session)[:-1] == state(plain)[:-1]
 
 
-def test_later_changes_of_the_models_generation_config_do_not_matter(tmp_path: Path) -> None:
-    model = copy.deepcopy(small_model())
-    session = begin(model)
-    session.run(4)
-    session.save(tmp_path / "session.json")
-    model.generation_config.temperature = 3.0
-    model.generation_config.do_sample = False
-    other = load(tmp_path / "session.json", model)
-    for one in (session, other):
-        one.run(8)
-    assert state(other)[:-1] == state(session)[:-1]
-
-
-def test_another_version_of_transformers_gives_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    session = begin()
-    session.run(6)
-    with monkeypatch.context() as patch:
-        for module in (transformers, transformers.configuration_utils):
-            patch.setattr(module, "__version__", "5.0.1")
-        session.save(tmp_path / "session.json")
-    other = load(tmp_path / "session.json")
-    said = f"session.json was saved under transformers 5.0.1, this is {transformers.__version__}"
-    assert [said in record.getMessage() for record in caplog.records] == [True]
-    for one in (session, other):
-        one.run(8)
-    assert state(other)[:-1] == state(session)[:-1]
-    other.save(tmp_path / "session.json")
-    load(tmp_path / "session.json")
-    assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize(("passes", "chunk", "forward_passes"), [(60, None, 1), (60, 80, 4), (260, None, 2)])
+@pytest.mark.parametrize(("passes", "chunk", "forward_passes"), [(60, None, 1), (60, 80, 4)])
 def test_many_passes_are_restored_in_one_forward_pass(
     tmp_path: Path, passes: int, chunk: int | None, forward_passes: int
 ) -> None:
@@ -258,22 +197,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.9, 0.9999])
+@pytest.mark.parametrize("fraction", [0.0, 0.9])
 def test_a_truncated_file_raises(saved: Path, tmp_path: Path, fraction: float) -> None:
     text = saved.read_text()
     (tmp_path / "part.json").write_text(text[: int(len(text) * fraction)])
     with pytest.raises(ValueError, match="part.json is not JSON"):
         load(tmp_path / "part.json")
-
-
-def test_other_files_raise(tmp_path: Path) -> None:
-    path = tmp_path / "other.json"
-    for content in (b"\xff\xfe\x00", b"[1, 2]", b'"text"', b'{"format": "something else"}', b"null", b"[" * 10**5):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match="other.json is not (a saved session|JSON)"):
-            load(path)
-    with pytest.raises(FileNotFoundError):
-        load(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(
@@ -313,52 +242,20 @@ def event(state: dict[str, Any], kind: str) -> dict[str, Any]:
     ("change", "said"),
     [
         (lambda s: s.pop("transformers"), "'transformers' is missing"),
-        (lambda s: s.update(model=5), "'model' must be text"),
-        (lambda s: s.update(prompt="x"), "'prompt' must be a list of tokens"),
-        (lambda s: s["prompt"].append(-1), "'prompt' must be a list of tokens"),
-        (lambda s: s["prompt"].append(10**6), "prompt, .* are damaged: input_ids .* 1000000, outside the vocabulary"),
-        (lambda s: s.update(prompt=[]), "prompt, .* are damaged: input_ids must hold at least one token"),
-        (lambda s: s.update(settings=None), "'settings' must be an object"),
-        (lambda s: s["settings"].update(num_workers="x"), "settings: num_workers must be an int"),
-        (lambda s: s["settings"].update(magic=1), "settings: .* no setting 'magic'"),
-        (
-            lambda s: s["settings"].update(answer_pattern="((a{1000}){1000}){1000}"),
-            "settings: answer_pattern must have",
-        ),
-        (
-            lambda s: s["settings"].update(answer_pattern="a" * 10**6),
-            "settings: answer_pattern must have at most 10000",
-        ),
-        (lambda s: s.update(generation=[]), "'generation' must be an object"),
+        (lambda s: s["prompt"].append(10**6), "input_ids .* 1000000, outside the vocabulary"),
+        (lambda s: s["settings"].update(num_workers="x"), "num_workers must be an int"),
+        (lambda s: s["settings"].update(answer_pattern="((a{1000}){1000}){1000}"), "answer_pattern must have"),
         (lambda s: s["generation"].update(streamer=5), r"generation has \['streamer'\]"),
-        (lambda s: s["generation"].update(early_stopping=["a"]), "prompt, settings or generation are damaged"),
-        (lambda s: s["generation"].update(sequence_bias=[""]), "prompt, settings or generation are damaged"),
-        (lambda s: s["generation"].update(num_return_sequences=10**9), "num_return_sequences=1, got"),
-        (lambda s: s["generation"].update(decoder_start_token_id=float("nan")), "decoder_start_token_id must be"),
-        (lambda s: s.update(given=None, tokens=[]), "its texts have other tokens"),
-        (lambda s: s.update(helpers=3), "'helpers' must be a list of strings"),
-        (lambda s: s.update(given=3), "'given' must be a list of strings"),
-        (lambda s: s.update(tokens=[["a"]]), "'tokens' must be a list of lists of tokens"),
-        (lambda s: s.update(journal="x"), "'journal' must be a list"),
-        (lambda s: s["journal"].append({}), r"journal\[\d+\] must be a pass or a change, got {}"),
+        (lambda s: s["generation"].update(sequence_bias=[""]), "settings or generation are damaged"),
+        (lambda s: s.update(tokens=[]), "its texts have other tokens"),
         (lambda s: s["journal"].append({"magic": 1}), r"journal\[\d+\] must be a pass or a change"),
-        (lambda s: s["journal"].append({"pass": []}), r"journal\[\d+\] must be a pass or a change"),
-        (lambda s: s["journal"].append({"pass": [[0, 5]]}), r"journal\[\d+\] must be a pass or a change"),
         (lambda s: s["journal"].append({"pass": [[9, 5, 0]]}), r"rows \[9\] were active"),
-        (lambda s: s["journal"].append({"pass": [[0, 10**6, 0]]}), r"journal\[\d+\] does not fit .* vocabulary"),
-        (lambda s: event(s, "tell").pop("tokens"), r"journal\[\d+\] must be a pass or a change"),
-        (lambda s: event(s, "tell").update(tell=99), r"journal\[\d+\] does not fit"),
-        (lambda s: event(s, "tell").update(tokens=[10**6]), r"journal\[\d+\] does not fit"),
-        (lambda s: event(s, "add").update(add="common"), r"journal\[\d+\] does not fit"),
-        (lambda s: event(s, "add").update(add=None), r"journal\[\d+\] must be a pass or a change"),
-        (lambda s: event(s, "remove").update(remove=99), r"journal\[\d+\] does not fit"),
+        (lambda s: event(s, "tell").update(tell=99), "is damaged"),
         (lambda s: event(s, "remove").update(remove=-1), r"journal\[\d+\] must be a pass or a change"),
-        (lambda s: event(s, "forget").update(forget=99), r"journal\[\d+\] does not fit"),
+        (lambda s: event(s, "forget").update(forget=99), "is damaged"),
     ],
 )
-def test_a_forged_file_with_a_right_digest_raises_an_error_that_names_file_and_field(
-    saved: Path, tmp_path: Path, change: Any, said: str
-) -> None:
+def test_forged_files_raise_errors_that_name_the_field(saved: Path, tmp_path: Path, change: Any, said: str) -> None:
     path = forge(saved, tmp_path / "forged.json", change)
     with pytest.raises(ValueError, match=rf"(?s)forged\.json .*{said}"):
         load(path)
@@ -369,29 +266,6 @@ def test_wrong_helpers_are_not_blamed_on_the_file(saved: Path) -> None:
         load(saved, streamer="stdout")
     with pytest.raises(ValueError, match=r"^tokenizer must be a tokenizer"):
         load(saved, tokenizer="gpt2")
-
-
-def test_a_catastrophic_answer_pattern_is_given_up_in_load(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its search takes twice as long with each `x`; the time limit holds once, not at each token."""
-    monkeypatch.setattr(final_answers, "PATTERN_SECONDS", 0.2)
-    session = scripted("x" * 60, "x" * 60, answer_pattern="(?:x|x)+y")
-    session.run(60)
-    session.save(tmp_path / "slow.json")
-    caplog.clear()
-    began = time.monotonic()
-    other = load(tmp_path / "slow.json", logits_processor=[Scripts("", "")])
-    assert time.monotonic() - began < 100
-    assert other.texts == session.texts
-    assert sum("stopped after" in record.getMessage() for record in caplog.records) == 1
-
-
-def test_a_file_of_another_version_raises(saved: Path, tmp_path: Path) -> None:
-    content = json.loads(saved.read_text()) | {"version": 99}
-    (tmp_path / "later.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="a session of version 99, but only version 1 can be read"):
-        load(tmp_path / "later.json")
 
 
 def test_another_model_raises(saved: Path) -> None:
@@ -419,23 +293,6 @@ def test_another_tokenizer_raises(saved: Path, odd: str) -> None:
         load(saved, tokenizer=Other(odd))
 
 
-def test_a_failing_save_keeps_the_older_file(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "session.json"
-    path.write_text(saved.read_text())
-    session = begin()
-    session.step()
-
-    def broken(self: Path, *given: Any) -> Any:
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", broken)
-        with pytest.raises(OSError, match="no space left"):
-            session.save(path)
-    assert path.read_text() == saved.read_text()
-    assert [file.name for file in tmp_path.iterdir()] == ["session.json"]
-
-
 def test_errors_of_save_name_the_setting(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a session with output_scores cannot be saved"):
         begin(output_scores=True).save(tmp_path / "session.json")
@@ -455,17 +312,3 @@ def test_offloaded_weights_raise_in_save_and_load(saved: Path, tmp_path: Path) -
         ):
             call()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_failing_load_leaves_the_model_usable(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare_run = BlockCache.prepare_run
-
-    def broken(self: BlockCache, passes: Any) -> Any:
-        prepare_run(self, passes)
-        raise MemoryError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockCache, "prepare_run", broken)
-        with pytest.raises(MemoryError):
-            load(saved)
-    load(saved).step()

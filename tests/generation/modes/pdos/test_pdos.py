@@ -260,10 +260,10 @@ def test_the_cache_holds_no_more_than_sequential_decoding(join: str) -> None:
     held: list[int] = []
     with before_passes(lambda ids, cache: held.append(cache.kv_bytes)):
         out = tell(STORY + "Then.", branches=["aa\n####", "b####", ["cc", EOS]], join=join, max_new_tokens=90)
-    per_token = out.past_key_values.arena.bytes_per_token
+    per_token = out.past_key_values.pool.arena.bytes_per_token
     assert out.stats.kv_bytes == (out.sequences.shape[1] - 1) * per_token
     assert max(held) <= out.stats.kv_bytes
-    assert len(out.past_key_values.blocks) == 2  # prompt and answer
+    assert len(out.past_key_values.pool.blocks) == 2  # prompt and answer
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}])

@@ -192,7 +192,7 @@ def test_no_text_is_lost_if_tokens_cross_borders(data: st.DataObject, given: dic
 def test_prompts_that_share_a_beginning_share_its_keys_and_values() -> None:
     prompts = ["Tell: ", "Tell: twice, "]
     out = tell(SKELETON + "x", SKELETON + "x", branches=[*BODIES, *BODIES], prompts=prompts, max_new_tokens=40)
-    held = out.past_key_values.kv_bytes // out.past_key_values.arena.bytes_per_token
+    held = out.past_key_values.kv_bytes // out.past_key_values.pool.arena.bytes_per_token
     answers = [answer(out, row, prompts) for row in range(2)]
     assert out.transcripts[0] == out.transcripts[1] == "####A:aa\n####B:bb\n####%%%%" + "x" * 14
     assert held == len(prompts[1]) + sum(len(tokens) - 1 for tokens in answers)
