@@ -24,8 +24,6 @@ from hf_parallel import HogwildSession, LogitsCache, ParallelOutput, enable
 from hf_parallel.agents import ReplayError, ToolError
 from hf_parallel.agents.models import Completion
 from hf_parallel.agents.recording import Recording
-from hf_parallel.agents.simulation.traces import Trace
-from hf_parallel.agents.simulation.workflows import random_trace
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.cache.logits_file import digest_of
 from hf_parallel.evaluation.results import FORMAT, KEY, MEASURED, VERSION, format_table, read_results, table
@@ -143,13 +141,6 @@ def _forge_lines(path: Path, values: Any) -> None:
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
-def _use_simulated_trace(path: Path) -> None:
-    trace = Trace.load(path)
-    for request in trace.requests:
-        assert len(trace.prompt_of(request)) + len(trace.output_of(request)) + request.gap > 0
-        assert request.hints.agent_id == request.agent
-
-
 LOADERS = {
     "logits": Loader(_write_logits, _use_logits, _logits_values, _forge_logits),
     "session": Loader(_write_session, _load_session, read_journal, write_journal),
@@ -157,7 +148,6 @@ LOADERS = {
     "recording": Loader(_write_recording, _load_recording, _lines, _forge_lines),
     "results": Loader(_write_results, _load_results, _lines, _forge_lines),
     "output": Loader(_write_output, ParallelOutput.load),
-    "simulated trace": Loader(lambda path: random_trace(0, 2, 3).save(path), _use_simulated_trace),
 }
 
 

@@ -3,7 +3,6 @@
 from hf_parallel.agents.agent import Agent, agent
 from hf_parallel.agents.calls import AgentHandle, cancel, gather, next, now, resume, rng, spawn, tool
 from hf_parallel.agents.chat import Chat
-from hf_parallel.agents.drawing.score_plot import score_plot
 from hf_parallel.agents.errors import (
     AgentCancelledError,
     AgentEndedError,
@@ -16,9 +15,7 @@ from hf_parallel.agents.errors import (
 from hf_parallel.agents.models import Completion, Model, ScriptedModel
 from hf_parallel.agents.run import AgentStats
 from hf_parallel.agents.runtime import AgentResult, Runtime
-from hf_parallel.agents.simulation.simulator import CacheResult, replay, simulate
-from hf_parallel.agents.simulation.traces import Trace, TraceRequest
-from hf_parallel.agents.simulation.workflows import FiveAgents, random_trace, with_adversary
+from hf_parallel.agents.simulation import CacheResult, Trace, TraceRequest, simulate
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors import (
     DVTS,
@@ -35,7 +32,7 @@ from hf_parallel.agents.supervisors import (
 )
 from hf_parallel.agents.trace import Event, RunTrace
 from hf_parallel.agents.values import reward_model, scored_by, votes
-from hf_parallel.engine.policies import ContributionPolicy, LeastRecentlyUsed, StepsToExecution, TimeToLive
+from hf_parallel.engine.policies import ContributionPolicy, LeastRecentlyUsed, StepsToExecution
 
 __all__ = [
     "DVTS",
@@ -57,7 +54,6 @@ __all__ = [
     "DeadlockError",
     "Event",
     "Fire",
-    "FiveAgents",
     "LeastRecentlyUsed",
     "Model",
     "ReplayError",
@@ -70,7 +66,6 @@ __all__ = [
     "State",
     "StepsToExecution",
     "Supervisor",
-    "TimeToLive",
     "ToolError",
     "Trace",
     "TraceRequest",
@@ -81,16 +76,12 @@ __all__ = [
     "gather",
     "next",
     "now",
-    "random_trace",
-    "replay",
     "resume",
     "reward_model",
     "rng",
     "scored_by",
-    "score_plot",
     "simulate",
     "spawn",
     "tool",
     "votes",
-    "with_adversary",
 ]

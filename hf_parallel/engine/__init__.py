@@ -9,7 +9,6 @@ from hf_parallel.engine.policies import (
     LeastRecentlyUsed,
     RequestObserver,
     StepsToExecution,
-    TimeToLive,
 )
 from hf_parallel.engine.scheduler import QueueFullError
 from hf_parallel.engine.stats import EngineStats
@@ -28,6 +27,5 @@ __all__ = [
     "RequestHandle",
     "RequestObserver",
     "StepsToExecution",
-    "TimeToLive",
     "WeightsChangedError",
 ]

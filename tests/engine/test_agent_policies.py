@@ -1,4 +1,4 @@
-"""Eviction policies that read agents: contribution scores, expected reuse, steps to execution, time to live."""
+"""Eviction policies that know the agents: contribution scores, expected reuse, steps to execution."""
 
 from __future__ import annotations
 
@@ -26,27 +26,22 @@ from hf_parallel.engine import (
     RequestCancelledError,
     RequestObserver,
     StepsToExecution,
-    TimeToLive,
 )
 from hf_parallel.engine.policies import ContributionScores
-from hf_parallel.engine.policies.agents import MAX_MEMBERS, Call, Member
+from hf_parallel.engine.policies.agents import Call, Member
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 POLICIES: dict[str, Any] = {
     "lru": LeastRecentlyUsed,
     "contribution": ContributionPolicy,
-    "score": lambda: ContributionPolicy(order="score"),
-    "reuse": lambda: ContributionPolicy(order="reuse"),
     "steps": StepsToExecution,
-    "ttl": TimeToLive,
 }
 
 
 def call(agent: str, prompt: int = 100, new: int = 10, concurrency: int = 1, **reused: int) -> Call:
     """Return a request that has ended; `reused` are tokens by the agent that computed them."""
-    member = Member("", agent)
-    return Call(member, AgentHints(agent_id=agent), concurrency, prompt, new, Counter(reused))
+    return Call(Member("", agent), concurrency, prompt, new, Counter(reused))
 
 
 def scores_of(calls: list[Call], **settings: Any) -> ContributionScores:
@@ -90,19 +85,12 @@ def test_the_collaborative_part_weighs_shared_tokens_and_reuse_events() -> None:
     )
 
 
-def test_sharing_with_oneself_is_not_collaborative() -> None:
-    found = scores_of([call("a"), call("b", a=50), *[call("x", 1000, x=1000)] * 50]).current
-    assert found["x"].collaborative == 0
-    assert found["a"].collaborative > 0
-
-
 def test_an_agent_that_inflates_its_counts_does_not_lower_the_scores_of_others() -> None:
     honest = [call(agent, 100 + 10 * i, a=20) for _ in range(4) for i, agent in enumerate("abcd")]
     modest, inflated = [call("x", 100, x=50)] * 4, [call("x", 10**6, 10**6, concurrency=1000, x=10**6)] * 1000
     before, after = scores_of([*honest, *modest]).current, scores_of([*honest, *inflated]).current
-    for agent in "abcd":
-        assert after[agent].score > 0.8 * before[agent].score
-    assert after["x"].score < 0.4  # alpha: it shares with nobody
+    assert all(after[agent].score > 0.8 * before[agent].score for agent in "abcd")
+    assert after["x"].collaborative == 0, "it shares with itself only"
 
 
 def test_a_flood_of_requests_does_not_displace_others_from_the_window() -> None:
@@ -113,40 +101,13 @@ def test_a_flood_of_requests_does_not_displace_others_from_the_window() -> None:
 def test_agents_leave_the_window() -> None:
     scores = scores_of([call("a"), call("b", a=9)] * 4 + [call("c"), call("d", c=9)] * 8, window=2, round_turns=8)
     assert scores.current.keys() == {"c", "d"}
-    assert not {pair for pair in scores._pairs if "a" in pair}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_sliding_window_equals_a_new_computation(seed: int) -> None:
-    rng = random.Random(seed)
-    calls = []
-    for agent in rng.choices("abcdefgh", k=400):
-        shared = {owner: rng.randint(1, 99) for owner in rng.sample("abcdefgh", 3)}
-        calls.append(call(agent, rng.randint(300, 900), rng.randint(1, 99), rng.randint(1, 5), **shared))
-    sliding = scores_of(calls, window=4, round_turns=8)
-    starts = [i for i, one in enumerate(calls) if i == 0 or one.member.agent != calls[i - 1].member.agent]
-    latest = scores_of(calls[starts[-32] :])
-    for agent, one in latest.current.items():
-        assert sliding.current[agent].score == pytest.approx(one.score), agent
-    assert sliding.current.keys() == latest.current.keys()
-
-
-def test_scores_are_computed_once_a_round_and_kept_as_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: Counter[str] = Counter()
-    for name in ("compute", "_share"):
-        original = getattr(ContributionScores, name)
-
-        def counted(self: Any, *given: Any, name: str = name, original: Any = original) -> None:
-            counts[name] += 1
-            original(self, *given)
-
-        monkeypatch.setattr(ContributionScores, name, counted)
-    agents = [f"agent {index}" for index in range(100)]
+def test_scores_are_computed_once_a_round_and_kept_as_history() -> None:
     scores = ContributionScores(window=8, round_turns=16)
-    for number in range(1600):
-        scores.add(call(agents[number % 100], **{agents[(number + 1) % 100]: 5}))
-    assert counts["compute"] == len(scores.history) == 100
-    assert counts["_share"] <= 2 * 1600  # one edge of the graph for each request that comes and goes
+    for number in range(320):
+        scores.add(call(f"agent {number % 100}", **{f"agent {(number + 1) % 100}": 5}))
+    assert len(scores.history) == 20
     assert scores.history[-1] is scores.current
     assert len(scores.current) == 100
 
@@ -158,17 +119,11 @@ def test_scores_are_computed_once_a_round_and_kept_as_history(monkeypatch: pytes
         ({"alpha": True}, "alpha"),
         ({"window": 0}, "window must be an int of at least 1, got 0"),
         ({"round_turns": 1.5}, "round_turns"),
-        ({"order": "random"}, "order must be one of"),
     ],
 )
-def test_bad_settings_of_the_policy_raise(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_raise(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ContributionPolicy(**settings)
-
-
-def test_bad_settings_of_time_to_live_raise() -> None:
-    with pytest.raises(ValueError, match="patience must be a number of at least 0, got -1"):
-        TimeToLive(patience=-1)
 
 
 # In an engine
@@ -192,9 +147,9 @@ class Agents:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def ask(self, agent: str, prompt: list[int], tool_ms: float | None = None) -> int:
+    def ask(self, agent: str, prompt: list[int]) -> int:
         """Return the number of prompt tokens that were cached."""
-        hints = {"workflow_id": "w", "agent_id": agent, "expected_tool_duration_ms": tool_ms}
+        hints = {"workflow_id": "w", "agent_id": agent}
         handle = self.engine.submit(prompt, max_new_tokens=2, do_sample=False, agent_hints=hints)
         return handle.result().stats.reused_tokens
 
@@ -251,25 +206,13 @@ def test_what_an_agent_uses_once_is_evicted_before_what_agents_use_again(small_e
     for name in ("lru", "contribution"):
         agents = small_engine(POLICIES[name]())
         hits[name] = 0
-        for number in range(8):
+        for number in range(5):
             for agent, first in [("Patcher", 10), ("Viewer", 20)] * 2:
                 hits[name] += agents.ask(agent, text(first, 24))
             agents.ask("Searcher", text(30 + number, 30))
             agents.ask("Summary", text(50 + number, 30))
-    assert hits["lru"] == 8 * 2 * 24
-    assert hits["contribution"] > 1.5 * hits["lru"]
-
-
-def test_the_order_of_the_paper_evicts_the_agent_with_the_lowest_score_first(small_engine: Any) -> None:
-    policy = ContributionPolicy(order="score", round_turns=2)
-    agents = small_engine(policy)
-    for _ in range(4):
-        for agent in ("a", "b"):  # share with each other
-            agents.ask(agent, text(10, 20))
-        agents.ask("c", text(20, 20))
-    assert policy.scores.current["a"].score > policy.scores.current["c"].score
-    nodes = {node.tokens[0]: policy.priority(node) for node in agents.engine._storage.tree.nodes() if node.start == 0}
-    assert nodes[13] > nodes[23]
+    assert hits["lru"] == 5 * 2 * 24
+    assert hits["contribution"] > 1.4 * hits["lru"]
 
 
 def test_steps_to_execution_keeps_the_prefix_of_the_agent_that_is_next(small_engine: Any) -> None:
@@ -295,25 +238,10 @@ def test_steps_to_execution_learns_the_graph(small_engine: Any) -> None:
     assert [given._distance(member) for member in given._members.values()] == [1, 2, 3]
 
 
-def test_time_to_live_keeps_a_prefix_until_the_tool_returns(small_engine: Any) -> None:
-    now = 0.0
-    agents = small_engine(TimeToLive(patience=2, clock=lambda: now))
-    agents.ask("a", text(10, 30), tool_ms=10_000)
-    for number in range(5):
-        agents.ask("b", text(20 + number, 30))
-    now = 19.0
-    agents.ask("b", text(30, 30))
-    assert agents.ask("a", text(10, 30), tool_ms=10_000) > 0
-    now = 60.0
-    for number in range(5):
-        agents.ask("b", text(40 + number, 30))
-    assert agents.ask("a", text(10, 30)) == 0
-
-
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["contribution", "steps"])
 def test_a_policy_changes_no_token(model: Any, token_bytes: int, name: str) -> None:
     rng = random.Random(1)
-    cases = [random_case(rng, random_prefixes(random.Random(0), 2, 20)) for _ in range(20)]
+    cases = [random_case(rng, random_prefixes(random.Random(0), 2, 20)) for _ in range(12)]
     cases = [case for case in cases if case.mode in (None, "shared_prefix")]
     expected = [case.alone(model) for case in cases]
     with Engine(model, max_kv_bytes=400 * token_bytes, policy=POLICIES[name](), max_rows=8) as engine:
@@ -332,7 +260,7 @@ class Failing:
         raise ArithmeticError
 
 
-@pytest.mark.parametrize("name", ["contribution", "steps", "ttl"])
+@pytest.mark.parametrize("name", ["contribution", "steps"])
 def test_requests_that_fail_or_are_cancelled_leave_nothing_in_a_policy(model: Any, token_bytes: int, name: str) -> None:
     policy = POLICIES[name]()
     with Engine(model, max_kv_bytes=300 * token_bytes, policy=policy) as engine:
@@ -345,10 +273,11 @@ def test_requests_that_fail_or_are_cancelled_leave_nothing_in_a_policy(model: An
             cancelled.result(600)
         wait_until_idle(engine)
         assert not policy._calls
-        assert not +policy.running
+        assert not policy.running
 
 
-def test_the_number_of_agents_that_are_remembered_is_bounded() -> None:
+def test_a_policy_remembers_a_limited_number_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_parallel.engine.policies.agents.MAX_MEMBERS", 200)
     policy = ContributionPolicy()
 
     class Request:
@@ -357,10 +286,10 @@ def test_the_number_of_agents_that_are_remembered_is_bounded() -> None:
         def __init__(self, name: str) -> None:
             self.hints = AgentHints(agent_id=name)
 
-    for index in range(MAX_MEMBERS + 100):
+    for index in range(300):
         request = Request(str(index))
         policy.on_use(request, [])
         policy.on_end(request, [])
-    assert len(policy._members) == MAX_MEMBERS
+    assert len(policy._members) == 200
     assert len(policy.scores.current) <= policy.scores.window * policy.scores.round_turns
     assert len(policy.running) == 0

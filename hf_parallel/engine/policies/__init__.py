@@ -1,11 +1,10 @@
-"""Policies: the order in which an engine evicts cached prefixes, also by the agents that use them."""
+"""Policies: the order in which an engine evicts cached prefixes."""
 
 from hf_parallel.cache.tree import RequestObserver
 from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed
 from hf_parallel.engine.policies.contribution import ContributionPolicy
 from hf_parallel.engine.policies.scores import Contribution, ContributionScores
 from hf_parallel.engine.policies.steps import StepsToExecution
-from hf_parallel.engine.policies.time_to_live import TimeToLive
 
 __all__ = [
     "Contribution",
@@ -15,5 +14,4 @@ __all__ = [
     "LeastRecentlyUsed",
     "RequestObserver",
     "StepsToExecution",
-    "TimeToLive",
 ]

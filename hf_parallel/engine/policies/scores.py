@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
 from hf_parallel.engine.policies.agents import Call
+from hf_parallel.generation.validation import check_int
 
 MAX_HISTORY = 512
-"""Rounds of the history."""
-EPSILON = 1e-6
-"""Sums that are less are 0: differences of floats remain."""
+"""Rounds in the history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +33,14 @@ class Contribution:
 
 
 @dataclass(slots=True)
-class _Totals:
-    """Counts of an agent in the window, or in one turn."""
-
-    calls: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    new_tokens: int = 0
-    concurrency: int = 0  # sum over calls
-
-
-@dataclass(slots=True)
 class _Turn:
     """Consecutive requests of one agent."""
 
     agent: str
-    totals: _Totals = field(default_factory=_Totals)
+    counts: Counter[str] = field(default_factory=Counter)
     peak: int = 0  # concurrency
-    shared: dict[str, list[int]] = field(default_factory=dict)  # tokens and events by the agent that computed them
+    tokens: Counter[str] = field(default_factory=Counter)  # reused, by the agent that computed them
+    events: Counter[str] = field(default_factory=Counter)  # requests that reused them
 
 
 class ContributionScores:
@@ -64,10 +53,8 @@ class ContributionScores:
 
     The paper leaves open how each term is normalised. Here, `x` becomes `x / (x + m)`, where m is the median of the
     agents with a positive value. An agent that inflates a count gets at most 1, and does not lower the others' values,
-    as the maximum or the sum would. The window is counted in turns: consecutive requests of an agent are one turn, so
-    that a flood of requests does not displace those of others.
-
-    Each request costs O(agents that it shares with), each round O(agents in the window + turns of the window).
+    as the maximum or the sum would. The window counts turns: consecutive requests of an agent are one turn, so that a
+    flood of requests does not displace those of others.
 
     Parameters
     ----------
@@ -82,9 +69,8 @@ class ContributionScores:
     def __init__(self, alpha: float = 0.4, window: int = 8, round_turns: int = 16) -> None:
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 <= alpha <= 1:
             raise ValueError(f"alpha must be between 0 and 1, got {alpha!r}")
-        for name, value in (("window", window), ("round_turns", round_turns)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        check_int("window", window, at_least=1)
+        check_int("round_turns", round_turns, at_least=1)
         self.alpha, self.window, self.round_turns = alpha, window, round_turns
         self.current: Mapping[str, Contribution] = {}
         """Scores by agent, as of the last round."""
@@ -92,11 +78,8 @@ class ContributionScores:
         """Scores of the last rounds."""
         self.neutral = 0.5
         """Score of an agent that is new since the last round: the median of the others."""
-        self._turns: deque[_Turn] = deque()
+        self._turns: deque[_Turn] = deque(maxlen=window * round_turns)
         self._since_round = 0  # turns
-        self._totals: dict[str, _Totals] = {}
-        self._pairs: dict[tuple[str, str], list[int]] = {}  # tokens and events, by owner and user
-        self._collaborative: dict[str, float] = {}
 
     def add(self, call: Call) -> None:
         """Count a request that has ended; compute the scores if it completes a round."""
@@ -104,78 +87,54 @@ class ContributionScores:
         if not self._turns or self._turns[-1].agent != agent:
             self._turns.append(_Turn(agent))
             self._since_round += 1
-            while len(self._turns) > self.window * self.round_turns:
-                self._remove(self._turns.popleft())
         turn = self._turns[-1]
-        for totals in (turn.totals, self._totals.setdefault(agent, _Totals())):
-            totals.calls += 1
-            totals.prompt_tokens += call.prompt_tokens
-            totals.reused_tokens += sum(call.reused.values())
-            totals.new_tokens += call.new_tokens
-            totals.concurrency += call.concurrency
+        turn.counts.update(
+            calls=1,
+            prompt_tokens=call.prompt_tokens,
+            reused_tokens=sum(call.reused.values()),
+            new_tokens=call.new_tokens,
+            concurrency=call.concurrency,
+        )
         turn.peak = max(turn.peak, call.concurrency)
-        for owner, tokens in call.reused.items():
-            if owner != agent:
-                entry = turn.shared.setdefault(owner, [0, 0])
-                entry[0], entry[1] = entry[0] + tokens, entry[1] + 1
-                self._share(owner, agent, tokens, 1)
+        turn.tokens.update(call.reused)
+        turn.events.update(call.reused.keys())
         if self._since_round >= self.round_turns:
             self._since_round = 0
             self.compute()
 
     def compute(self) -> None:
         """Compute the scores of all agents in the window."""
-        agents = list(self._totals)
-        totals = self._totals.values()
-        peaks = dict.fromkeys(agents, 0)
+        totals: dict[str, Counter[str]] = defaultdict(Counter)
+        peaks: Counter[str] = Counter()
+        tokens: Counter[tuple[str, str]] = Counter()  # by owner and user
+        events: Counter[tuple[str, str]] = Counter()
         for turn in self._turns:
+            totals[turn.agent].update(turn.counts)
             peaks[turn.agent] = max(peaks[turn.agent], turn.peak)
+            for owner, number in turn.tokens.items():
+                tokens[owner, turn.agent] += number
+                events[owner, turn.agent] += turn.events[owner]
+        shared: Counter[str] = Counter()
+        for (owner, user), number in tokens.items():
+            if owner != user:
+                weight = math.sqrt(number) * math.log1p(events[owner, user])
+                shared.update({owner: weight, user: weight})  # type: ignore[dict-item]
         columns = [
-            _normalised([one.calls for one in totals]),
-            _normalised([one.prompt_tokens + one.new_tokens for one in totals]),
-            _normalised([one.reused_tokens / max(one.prompt_tokens, 1) for one in totals]),
-            _normalised([(self._totals[a].concurrency / self._totals[a].calls + peaks[a]) / 2 for a in agents]),
+            _normalised([one["calls"] for one in totals.values()]),
+            _normalised([one["prompt_tokens"] + one["new_tokens"] for one in totals.values()]),
+            _normalised([one["reused_tokens"] / max(one["prompt_tokens"], 1) for one in totals.values()]),
+            _normalised([(one["concurrency"] / one["calls"] + peaks[agent]) / 2 for agent, one in totals.items()]),
         ]
         intrinsic = _normalised([math.prod(factors) for factors in zip(*columns, strict=True)])
-        collaborative = _normalised([self._collaborative.get(agent, 0.0) for agent in agents])
+        collaborative = _normalised([shared[agent] for agent in totals])
         self.current = {
             agent: Contribution(self.alpha * u + (1 - self.alpha) * v, u, v, *factors)
-            for agent, u, v, factors in zip(agents, intrinsic, collaborative, zip(*columns, strict=True), strict=True)
+            for agent, u, v, *factors in zip(totals, intrinsic, collaborative, *columns, strict=True)
         }
         self.neutral = median(one.score for one in self.current.values())
         self.history.append(self.current)
 
-    def _remove(self, turn: _Turn) -> None:
-        """Subtract a turn that has left the window."""
-        totals, gone = self._totals[turn.agent], turn.totals
-        totals.calls -= gone.calls
-        totals.prompt_tokens -= gone.prompt_tokens
-        totals.reused_tokens -= gone.reused_tokens
-        totals.new_tokens -= gone.new_tokens
-        totals.concurrency -= gone.concurrency
-        if not totals.calls:
-            del self._totals[turn.agent]
-        for owner, (tokens, events) in turn.shared.items():
-            self._share(owner, turn.agent, -tokens, -events)
-
-    def _share(self, owner: str, user: str, tokens: int, events: int) -> None:
-        """Change an edge of the graph of shared tokens, and with it the collaborative utility of both agents."""
-        before = self._pairs.get((owner, user), [0, 0])
-        after = self._pairs[owner, user] = [before[0] + tokens, before[1] + events]
-        if not after[1]:
-            del self._pairs[owner, user]
-        for agent in (owner, user):
-            total = self._collaborative.get(agent, 0.0) + _weight(*after) - _weight(*before)
-            self._collaborative[agent] = total
-            if total < EPSILON:
-                del self._collaborative[agent]
-
-
-def _weight(tokens: int, events: int) -> float:
-    return math.sqrt(tokens) * math.log1p(events)
-
 
 def _normalised(values: Collection[float]) -> list[float]:
-    positive = [value for value in values if value > EPSILON]
-    middle = median(positive) if positive else 1.0
-    return [max(value, 0.0) / (max(value, 0.0) + middle) for value in values]
+    middle = median([value for value in values if value > 0] or [1.0])
+    return [value / (value + middle) for value in values]

@@ -1,61 +1,53 @@
-"""StepsToExecution: evicts first what the agents need last (KVFlow, arXiv:2507.07400)."""
+"""StepsToExecution: evicts what the agents need last (KVFlow, arXiv:2507.07400)."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from hf_parallel.cache.tree import Node
 from hf_parallel.engine.policies.agents import AgentPolicy, Call, Member, NodeUses
 
 MAX_STEPS = 1024
-"""Steps from one agent to the next that are remembered."""
+"""Steps from one agent to the next, and workflows, to remember."""
 
 
 class StepsToExecution(AgentPolicy):
-    """Evicts first the prefixes whose agents run next after the largest number of steps; among equals, the oldest.
+    """Evicts the prefix whose agents run next after the largest number of steps; among equals, the oldest.
 
-    The steps are the distance in the graph of agents from the agent of a workflow that runs or ran last. Of the agents
-    that use a prefix, the next one counts. What a workflow's agents cannot reach is evicted first.
+    The steps are the distance, in the graph of agents, from the agent of a workflow that ran last. Of the agents that
+    use a prefix, the next one counts. What a workflow's agents cannot reach is evicted first.
 
     Parameters
     ----------
     graph : mapping of str to sequence of str, optional
-        For each agent, those that may run after it. Default: learned from the latest 1024 steps of all workflows.
+        The agents that may run after each agent. Default: learned from the latest 1024 steps of all workflows.
     """
 
     def __init__(self, graph: Mapping[str, Sequence[str]] | None = None) -> None:
         super().__init__()
-        self.graph = None if graph is None else {agent: list(after) for agent, after in graph.items()}
+        self.graph = graph
         self._current: dict[str, str] = {}  # agent by workflow
-        self._steps: deque[tuple[str, str]] = deque()
-        self._edges: Counter[tuple[str, str]] = Counter()
+        self._steps: deque[tuple[str, str]] = deque(maxlen=MAX_STEPS)
         self._distances: dict[str, dict[str, int]] = {}  # from an agent to others
 
     def priority(self, node: Node) -> tuple[float, float]:
         """See `EvictionPolicy.priority`."""
         uses = self.uses.get(node)
-        steps = min((self._distance(member) for member in uses.users), default=math.inf) if uses else math.inf
-        return -steps, node.last_used
+        users = () if uses is None else uses.users
+        return -min(map(self._distance, users), default=math.inf), node.last_used
 
     def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> Mapping[Node, int]:
         """See `AgentPolicy.note_call`."""
-        member = call.member
-        before = self._current.pop(member.workflow, None)
-        self._current[member.workflow] = member.agent
+        workflow, agent = call.member.workflow, call.member.agent
+        before = self._current.pop(workflow, None)
+        self._current[workflow] = agent
         if len(self._current) > MAX_STEPS:
             del self._current[next(iter(self._current))]
-        if before is None or self.graph is not None:
-            return {}
-        self._steps.append((before, member.agent))
-        self._edges[before, member.agent] += 1
-        if len(self._steps) > MAX_STEPS:
-            gone = self._steps.popleft()
-            self._edges[gone] -= 1
-            if not self._edges[gone]:
-                del self._edges[gone]
-        self._distances.clear()
+        if before is not None and self.graph is None:
+            self._steps.append((before, agent))
+            self._distances.clear()
         return {}
 
     def _distance(self, member: Member) -> float:
@@ -63,27 +55,19 @@ class StepsToExecution(AgentPolicy):
         if current is None:
             return math.inf
         if current not in self._distances:
-            self._distances[current] = self._search(current)
+            self._distances[current] = self._distances_from(current)
         return self._distances[current].get(member.agent, math.inf)
 
-    def _search(self, agent: str) -> dict[str, int]:
-        """Return the number of steps from an agent to each that it reaches, to itself only by a cycle."""
-        after: Mapping[str, Sequence[str]]
-        if self.graph is not None:
-            after = self.graph
-        else:
-            found: dict[str, list[str]] = {}
-            for first, second in self._edges:
-                found.setdefault(first, []).append(second)
-            after = found
+    def _distances_from(self, agent: str) -> dict[str, int]:
+        """Return the number of steps to each agent that can be reached; to the agent itself, those of a cycle."""
+        after: dict[str, set[str]] = {}
+        for first, second in self._steps:
+            after.setdefault(first, set()).add(second)
+        graph = after if self.graph is None else self.graph
         distances: dict[str, int] = {}
-        reached, steps = [agent], 0
+        reached, steps = {agent}, 0
         while reached:
             steps += 1
-            reached = [
-                other
-                for other in dict.fromkeys(n for one in reached for n in after.get(one, ()))
-                if other not in distances
-            ]
+            reached = {other for one in reached for other in graph.get(one, ())} - distances.keys()
             distances |= dict.fromkeys(reached, steps)
         return distances

@@ -1,36 +1,96 @@
-"""Simulator: a trace of agents through the tree, the eviction and the policies of an engine, without a model."""
+"""Simulation: requests of agents through the tree, the eviction and the policies of an engine, without a model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from hf_parallel.agents.simulation.traces import Trace, TraceRequest
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Node
-from hf_parallel.engine import Engine
 from hf_parallel.engine.hints import AgentHints
-from hf_parallel.engine.policies import (
-    ContributionPolicy,
-    EvictionPolicy,
-    LeastRecentlyUsed,
-    StepsToExecution,
-    TimeToLive,
-)
+from hf_parallel.engine.policies import ContributionPolicy, EvictionPolicy, LeastRecentlyUsed, StepsToExecution
 from hf_parallel.engine.storage import KVStorage
-from hf_parallel.generation.validation import check_int
+from hf_parallel.generation.validation import check_choice, check_int
 
+PromptSegment: TypeAlias = tuple[str, int] | list[str | int]
+"""Part of a prompt: a name and a number of tokens, which are equal for equal names; or token ids."""
 POLICIES: dict[str, type[EvictionPolicy]] = {
     "lru": LeastRecentlyUsed,
     "contribution": ContributionPolicy,
     "steps": StepsToExecution,
-    "ttl": TimeToLive,
 }
 """Policies by name."""
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """A request of a trace. Its fields may come from JSON: `TraceRequest(**fields)`.
+
+    Parameters
+    ----------
+    agent : str
+        Role of the agent; `agent_id` of its hints.
+    prompt : sequence of segments
+        Each a name and a number of tokens, or a list of token ids.
+    output : segment
+        Tokens that are generated, at least one.
+    workflow : str
+        `workflow_id` of its hints.
+    is_hotspot : bool
+        Whether its hits and misses count as those of a hotspot.
+    """
+
+    agent: str
+    prompt: Sequence[PromptSegment]
+    output: PromptSegment
+    workflow: str = ""
+    is_hotspot: bool = False
+
+    @property
+    def hints(self) -> AgentHints:
+        """Hints that the request is submitted with."""
+        return AgentHints(self.workflow, self.agent)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests of agents in the order in which they run, one after the other.
+
+    Parameters
+    ----------
+    requests : sequence of TraceRequest
+    vocabulary : tuple of int
+        Token ids of named segments are at least the first and below the second number.
+    """
+
+    requests: Sequence[TraceRequest]
+    vocabulary: tuple[int, int] = (3, 32000)
+
+    def prompt_of(self, request: TraceRequest) -> np.ndarray:
+        """Return the token ids of a prompt, int64 `[length]`."""
+        return np.concatenate([self._tokens(segment) for segment in request.prompt])
+
+    def output_of(self, request: TraceRequest) -> np.ndarray:
+        """Return the token ids that are generated, int64 `[length]`."""
+        return self._tokens(request.output)
+
+    def _tokens(self, segment: PromptSegment) -> np.ndarray:
+        if not segment or not isinstance(segment[0], str):
+            return np.array(segment, np.int64)
+        check_int(f"length of segment {segment[0]!r}", segment[1], at_least=1)
+        return _named_tokens(segment[0], int(segment[1]), *self.vocabulary)
+
+
+@lru_cache(maxsize=4096)
+def _named_tokens(name: str, length: int, low: int, high: int) -> np.ndarray:
+    return np.random.default_rng(zlib.crc32(name.encode())).integers(low, high, length, dtype=np.int64)
 
 
 @dataclass
@@ -53,16 +113,6 @@ class CacheResult:
     """Wall-clock time."""
 
     @property
-    def hits(self) -> int:
-        """Prompt tokens that were cached."""
-        return self.hotspot_hits + self.other_hits
-
-    @property
-    def misses(self) -> int:
-        """Prompt tokens that were computed."""
-        return self.hotspot_misses + self.other_misses
-
-    @property
     def hotspot_hit_rate(self) -> float:
         """Part of the hotspots' prompt tokens that was cached; 0 without any."""
         return self.hotspot_hits / max(self.hotspot_hits + self.hotspot_misses, 1)
@@ -72,13 +122,15 @@ class CacheResult:
         """Part of the other agents' prompt tokens that was cached; 0 without any."""
         return self.other_hits / max(self.other_hits + self.other_misses, 1)
 
-    def _add(self, request: TraceRequest, reused: int) -> None:
+    def add(self, request: TraceRequest, prompt_tokens: int, reused: int) -> None:
+        """Count a request."""
         self.reused.append(reused)
-        misses = request.prompt_tokens - reused
         if request.is_hotspot:
-            self.hotspot_hits, self.hotspot_misses = self.hotspot_hits + reused, self.hotspot_misses + misses
+            self.hotspot_hits += reused
+            self.hotspot_misses += prompt_tokens - reused
         else:
-            self.other_hits, self.other_misses = self.other_hits + reused, self.other_misses + misses
+            self.other_hits += reused
+            self.other_misses += prompt_tokens - reused
 
 
 def simulate(
@@ -90,14 +142,14 @@ def simulate(
 ) -> CacheResult:
     """Run a trace without a model, and count hits, misses and evicted tokens.
 
-    The requests run one after the other. The tree, the allocation and the eviction are those of `Engine`, so that the
-    figures equal those of an engine with the same budget (see `replay`).
+    The requests run one after the other. The tree, the allocation and the eviction are those of `Engine`, so the
+    figures equal those of an engine with the same budget.
 
     Parameters
     ----------
     trace : Trace
     policy : str or EvictionPolicy
-        "lru", "contribution", "steps", "ttl", or a new policy object.
+        "lru", "contribution", "steps", or a new policy object.
     max_tokens : int, optional
         Tokens whose keys and values fit into memory. Default: no limit.
     max_batch_tokens : int
@@ -108,64 +160,22 @@ def simulate(
     KVBudgetError
         If a request alone does not fit.
     """
-    chosen = _policy(policy)
+    if isinstance(policy, str):
+        check_choice("policy", policy, list(POLICIES))
+        policy = POLICIES[policy]()
     if max_tokens is not None:
         check_int("max_tokens", max_tokens, at_least=1)
     check_int("max_batch_tokens", max_batch_tokens, at_least=1)
     began = time.perf_counter()
-    storage = KVStorage(None, torch.device("cpu"), max_tokens, chosen)
+    storage = KVStorage(None, torch.device("cpu"), max_tokens, policy)
     storage.set_token_size(1)
-    result = CacheResult(chosen)
-    for request in _requests(trace, chosen):
-        run = _SimulatedRequest(request.hints, len(trace.output_of(request)))
-        reused = run.run(storage, trace.prompt_of(request), trace.output_of(request), max_batch_tokens)
-        result._add(request, reused)
+    result = CacheResult(policy)
+    for request in trace.requests:
+        prompt, output = trace.prompt_of(request), trace.output_of(request)
+        reused = _SimulatedRequest(request.hints, len(output)).run(storage, prompt, output, max_batch_tokens)
+        result.add(request, len(prompt), reused)
     result.evicted_tokens, result.seconds = storage.evicted_tokens, time.perf_counter() - began
     return result
-
-
-def replay(trace: Trace, engine: Engine) -> CacheResult:
-    """Run a trace in an engine, with the tokens of the trace as answers, and count what `simulate` counts.
-
-    The engine must be open and idle, and its model must have all token ids of the trace. A `TimeToLive` policy receives
-    the time of the trace.
-    """
-    policy = engine.policy
-    before, began = engine.stats.evicted_tokens, time.perf_counter()
-    result = CacheResult(policy)
-    for request in _requests(trace, policy):
-        prompt, output = trace.prompt_of(request), trace.output_of(request)
-        handle = engine.submit(
-            prompt.tolist(),
-            max_new_tokens=len(output),
-            min_new_tokens=len(output),
-            do_sample=False,
-            logits_processor=[_Forced(len(prompt), output)],
-            agent_hints=request.hints,
-        )
-        stats = handle.result().stats
-        result._add(request, stats.cached_tokens)
-    result.evicted_tokens = engine.stats.evicted_tokens - before
-    result.seconds = time.perf_counter() - began
-    return result
-
-
-def _policy(given: str | EvictionPolicy) -> EvictionPolicy:
-    if not isinstance(given, str):
-        return given
-    if given not in POLICIES:
-        raise ValueError(f"policy must be one of {list(POLICIES)} or an object, got {given!r}")
-    return POLICIES[given]()
-
-
-def _requests(trace: Trace, policy: EvictionPolicy) -> Iterator[TraceRequest]:
-    """Yield the requests of a trace, and set the clock of a policy that has one to the time of the trace."""
-    now = 0.0
-    if isinstance(policy, TimeToLive):
-        policy.clock = lambda: now
-    for request in trace.requests:
-        now += request.gap
-        yield request
 
 
 @dataclass(eq=False)
@@ -213,15 +223,3 @@ class _SimulatedRequest:
             storage.pool.reserve(wanted)
             for block, length in wanted:
                 block.length = length
-
-
-class _Forced:
-    """Logits processor that forces the tokens of a row."""
-
-    def __init__(self, begin: int, tokens: np.ndarray) -> None:
-        self.begin, self.tokens = begin, tokens
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, int(self.tokens[input_ids.shape[1] - self.begin])] = 0
-        return forced

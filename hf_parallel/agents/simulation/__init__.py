@@ -1,1 +1,0 @@
-"""Simulation: traces of agents through the tree and the eviction policies of an engine, without a model."""

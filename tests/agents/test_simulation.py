@@ -1,0 +1,163 @@
+"""The simulation equals the engine, and the policies keep their promises on simulated traces."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+
+pytest.importorskip("greenlet")
+
+import hf_parallel
+from benchmarks import agents_cache as benchmark
+from benchmarks.agents_cache import FiveAgents, random_trace, replay, with_adversary
+from hf_parallel.agents import Trace, TraceRequest, simulate
+from hf_parallel.agents.simulation import POLICIES
+from hf_parallel.engine import ContributionPolicy, Engine, KVBudgetError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+VOCABULARY = (tiny.EOS + 1, tiny.VOCAB_SIZE)
+SMALL: dict[str, Any] = {
+    **{"loops": 2, "code": 150, "task": 20, "role": 15},
+    **{"documents": 70, "summary": 20, "message": 9, "answer": 12, "report": 12},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+
+
+@pytest.fixture(scope="module")
+def token_bytes(model: Any) -> int:
+    with Engine(model) as engine:
+        engine.submit([5, 6, 7], max_new_tokens=1).result()
+        return engine._storage.arena.bytes_per_token
+
+
+@pytest.mark.parametrize(("policy", "max_tokens"), [*zip(POLICIES, itertools.cycle([500, 650]))])
+def test_hits_and_evictions_equal_those_of_the_engine(
+    model: Any, token_bytes: int, policy: str, max_tokens: int
+) -> None:
+    trace = replace(FiveAgents(1, 0, **SMALL).trace(), vocabulary=VOCABULARY)
+    with Engine(model, max_kv_bytes=max_tokens * token_bytes, policy=POLICIES[policy]()) as engine:
+        computed = replay(trace, engine)
+    simulated = simulate(trace, policy, max_tokens)
+    assert simulated.reused == computed.reused
+    assert simulated.evicted_tokens == computed.evicted_tokens > 0
+
+
+@pytest.mark.slow
+def test_a_random_trace_has_the_hits_of_the_engine(model: Any, token_bytes: int) -> None:
+    short = [
+        replace(one, prompt=tuple((str(part[0]), 1 + int(part[1]) // 20) for part in one.prompt), output=("x", 1))
+        for one in random_trace(3, num_requests=60).requests
+    ]
+    trace = Trace(tuple(short), VOCABULARY)
+    with Engine(model, max_kv_bytes=400 * token_bytes) as engine:
+        computed = replay(trace, engine)
+    simulated = simulate(trace, max_tokens=400)
+    assert (simulated.reused, simulated.evicted_tokens) == (computed.reused, computed.evicted_tokens)
+    assert simulated.evicted_tokens > 0
+
+
+def test_without_a_limit_every_token_seen_before_is_a_hit() -> None:
+    trace = FiveAgents(2, 1, **SMALL).trace()
+    seen: list[np.ndarray] = []
+    for request, reused in zip(trace.requests, simulate(trace).reused, strict=True):
+        prompt, output = trace.prompt_of(request), trace.output_of(request)
+        assert reused == max((shared(prompt, other) for other in seen), default=0)
+        seen.append(np.concatenate([prompt, output[:-1]]))
+
+
+def shared(a: np.ndarray, b: np.ndarray) -> int:
+    size = min(len(a), len(b))
+    return int(np.append(a[:size] != b[:size], True).argmax())
+
+
+def test_hits_and_misses_add_up_to_the_prompt_tokens() -> None:
+    trace = FiveAgents(1, 0).trace()
+    found = simulate(trace, max_tokens=7000)
+    lengths = {True: 0, False: 0}
+    for one in trace.requests:
+        lengths[one.agent in ("Viewer", "Patcher")] += len(trace.prompt_of(one))
+    assert found.hotspot_hits + found.hotspot_misses == lengths[True]
+    assert found.other_hits + found.other_misses == lengths[False]
+    assert found.hotspot_hit_rate == found.hotspot_hits / lengths[True]
+
+
+def test_contribution_halves_the_misses_of_the_hotspots() -> None:
+    """At the budget where LRU has the hit rate of the paper's baseline, 0.90."""
+    trace = FiveAgents(7, 0).trace()
+    lru, contribution = (simulate(trace, policy, 7100) for policy in ("lru", "contribution"))
+    assert 0.89 < lru.hotspot_hit_rate < 0.92
+    assert contribution.hotspot_misses <= 0.5 * lru.hotspot_misses
+    assert contribution.evicted_tokens <= lru.evicted_tokens / 1.5
+
+
+def test_scores_follow_agents_that_exchange_their_parts() -> None:
+    trace = FiveAgents(14, 0, is_changing=True).trace()
+    lru, contribution = (simulate(trace, policy, 7300) for policy in ("lru", "contribution"))
+    assert contribution.hotspot_misses <= 0.6 * lru.hotspot_misses
+    assert isinstance(contribution.policy, ContributionPolicy)
+    score = {agent: one.score for agent, one in contribution.policy.scores.current.items()}
+    assert score["Searcher"] > score["Viewer"]
+
+
+@pytest.mark.parametrize("imitates", [False, True])
+def test_an_agent_that_inflates_its_score_does_not_displace_the_hotspots(imitates: bool) -> None:
+    honest = FiveAgents(3, 0).trace()
+    crowded = with_adversary(honest, imitates=imitates)
+    alone, beside = simulate(honest, "contribution", 8500), simulate(crowded, "contribution", 8500)
+    assert beside.hotspot_hit_rate > alone.hotspot_hit_rate - 0.02
+    assert beside.hotspot_hit_rate > simulate(crowded, "lru", 8500).hotspot_hit_rate - 0.005
+
+
+def test_an_agent_whose_prefix_is_always_evicted_before_its_next_request_is_learned() -> None:
+    """The rules of two agents alternate with texts that are used once; a round exceeds the budget."""
+    requests = []
+    for number in range(12):
+        texts = (("Searcher", f"text {number}", 30), ("Summary", f"report {number}", 30))
+        for agent, name, length in (("Patcher", "rules", 24), ("Viewer", "guide", 24), *texts):
+            requests.append(TraceRequest(agent, ((name, length),), ("answer", 2)))
+    lru, contribution = (simulate(Trace(tuple(requests)), policy, 100) for policy in ("lru", "contribution"))
+    assert lru.hotspot_hits + lru.other_hits == 0
+    assert contribution.reused[-8:] == [24, 24, 0, 0] * 2
+
+
+def test_requests_may_hold_token_ids_and_come_from_json() -> None:
+    requests = [TraceRequest("a", ([5, 6, 7],), [8, 9]), TraceRequest("a", ([5, 6, 7, 8], ("x", 3)), ("y", 2))]
+    read = [TraceRequest(**fields) for fields in json.loads(json.dumps([*map(asdict, requests)]))]
+    for trace in (Trace(requests), Trace(read)):
+        assert simulate(trace).reused == [0, 4]
+
+
+def test_invalid_arguments_raise() -> None:
+    trace = FiveAgents(1, 0).trace()
+    with pytest.raises(ValueError, match=r"'lru'.* got 'fifo'"):
+        simulate(trace, "fifo")
+    with pytest.raises(ValueError, match="max_tokens .* got 0"):
+        simulate(trace, max_tokens=0)
+    with pytest.raises(ValueError, match="priority"):
+        simulate(trace, object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'x' .* got 0"):
+        simulate(Trace([TraceRequest("a", [("x", 0)], [1])]))
+    with pytest.raises(KVBudgetError):
+        simulate(trace, max_tokens=1000)
+
+
+def test_the_benchmark_compares_policies_at_the_budget_of_the_paper_and_beside_an_engine(model: Any) -> None:
+    trace = FiveAgents(2, 0).trace()
+    budget = benchmark.budget_of(trace, 0.85)
+    unlimited, lru, contribution, _ = benchmark.compare([trace], [budget])
+    assert abs(lru["hotspot_hit_rate"] - 0.85) < 0.05
+    assert lru["fewer_misses"]["mean"] == unlimited["evicted_tokens"] == 0
+    assert 1 <= contribution["fewer_evicted"]["mean"] <= unlimited["fewer_evicted"]["mean"]
+    assert all(entry["is_equal"] for entry in benchmark.beside_engine(model, 1))
