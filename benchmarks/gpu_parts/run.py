@@ -18,7 +18,7 @@ from hf_parallel.kernels import BACKEND_VARIABLE, select_backend
 from hf_parallel.models import compiled
 
 from . import report
-from .acceptance import DIFFERENCE, Acceptance, differences
+from .acceptance import DIFFERENCE, Target, differences, targets
 from .attention import AttentionStage
 from .cases import Case, run_cases
 from .correctness import CorrectnessStage
@@ -68,9 +68,9 @@ class Sizes:
     workers: int = 4
 
     @property
-    def acceptance(self) -> Acceptance:
+    def targets(self) -> list[Target]:
         """Targets for these sizes."""
-        return Acceptance(self.model, self.large_kv_bytes, self.long_tokens, self.workers)
+        return targets(self.model, self.large_kv_bytes, self.long_tokens, self.workers)
 
 
 QUICK = Sizes(
@@ -156,7 +156,7 @@ class Run:
         whole = Deadline(seconds)
         for number, name in enumerate(names):
             self.stage(name, whole.left * SHARES[name] / sum(SHARES[later] for later in names[number:]))
-        self.report["acceptance"] = self.sizes.acceptance.table(self.report["stages"])
+        self.report["acceptance"] = [target.judge(self.report["stages"]) for target in self.sizes.targets]
         report.print_acceptance(self.report["acceptance"])
         self.write()
         return self.report
