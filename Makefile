@@ -32,7 +32,7 @@ help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY) ## run the demo on the embedded model
-	@$(RUN) -m hf_parallel_command demo $(ARGS)
+	@$(RUN) -m hf_parallel demo $(ARGS)
 
 test: lint ## lint, then run the quick tests (minutes)
 	@$(PYTEST) -m "not slow" $(ARGS)

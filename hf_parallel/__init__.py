@@ -1,70 +1,62 @@
-"""Parallel generation over a shared KV cache, for Hugging Face Transformers."""
+"""Parallel generation over a shared KV cache, for Hugging Face Transformers.
 
-from hf_parallel import hub, pipelines
-from hf_parallel.cache import BlockCache
-from hf_parallel.cache.hogwild import HogwildCache
-from hf_parallel.cache.logits import LogitsCache
-from hf_parallel.cache.shared_prefix import SharedPrefixCache
-from hf_parallel.cache.tree_branch import TreeBranchCache
-from hf_parallel.generation import (
-    CHAIN_OF_DRAFT,
-    ConsoleStreamer,
-    GenerationStats,
-    ParallelConfig,
-    ParallelIteratorStreamer,
-    ParallelOutput,
-    ParallelStreamer,
-    build_prompt,
-    chain_of_draft_prompt,
-    disable,
-    enable,
-    generate,
-    is_enabled,
-    modes,
-)
-from hf_parallel.generation.modes import *  # noqa: F403
-from hf_parallel.generation.replay import Hotspot, ReplayPolicy, Stepwise
-from hf_parallel.kernels import Backend, backends
-from hf_parallel.models.attention import UnsupportedModelError
-from hf_parallel.models.embedded import load_embedded_model
-from hf_parallel.pipelines import ParallelTextGenerationPipeline
+Public names are imported when they are first used (PEP 562), as the import of torch takes seconds. `__init__.pyi` lists
+them with their modules.
+"""
+
+import ast
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CHAIN_OF_DRAFT",
-    "Backend",
-    "BlockCache",
-    "ConsoleStreamer",
-    "GenerationStats",
-    "HogwildCache",
-    "Hotspot",
-    "LogitsCache",
-    "ParallelConfig",
-    "ParallelIteratorStreamer",
-    "ParallelOutput",
-    "ParallelStreamer",
-    "ParallelTextGenerationPipeline",
-    "ReplayPolicy",
-    "SharedPrefixCache",
-    "Stepwise",
-    "TreeBranchCache",
-    "UnsupportedModelError",
-    "backends",
-    "build_prompt",
-    "chain_of_draft_prompt",
-    "disable",
-    "enable",
-    "generate",
-    "is_enabled",
-    "hub",
-    "load_embedded_model",
-]
-__all__ += modes.__all__
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+_MODULES = {name.name: node.module for node in _STUB.body if isinstance(node, ast.ImportFrom) for name in node.names}
+"""Module of each public name."""
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _MODULES[name]
+    value = import_module(f"{__name__}.{name}") if module == __name__ else getattr(import_module(module), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
     return ["__version__", *__all__]
 
 
-pipelines.register()
+class _PipelineFinder:
+    """Registers `pipeline("parallel-text-generation")` as soon as transformers' pipelines have been imported."""
+
+    name = "transformers.pipelines"
+
+    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            import_module("hf_parallel.pipelines")
+
+        spec.loader.exec_module = execute_and_register
+        return spec
+
+
+if _PipelineFinder.name in sys.modules:
+    import_module("hf_parallel.pipelines")
+else:
+    sys.meta_path.insert(0, _PipelineFinder())

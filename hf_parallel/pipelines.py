@@ -264,3 +264,7 @@ def _merged(
     if continued:
         return {"generated_text": [*before, {**last, "content": last["content"] + text}]}
     return {"generated_text": [*before, last, {"role": "assistant", "content": text}]}
+
+
+if __name__ == "hf_parallel.pipelines":  # not in the copy that `save_pretrained` makes
+    register()

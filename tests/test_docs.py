@@ -34,9 +34,9 @@ from pages import (
 )
 
 import hf_parallel
+from hf_parallel.cli import main as cli
 from hf_parallel.cli.evaluate import evaluate, read_runs
 from hf_parallel.cli.generate import generate
-from hf_parallel.cli.main import make_parser
 from hf_parallel.cli.settings import read_settings
 from hf_parallel.generation import MODES
 
@@ -179,8 +179,9 @@ def check_python(words: list[str]) -> None:
 
 def check_hf_parallel(words: list[str]) -> None:
     words = words[: words.index(">")] if ">" in words else words
-    options, others = make_parser().parse_known_args(words)
-    assert options.forwards or not others, words
+    if words and words[0] in cli.COMMANDS and not cli.COMMANDS[words[0]].description:
+        return  # it parses its own arguments
+    options = cli.make_parser(words[0] if words else "").parse_args(words)
     if options.run is generate:
         read_settings(options)
     elif options.run is evaluate:
@@ -188,8 +189,8 @@ def check_hf_parallel(words: list[str]) -> None:
 
 
 def check_accelerate(words: list[str]) -> None:
-    assert "hf_parallel_command" in words, words
-    check_hf_parallel(words[words.index("hf_parallel_command") + 1 :])
+    assert "hf_parallel" in words, words
+    check_hf_parallel(words[words.index("hf_parallel") + 1 :])
 
 
 CHECKS = {

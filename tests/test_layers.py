@@ -65,8 +65,6 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in python_files(ROOT / PACKAGE)}
-SOURCES = {**MODULES, "hf_parallel_command": ROOT / "hf_parallel_command.py"}
-"""Modules of the package and the one beside it."""
 
 
 @cache
@@ -76,7 +74,7 @@ def syntax_tree(path: Path) -> ast.Module:
 
 def imports(name: str) -> Iterator[str]:
     """Yield the modules of the package that a module imports, also under TYPE_CHECKING."""
-    for node in _import_nodes(syntax_tree(SOURCES[name])):
+    for node in _import_nodes(syntax_tree(MODULES[name])):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         else:
@@ -151,10 +149,10 @@ def test_a_cycle_would_be_found() -> None:
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if layer(name) != "generation.modes"])
+@pytest.mark.parametrize("name", [name for name in MODULES if layer(name) != "generation.modes"])
 def test_modes_are_named_in_generation_modes_alone(name: str) -> None:
     """Neither in strings (except docstrings), nor as identifiers, nor by imports of a mode's files."""
-    tree = syntax_tree(SOURCES[name])
+    tree = syntax_tree(MODULES[name])
     word = re.compile(rf"(?<![\w.])({'|'.join(MODE_NAMES)})(?!\w)")
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = []
@@ -176,9 +174,9 @@ def test_file_is_short_and_has_a_docstring(path: Path) -> None:
     assert ast.get_docstring(syntax_tree(path)), "the module has no docstring"
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", MODULES)
 def test_public_functions_and_classes_are_documented(name: str) -> None:
-    tree = syntax_tree(SOURCES[name])
+    tree = syntax_tree(MODULES[name])
     assert not (missing := list(undocumented(tree, name))), f"no docstring: {missing}"
 
 
@@ -204,6 +202,16 @@ def run(script: str) -> None:
 def test_the_directory_of_the_package_lists_public_names_that_exist() -> None:
     assert dir(hf_parallel) == sorted({"__version__", *hf_parallel.__all__})
     assert all(hasattr(hf_parallel, name) for name in dir(hf_parallel))
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    run("import hf_parallel\nassert 'torch' not in sys.modules")
+
+
+@pytest.mark.parametrize("first", ["hf_parallel", "transformers.pipelines", "hf_parallel.pipelines"])
+def test_importing_the_package_registers_the_pipeline(first: str) -> None:
+    used = "PIPELINE_REGISTRY.check_task('parallel-text-generation')"
+    run(f"import {first}, hf_parallel\nfrom transformers.pipelines import PIPELINE_REGISTRY\n{used}")
 
 
 def test_core_needs_torch_and_transformers_only() -> None:
@@ -277,14 +285,15 @@ for name in ("eager", "sdpa"):  # transformers caches on the class that they are
     model.set_attn_implementation(name)
 before, functions = snapshot(), registered()
 mixin = dict(vars(transformers.GenerationMixin))
-import hf_parallel
+from hf_parallel import enable
 assert not changes(before, snapshot()), changes(before, snapshot())
 assert dict(vars(transformers.GenerationMixin)) == mixin
 for old, new in zip(functions, registered()):
     assert set(new) - set(old) == {{"hf_parallel"}}
     assert all(new[name] is old[name] for name in old)
 
-hf_parallel.enable(model).generate(**arguments, generation_mode="shared_prefix")
+import hf_parallel
+enable(model).generate(**arguments, generation_mode="shared_prefix")
 assert type(model) is not transformers.LlamaForCausalLM
 assert not changes(before, snapshot()), changes(before, snapshot())
 assert dict(vars(transformers.GenerationMixin)) == mixin

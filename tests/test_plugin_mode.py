@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, TextStreamer, pipeline
 
 import hf_parallel
 from hf_parallel.cli import main as cli
-from hf_parallel.cli.live import live_view
+from hf_parallel.cli.live import LiveView
 from hf_parallel.generation import MODES
 
 PAGE = ROOT / "docs" / "new_mode.md"
@@ -222,7 +222,7 @@ def test_a_saved_run_can_be_viewed(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("console", [a_pipe, a_terminal])
 def test_the_live_view_has_a_column_per_row(console: Any, model: Any, tokenizer: Any) -> None:
     screen, config = console(), MODES["openings"](openings=OPENINGS)
-    with live_view(config, screen, tokenizer) as view, view.watching(model):
+    with LiveView(config, screen, tokenizer) as view, view.watching(model):
         generate(model, tokenizer, PROMPTS[:1], streamer=view)
     assert [row.name for row in view.rows.values()] == OPENINGS
     assert view.passes > 0

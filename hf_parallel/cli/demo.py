@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from rich.rule import Rule
 from rich.table import Column, Table
 from transformers import PreTrainedTokenizerBase
 
-from hf_parallel.cli.live import live_view, make_console
+from hf_parallel.cli.live import LiveView, make_console
 from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
 from hf_parallel.cli.settings import add_template_option
 from hf_parallel.detokenizer import decode
@@ -26,6 +25,7 @@ from hf_parallel.generation import build_prompt, enable
 from hf_parallel.generation.modes import HogwildConfig, SharedPrefixConfig
 from hf_parallel.generation.presets import SAMPLING
 from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import load_model
 
 TASK = "Plan a picnic in the park for ten people."
@@ -43,36 +43,38 @@ class Sizes:
     new_tokens: int = 24
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo and return its exit status."""
-    options = _parse(arguments)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--quick", action="store_true", help="small sizes, takes a few seconds")
+    parser.add_argument("--model", metavar="ID_OR_PATH", help="a chat model (default: the embedded one)")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of each worker (128)")
+    parser.add_argument("--task", default=TASK, metavar="TEXT", help=f"task of the workers ({TASK})")
+    add_template_option(parser.add_argument)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
+    parser.set_defaults(run=demo)
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    if options.max_new_tokens is not None and options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
+    if not options.task.strip():
+        raise ValueError("--task must not be empty")
     console = make_console()
+    sizes = Sizes(passes=24, prompt=96, rows=4, new_tokens=6) if options.quick else Sizes()
+    with console.status(f"Loading {options.model or MODEL_NAME} ..."):
+        model, tokenizer = load_model(options.model)
+        enable(model)
     try:
-        sizes = Sizes(passes=24, prompt=96, rows=4, new_tokens=6) if options.quick else Sizes()
-        model, tokenizer = load(options.model, console)
-        try:
-            show_workers(console, model, tokenizer, options, options.max_new_tokens or sizes.passes)
-        except KeyboardInterrupt:
-            console.print("Stopped; on to the second part (Ctrl-C again to exit).\n")
-        except UnsupportedModelError as error:
-            console.print(f"Skipped: {error}\n")
-        show_shared_prefix(console, model, tokenizer, sizes, options.seed)
-        console.print(Rule("3. Your own model", align="left"))
-        console.print(NEXT_STEPS, soft_wrap=True)
+        show_workers(console, model, tokenizer, options, options.max_new_tokens or sizes.passes)
     except KeyboardInterrupt:
-        console.print("\nStopped.")
-        return 130
+        console.print("Stopped; on to the second part (Ctrl-C again to exit).\n")
+    except UnsupportedModelError as error:
+        console.print(f"Skipped: {error}\n")
+    show_shared_prefix(console, model, tokenizer, sizes, options.seed)
+    console.print(Rule("3. Your own model", align="left"))
+    console.print(NEXT_STEPS, soft_wrap=True)
     return 0
-
-
-def load(name: str | None, console: Console) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load the embedded model, or another one by Hub id or path, in float32, and enable it."""
-    try:
-        with console.status(f"Loading {name or 'SmolLM2-135M-Instruct'} ..."):
-            model, tokenizer = load_model(name)
-            return enable(model), tokenizer
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise SystemExit(f"{name or 'The embedded model'} cannot be used: {error}") from error
 
 
 def show_workers(
@@ -90,10 +92,8 @@ def show_workers(
     console.print(f"Task: {options.task}\n")
     inputs = {name: tensor.to(model.device) for name, tensor in prompt.items()}
     settings = {**SAMPLING, "max_new_tokens": passes, "return_dict_in_generate": True}
-    with live_view(config, console) as view, view.watching(model):
+    with LiveView(config, console) as view, view.watching(model):
         output = model.generate(**inputs, **settings, parallel_config=config, tokenizer=tokenizer, streamer=view)
-    if not console.is_interactive:
-        console.print(view.summary)
     moved, megabytes = sum(step.forward_pass is not None for step in output.history[0]), output.stats.kv_bytes / 1e6
     console.print(f"{moved} steps moved into the history. The cache stores every token once: {megabytes:.1f} MB.\n")
     if output.answers[0] is not None:
@@ -185,19 +185,3 @@ make demo ARGS='--task "Write a song about the sea."'
 make demo ARGS="--model Qwen/Qwen3-0.6B"
 .venv/bin/hf-parallel generate --mode {HogwildConfig.mode} --format live "Plan a day in Rome."
 """
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="hf-parallel demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes, takes a few seconds")
-    parser.add_argument("--model", metavar="ID_OR_PATH", help="a chat model (default: the embedded one)")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of each worker (128)")
-    parser.add_argument("--task", default=TASK, metavar="TEXT", help=f"task of the workers ({TASK})")
-    add_template_option(parser.add_argument)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
-    options = parser.parse_args(arguments)
-    if options.max_new_tokens is not None and options.max_new_tokens < 1:
-        parser.error(f"argument --max-new-tokens: must be at least 1, got {options.max_new_tokens}")
-    if not options.task.strip():
-        parser.error("argument --task: must not be empty")
-    return options

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hf_parallel.cli.generate import check_model_options, load
+from hf_parallel.cli.generate import add_model_options, check_model_options, load
 from hf_parallel.cli.serve import free_memory, parse_bytes
 from hf_parallel.cli.settings import add_template_option, check_generation, parse
 from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_problems, read_results, table
@@ -40,7 +40,7 @@ EXAMPLES = f"""examples:
       --budgets 64,128,256 --seed 0 --output runs/arithmetic
       four lines in each plot: plain generation, two workers, three workers, a vote among four answers
 
-  accelerate launch --num_processes 2 -m hf_parallel_command evaluate --task arithmetic --output runs/both
+  accelerate launch --num_processes 2 -m hf_parallel evaluate --task arithmetic --output runs/both
       in two processes, each of which solves half of the problems on its own GPU (on a CPU: --multi_gpu, too)
 
 settings:
@@ -87,10 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--finisher-tokens", type=int, metavar="N", help=words)
     add("--finisher-prompt", metavar="TEXT", help="text that it continues (default: one that fits the task)")
     add = parser.add_argument_group("model").add_argument
-    add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="weight dtype (auto)")
-    add("--device", help="such as cpu or cuda:1 (default: a GPU if there is one, one for each process)")
-    add("--no-preset", action="store_true", help="the embedded model without the settings chosen for it")
+    add_model_options(add)
     words = "generations at a time, all of one mode and its settings (8); 1 measures the seconds of one alone"
     add("--concurrent", type=int, default=8, metavar="N", help=words)
     words = "memory for keys and values, such as 2G (half of what is free)"

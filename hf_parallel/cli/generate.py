@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -18,24 +18,85 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.cli.interruptible import InterruptibleCall
-from hf_parallel.cli.settings import PLAIN, describe, read_settings
+from hf_parallel.cli.settings import GENERATION_OPTIONS, PLAIN, add_template_option, describe, read_settings
 from hf_parallel.files import JSONObject, write_atomically
-from hf_parallel.generation import GenerationStats, ParallelConfig, enable
+from hf_parallel.generation import MODES, GenerationStats, ParallelConfig, enable
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.mixin import take_parallel_config
+from hf_parallel.generation.modes import DEFAULT_MODE, PDOSConfig, SharedPrefixConfig
 from hf_parallel.generation.printing import INTERRUPTED, ConsoleStreamer
 from hf_parallel.generation.prompts import build_prompt, check_unused_template_kwargs, encode_task
 from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.rng import mix
-from hf_parallel.generation.validation import is_int
+from hf_parallel.generation.validation import is_int, suggestion
 from hf_parallel.models.capabilities import embedded_capabilities
 from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import check_model_folder, load_model
 from hf_parallel.transcript.page import render
 
 FORMATS = ("text", "jsonl", "live")
+EXAMPLES = f"""examples:
+  hf-parallel generate "..." --mode {SharedPrefixConfig.mode} --sample --num-return-sequences 8
+  hf-parallel generate "..." --mode {PDOSConfig.mode} --model Qwen/Qwen3-8B --set join=rotate
+"""
 _WRITERS: dict[str, Callable[[JSONObject], str]] = {".json": json.dumps, ".html": render, ".htm": render}
 """Functions that convert a transcript to text, by suffix of the output file."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.epilog = f"{EXAMPLES}\nsettings of the modes, for --set:\n{_settings_help()}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument_group("prompts").add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="a prompt; - or none: read one from stdin")
+    add("--file", action="append", type=Path, default=[], metavar="FILE", help="a file that holds a prompt; -: stdin")
+    add("--lines", action="store_true", help="every line of a file, or of stdin, is a prompt")
+    add("--batch-size", type=int, default=8, metavar="N", help="number of prompts that are answered at a time (8)")
+    add_template_option(add)
+    add("--raw", action="store_true", help="prompts unchanged: no chat template, no instructions of the mode")
+    add = parser.add_argument_group("model and mode").add_argument
+    add_model_options(add)
+    words = f"{', '.join(MODES)}, or {PLAIN} (no mode); default: {DEFAULT_MODE}"
+    add("--mode", default=DEFAULT_MODE, type=_mode, metavar="MODE", help=words)
+    add("--settings", action="store_true", help="print what the mode does and what its settings mean, and exit")
+    words = "a setting of the mode or of generate, see below"
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=words)
+    add("--logits-cache", type=Path, metavar="FILE", help="load cached logits from the file, and save them there")
+    add = parser.add_argument_group("generation").add_argument
+    for name, kind, words in GENERATION_OPTIONS:
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=words)
+    words = "sample tokens (implied by temperature, top-p, top-k and similar settings)"
+    add("--sample", action="store_true", default=None, help=words)
+    add("--greedy", action="store_true", help="greedy decoding")
+    add("--seed", type=int, metavar="N", help="seed of the sampling")
+    add = parser.add_argument_group("output").add_argument
+    add("--format", default="text", choices=FORMATS, help="text as it is generated, one object per answer, a live view")
+    words = "save the transcript: .json for `hf-parallel view`, .html or .htm for the page itself"
+    add("-o", "--output", type=Path, metavar="FILE", help=words)
+    add("--stats", action="store_true", help="print the cost on stderr")
+    parser.set_defaults(run=generate)
+
+
+def add_model_options(add: Callable[..., object]) -> None:
+    """Add the options of `load`."""
+    add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="weight dtype (auto)")
+    add("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
+    add("--no-preset", action="store_true", help="the embedded model without the settings chosen for it")
+
+
+def _mode(name: str) -> str:
+    known = [*MODES, PLAIN]
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}, got {name!r}{suggestion(name, known)}")
+    return name
+
+
+def _settings_help() -> str:
+    lines = ["  values are JSON or plain text: num_workers=3, layout=interleaved, branch_stops='[\"\\n\"]'"]
+    for mode, config in MODES.items():
+        lines.append(f"  {mode}: " + ", ".join(name for name in config.fields() if name != "logits_cache"))
+    return "\n".join(lines) + f"\n  their meanings: hf-parallel generate --mode {DEFAULT_MODE} --settings"
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -64,9 +125,7 @@ def generate(options: argparse.Namespace) -> int:
             inputs = encode(batch, tokenizer, config, options, model.device)
             call = InterruptibleCall(model, tokenizer, _batch_config(config, number), {**inputs, **settings})
             try:
-                if options.format == "live":
-                    _watch(call)
-                else:
+                if options.format != "live" or not _watch(call):
                     _print(options, call, batch, number, len(prompts) > 1)
             finally:
                 stats += [call.stats] if call.stats is not None else []
@@ -111,7 +170,7 @@ def _save_logits(options: argparse.Namespace, config: ParallelConfig | None) -> 
 def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[str], batch: int, headed: bool) -> None:
     """Run a call and print its answers: streamed, under a heading per prompt, or as JSON lines at the end."""
     headings = [f"== {' '.join(prompt.split())[:72]}" if headed else "" for prompt in prompts]
-    if batch and options.format == "text":
+    if batch and options.format != "jsonl":
         print()
     out = StringIO() if options.format == "jsonl" else sys.stdout
     ends, budget = call.model.generation_config.eos_token_id, call.arguments.get("max_new_tokens")
@@ -150,13 +209,18 @@ def print_record(record: JSONObject) -> None:
     print(json.dumps(record, ensure_ascii=not unicode), flush=True)
 
 
-def _watch(call: InterruptibleCall) -> None:
-    from hf_parallel.cli.live import live_view, make_console
+def _watch(call: InterruptibleCall) -> bool:
+    """Run a call in a live view; return False if stdout is no terminal that can show it."""
+    from hf_parallel.cli.live import LiveView, make_console
 
     assert call.config is not None, "check_options requires a mode"
-    with live_view(call.config, make_console(), call.tokenizer) as view, view.watching(call.model):
+    console = make_console()
+    if not console.is_interactive:
+        return False
+    with LiveView(call.config, console, call.tokenizer) as view, view.watching(call.model):
         call.run(view)
         view.interrupted = call.interrupted
+    return True
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
@@ -207,7 +271,7 @@ def check_options(options: argparse.Namespace, prompts: Sequence[str]) -> None:
         check_unused_template_kwargs(options.chat_template_kwargs, "--raw applies no chat template")
     check_model_options(options)
     if options.format == "live":
-        check_rich("--format live")
+        import_module("hf_parallel.cli.live")  # raises an error without rich
         if options.mode == PLAIN or len(prompts) > 1:
             raise ValueError(f"--format live shows one prompt in a mode, got {len(prompts)} and --mode {options.mode}")
 
@@ -220,12 +284,6 @@ def check_model_options(options: argparse.Namespace) -> None:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:  # the following lines are for developers of torch
         raise ValueError(f"--device {options.device}: {str(error).partition(chr(10))[0]}") from error
-
-
-def check_rich(user: str) -> None:
-    """Raise `ValueError` if rich is not installed."""
-    if importlib.util.find_spec("rich") is None:
-        raise ValueError(f"{user} needs rich, which is not installed: pip install rich")
 
 
 def _check_writable(option: str, path: Path) -> None:

@@ -1,7 +1,4 @@
-"""Live view of the rows of a mode: columns in a terminal, lines elsewhere.
-
-The views are streamers for one prompt. They need rich: pip install 'hf_parallel[demo]'.
-"""
+"""Live view of the rows of a call: columns in a terminal. It needs rich: pip install 'hf_parallel[demo]'."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from functools import partial
 
 import torch
 from rich.box import ROUNDED
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.table import Table
@@ -68,17 +64,25 @@ class ShownRow:
 
 
 class LiveView:
-    """State of the rows of a call: a `ParallelStreamer` and context manager.
+    """Streamer that shows the rows of one prompt: a column per row, as many as fit, unfinished rows first.
 
-    `tokenizer` decodes the tokens of modes that stream no text; without it their rows are not shown. `interrupted` is
-    set by the caller, or on leaving the context with an exception.
+    Use it as a context manager. A terminal shows frames below earlier output while rows are generated. At the end, the
+    last picture is printed, with the full text of up to 12 rows; other consoles get only this one.
+
+    Parameters
+    ----------
+    config : ParallelConfig
+        The mode and its settings.
+    console : rich.console.Console
+    tokenizer : PreTrainedTokenizerBase, optional
+        Decodes the tokens of modes that stream no text. Without it, their rows are not shown.
     """
 
     def __init__(
         self, config: ParallelConfig, console: Console, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
         self.config, self.console, self.tokenizer = config, console, tokenizer
-        self.interrupted = False
+        self.interrupted = False  # set by the caller, or on leaving the context with an exception
         self.num_prompts = 1
         num_rows = config.rows_per_prompt * config.traits.streams_text
         self.rows = {row: ShownRow(self._name(row)) for row in range(num_rows)}
@@ -89,12 +93,20 @@ class LiveView:
         self._special = set(getattr(tokenizer, "all_special_ids", ()))
         self._first: tuple[float, int] | None = None  # time and number of the first tokens
         self._last = 0.0  # time of the last tokens
+        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._drawn = 0.0
 
     def __enter__(self) -> LiveView:
+        self._live.start()
+        self._draw(now=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *exception: object) -> None:
+        self._live.stop()
         self.interrupted |= kind is not None
+        for row in self.rows.values():
+            row.interrupted, row.done = self.interrupted and not row.done, True
+        self.console.print(self.picture())
 
     @contextmanager
     def watching(self, model: PreTrainedModel) -> Iterator[None]:
@@ -140,16 +152,14 @@ class LiveView:
                 self.write_row(row, "", "end")
             elif not self.rows[row].done:
                 self.rows[row].last.text += _clean(self.completions[row].add([token]))
-        self.changed()
+        self._draw()
 
     def _begin(self, num_prompts: int) -> None:
         self.num_prompts = num_prompts
         rows = num_prompts * self.config.rows_per_prompt
         if not self.config.traits.streams_text:
-            self.completions = [
-                IncrementalDetokenizer(self.tokenizer) for _ in range(rows) if self.tokenizer is not None
-            ]
-            rows = len(self.completions)
+            rows *= self.tokenizer is not None
+            self.completions = [IncrementalDetokenizer(self.tokenizer) for _ in range(rows)]  # type: ignore[arg-type]
         self.rows = {row: ShownRow(self._name(row)) for row in range(rows)}
 
     def _name(self, row: int) -> str:
@@ -168,128 +178,28 @@ class LiveView:
             shown.steps.append(ShownStep(_clean(self.config.rows.step_text(index, len(shown.steps) + 1, text))))
         elif event in ("token", "inject"):
             shown.last.text += _clean(text)
-            self.changed()
-        elif event in ("step", "join"):  # a join finishes the last step of every row
-            for ending in [shown] if event == "step" else self.rows.values():
-                if event == "step" or ending.last.ended is None:
-                    ending.last.ended = self.passes
-                    self.step_ended(ending)
-            if event == "join":
-                shown.steps.append(ShownStep())
+            self._draw()
+        elif event == "step":
+            shown.last.ended = self.passes
+        elif event == "join":  # finishes the last step of every row
+            for ending in self.rows.values():
+                ending.last.ended = self.passes if ending.last.ended is None else ending.last.ended
+            shown.steps.append(ShownStep())
         elif event == "end" and not shown.done:
             shown.done, shown.end_reason = True, self._end_reasons.get(row, "")
-            if shown.steps and shown.last.text.strip() and shown.last.ended is None:
-                self.step_ended(shown)
 
     def end(self) -> None:
         """End all rows and show the final state."""
         for row in self.rows:
             self.write_row(row, "", "end")
-        self.changed(now=True)
+        self._draw(now=True)
 
-    def changed(self, now: bool = False) -> None:
-        """Hook that is called after each forward pass."""
-
-    def step_ended(self, row: ShownRow) -> None:
-        """Hook that is called when the last step of a row is finished, and when a row ends with an unfinished step."""
-
-
-class LiveLines(LiveView):
-    """Prints a line per finished step: `Alice | ...`."""
-
-    def step_ended(self, row: ShownRow) -> None:
-        """Print the step, unless it was printed when its row ended."""
-        ended = row.last.ended
-        if ended is None or not row.done:
-            self._print(row, f"(step {len(row.steps)}, pass {ended})" if ended else f"({row.end_reason or 'end'})")
-
-    def __exit__(self, kind: type[BaseException] | None = None, *exception: object) -> None:
-        """Print the unfinished steps of an interrupted call."""
-        super().__exit__(kind, *exception)
-        for row in self.rows.values() if self.interrupted else ():
-            if not row.done and row.last.ended is None and row.last.text.strip():
-                self._print(row, "(interrupted)")
-
-    def _print(self, row: ShownRow, mark: str) -> None:
-        lines = [line for line in row.last.text.strip().splitlines() if line.strip()] or [""]
-        for line in (*lines[:-1], f"{lines[-1]}  {mark}"):
-            self.console.print(Text(f"{self._margin(row)}{line}"), soft_wrap=True)
-
-    def _margin(self, row: ShownRow) -> str:
-        return f"{row.name:<{max(len(other.name) for other in self.rows.values())}} | "
-
-
-class LiveFrames(LiveView):
-    """Draws frames below earlier output while rows are generated, and removes the last one on exit."""
-
-    def __init__(
-        self, config: ParallelConfig, console: Console, tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> None:
-        super().__init__(config, console, tokenizer)
-        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._drawn = 0.0
-
-    def __enter__(self) -> LiveView:
-        self._live.start()
-        self.changed(now=True)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None = None, *exception: object) -> None:
-        self._live.stop()
-        super().__exit__(kind, *exception)
-
-    def changed(self, now: bool = False) -> None:
-        """Draw a frame, at most one per `FRAME_SECONDS`."""
-        if now or time.perf_counter() - self._drawn >= FRAME_SECONDS:
-            self._live.update(self.frame(), refresh=True)
+    def _draw(self, now: bool = False) -> None:
+        """Draw a frame at the height that is left below earlier output, at most one per `FRAME_SECONDS`."""
+        if self._live.is_started and (now or time.perf_counter() - self._drawn >= FRAME_SECONDS):
+            height = max(min(self.console.height - ABOVE, MAX_HEIGHT), MIN_HEIGHT - 1)
+            self._live.update(self.picture(height), refresh=True)
             self._drawn = time.perf_counter()
-
-    def frame(self) -> Group:
-        """Return the current frame, no higher than the terminal."""
-        raise NotImplementedError
-
-    def _summary_line(self, hidden: int) -> Text:
-        """Return the summary, with the number of rows that are not shown."""
-        more = f", and {hidden} more row{'s' * (hidden > 1)}" * (hidden > 0)
-        return Text(self.summary + more, style="bold", no_wrap=True, overflow="ellipsis")
-
-
-class LiveTails(LiveFrames, LiveLines):
-    """Prints a line per finished step and shows the end of each unfinished step below, one line each."""
-
-    def __exit__(self, kind: type[BaseException] | None = None, *exception: object) -> None:
-        """Print the summary."""
-        super().__exit__(kind, *exception)
-        self.console.print(Text(self.summary, "bold"), soft_wrap=True)
-
-    def frame(self) -> Group:
-        """Return the ends of the first unfinished rows, and the summary."""
-        active = [row for row in self.rows.values() if not row.done]
-        rows = active[: min(max(self.console.height - 2, 1), MAX_ROWS)]
-        tails = [Text(self._tail(row), "dim", no_wrap=True, overflow="crop") for row in rows]
-        return Group(*tails, self._summary_line(len(active) - len(rows)))
-
-    def _tail(self, row: ShownRow) -> str:
-        margin = self._margin(row)
-        width = max(self.console.width - cell_len(margin), 1)
-        text = "" if not row.steps or row.last.ended is not None else " ".join(row.last.text.split())[-width:]
-        while cell_len(text) > width:  # some characters are two cells wide
-            text = text[1:]
-        return margin + text
-
-
-class LiveColumns(LiveFrames):
-    """Shows a column per row: in a frame as many as fit, unfinished rows first; on exit `MAX_ROWS`, at full height."""
-
-    def __exit__(self, kind: type[BaseException] | None = None, *exception: object) -> None:
-        super().__exit__(kind, *exception)
-        for row in self.rows.values():
-            row.interrupted, row.done = self.interrupted and not row.done, True
-        self.console.print(self.picture())
-
-    def frame(self) -> Group:
-        """Return the picture at the height that is left below earlier output."""
-        return self.picture(max(min(self.console.height - ABOVE, MAX_HEIGHT), MIN_HEIGHT - 1))
 
     def picture(self, height: int | None = None) -> Group:
         """Return the columns and the summary, `height` lines high (None: with the full text of the first rows)."""
@@ -302,14 +212,15 @@ class LiveColumns(LiveFrames):
             shown = min(fit, MAX_ROWS)
         hidden, rows = len(rows) - shown, sorted(rows[:shown], key=lambda numbered: numbered[0])
         tables = [self._table(rows[begin : begin + fit], lines) for begin in range(0, len(rows), fit)]
-        return Group(*tables, self._summary_line(hidden))
+        more = f", and {hidden} more row{'s' * (hidden > 1)}" * (hidden > 0)
+        return Group(*tables, Text(self.summary + more, style="bold", no_wrap=True, overflow="ellipsis"))
 
     def _table(self, rows: Sequence[tuple[int, ShownRow]], height: int | None) -> Table:
         table = Table(box=ROUNDED, expand=True, border_style="dim")
         for number, row in rows:
-            state = self._state(row)
             color = COLORS[number % len(COLORS)]
-            table.add_column(Text.assemble((row.name, f"bold {color}"), (f", {state}", color)), ratio=1)
+            heading = Text.assemble((row.name, f"bold {color}"), (f", {self._state(row)}", color))
+            table.add_column(heading, ratio=1)
         table.add_row(*(_Column(row, self.passes, height) for _, row in rows))
         return table
 
@@ -347,19 +258,6 @@ class _Column:
         marks = [f"{check}{step.ended}" if finished else "", *[""] * len(wrapped)]
         style = "green" if highlighted else "dim"
         return [Text(f"{mark:<{MARK_WIDTH}}", style) + line for mark, line in zip(marks, wrapped, strict=False)]
-
-
-def live_view(config: ParallelConfig, console: Console, tokenizer: PreTrainedTokenizerBase | None = None) -> LiveView:
-    """Return the view that suits a console; see `LiveView` for the parameters.
-
-    A terminal shows columns if all rows of a merged answer fit side by side, or two rows of separate answers. A smaller
-    one prints finished steps as lines and shows the ends of unfinished ones below. Other consoles get only the lines.
-    """
-    columns = config.rows_per_prompt if config.traits.merges_rows else 2
-    if not console.is_interactive:
-        return LiveLines(config, console, tokenizer)
-    fits = console.width >= MIN_WIDTH * columns and console.height >= MIN_HEIGHT
-    return (LiveColumns if fits else LiveTails)(config, console, tokenizer)
 
 
 def make_console() -> Console:

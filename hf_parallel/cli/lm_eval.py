@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 
-def run_lm_eval(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Register the backend and run lm-eval with the given arguments.
 
     Raises

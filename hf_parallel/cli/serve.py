@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hf_parallel.cli.generate import check_model_options, load
+from hf_parallel.cli.generate import add_model_options, check_model_options, load
 from hf_parallel.models.embedded import MODEL_NAME
 
 KEY_VARIABLE = "HF_PARALLEL_API_KEY"
@@ -23,10 +23,7 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument_group("model").add_argument
-    add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="weight dtype (auto)")
-    add("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
-    add("--no-preset", action="store_true", help="the embedded model without the settings chosen for it")
+    add_model_options(add)
     add("--served-model-name", metavar="NAME", help="name of the model for clients (default: that of --model)")
     add = parser.add_argument_group("address").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")

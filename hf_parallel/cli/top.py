@@ -8,9 +8,11 @@ import os
 import time
 import urllib.error
 import urllib.request
-from typing import Any
 
-from hf_parallel.cli.generate import check_rich
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
 from hf_parallel.cli.serve import KEY_VARIABLE
 from hf_parallel.files import JSONObject
 
@@ -38,10 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def top(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    check_rich("top")
-    from rich.console import Console
-    from rich.live import Live
-
     if options.interval <= 0:
         raise ValueError(f"--interval must be above 0, got {options.interval}")
     key = options.api_key or os.environ.get(KEY_VARIABLE, "").partition(",")[0]
@@ -76,10 +74,8 @@ def fetch(url: str, key: str = "") -> JSONObject:
     return state
 
 
-def render(state: JSONObject, before: JSONObject | None) -> Any:
+def render(state: JSONObject, before: JSONObject | None) -> Table:
     """Return a table of a server's state; `before` is an earlier one, for rates."""
-    from rich.table import Table
-
     engine, limit = state["engine"], state["max_kv_bytes"]
     used = _megabytes(engine["kv_bytes"])
     if limit:

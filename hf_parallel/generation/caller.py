@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from types import FrameType
 
-_OWN = ("hf_parallel", "hf_parallel_command")
+_OWN = "hf_parallel"
 _STANDARD = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
 
@@ -27,7 +27,7 @@ def warn_caller(message: str) -> None:
 def _is_library(frame: FrameType) -> bool:
     file = Path(frame.f_code.co_filename)
     installed = file.is_relative_to(_STANDARD) or not _INSTALLED.isdisjoint(file.parts)
-    return installed or frame.f_globals.get("__name__", "").partition(".")[0] in _OWN
+    return installed or frame.f_globals.get("__name__", "").partition(".")[0] == _OWN
 
 
 def name_prompts(affected: list[bool]) -> str:

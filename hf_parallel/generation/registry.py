@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+BUILT_IN = "hf_parallel.generation.modes"
 ENTRY_POINTS = "hf_parallel.modes"
 """Entry-point group. The name is the mode's, the value its `ParallelConfig` subclass or the module that defines it."""
 
@@ -13,13 +15,16 @@ ENTRY_POINTS = "hf_parallel.modes"
 class ModeRegistry(MutableMapping[str, Any]):
     """Modes by name: subclasses of `ParallelConfig`.
 
-    A subclass that sets `mode` registers itself. A mode of another package is imported when it is first looked up.
+    A subclass that sets `mode` registers itself. Built-in modes and modes of other packages are imported when they are
+    first looked up.
     """
 
     def __init__(self) -> None:
         self._modes: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._modes:
+            import_module(BUILT_IN)
         if name not in self._modes:
             for point in entry_points(group=ENTRY_POINTS, name=name):
                 point.load()
@@ -34,6 +39,7 @@ class ModeRegistry(MutableMapping[str, Any]):
         del self._modes[name]
 
     def __iter__(self) -> Iterator[str]:
+        import_module(BUILT_IN)
         return iter({**self._modes, **dict.fromkeys(entry_points(group=ENTRY_POINTS).names)})
 
     def __len__(self) -> int:

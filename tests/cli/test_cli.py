@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import io
 import json
 import os
@@ -20,9 +19,9 @@ import huggingface_hub
 import pytest
 import tiny
 
-import benchmarks.__main__
 import hf_parallel
 from hf_parallel import HogwildConfig
+from hf_parallel.cli import bench
 from hf_parallel.cli import generate as cli_generate
 from hf_parallel.cli import main as cli
 from hf_parallel.cli import settings as cli_settings
@@ -36,95 +35,68 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def options(*arguments: str) -> Any:
-    return cli.make_parser().parse_args(["generate", *arguments])
+    return cli.make_parser("generate").parse_args(["generate", *arguments])
 
 
 def test_prompts_come_from_arguments_files_and_stdin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("from\nstdin\n"))
     (tmp_path / "file").write_text("from a\n\nfile\n")
-    read = cli_generate.read_prompts(options("first", "-", "--file", str(tmp_path / "file")))
-    assert read == ["first", "from\nstdin", "from a\n\nfile"]
+    for arguments, read in (
+        (["first", "-", "--file", str(tmp_path / "file")], ["first", "one\n\ntwo\x0c\u2028three", "from a\n\nfile"]),
+        (["first", "--file", "-", "--lines"], ["first", "one", "two\x0c\u2028three"]),
+        (["--lines"], ["one", "two\x0c\u2028three"]),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\x0c\u2028three\n"))
+        assert cli_generate.read_prompts(options(*arguments)) == read
 
 
-def test_a_file_called_a_dash_is_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-    assert cli_generate.read_prompts(options("first", "--file", "-", "--lines")) == ["first", "one", "two"]
-
-
-def test_without_a_prompt_stdin_is_read_and_lines_splits_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\x0c\u2028three\n"))
-    assert cli_generate.read_prompts(options("--lines")) == ["one", "two\x0c\u2028three"]
-
-
-@pytest.mark.parametrize("lines", [[], ["--lines"]])
-@pytest.mark.parametrize(("text", "state"), [("", "empty"), (" \n\n", "blank")])
+@pytest.mark.parametrize("text", ["", " \n\n", "a\udcff"])
 @pytest.mark.parametrize("source", ["stdin", "prompts.txt"])
-def test_an_error_names_the_file_without_a_prompt(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    source: str,
-    text: str,
-    state: str,
-    lines: list[str],
+def test_a_source_without_a_valid_prompt_raises(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, source: str, text: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    Path("prompts.txt").write_text(text)
+    content = text.encode(errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+    Path("prompts.txt").write_bytes(content)
     arguments = [] if source == "stdin" else ["a prompt", "--file", source]
-    assert cli.main(["generate", *arguments, *lines]) == 2
-    assert capsys.readouterr() == ("", f"hf-parallel: error: there is no prompt in {source}: it is {state}\n")
+    for lines in ([], ["--lines"]):
+        assert cli.main(["generate", *arguments, *lines]) == 2
+        assert source in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "give a prompt"),
-        ([" "], "a prompt must not be empty"),
-        (["x", "--set", "num_worker=3"], "has no setting 'num_worker' (got '3'); did you mean 'num_workers'? It has"),
-        (["x", "--set", "num_workers=0"], "num_workers must be an int of at least 1, got 0"),
-        (["x", "--set", "num_workers=two"], "num_workers must be an int of at least 1, got 'two'"),
-        (["x", "--set", "num_workers"], "--set must be NAME=VALUE, got 'num_workers'"),
-        (["x", "--set", "logits_cache=1"], "--set cannot hold the object logits_cache (got 'logits_cache=1'); use --l"),
-        (["x", "--mode", "generate", "--set", "layout=combined"], "generate has no setting 'layout' (got 'combined')"),
-        (["x", "--greedy", "--temperature", "0.5"], "--greedy disables sampling, so it cannot be combined with --t"),
-        (["x", "--greedy", "--set", "top_k=5"], "--greedy disables sampling, so it cannot be combined with --set t"),
-        (["x", "--set", "do_sample=false", "--top-p", "0.5"], "--set do_sample=False disables sampling, so it"),
-        (["x", "--mode", "pdos", "--logits-cache", "f"], "--logits-cache needs a mode with logits_cache, got --mode"),
-        (["x", "--mode", "generate", "-o", "run.json"], "-o saves the transcript of a mode, so it cannot be"),
-        (["x", "-o", "/nowhere/run.json"], "-o /nowhere/run.json: there is no folder /nowhere"),
+        ([" "], "must not be empty"),
+        (["x", "\udcff"], "UTF-8"),
+        (["x", "--file", "/nowhere"], "/nowhere"),
+        (["x", "--lines"], "--lines"),
+        (["x", "--set", "num_worker=3"], "did you mean 'num_workers'?"),
+        (["x", "--set", "num_workers=two"], "got 'two'"),
+        (["x", "--set", "num_workers"], "NAME=VALUE, got 'num_workers'"),
+        (["x", "--set", "logits_cache=1"], "--logits-cache"),
+        (["x", "--mode", "generate", "--set", "layout=combined"], "'layout'"),
+        (["x", "--greedy", "--temperature", "0.5"], "--greedy .* --temperature"),
+        (["x", "--set", "do_sample=false", "--top-p", "0.5"], "do_sample=False .* --top-p"),
+        (["x", "--temperature", "0.9", "--set", "temperature=0.1"], "--set temperature and --temperature"),
+        (["x", "--mode", "pdos", "--logits-cache", "f"], "--logits-cache .* --mode pdos"),
+        (["x", "--mode", "generate", "-o", "run.json"], "-o .* --mode generate"),
+        (["x", "--mode", "generate", "--stats"], "--stats .* --mode generate"),
+        (["x", "-o", "/nowhere/run.json"], "/nowhere"),
         (["x", "-o", "/"], "-o / is a folder"),
-        (["x", "-o", "run.txt"], "-o run.txt must end in .json, or in .html or .htm for the page"),
-        (["x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
-        (["x", "--logits-cache", "/nowhere/logits"], "--logits-cache /nowhere/logits: there is no folder /nowhere"),
-        (["x", "y", "--format", "live"], "--format live shows one prompt in a mode, got 2"),
-        (["x", "--file", "/nowhere"], "No such file or directory: '/nowhere'"),
-        (["x", "-o", "/proc/run.json"], "-o /proc/run.json cannot be written: "),
-        (["x", "--mode", "resample", "--logits-cache", "/proc/l"], "--logits-cache /proc/l cannot be written: "),
-        (["x", "--mode", "resample", "--logits-cache", "/"], "--logits-cache / is a folder"),
-        (["x", "--temperature", "0.9", "--set", "temperature=0.1"], "--set temperature and --temperature are the sam"),
-        (["x", "--seed", "1", "--set", "seed=2"], "--set seed and --seed are the same setting"),
-        (["x", "--greedy", "--set", "do_sample=true"], "--set do_sample and --greedy are the same setting"),
-        (["x", "--sample", "--set", "do_sample=true"], "--set do_sample and --sample are the same setting"),
-        (["x", "\udcff"], "a prompt is not valid UTF-8: "),
-        (["x", "--device", "nope"], "--device nope: "),
-        (["x", "--device", "cuda:99"], "--device cuda:99: "),
+        (["x", "-o", "run.txt"], "run.txt must end in .json"),
+        (["x", "-o", "/proc/run.json"], "/proc/run.json cannot be written"),
+        (["x", "--batch-size", "0"], "at least 1, got 0"),
+        (["x", "y", "--format", "live"], "got 2"),
+        (["x", "--device", "cuda:99"], "--device cuda:99"),
+        (["x", "--model", "/proc"], "--model /proc: no model"),
         (["x", "--model", "./nothere"], "--model ./nothere: no such folder"),
-        (["x", "--model", "/proc"], "--model /proc: no model in this folder, there must be a config.json"),
-        (["x", "--model", "/nowhere"], "--model /nowhere: no such folder"),
-        (["x", "--model", "~nobody/model"], "--model ~nobody/model: no such folder"),
-        (["x", "--lines"], "--lines splits files and stdin, but the prompts are arguments"),
-        (["x", "--stats", "--mode", "generate"], "--stats reports the cost of a mode, so it cannot be"),
-        (["x", "--temperature", "0"], "temperature=0.0 is invalid: "),
-        (["x", "--set", "temperature=warm"], "temperature must be a number, got 'warm'"),
-        (["x", "--top-p", "1.5"], "top_p=1.5 is invalid: "),
-        (["x", "--top-k", "-1"], "top_k must be an int of at least 0, got -1"),
+        (["x", "--top-p", "1.5"], "top_p=1.5"),
         (["x", "--max-new-tokens", "0"], "max_new_tokens must be an int of at least 1, got 0"),
-        (["x", "--mode", "generate", "--repetition-penalty", "-1"], "repetition_penalty=-1.0 is invalid: "),
-        (["x", "--greedy", "--num-return-sequences", "2"], "do not support `num_return_sequences`"),
-        (["--file", "-"], "give a prompt"),
+        (["x", "--greedy", "--num-return-sequences", "2"], "num_return_sequences"),
     ],
-)  # fmt: skip
+)
 def test_invalid_options_are_one_line_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
@@ -132,33 +104,10 @@ def test_invalid_options_are_one_line_before_a_model_is_loaded(
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     assert cli.main(["generate", *arguments]) == 2
     printed = capsys.readouterr()
-    assert message in printed.err
+    assert re.search(message, printed.err)
     assert printed.err.startswith("hf-parallel: error: ")
     assert printed.err.count("\n") == 1
     assert printed.out == ""
-
-
-def test_an_output_that_cannot_be_written_raises_before_logits_are_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "logits").write_text("damaged")
-    arguments = ["--mode", "resample", "--logits-cache", str(tmp_path / "logits"), "-o", "/proc/run.json"]
-    assert cli.main(["generate", "x", *arguments]) == 2
-    assert "-o /proc/run.json cannot be written" in capsys.readouterr().err
-
-
-def test_checking_whether_an_output_can_be_written_leaves_no_files(tmp_path: Path) -> None:
-    arguments = ["x", "--mode", "resample", "-o", str(tmp_path / "run.json"), "--logits-cache", str(tmp_path / "l")]
-    cli_generate.check_options(options(*arguments), ["x"])
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_error_names_stdin_if_it_is_not_utf_8(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
-    assert cli.main(["generate"]) == 2
-    assert "error: stdin is not valid UTF-8: " in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_exist_is_one_line(
@@ -167,13 +116,11 @@ def test_a_model_that_does_not_exist_is_one_line(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert cli.main(["generate", "x", "--model", "nobody/nothing"]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith(
-        "hf-parallel: error: there is no folder 'nobody/nothing', nothing of it is in the Hub's cache"
-    )
+    assert "'nobody/nothing'" in shown
     assert shown.count("\n") == 1
 
 
-def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_shows_the_traceback() -> None:
     with pytest.raises(ValueError, match="num_workers must be"):
         cli.main(["generate", "x", "--debug", "--set", "num_workers=0"])
 
@@ -182,13 +129,11 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "default", "value"),
     [
         ("3", 2, 3),
-        ("true", False, True),
         ("False", True, False),
         ("None", 3, None),
         ('["a", "b"]', None, ["a", "b"]),
         ("interleaved", "combined", "interleaved"),
         ("42", "text", "42"),
-        ("true", "text", "true"),
         ('"\\n"', "text", "\n"),
         ('"quoted', "text", '"quoted'),
         ("plain", None, "plain"),
@@ -203,9 +148,9 @@ def test_only_given_settings_are_passed_on_so_that_presets_can_fill_in_the_other
     assert config is not None
     assert config.to_dict() == {"step_prefix": "{name}> "}
     assert settings == {"temperature": 0.3, "do_sample": True, "max_new_tokens": 256}
-    config, settings = cli_settings.read_settings(options("x", "--seed", "7", "--greedy"))
+    config, settings = cli_settings.read_settings(options("x", "--seed", "7", "--greedy", "--set", "max_length=30"))
     assert config == HogwildConfig(seed=7)
-    assert settings == {"do_sample": False, "max_new_tokens": 256}
+    assert settings == {"do_sample": False, "max_length": 30}
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
@@ -215,67 +160,53 @@ def test_settings_of_sampling_enable_it(name: str) -> None:
         assert (settings["do_sample"], settings[name]) == (True, 0.7)
 
 
-def test_settings_of_generate_can_be_set() -> None:
-    _, settings = cli_settings.read_settings(
-        options("x", "--set", "no_repeat_ngram_size=4", "--set", 'stop_strings=["."]')
-    )
-    assert (settings["no_repeat_ngram_size"], settings["stop_strings"]) == (4, ["."])
-
-
-def test_max_length_replaces_the_default_of_max_new_tokens() -> None:
-    _, settings = cli_settings.read_settings(options("x", "--no-preset", "--set", "max_length=30"))
-    assert settings == {"max_length": 30}
-
-
 @pytest.mark.parametrize("mode", [*MODES, "generate"])
 def test_every_mode_describes_its_settings(capsys: pytest.CaptureFixture[str], mode: str) -> None:
     assert cli.main(["generate", "--mode", mode, "--settings"]) == 0
     printed = capsys.readouterr().out
     names = MODES[mode].fields() if mode in MODES else ["temperature"]
     assert all(re.search(rf"\b{name}\b", printed) for name in names)
-    assert cli_settings.describe(mode) == printed.rstrip("\n")
 
 
-# The other commands
-
-
-def test_help_names_every_command_and_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        cli.main(["--help"])
-    assert left.value.code == 0
-    shown = capsys.readouterr().out
-    assert all(
-        re.search(rf"^    {name} ", shown, re.MULTILINE) for name in ("demo", "generate", "bench", "view", "env")
-    )
+@pytest.mark.parametrize(("mode", "says"), [("hogwlid", "did you mean 'hogwild'?"), ("nothing", "got 'nothing'\n")])
+def test_a_misspelt_mode_gets_a_suggestion(capsys: pytest.CaptureFixture[str], mode: str, says: str) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["generate", "--help"])
-    shown = capsys.readouterr().out
-    assert all(name in shown for config in MODES.values() for name in config.fields() if name != "logits_cache")
+        cli.main(["generate", "x", "--mode", mode])
+    assert says in capsys.readouterr().err
+
+
+# The program and the other commands
 
 
 @pytest.mark.parametrize(
     ("arguments", "printed"),
     [(["--help"], "usage: hf-parallel"), (["--version"], f"hf_parallel {hf_parallel.__version__}\n")],
 )
-def test_help_and_version_take_at_most_half_a_second(arguments: list[str], printed: str) -> None:
-    """Processor time; importing torch alone takes longer."""
-    began = sum(os.times()[2:4])
-    done = subprocess.run([sys.executable, "-m", "hf_parallel_command", *arguments], capture_output=True, text=True)
-    assert sum(os.times()[2:4]) - began < 0.5
+def test_help_and_version_import_no_torch(tmp_path: Path, arguments: list[str], printed: str) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemError('torch was imported')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(bench.REPOSITORY)])}
+    command = [sys.executable, "-m", "hf_parallel", *arguments]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(printed)
 
 
-@pytest.mark.parametrize(
-    ("mode", "says"),
-    [("hogwlid", "got 'hogwlid'; did you mean 'hogwild'?"), ("nothing", "got 'nothing'\n")],
-)
-def test_a_misspelt_mode_gets_a_suggestion(capsys: pytest.CaptureFixture[str], mode: str, says: str) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["generate", "x", "--mode", mode])
-    said = capsys.readouterr().err
-    assert said.splitlines()[-1].startswith("hf-parallel generate: error: argument --mode: must be one of ")
-    assert says in said
+def test_an_interrupt_while_torch_is_imported_prints_nothing(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(bench.REPOSITORY)])}
+    command = [sys.executable, "-m", "hf_parallel", "env"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_help_names_every_command_and_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["generate", "--help"]):
+        with pytest.raises(SystemExit) as left:
+            cli.main(arguments)
+        assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^    {name} ", shown, re.MULTILINE) for name in cli.COMMANDS)
+    assert all(name in shown for config in MODES.values() for name in config.fields() if name != "logits_cache")
 
 
 def test_env_prints_versions_backends_and_variables(
@@ -288,75 +219,45 @@ def test_env_prints_versions_backends_and_variables(
     assert set(found["backends"]) == {backend.name for backend in hf_parallel.backends()}
     assert found["environment"]["HF_PARALLEL_BACKEND"] == "reference"
     assert cli.main(["env"]) == 0
-    plain = capsys.readouterr().out
-    assert "compiled CPU kernel: " in plain
-    assert "  triton: " in plain
+    assert "  triton: " in capsys.readouterr().out
 
 
 def test_bench_runs_the_benchmarks_of_the_repository(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     ran: list[list[str]] = []
 
     def run(command: list[str], **settings: Any) -> Any:
         ran.append(command[2:])
-        assert str(cli.BENCHMARKS.parent) in settings["env"]["PYTHONPATH"]
+        assert str(bench.REPOSITORY) in settings["env"]["PYTHONPATH"]
         return SimpleNamespace(returncode=7)
 
-    monkeypatch.setattr(cli.subprocess, "run", run)
-    assert cli.main(["bench", "--quick", "--rounds", "3"]) == 7
+    monkeypatch.setattr(bench.subprocess, "run", run)
     assert cli.main(["bench", "gpu", "--toy"]) == 7
-    assert ran == [["benchmarks", "--quick", "--rounds", "3"], ["benchmarks.gpu", "--toy"]]
-    assert cli.main(["bench", "nothing"]) == 2
-    assert "there is no benchmark 'nothing'; choose one of " in capsys.readouterr().err
-
-
-def test_bench_with_the_name_of_a_main_benchmark_says_only(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "shared_prefix"]) == 2
-    assert "for the main ones, of which --only NAME runs one" in capsys.readouterr().err
-
-
-def test_without_the_repository_bench_names_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(cli, "BENCHMARKS", tmp_path)
+    assert ran == [["benchmarks", "gpu", "--toy"]]
+    monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
     assert cli.main(["bench"]) == 2
-    assert "part of the repository, not of the installed package" in capsys.readouterr().err
+    assert "clone the repository" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["demo"], ["bench"], ["generate", "x", "--format", "live"]])
-def test_an_error_names_missing_rich(
+@pytest.mark.parametrize("command", [["demo"], ["top"], ["generate", "x", "--format", "live"]])
+def test_an_error_names_a_missing_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    for name in [name for name in sys.modules if name.startswith(("rich", "hf_parallel.cli."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    for name in ("demo", "top", "live", "generate"):
+        monkeypatch.delattr(f"hf_parallel.cli.{name}", raising=False)
     assert cli.main(command) == 2
-    assert "needs rich, which is not installed: pip install rich" in capsys.readouterr().err
-
-
-def test_demo_options_are_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr("hf_parallel.cli.demo.main", lambda arguments: seen.append(arguments) or 0)
-    assert cli.main(["demo", "--quick", "--task", "Sing a song."]) == 0
-    assert seen == [["--quick", "--task", "Sing a song."]]
-
-
-@pytest.mark.parametrize("command", ["demo", "bench"])
-def test_help_of_forwarded_commands_names_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", [command, "--help"])
-    with pytest.raises(SystemExit) as left:
-        cli.main(["demo", "--help"]) if command == "demo" else benchmarks.__main__.main()
-    assert left.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: hf-parallel {command} [")
+    assert "pip install rich" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("not json", "is not JSON"),
-        ("[" * 10**5, "is not JSON"),
+        ("[" * 10**5, "run.json"),
         ("[1]", "not a transcript"),
         ('{"format": "hf_parallel run", "version": 1}', "version 1"),
     ],
@@ -368,11 +269,17 @@ def test_view_rejects_other_files(
     assert cli.main(["view", str(tmp_path / "run.json")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run.html").exists()
-
-
-def test_a_transcript_is_not_overwritten_by_its_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "run.html").write_text("{}")
+    (tmp_path / "run.html").write_text("{}")  # not overwritten by its page
     assert cli.main(["view", str(tmp_path / "run.html")]) == 2
+
+
+@pytest.mark.parametrize(("arguments", "message"), [([], "stdin is not JSON: "), (["--open"], "--open needs a file")])
+def test_view_rejects_other_text_on_stdin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("not json"))
+    assert cli.main(["view", "-", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 # Start-up

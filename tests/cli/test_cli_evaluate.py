@@ -162,7 +162,7 @@ def test_two_processes_share_the_problems_and_report_as_one(folder: Path, tmp_pa
         "--dynamo_backend=no",
         "--main_process_port=0",
         "-m",
-        "hf_parallel_command",
+        "hf_parallel",
     ]
     done = subprocess.run(
         [*launch, *SMALL, "--model", str(folder), "-o", str(tmp_path / "two")],

@@ -7,19 +7,21 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import serving
 import tiny
-from commands import STEPS, WORKERS, Tokenizer, given, in_a_terminal, interrupt, loading
+from commands import STEPS, WORKERS, Tokenizer, at, given, in_a_terminal, interrupt, loading
+from consoles import a_terminal
 from test_skeleton_of_thought import TEXTS as OUTLINE
-from workers import SETTINGS, small_model
+from workers import small_model
 
 from hf_parallel import ConsoleStreamer, LogitsCache
 from hf_parallel.cli import generate as cli_generate
+from hf_parallel.cli import live
 from hf_parallel.cli import main as cli
 from hf_parallel.cli.live import LiveView
 
@@ -66,32 +68,11 @@ def test_steps_of_workers_are_printed_one_after_another(model: Any, capsys: pyte
     assert capsys.readouterr().out == f"{finished}\n\n{cut}\n"
 
 
-def test_the_final_answer_is_printed(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model("a", "b", finisher="42}")
-    assert cli.main([*WORKERS, "--max-new-tokens", "1", "--set", "finisher_tokens=3"]) == 0
-    assert capsys.readouterr().out.endswith("\nAnswer: 42\n")
-
-
-def test_final_answers_are_printed_by_prompt(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model(*"abcdefgh", finisher="42}")
-    arguments = ["P", "Q?", "--raw", "--sample", "--no-preset", "--max-new-tokens", "1", "--num-return-sequences", "2"]
-    assert cli.main(["generate", *arguments, *given(SETTINGS | {"finisher_tokens": 3})]) == 0
-    found = "[1 of 2] Answer: 42\n[2 of 2] Answer: 42\n"
-    assert capsys.readouterr().out.endswith(f"\n\n== P\n{found}\n== Q?\n{found}")
-
-
 def test_completions_are_numbered_under_their_prompts(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model(["bbb", tiny.EOS], ["a", tiny.EOS], ["cc", tiny.EOS], ["dd", tiny.EOS])
     arguments = ["P", "Q?", "--raw", "--mode", "shared_prefix", "--sample", "--num-return-sequences", "2"]
     assert cli.main(["generate", *arguments, "--max-new-tokens", "4"]) == 0
     assert capsys.readouterr().out == "== P\n[1 of 2]\nbbb\n\n[2 of 2]\na\n\n== Q?\n[1 of 2]\ncc\n\n[2 of 2]\ndd\n"
-
-
-def test_completions_are_printed_in_their_order(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model(*([f"{'x' * length}{index}", tiny.EOS] for index, length in enumerate((4, 6, 2, 0), start=1)))
-    arguments = ["P", "--raw", "--mode", "shared_prefix", "--sample", "--num-return-sequences", "4"]
-    assert cli.main(["generate", *arguments, "--max-new-tokens", "9"]) == 0
-    assert re.findall(r"\[(.) of 4\]\nx*(.)\n", capsys.readouterr().out) == [(n, n) for n in "1234"]
 
 
 @pytest.mark.parametrize("mode", ["generate", "shared_prefix", "pdos"])
@@ -109,35 +90,10 @@ def test_a_completion_that_its_budget_ended_is_marked(
         assert json.loads(capsys.readouterr().out)["truncated"] is truncated
 
 
-def test_answers_of_a_vote_that_their_budget_ended_are_marked(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model(["\\boxed{4}", tiny.EOS], "\\boxed{5}, or")
-    assert cli.main([*VOTE, "--max-new-tokens", "11"]) == 0
-    assert capsys.readouterr().out.startswith("[Answer 1]\n\\boxed{4}\n\n[Answer 2]\n\\boxed{5}, [truncated]\n")
-
-
 def test_answers_of_a_vote_are_printed_with_their_names(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model(["\\boxed{4}", tiny.EOS], ["\\boxed{5}", tiny.EOS])
     assert cli.main(VOTE) == 0
     assert capsys.readouterr().out == "[Answer 1]\n\\boxed{4}\n\n[Answer 2]\n\\boxed{5}\n" + TIE
-
-
-def test_json_lines_say_ties(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for second, ties in (("4", []), ("5", ["4", "5"])):
-        model(["\\boxed{4}", tiny.EOS], [f"\\boxed{{{second}}}", tiny.EOS])
-        assert cli.main([*VOTE, "--format", "jsonl"]) == 0
-        assert json.loads(capsys.readouterr().out)["ties"] == ties
-
-
-@pytest.mark.parametrize("arguments", [VOTE, SKELETON, WORKERS])
-def test_plural_names_of_json_lines_have_several_values(
-    model: Any, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    model()
-    assert cli.main([*arguments, "--max-new-tokens", "3", "--format", "jsonl"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert {"answer", "text", "transcript"} & record.keys()
-    plural = [name for name in record if name.endswith("s")]
-    assert {name: type(record[name]) for name in plural if not isinstance(record[name], list | dict)} == {}
 
 
 @pytest.mark.parametrize(
@@ -153,13 +109,6 @@ def test_outline_points_and_conclusion_are_printed_with_their_names(
     model(["xx", tiny.EOS], ["yy", tiny.EOS], finisher=[*outline, "e", tiny.EOS])
     assert cli.main(SKELETON) == 0
     assert capsys.readouterr().out == "[Outline]\n" + printed
-
-
-@pytest.mark.parametrize("mode", ["generate", "shared_prefix"])
-def test_a_mode_prints_the_text_of_plain_generate(model: Any, capsys: pytest.CaptureFixture[str], mode: str) -> None:
-    model(["some text", tiny.EOS])
-    assert cli.main(["generate", "P", "--raw", "--mode", mode, "--max-new-tokens", "10"]) == 0
-    assert capsys.readouterr().out == "some text\n"
 
 
 def test_json_lines_have_the_fields_of_the_modes_output(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,12 +162,6 @@ def test_settings_stored_with_a_model_are_used(
     assert "3 assistants, Alice, Bob, Carol" in Tokenizer().decode(calls[0]["input_ids"][0].tolist())
 
 
-def test_stats_go_to_stderr(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model(*STEPS)
-    assert cli.main([*WORKERS, "--stats"]) == 0
-    assert re.search(r"\d+ forward passes, 28 tokens decoded, \d+ prefilled, ", capsys.readouterr().err)
-
-
 # Batches
 
 SEVERAL = ["generate", "P", "QRS", "TU", "--raw", "--no-preset", "--max-new-tokens", "6"]
@@ -236,14 +179,6 @@ def test_the_batch_size_does_not_change_greedy_output(
         outputs.append(capsys.readouterr().out)
     assert outputs[0].count("== ") == 3
     assert outputs == outputs[:1] * 3
-
-
-def test_each_batch_is_printed_when_it_ends(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = model()
-    printed: list[tuple[str, int]] = []
-    monkeypatch.setattr(cli_generate, "print_record", lambda record: printed.append((record["prompt"], len(calls))))
-    assert cli.main([*SEVERAL, "--mode", "shared_prefix", "--format", "jsonl", "--batch-size", "2"]) == 0
-    assert printed == [("P", 1), ("QRS", 1), ("TU", 2)]
 
 
 def test_batches_sample_with_different_seeds(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,27 +247,6 @@ def test_cached_logits_are_saved_and_loaded(model: Any, capsys: pytest.CaptureFi
     assert LogitsCache.load(tmp_path / "logits")
 
 
-def test_a_file_is_written_atomically(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("before")
-    with pytest.raises(UnicodeEncodeError):
-        cli_generate.write_atomically(tmp_path / "run.json", "a" * 10**6 + "\ud800")
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-    assert (tmp_path / "run.json").read_text() == "before"
-
-
-def test_links_are_followed_and_pipes_are_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "run.json").symlink_to(tmp_path / "other.json")
-    cli_generate.write_atomically(tmp_path / "run.json", "text")
-    assert (tmp_path / "run.json").is_symlink()
-    assert (tmp_path / "other.json").read_text() == "text"
-    os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDWR)
-    cli_generate.write_atomically(tmp_path / "pipe", "text")
-    assert (tmp_path / "pipe").is_fifo()
-    assert os.read(reader, 99) == b"text"
-    os.close(reader)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -347,6 +261,97 @@ def test_the_error_for_several_greedy_answers_names_the_option_for_sampling(
     model()
     assert cli.main(["generate", "P", "--raw", *arguments]) == 2
     assert capsys.readouterr().err.endswith(": add --sample\n")
+
+
+# Output that cannot be printed, and errors
+
+
+@pytest.fixture(params=["closed", "full"])
+def pipe(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[], Any], int, str]]:
+    """A pipe for stdout, a function that closes it or redirects it to a full disk, exit status and error message."""
+    read, write = os.pipe()
+    out = os.fdopen(write, "w")
+    if request.param == "closed":
+        yield out, lambda: os.close(read), 1, ""
+    else:
+        yield out, lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), write), 2, "No space left on device"
+        os.close(read)
+    out.close()  # fails if it has text left to write
+
+
+@pytest.mark.parametrize("form", ["text", "jsonl"])
+def test_a_transcript_is_saved_if_its_text_cannot_be_printed(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, form: str, pipe: Any
+) -> None:
+    out, break_pipe, status, message = pipe
+    monkeypatch.setattr(sys, "stdout", out)
+    model(*STEPS)
+    at(monkeypatch, 9, break_pipe)
+    assert cli.main([*WORKERS, "--format", form, "-o", str(tmp_path / "run.json")]) == status
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == bool(message)
+    saved = json.loads((tmp_path / "run.json").read_text())
+    assert ("interrupted" in saved) == (form != "jsonl")  # JSON lines are printed after the call
+    assert "Ann." in "".join(piece[1] for piece in saved["sections"][0]["cards"][0]["pieces"])
+
+
+def test_logits_are_saved_if_the_text_cannot_be_printed(
+    model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipe: Any
+) -> None:
+    out, break_pipe, status, _ = pipe
+    monkeypatch.setattr(sys, "stdout", out)
+    model("a" * 9)
+    at(monkeypatch, 4, break_pipe)
+    arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits")]
+    assert cli.main(["generate", *arguments, "-o", str(tmp_path / "run.json")]) == status
+    assert len(LogitsCache.load(tmp_path / "logits")) >= 3
+    assert json.loads((tmp_path / "run.json").read_text())["interrupted"] is True
+
+
+def test_a_call_with_an_invalid_argument_keeps_earlier_files(model: Any, capsys: Any, tmp_path: Path) -> None:
+    model()
+    (tmp_path / "run.json").write_text("earlier")
+    arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits"), "--set", "num_beams=2"]
+    assert cli.main(["generate", *arguments, "-o", str(tmp_path / "run.json")]) == 2
+    assert "num_beams=2" in capsys.readouterr().err
+    assert (tmp_path / "run.json").read_text() == "earlier"
+    assert not (tmp_path / "logits").exists()
+
+
+@pytest.mark.parametrize(("after", "kept"), [(7, 1), (10, 2)])
+def test_results_before_an_error_in_a_later_batch_are_saved(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, after: int, kept: int
+) -> None:
+    """Each call puts the prompt and six passes."""
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    arguments = [*SEVERAL, "--greedy", "--batch-size", "1", "--set", "finisher_tokens=0"]
+    arguments += ["-o", str(tmp_path / "run.json")]
+    model()
+    at(monkeypatch, after, fail)
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err == "hf-parallel: error: RuntimeError: no memory\n"
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert [section["prompt"] for section in run["sections"]] == ["<bos>P", "<bos>QRS"][:kept]
+
+
+def test_output_that_cannot_be_printed_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, pipe: Any) -> None:
+    out, break_pipe, status, message = pipe
+    monkeypatch.setattr(sys, "stdout", out)
+    break_pipe()
+    assert cli.main(["env"]) == status
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == bool(message)
+
+
+def test_a_command_runs_without_stdout(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["env"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 # Interrupts
@@ -400,26 +405,8 @@ def test_an_interrupt_leaves_a_json_line_per_answer(
     assert all(record.keys() == {"prompt", "generated_text", "interrupted"} for record in records)
 
 
-def test_an_interrupt_after_all_texts_is_on_the_last_line(
-    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model(["\\boxed{4}", tiny.EOS], ["\\boxed{5}", tiny.EOS])
-    interrupt(monkeypatch, 1)  # the chosen answer follows the prompt
-    assert cli.main(VOTE) == 130
-    assert capsys.readouterr().out.endswith("\n\\boxed{5}\n[interrupted]\n")
-
-
-def test_an_interrupted_vote_has_the_answers_so_far(
-    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model(["\\boxed{4}", tiny.EOS], ["\\boxed{5}", tiny.EOS])
-    interrupt(monkeypatch, 20, method="write_row")
-    assert cli.main([*VOTE, "--format", "jsonl"]) == 130
-    assert json.loads(capsys.readouterr().out)["texts"] == ["\\boxed{4}", "\\boxed{5}"]
-
-
 @pytest.mark.parametrize(
-    ("form", "streamer"), [("text", ConsoleStreamer), ("jsonl", ConsoleStreamer), ("live", LiveView)]
+    ("form", "streamer"), [("text", ConsoleStreamer), ("live", ConsoleStreamer), ("live", LiveView)]
 )
 def test_an_interrupted_transcript_is_saved_and_viewed(
     model: Any,
@@ -429,6 +416,8 @@ def test_an_interrupted_transcript_is_saved_and_viewed(
     form: str,
     streamer: Any,
 ) -> None:
+    if streamer is LiveView:
+        monkeypatch.setattr(live, "make_console", a_terminal)
     run, page = tmp_path / "run.json", tmp_path / "run.htm"
     for output in (run, page):
         model(*STEPS)
@@ -445,16 +434,6 @@ def test_an_interrupted_transcript_is_saved_and_viewed(
     for text in (capsys.readouterr().out, page.read_text()):
         assert "into the history after pass 6" in text
         assert "Interrupted" in text
-
-
-def test_an_interrupted_live_view_shows_the_text_so_far(
-    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model(*STEPS)
-    interrupt(monkeypatch, 9, LiveView)
-    assert cli.main([*WORKERS, "--format", "live"]) == 130
-    printed = capsys.readouterr().out
-    assert re.search(r"^Alice \| Tw  \(interrupted\)\nBob   \| Bo is sl  \(interrupted\)\n", printed, re.MULTILINE)
 
 
 def test_completions_of_an_interrupted_call_are_saved(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from consoles import a_pipe, a_terminal, printed
-from rich.console import Console
 from rich.text import Text
 from stories import tell
 from talks import SHORT, scripted
@@ -18,18 +18,26 @@ from workers import TOKENIZER, small_model
 import hf_parallel
 from hf_parallel import HogwildConfig, ParallelStreamer, PDOSConfig, SelfConsistencyConfig, SharedPrefixConfig
 from hf_parallel.cli.interruptible import InterruptibleCall
-from hf_parallel.cli.live import ABOVE, LiveColumns, LiveLines, LiveTails, LiveView, live_view
+from hf_parallel.cli.live import ABOVE, LiveView
 from hf_parallel.generation import MODES
+from hf_parallel.generation.presets import SAMPLING
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STORY = "Now. ####A:......\n####B:......\n####%%%%"
 PROMPT = tiny.make_prompts([9], seed=4)[0][None]
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+class WithSpecials:
+    """Tokenizer that names its special tokens."""
+
+    all_special_ids = (tiny.PAD, tiny.BOS, tiny.EOS)
+    decode = staticmethod(TOKENIZER.decode)
 
 
 def drawn(view: LiveView, height: int | None = None) -> list[str]:
     """Return the lines of the picture, without colours."""
-    assert isinstance(view, LiveColumns)
     lines = view.console.render_lines(view.picture(height), pad=False)
     return ["".join(segment.text for segment in line) for line in lines]
 
@@ -38,17 +46,29 @@ def texts(view: LiveView) -> dict[str, str]:
     return {row.name: "".join(step.text for step in row.steps) for row in view.rows.values()}
 
 
+def write(view: LiveView, steps: list[str], end_step: bool = True) -> None:
+    """Write a step of every worker, word by word."""
+    words = [text.split() for text in steps]
+    for row in range(len(steps)):
+        view.write_row(row, "", "begin")
+    for i in range(max(len(row) for row in words)):
+        view.put(torch.zeros(len(steps), dtype=torch.long))
+        for row, mine in enumerate(words):
+            if i < len(mine):
+                view.write_row(row, f" {mine[i]}", "token")
+            if end_step and i == len(mine) - 1:
+                view.write_row(row, "", "step")
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_has_a_view(mode: str) -> None:
-    view = live_view(MODES[mode](), a_terminal())
-    assert isinstance(view, LiveColumns)
+    view = LiveView(MODES[mode](), a_terminal())
     assert isinstance(view, ParallelStreamer)
-    assert type(live_view(MODES[mode](), a_pipe())) is LiveLines
     assert drawn(view, 16)[-1] == "reading the task ..."
 
 
 def test_branches_are_columns_next_to_the_answer() -> None:
-    view = live_view(PDOSConfig(), a_terminal())
+    view = LiveView(PDOSConfig(), a_terminal())
     with view, view.watching(small_model()):
         out = tell([STORY + "So.", tiny.EOS], branches=["one####", "two####"], streamer=view)
     assert texts(view) == {"Answer": STORY + "So.", "Branch 1": "####A:one####", "Branch 2": "####B:two####"}
@@ -61,84 +81,39 @@ def test_branches_are_columns_next_to_the_answer() -> None:
     assert f"\u2713{joined}" in picture
 
 
-def test_a_branch_is_printed_once_without_a_terminal() -> None:
-    console = a_pipe()
-    with live_view(PDOSConfig(), console) as view:
-        tell([STORY + "So.", tiny.EOS], branches=["one####", "two####"], streamer=view)
-    shown = printed(console)
-    assert re.search(r"^Branch 1 \| ####A:one####  \(end\)$", shown, re.MULTILINE)
-    assert shown.count("A:one") == shown.count("B:two") == 1
-    assert re.search(r"^Answer +\| So\.  \(end\)$", shown, re.MULTILINE)
-
-
 def test_answers_and_conclusions_have_separate_columns() -> None:
     config = SelfConsistencyConfig(num_answers=2, vote="final", conclusion_tokens=4, answer_pattern="")
-    view = live_view(config, a_terminal())
+    view = LiveView(config, a_terminal())
+    given: dict[str, Any] = {"parallel_config": config, "tokenizer": TOKENIZER, "do_sample": True, "max_new_tokens": 6}
     with view:
-        out = small_model().generate(
-            PROMPT,
-            generation_mode="self_consistency",
-            parallel_config=config,
-            tokenizer=TOKENIZER,
-            do_sample=True,
-            max_new_tokens=6,
-            streamer=view,
-            return_dict_in_generate=True,
-        )
-    shown = {name: text for name, text in texts(view).items() if name != "Conclusion"}
-    assert list(shown) == ["Answer 1", "Answer 2"]
-    assert "Conclusion" in texts(view)
-    assert [len(text) for text in shown.values()] == [len(text) for text in out.texts[0]]
+        out = small_model().generate(PROMPT, **given, streamer=view, return_dict_in_generate=True)
+    shown = texts(view)
+    assert "Conclusion" in shown
+    assert [len(shown[name]) for name in ("Answer 1", "Answer 2")] == [len(text) for text in out.texts[0]]
 
 
 @pytest.mark.parametrize("mode", ["shared_prefix", "resample"])
 def test_tokens_of_modes_that_stream_no_text_are_decoded(mode: str) -> None:
-    view = live_view(MODES[mode](), a_terminal(), TOKENIZER_WITH_SPECIALS)
+    view = LiveView(MODES[mode](), a_terminal(), WithSpecials())
+    given = {"do_sample": True, "max_new_tokens": 8, "eos_token_id": ord("e"), "pad_token_id": tiny.PAD}
+    given |= {"logits_cache": hf_parallel.LogitsCache()} if mode == "resample" else {}
     with view:
-        out = small_model().generate(
-            PROMPT,
-            generation_mode=mode,
-            num_return_sequences=3,
-            do_sample=True,
-            max_new_tokens=8,
-            streamer=view,
-            logits_processor=None,
-            eos_token_id=ord("e"),
-            pad_token_id=tiny.PAD,
-            **({"logits_cache": hf_parallel.LogitsCache()} if mode == "resample" else {}),
-        )
+        out = small_model().generate(PROMPT, generation_mode=mode, num_return_sequences=3, streamer=view, **given)
     expected = [TOKENIZER.decode([t for t in row.tolist() if t != tiny.PAD]) for row in out[:, PROMPT.shape[1] :]]
     assert list(texts(view)) == ["Answer 1", "Answer 2", "Answer 3"]
     assert [re.sub(r"[^\n -~]", " ", text) for text in expected] == list(texts(view).values())
     assert view.passes == out.shape[1] - PROMPT.shape[1]
 
 
-class _WithSpecials:
-    all_special_ids = (tiny.PAD, tiny.BOS, tiny.EOS)
-    decode = staticmethod(TOKENIZER.decode)
-
-
-TOKENIZER_WITH_SPECIALS = _WithSpecials()
-
-
-def test_completions_are_printed_when_they_end_without_a_terminal() -> None:
-    console = a_pipe()
-    with live_view(SharedPrefixConfig(), console, TOKENIZER_WITH_SPECIALS) as view:
-        for value in (torch.ones(2, 3), torch.tensor([ord("a"), ord("c")]), torch.tensor([ord("b"), tiny.EOS])):
-            view.put(value)
-        view.end()
-    assert printed(console).splitlines() == ["Answer 2 | c  (end)", "Answer 1 | ab  (end)"]
-
-
 def test_tokens_are_counted_without_a_tokenizer() -> None:
-    view = live_view(SharedPrefixConfig(), a_terminal())
+    view = LiveView(SharedPrefixConfig(), a_terminal())
     view.put(torch.zeros(2, 5))
     view.put(torch.zeros(2))
     assert (view.passes, view.tokens, view.rows) == (1, 2, {})
 
 
 def test_a_session_shows_injected_text_and_new_workers() -> None:
-    view = live_view(HogwildConfig(**SHORT), a_terminal(100))
+    view = LiveView(HogwildConfig(**SHORT), a_terminal(100))
     with view:
         session = scripted("One", "Uno", streamer=view)
         session.run(3)
@@ -150,63 +125,74 @@ def test_a_session_shows_injected_text_and_new_workers() -> None:
     assert view.rows[-1].steps[0].ended == 3
 
 
-def write_branches(view: LiveView, count: int) -> None:
-    for branch in range(1, count + 1):
-        view.write_row(branch, f"title {branch} ", "begin")
-    for branch in range(1, count + 1):
-        view.write_row(branch, f"text of {branch}", "token")
+def test_the_view_shows_the_text_and_cache_size_of_hogwild(embedded: tuple[Any, Any]) -> None:
+    model, tokenizer = embedded
+    config = HogwildConfig(seed=3)  # the model's preset adds the texts
+    view = LiveView(config, a_terminal())
+    given = {**SAMPLING, "parallel_config": config, "tokenizer": tokenizer, "max_new_tokens": 24}
+    prompt = hf_parallel.hogwild_prompt("Plan a picnic.", tokenizer, config)
+    hf_parallel.enable(model)
+    try:
+        with view, view.watching(model):
+            output = model.generate(**prompt, **given, streamer=view, return_dict_in_generate=True)
+    finally:
+        hf_parallel.disable(model)
+    moved = {(step.worker, step.step): step.forward_pass for step in output.history[0]}
+    steps = {(row, i + 1): step.ended for row, of in view.rows.items() for i, step in enumerate(of.steps)}
+    assert steps == moved
+    assert any(moved.values())
+    assert view.tokens == output.stats.decoded_tokens
+    assert view.kv_tokens * output.past_key_values.arena.bytes_per_token == output.stats.kv_bytes
 
 
-@pytest.mark.parametrize(("width", "height"), [(60, 20), (80, 24), (250, 50)])
+@pytest.mark.parametrize(("width", "height"), [(40, 12), (60, 20), (80, 24), (250, 50)])
 def test_a_frame_shows_as_many_rows_as_fit_unfinished_ones_first(width: int, height: int) -> None:
-    view = live_view(PDOSConfig(), a_terminal(width, height))
+    view = LiveView(PDOSConfig(), a_terminal(width, height))
     view.write_row(0, "the skeleton", "token")
-    write_branches(view, 10)
+    for branch in range(1, 11):
+        view.write_row(branch, f"title {branch} ", "begin")
+        view.write_row(branch, "\u77ed\u3044 text " + "continues " * 30 * (branch == 4), "token")
     for branch in (1, 2, 3):
         view.write_row(branch, "", "end")
     lines = drawn(view, height - ABOVE)
-    assert len(lines) == height - ABOVE
+    assert len(lines) == max(height - ABOVE, 6)
     assert max(Text(line).cell_len for line in lines) <= width
     fit = min(width // 24, 11)
-    shown = [name for name in view.rows if f"title {name} " in "\n".join(lines)]
-    assert shown == ([4, 5, 6, 7, 8, 9, 10][: fit - 1] if fit < 8 else [*range(11 - fit + 1, 11)])
     assert (f"{11 - fit} more row" in lines[-1]) == (fit < 11)
+    shown = [number for number in range(1, 11) if f"Branch {number}," in lines[1]]
+    assert shown == ([4, 5, 6, 7, 8, 9, 10][: fit - 1] if fit < 8 else [*range(11 - fit + 1, 11)])
 
 
-def test_the_final_picture_has_all_rows() -> None:
-    console = a_terminal(80)
-    with live_view(PDOSConfig(), console) as view:
-        write_branches(view, 10)
-    shown = printed(console)
-    final = shown[shown.rindex("Branch 1,") :] if "Branch 1," in shown else shown
-    assert all(f"text of {branch}" in final for branch in range(1, 11))
-    assert max(Text(re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", line)).cell_len for line in final.splitlines()) <= 80
+def test_the_height_of_a_frame_does_not_depend_on_the_text() -> None:
+    view = LiveView(HogwildConfig(), a_terminal())
+    heights = [len(drawn(view, 15))]
+    for _ in range(8):
+        write(view, ["one two three " * 9, "four"])
+        heights.append(len(drawn(view, 15)))
+    assert set(heights) == {15}
 
 
-def test_views_of_many_rows_show_the_first_of_those_that_are_active() -> None:
-    for console in (a_terminal(600, 40), a_terminal(40, 40)):
-        view = live_view(SharedPrefixConfig(), console, TOKENIZER)
-        view.put(torch.zeros(64, 3))
-        for _ in range(2):
-            view.put(torch.full((64,), 97))
-        for row in range(5):
-            view.write_row(row, "", "end")
-        view.passes = 2
-        lines = ["".join(piece.text for piece in line) for line in console.render_lines(view.frame(), pad=False)]
-        assert len(lines) < 40
-        shown = re.findall(r"Answer (\d+)(?: |,)", "\n".join(lines))
-        assert shown == [str(row) for row in range(6, 18)]
-        hidden = 64 - 12 - 5 * isinstance(view, LiveTails)
-        assert view._summary_line(hidden).plain.endswith(f", and {hidden} more rows")
-        assert lines[-1].startswith(view._summary_line(hidden).plain[:39])
-        with view:
-            pass
-    assert printed(console).count("Answer 64") <= 1
+@pytest.mark.parametrize("console", [a_terminal, a_pipe])
+def test_the_last_picture_has_all_text_and_marks_the_pass_of_each_step(console: Any) -> None:
+    with LiveView(HogwildConfig(), console()) as view:
+        write(view, ["one two three.", "one two three four five."])
+        for number in range(30):
+            write(view, [f"a{number} moves.", f"b{number} moves."])
+        write(view, ["unfinished", "unfinished"], end_step=False)
+    text = printed(view.console)
+    final = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", text[text.rindex("Alice") :])
+    assert all(f"{who}{number} moves." in final for who in "ab" for number in range(30))
+    assert re.search("[\u2713+]3 +one two three.", final)
+    assert re.search("[\u2713+]5 +one two three four five.", final)
+    assert ("\x1b" in text) == (console is a_terminal)
 
 
-def half_written(console: Console, error: type[BaseException] | None, interrupted: bool) -> str:
-    """Return the output of a call that ends while Bob has an unfinished step; Alice is done."""
-    with suppress(KeyboardInterrupt), live_view(HogwildConfig(), console) as view:
+@pytest.mark.parametrize(("error", "interrupted"), [(KeyboardInterrupt, False), (None, True), (None, False)])
+def test_an_interrupted_view_restores_the_cursor_and_marks_unfinished_rows(
+    error: type[BaseException] | None, interrupted: bool
+) -> None:
+    console = a_terminal()
+    with suppress(KeyboardInterrupt), LiveView(HogwildConfig(), console) as view:
         for row, text in enumerate(("Ann.", "two\nlines")):
             view.write_row(row, text, "token")
         view.write_row(0, "", "step")
@@ -214,73 +200,29 @@ def half_written(console: Console, error: type[BaseException] | None, interrupte
         view.interrupted = interrupted
         if error is not None:
             raise error
-    return printed(console)
-
-
-@pytest.mark.parametrize(("error", "interrupted"), [(KeyboardInterrupt, False), (None, True)])
-def test_an_interrupted_view_shows_unfinished_steps(error: type[BaseException] | None, interrupted: bool) -> None:
-    assert half_written(a_pipe(), error, interrupted).splitlines()[1:] == [
-        "Bob   | two",
-        "Bob   | lines  (interrupted)",
-    ]
-    picture = half_written(a_terminal(), error, interrupted)
-    final = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", picture[picture.rindex("Alice") :])
+    shown = printed(console)
+    assert shown.count(HIDE_CURSOR) == shown.count(SHOW_CURSOR) == 1
+    final = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", shown[shown.index(SHOW_CURSOR) :])
     assert "Alice, done" in final
-    assert "Bob, interrupted" in final
+    assert ("Bob, interrupted" in final) == (interrupted or error is not None)
 
 
-def test_a_view_without_an_interrupt_marks_none() -> None:
-    for console in (a_pipe(), a_terminal()):
-        assert "interrupted" not in half_written(console, None, interrupted=False)
-
-
-def test_a_narrow_terminal_shows_the_ends_of_unfinished_rows() -> None:
-    view = live_view(HogwildConfig(), a_terminal(40, 5))
-    view.write_row(0, "one two\n" * 20, "token")
-    view.write_row(1, "\u77ed\u3044" * 20 + "e", "token")
-    assert isinstance(view, LiveTails)
-    lines = [Text("".join(piece.text for piece in line)) for line in view.console.render_lines(view.frame(), pad=False)]
-    assert re.fullmatch(r"Alice \| .* one two one two", lines[0].plain)
-    assert re.fullmatch("Bob   \\| [\u77ed\u3044]{15}e", lines[1].plain)
-    assert [line.cell_len for line in lines[:2]] == [40, 39]
-    for row in range(2, 9):
-        view.write_row(row, "more", "token")
-    assert len(view.console.render_lines(view.frame(), pad=False)) == 4
-    view.write_row(0, "", "step")
-    view.write_row(1, "", "end")
-    lines = ["".join(piece.text for piece in line) for line in view.console.render_lines(view.frame(), pad=False)]
-    assert [line.split("|")[0].strip() for line in lines[:2]] == ["Alice", "Carol"]
-    assert "one" not in lines[0]
-
-
-def test_the_final_output_in_a_narrow_terminal_is_lines_and_the_summary() -> None:
-    console = a_terminal(40)
-    picture = half_written(console, KeyboardInterrupt, interrupted=False)
-    final = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", picture[picture.rindex("Bob   | two") :])
-    assert [line.strip() for line in final.splitlines() if line.strip()] == [
-        "Bob   | two",
-        "Bob   | lines  (interrupted)",
-        "reading the task ...",
-    ]
-    assert picture.rindex("\x1b[?25h") > picture.rindex("\x1b[?25l")
-
-
-def test_branches_need_space_for_two_columns() -> None:
-    assert isinstance(live_view(PDOSConfig(), a_terminal(47)), LiveLines)
-    assert isinstance(live_view(PDOSConfig(), a_terminal(48)), LiveColumns)
-    assert isinstance(live_view(PDOSConfig(), a_terminal(80, 8)), LiveLines)
+def test_terminal_commands_in_generated_text_are_not_printed() -> None:
+    for console in (a_terminal(), a_pipe()):
+        with LiveView(HogwildConfig(), console) as view:
+            write(view, ["clear \x1b[2J\x07 the", "screen \x9b2J"])
+        assert not re.search("\x1b\\[2J|\x07|\x9b", printed(console))
 
 
 def test_a_row_that_begins_another_text_is_not_done() -> None:
     """The row of the outline also generates the conclusion."""
-    view = live_view(MODES["skeleton_of_thought"](), a_terminal())
+    view = LiveView(MODES["skeleton_of_thought"](), a_terminal())
     for event in ("begin", "token", "end", "begin", "token"):
         view.write_row(0, "a" if event != "end" else "", event)
     assert (view.rows[0].name, view.rows[0].done, len(view.rows[0].steps)) == ("Outline", False, 2)
 
 
 def test_answers_of_a_live_view_say_which_are_truncated() -> None:
-    """The record of the call has this, whatever the streamer is."""
     config = SharedPrefixConfig()
     arguments = {"input_ids": PROMPT, "max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
     call = InterruptibleCall(small_model(), TOKENIZER, config, arguments)

@@ -21,11 +21,9 @@ from hf_parallel import (
     HogwildSession,
     LogitsCache,
     ParallelConfig,
-    PDOSConfig,
     SelfConsistencyConfig,
-    SkeletonOfThoughtConfig,
 )
-from hf_parallel.generation.printing import SequentialPrinter, printable
+from hf_parallel.generation.printing import SequentialPrinter
 from hf_parallel.transcript.record import Record
 
 
@@ -66,11 +64,6 @@ def test_whitespace_is_printed_inside_a_text_but_not_around_it() -> None:
     assert printed(*events) == "one \ntwo\n"
 
 
-def test_a_text_that_has_ended_does_not_change() -> None:
-    begun = [("begin", "a", 0), ("begin", "b", 0), ("write", "b", "one"), ("close", "b")]
-    assert printed(*begun, ("write", "b", " two"), ("write_mark", "b", "(cut)"), ("close", "b")) == "\n\none\n"
-
-
 def test_terminal_commands_in_generated_text_are_not_printed_to_a_terminal() -> None:
     out = io.StringIO()
     out.isatty = lambda: True  # type: ignore[method-assign]
@@ -79,11 +72,6 @@ def test_terminal_commands_in_generated_text_are_not_printed_to_a_terminal() -> 
     printer.write(0, "a\x1b[2Jb\tc\n\x9bd")
     printer.end()
     assert out.getvalue() == "\ufffd[1m\na\ufffd[2Jb\tc\n\ufffdd\n"
-
-
-def test_unprintable_characters_are_replaced() -> None:
-    assert printable("a\tb\n\x1b[m\x85") == "a\tb\n\ufffd[m\ufffd"
-    assert printable("a\tb\n\x1b[m\x85", kept="\n", replacement=" ") == "a b\n [m "
 
 
 def streamed(config: ParallelConfig, *events: tuple[int, str, str], answers: int = 1, headings: Any = ("",)) -> str:
@@ -105,24 +93,6 @@ def test_answers_of_a_vote_are_printed_while_they_are_generated() -> None:
     assert streamed(config, *ended) == "[Answer 1]\none\n\n[Answer 2]\ntwo\n\n[Conclusion]\nSo 2"
 
 
-def test_points_are_printed_in_their_order_and_the_conclusion_follows() -> None:
-    outline = [(0, "1.", "begin"), (0, " a", "token"), (0, "", "end")]
-    points = [(1, "1. a:", "begin"), (2, "2. b:", "begin"), (3, "3. c:", "begin"), (3, "", "end")]
-    expected = "[Outline]\n1. a\n\n[Point 1]\n1. a:"
-    assert streamed(SkeletonOfThoughtConfig(), *outline, *points) == expected
-    expected += "\n\n[Point 2]\n2. b:\n\n[Point 3]\n3. c:\n\n[Conclusion]\nAll:"
-    rest = [(1, "", "end"), (2, "", "end"), (0, "All:", "begin")]
-    assert streamed(SkeletonOfThoughtConfig(), *outline, *points, *rest) == expected
-
-
-def test_headings_number_the_sequences_of_a_prompt() -> None:
-    events = [(row, f"text {row}", "begin") for row in range(4)] + [(row, "", "end") for row in range(4)]
-    assert streamed(SelfConsistencyConfig(num_answers=1), *events, answers=2, headings=("== P", "== Q")) == (
-        "== P\n[1 of 2, Answer 1]\ntext 0\n\n[2 of 2, Answer 1]\ntext 1\n\n"
-        "== Q\n[1 of 2, Answer 1]\ntext 2\n\n[2 of 2, Answer 1]\ntext 3"
-    )
-
-
 def test_steps_that_begin_with_their_authors_name_get_no_name_in_their_heading() -> None:
     config = HogwildConfig(step_prefix="{name} {step}: ")
     begun = [(row, f"{name} 1: ", "begin") for row, name in enumerate(("Alice", "Bob") * 2)]
@@ -130,24 +100,6 @@ def test_steps_that_begin_with_their_authors_name_get_no_name_in_their_heading()
     expected = "[1 of 2]\nAlice 1:\n\n[1 of 2]\nBob 1:\n\n[2 of 2]\nAlice 1:\n\n[2 of 2]\nBob 1:"
     assert streamed(config, *events, answers=2) == expected
     assert streamed(config, *events[:1]) == "Alice 1:"
-
-
-@pytest.mark.parametrize(
-    ("config", "row", "place", "name"),
-    [
-        (HogwildConfig(num_workers=3), 4, (1, 1), "Bob"),
-        (SelfConsistencyConfig(num_answers=3), 5, (1, 2), "Answer 3"),
-        (SelfConsistencyConfig(num_answers=3), 7, (1, 3), "Conclusion"),
-        (SkeletonOfThoughtConfig(), 1, (1, 0), "Outline"),
-        (SkeletonOfThoughtConfig(), 4, (0, 2), "Point 2"),
-        (PDOSConfig(), 3, (1, 1), "Branch 1"),
-    ],
-)
-def test_rows_of_two_prompts_have_positions_and_names(
-    config: ParallelConfig, row: int, place: tuple[int, int], name: str
-) -> None:
-    assert config.rows.place(row, 2)[:2] == place
-    assert config.rows.name(place[1]) == name
 
 
 # In calls of `generate`
@@ -168,13 +120,6 @@ def test_a_console_streamer_prints_the_rows_of_any_mode(mode: str, capsys: pytes
     texts = [card["given"] + "".join(text for _, text, _ in card["pieces"]) for card in answers]
     for text in [out.transcripts[0]] if mode == "pdos" else texts[:1] if len(texts) == 1 else texts:
         assert "".join(text.split()) in "".join(shown[0].split())
-
-
-def test_rows_without_a_mode_are_printed_too(capsys: pytest.CaptureFixture[str]) -> None:
-    streamer = ConsoleStreamer(TOKENIZER, headings=["== P"], max_new_tokens=5)
-    out = small_model().generate(PROMPT, streamer=streamer, max_new_tokens=5, do_sample=False)
-    text = TOKENIZER.decode(out[0, PROMPT.shape[1] :].tolist()).strip()
-    assert capsys.readouterr().out == f"== P\n{text} [truncated]\n"
 
 
 def test_tokens_after_the_end_of_a_row_are_not_printed() -> None:
@@ -205,18 +150,6 @@ def session(file: io.StringIO, **settings: Any) -> HogwildSession:
     given = {**SETTINGS, "max_new_tokens": 9, "finisher_tokens": 0, "do_sample": False, **settings}
     del given["tokenizer"]
     return HogwildSession(small_model(), TOKENIZER, PROMPT, streamer=ConsoleStreamer(TOKENIZER, file), **given)
-
-
-@pytest.mark.parametrize("prefix", ["{name} {step}: ", "**{name} [{step}]:**", "> "])
-def test_a_worker_that_joins_a_session_gets_no_other_name(prefix: str) -> None:
-    file = io.StringIO()
-    with session(file, step_prefix=prefix) as opened:
-        opened.run(2)
-        opened.add_worker("Zed")
-        opened.run()
-    assert prefix.format(name="Zed", step=1).strip() in file.getvalue()
-    assert "Carol" not in file.getvalue()
-    assert "[]" not in file.getvalue()
 
 
 class Failing(LogitsProcessor):

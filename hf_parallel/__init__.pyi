@@ -1,0 +1,63 @@
+"""Public names, for type checkers and for `__getattr__` of the package."""
+
+from hf_parallel import cache as cache
+from hf_parallel import generation as generation
+from hf_parallel import hub as hub
+from hf_parallel import kernels as kernels
+from hf_parallel import models as models
+from hf_parallel import pipelines as pipelines
+from hf_parallel.cache import BlockCache as BlockCache
+from hf_parallel.cache.hogwild import HogwildCache as HogwildCache
+from hf_parallel.cache.logits import LogitsCache as LogitsCache
+from hf_parallel.cache.shared_prefix import SharedPrefixCache as SharedPrefixCache
+from hf_parallel.cache.tree_branch import TreeBranchCache as TreeBranchCache
+from hf_parallel.generation import CHAIN_OF_DRAFT as CHAIN_OF_DRAFT
+from hf_parallel.generation import ConsoleStreamer as ConsoleStreamer
+from hf_parallel.generation import GenerationStats as GenerationStats
+from hf_parallel.generation import ParallelConfig as ParallelConfig
+from hf_parallel.generation import ParallelIteratorStreamer as ParallelIteratorStreamer
+from hf_parallel.generation import ParallelOutput as ParallelOutput
+from hf_parallel.generation import ParallelStreamer as ParallelStreamer
+from hf_parallel.generation import build_prompt as build_prompt
+from hf_parallel.generation import chain_of_draft_prompt as chain_of_draft_prompt
+from hf_parallel.generation import disable as disable
+from hf_parallel.generation import enable as enable
+from hf_parallel.generation import generate as generate
+from hf_parallel.generation import is_enabled as is_enabled
+from hf_parallel.generation.modes import BOXED as BOXED
+from hf_parallel.generation.modes import BestOfConfig as BestOfConfig
+from hf_parallel.generation.modes import BestOfOutput as BestOfOutput
+from hf_parallel.generation.modes import BlockFormat as BlockFormat
+from hf_parallel.generation.modes import Branch as Branch
+from hf_parallel.generation.modes import Candidate as Candidate
+from hf_parallel.generation.modes import HogwildConfig as HogwildConfig
+from hf_parallel.generation.modes import HogwildOutput as HogwildOutput
+from hf_parallel.generation.modes import HogwildSession as HogwildSession
+from hf_parallel.generation.modes import ParallelBlock as ParallelBlock
+from hf_parallel.generation.modes import ParallelBlockLogitsProcessor as ParallelBlockLogitsProcessor
+from hf_parallel.generation.modes import PDOSConfig as PDOSConfig
+from hf_parallel.generation.modes import PDOSOutput as PDOSOutput
+from hf_parallel.generation.modes import ResampleConfig as ResampleConfig
+from hf_parallel.generation.modes import SelfConsistencyConfig as SelfConsistencyConfig
+from hf_parallel.generation.modes import SelfConsistencyOutput as SelfConsistencyOutput
+from hf_parallel.generation.modes import SharedPrefixConfig as SharedPrefixConfig
+from hf_parallel.generation.modes import SkeletonOfThoughtConfig as SkeletonOfThoughtConfig
+from hf_parallel.generation.modes import SkeletonOfThoughtOutput as SkeletonOfThoughtOutput
+from hf_parallel.generation.modes import SkeletonPoint as SkeletonPoint
+from hf_parallel.generation.modes import StageStats as StageStats
+from hf_parallel.generation.modes import Step as Step
+from hf_parallel.generation.modes import find_answer as find_answer
+from hf_parallel.generation.modes import hogwild_prompt as hogwild_prompt
+from hf_parallel.generation.modes import normal_form as normal_form
+from hf_parallel.generation.modes import pdos_prompt as pdos_prompt
+from hf_parallel.generation.replay import Hotspot as Hotspot
+from hf_parallel.generation.replay import ReplayPolicy as ReplayPolicy
+from hf_parallel.generation.replay import Stepwise as Stepwise
+from hf_parallel.kernels import Backend as Backend
+from hf_parallel.kernels import backends as backends
+from hf_parallel.models.attention import UnsupportedModelError as UnsupportedModelError
+from hf_parallel.models.embedded import load_embedded_model as load_embedded_model
+from hf_parallel.pipelines import ParallelTextGenerationPipeline as ParallelTextGenerationPipeline
+
+__version__: str
+__all__: list[str]
