@@ -106,7 +106,7 @@ def test_loops_of_a_model_are_recognised() -> None:
 def test_every_fenced_block_has_a_language() -> None:
     for page in PAGES:
         fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
-        assert set(fences[::2]) <= {"python", "sh", "toml"}, page
+        assert {fence.split()[0] for fence in fences[::2]} <= {"python", "sh", "toml", "figures"}, page
         assert set(fences[1::2]) <= {""}, page
 
 
@@ -205,23 +205,19 @@ CHECKS = {
 # Figures, pictures, links
 
 
-def test_figures_equal_those_of_the_reports() -> None:
+def test_figures_of_pages_are_in_the_reports() -> None:
     figures = script("figures")
     for page in PAGES:
-        text = page.read_text()
-        assert figures.filled(text) == text, f"{page}: run python docs/figures.py"
-        comments = re.findall(rf"<!-- (?:{'|'.join(figures.SOURCES)}): ", text)
-        assert len(comments) == len(figures.FIGURE.findall(text)), page
+        assert "```figures" not in figures.on_page_markdown(page.read_text()), page
+    columns = "way\nprefill = *.prefill_seconds, 0.0 s\nstep = *.step_seconds, 0 ms"
+    shown = figures.table("2026-11-21-cpu-2-cores", "shared_prefix", columns, "one row = one_row\nbound")
+    assert shown.splitlines()[2:] == ["| one row | 3.5 s |  |", "| bound |  | 74 ms |"]
 
 
-def test_figures_follow_the_reports_and_unknown_ones_raise() -> None:
-    figures = script("figures")
-    true = figures.filled("0.00<!-- cpu: shared_prefix.ratios.kv_bytes_by_unique_tokens -->")
-    assert true == "1.00<!-- cpu: shared_prefix.ratios.kv_bytes_by_unique_tokens -->"
-    path = "stages.model.cases[model=Qwen3-8B,way=generate,rows=1,prefix=1024].rows"
-    assert figures.filled(f"0<!-- gpu: {path} / {path} -->") == f"1<!-- gpu: {path} / {path} -->"
-    with pytest.raises(KeyError):
-        figures.filled("1.00<!-- cpu: shared_prefix.ratios.no_such_ratio -->")
+@pytest.mark.parametrize(("path", "selector"), [("*.no_such_figure", "bound"), ("*.step_seconds", "no_such_row")])
+def test_unknown_figures_raise(path: str, selector: str) -> None:
+    with pytest.raises(LookupError):
+        script("figures").table("2026-11-21-cpu-2-cores", "shared_prefix", f"way\nstep = {path}, 0 ms", selector)
 
 
 def contrast(first: str, second: str) -> float:
