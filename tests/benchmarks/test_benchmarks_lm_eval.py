@@ -17,6 +17,7 @@ from benchmarks import lm_eval
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_the_smallest_form_runs(embedded: tuple[Any, Any], tmp_path: Path) -> None:
     for part in (small_llama(embedded[1], initializer_range=0.3), embedded[1]):
         part.save_pretrained(tmp_path / "model")

@@ -17,6 +17,7 @@ from hf_parallel.evaluation import GENERATED
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_the_smallest_form_runs(tmp_path: Path) -> None:
     one_layer.build().save_pretrained(tmp_path / "model")
     small_tokenizers.make("split_marker").save_pretrained(tmp_path / "model")
