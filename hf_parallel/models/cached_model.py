@@ -45,7 +45,7 @@ class CachedModel:
     ) -> None:
         self.model, self.cache, self.device = model, cache, execution_device(model)
         self._kwargs: dict[str, Any] = {"block_cache": cache} if capabilities.keyword else {}
-        self.graphs = DecodeGraphs(cache) if cuda_graph and DecodeGraphs.supports(model, self.device) else None
+        self.graphs = DecodeGraphs(cache, model) if cuda_graph and DecodeGraphs.supports(model, self.device) else None
         self._layers = compiled_layers(model, compile, steps)
         self._num_moves = num_moves(model)
         self._has_logits_to_keep = _has_logits_to_keep(model)

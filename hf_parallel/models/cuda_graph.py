@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.cache import BlockCache, ForwardPass
-from hf_parallel.cache.placement import weight_devices
+from hf_parallel.cache.placement import all_modules, weight_devices
 from hf_parallel.kernels import AttentionPlan, DeviceBuffers, select_backend
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -31,6 +32,8 @@ _COPIES = ("_to_copy", "copy_", "copy")
 
 _capturing = threading.Lock()
 """Held during a capture: the start of another one synchronizes the device, which would break the first."""
+_never_waits: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+"""Models whose decode step was checked by `NoSyncMode`, with the number of their modules and hooks at that time."""
 _logger = logging.getLogger(__name__)
 
 
@@ -67,9 +70,9 @@ class DecodeGraphs:
     The graphs share one memory pool, so the output of one must be read before the next is replayed.
     """
 
-    def __init__(self, cache: BlockCache) -> None:
+    def __init__(self, cache: BlockCache, model: torch.nn.Module) -> None:
         self.num_bytes = 0  # memory that the graphs reserve
-        self._cache = cache
+        self._cache, self._model = cache, model
         self._steps: dict[int, _DecodeStep] = {}
         self._pool: Any = None
         self._failed = False
@@ -119,15 +122,17 @@ class DecodeGraphs:
         if self._failed or not self._capturable():
             return None
         ids, positions = step.position_ids.new_zeros(2, rows)
+        parts = sum(1 + len(m._forward_hooks) + len(m._forward_pre_hooks) for m in all_modules(self._model))
+        is_checked = _never_waits.get(self._model) == parts
         try:
-            graph = capture_graph(lambda: forward(ids, positions), ids.device, self._pool)
+            graph = capture_graph(lambda: forward(ids, positions), ids.device, self._pool, is_checked)
         except RuntimeError as error:
             self._failed, self._steps, self.num_bytes = True, {}, 0
             reason = error.__context__ or error  # ending a failed capture raises a second, less specific error
             _logger.warning("decode steps run without CUDA graphs, as they could not be captured: %s", reason)
             _logger.debug("traceback of the failed capture", exc_info=reason)
             return None
-        self._pool = graph.pool
+        self._pool, _never_waits[self._model] = graph.pool, parts
         self.num_bytes += graph.num_bytes
         # Only now releases an outdated graph: a pool can be shared only while it has a graph.
         self._steps[rows] = _DecodeStep(graph, ids, positions, step.plan.device_buffers, self._storage())
@@ -140,17 +145,19 @@ def bucket_size(rows: int) -> int:
     return -(-rows // unit) * unit
 
 
-def capture_graph(function: Callable[[], torch.Tensor], device: torch.device, pool: Any = None) -> CapturedGraph:
+def capture_graph(
+    function: Callable[[], torch.Tensor], device: torch.device, pool: Any = None, is_checked: bool = False
+) -> CapturedGraph:
     """Capture the kernels that a function launches on a GPU; raises `RuntimeError` if that is not possible.
 
     The function runs once before, so that kernels are compiled and buffers allocated. It must launch the same kernels
     each time. `pool` is the memory pool of an existing graph of the same function, whose output the new graph
-    overwrites; without it, the function runs a second time to check that it never synchronizes.
+    overwrites. Unless `is_checked`, the function runs a second time to check that it never synchronizes.
     """
     # A failed capture leaves its own stream as the current one; the outer context restores it.
     with _capturing, torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
         function()
-        if pool is None:
+        if not is_checked:
             # Not compiled: Dynamo would mark all code that it meets under a dispatch mode as not to be compiled.
             with torch.compiler.set_stance("force_eager"), NoSyncMode():
                 function()

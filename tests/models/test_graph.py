@@ -68,7 +68,7 @@ class Graphs:
         monkeypatch.setattr(triton_attention, "launch_for", as_captured)
         monkeypatch.setattr(graph, "capture_graph", self._record)
 
-    def _record(self, function: Callable[[], torch.Tensor], device: torch.device, pool: Any) -> CapturedGraph:
+    def _record(self, function: Callable[[], torch.Tensor], *_: Any) -> CapturedGraph:
         cache = self._made[-1]._cache
         captured, result = cache._pass, function()
         self.captures.append(len(result))
@@ -179,6 +179,25 @@ def test_reallocated_storage_needs_a_new_capture(
     expected = generate(model, None).sequences
     assert torch.equal(generate(model).sequences, expected)
     assert 1 < len(graphs.captures) < NEW - 1
+
+
+def test_a_model_is_checked_for_waits_once_until_it_changes(
+    graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph._never_waits.pop(model, None)
+    checked = []
+
+    def record(*given: Any) -> CapturedGraph:
+        checked.append(not given[-1])
+        return graphs._record(*given)
+
+    monkeypatch.setattr(graph, "capture_graph", record)
+    for _ in range(2):
+        generate(model)
+    handle = model.register_forward_pre_hook(lambda *_: None)
+    generate(model)
+    handle.remove()
+    assert checked == [True, False, True]
 
 
 @pytest.mark.parametrize("captures", [0, 1])
@@ -348,9 +367,9 @@ def test_a_capture_restores_the_stream_and_measures_its_memory(monkeypatch: pyte
     streams = Streams(monkeypatch, fails)
     if fails:
         with pytest.raises(RuntimeError, match="the capture has failed"):
-            capture_graph(streams.run, device, "before")
+            capture_graph(streams.run, device, "before", is_checked=True)
     else:
-        captured = capture_graph(streams.run, device, "before")
+        captured = capture_graph(streams.run, device, "before", is_checked=True)
         assert (captured.num_bytes, captured.replay, captured.pool) == (10, "replay", "pool")
     assert streams.current == "the caller's"
     side = "side of cuda:1"
