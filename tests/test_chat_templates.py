@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serving import MODEL, check_error, served, small_model
+from serving import MODEL, small_model
 from transformers import pipeline
 
 import hf_parallel
@@ -171,17 +171,6 @@ def test_the_rendered_end_of_a_chat_decides_whether_thinking_is_open(place: Any,
             assert text.count(system) == 1
 
 
-def test_the_rendered_end_of_a_task_decides_whether_thinking_is_open(engine: Engine) -> None:
-    for kind, system, template, end, hogwild, pdos in ENDS:
-        engine.tokenizer.chat_template = TEMPLATES[kind]
-        cases = ((of_command, None, end), (of_builder, None, end), (of_server, "hogwild", hogwild))
-        modes = [(place, mode, x) for place in (of_command, of_builder, of_engine, of_pipeline)
-                 for mode, x in (("hogwild", hogwild), ("pdos", pdos))]  # fmt: skip
-        for place, mode, expected in [*cases, *modes]:
-            text = place(engine, TASK, mode, template)
-            assert system == "/no_think" or text.endswith(f"{TASK}<assistant>{expected}"), (kind, template, mode, text)
-
-
 def test_prompts_of_sessions_sweeps_judges_and_drafts_receive_the_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -252,20 +241,6 @@ def test_errors_of_a_template_are_value_errors_that_name_them(message: str, temp
         of_command(engine, TASK, None, {})
     with pytest.raises(ValueError, match=message):
         ParallelExample.from_text("Text.", engine.tokenizer, "pdos", chat("Rule."))
-
-
-def test_the_server_answers_errors_of_a_template_with_400(engine: Engine) -> None:
-    with served(engine) as server:
-        for message, template in FAILING.items():
-            engine.tokenizer.chat_template = template
-            response = server.post("/v1/chat/completions", messages=chat("Rule."), max_tokens=1)
-            error = check_error(response, 400)
-            assert message in error["message"]
-            assert error["param"] == "messages"
-        engine.tokenizer.chat_template = TEMPLATES["qwen3"]
-        for wrong in (3, [1], {"tokenize": False}, {"add_generation_prompt": False}, {"x": "y" * 2**17}):
-            response = server.post("/v1/chat/completions", messages=chat("Rule."), chat_template_kwargs=wrong)
-            assert check_error(response, 400)["param"].startswith("chat_template_kwargs")
 
 
 def test_a_prompt_without_the_rules_of_the_workers_is_reported_once(

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
 from paths import HELPERS, ROOT
 
 import hf_parallel
@@ -95,22 +94,16 @@ def layer(name: str) -> str:
     return max(layers, key=len, default=inside.split(".")[0])
 
 
-def test_the_version_has_one_source() -> None:
-    """`pyproject.toml` reads it from the package, and the command from the metadata that are made of it."""
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(r'^version = \{ attr = "hf_parallel.__version__" \}', project, re.MULTILINE)
-    assert not re.search(r'^version = "', project, re.MULTILINE)
-
-
 def test_all_layers_exist() -> None:
     assert {layer(name) for name in MODULES} >= LAYERS.keys() | GROUND
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if layer(name) in LAYERS.keys() | GROUND])
-def test_imports_point_down(name: str) -> None:
-    allowed = LAYERS[layer(name)] | GROUND | {layer(name)} if layer(name) in LAYERS else set()
-    upwards = sorted(target for target in imports(name) if layer(target) not in allowed)
-    assert not upwards, f"{name} imports {upwards}, but may import {sorted(allowed)} only"
+def test_imports_point_down() -> None:
+    for name in MODULES:
+        if layer(name) in LAYERS.keys() | GROUND:
+            allowed = LAYERS[layer(name)] | GROUND | {layer(name)} if layer(name) in LAYERS else set()
+            upwards = sorted(target for target in imports(name) if layer(target) not in allowed)
+            assert not upwards, f"{name} imports {upwards}, but may import {sorted(allowed)} only"
 
 
 def test_the_package_imports_neither_tests_nor_benchmarks() -> None:
@@ -144,40 +137,38 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
     return next((found for node in sorted(graph) if (found := walk(node, []))), [])
 
 
-def test_a_cycle_would_be_found() -> None:
-    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if layer(name) != "generation.modes"])
-def test_modes_are_named_in_generation_modes_alone(name: str) -> None:
+def test_modes_are_named_in_generation_modes_alone() -> None:
     """Neither in strings (except docstrings), nor as identifiers, nor by imports of a mode's files."""
+    for name in MODULES:
+        if layer(name) != "generation.modes":
+            assert not (found := mode_names_in(name)), f"{name} names modes: {found}"
+
+
+def mode_names_in(name: str) -> list[str]:
+    """Return the names and files of modes that a module uses."""
     tree = syntax_tree(MODULES[name])
     word = re.compile(rf"(?<![\w.])({'|'.join(MODE_NAMES)})(?!\w)")
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    found = []
+    found: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             found += word.findall(node.value)
         elif isinstance(node, ast.Name | ast.Attribute | ast.keyword | ast.arg):
             identifier = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
             found += [identifier] if identifier in MODE_NAMES else []
-    found += [target for target in imports(name) if target.startswith(f"{PACKAGE}.generation.modes.")]
-    assert not found, f"{name} names modes: {found}"
+    return found + [target for target in imports(name) if target.startswith(f"{PACKAGE}.generation.modes.")]
 
 
-@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_file_is_short_and_has_a_docstring(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    if "tests" not in path.relative_to(ROOT).parts:
-        assert text.count("\n") <= MAX_LINES
-    assert ast.get_docstring(syntax_tree(path)), "the module has no docstring"
+def test_files_are_short_and_have_a_docstring() -> None:
+    for path in python_files():
+        if "tests" not in path.relative_to(ROOT).parts:
+            assert path.read_text(encoding="utf-8").count("\n") <= MAX_LINES, path
+        assert ast.get_docstring(syntax_tree(path)), f"{path} has no docstring"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_public_functions_and_classes_are_documented(name: str) -> None:
-    tree = syntax_tree(MODULES[name])
-    assert not (missing := list(undocumented(tree, name))), f"no docstring: {missing}"
+def test_public_functions_and_classes_are_documented() -> None:
+    missing = [name for module, path in MODULES.items() for name in undocumented(syntax_tree(path), module)]
+    assert not missing, f"no docstring: {missing}"
 
 
 def undocumented(node: ast.AST, name: str) -> Iterator[str]:

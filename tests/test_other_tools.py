@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from accelerate import dispatch_model
 from pages import OTHER_TOOLS, ROOT, blocks_of, run, small_scale
 from small_tokenizers import small_llama
 
-import hf_parallel
 from hf_parallel.generation import MODES
 
 INTRODUCTION, *SECTIONS = OTHER_TOOLS.read_text().split("\n## ")
@@ -71,25 +68,6 @@ def test_code_of_section_runs_in_the_modes_that_it_names(
         assert cache.kv_bytes > 0  # it was filled and kept
 
 
-def test_right_texts_have_the_score_1_in_the_task_for_lm_eval(
-    small: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("lm_eval")
-    from hf_parallel.evaluation.lm_eval import ParallelLM
-
-    def right(_: Any, requests: Any, **__: Any) -> list[str]:
-        numbers = (re.search(r"(\d+) \+", request.args[0]) for request in requests)
-        return [f" {2 * int(number[1])}" for number in numbers if number]
-
-    monkeypatch.setattr(ParallelLM, "generate_until", right)
-    section = SECTIONS[TITLES.index("lm-eval")]
-    namespace = run([*blocks_of(INTRODUCTION, "python"), *blocks_of(section, "python")], "lm-eval")
-    scores = [
-        value for name, value in namespace["sampled"]["results"]["sums"].items() if name.startswith("exact_match,")
-    ]
-    assert scores == [1.0]
-
-
 def imported(code: str) -> set[str]:
     """Return the top-level packages that a block imports."""
     nodes = list(ast.walk(ast.parse(code)))
@@ -105,25 +83,3 @@ def test_the_extra_compat_holds_the_libraries_of_the_page() -> None:
     used = set().union(*(imported(block) for block in blocks_of(OTHER_TOOLS.read_text(), "python")))
     own = {"hf_parallel", "torch", "transformers", "accelerate", *sys.stdlib_module_names}
     assert used - own == {"lmformatenforcer" if name == "lm_format_enforcer" else name for name in listed}
-
-
-def test_a_model_with_offloaded_layers_generates_as_without(small: tuple[Any, Any], tmp_path: Path) -> None:
-    model, tokenizer = small
-    prompt = tokenizer("A city and a river:", return_tensors="pt")
-    expected = model.generate(**prompt, do_sample=False)
-    devices = dict.fromkeys(["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"], "cpu")
-    devices |= {"model.layers.1": "disk", "lm_head": "cpu"}
-    dispatched = hf_parallel.enable(dispatch_model(model, devices, offload_dir=tmp_path, force_hooks=True))
-    assert any(parameter.is_meta for parameter in dispatched.parameters())
-    assert torch.equal(dispatched.generate(**prompt, do_sample=False, generation_mode="shared_prefix"), expected)
-
-
-def test_the_versions_on_the_page_are_those_that_make_installs() -> None:
-    rows = re.findall(r"^\| ([\w-]+) \| (\d[\d.]*) \|", INTRODUCTION, re.MULTILINE)
-    pinned = {
-        name.lower().replace("_", "-"): version
-        for name, version in re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    }
-    assert len(rows) == 7
-    for library, version in rows:
-        assert f"{pinned[library.lower()]}.".startswith(f"{version}."), library

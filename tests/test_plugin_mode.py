@@ -18,7 +18,7 @@ import tiny
 import torch
 from consoles import a_pipe, a_terminal, printed
 from paths import ROOT
-from transformers import AutoModelForCausalLM, TextStreamer, pipeline
+from transformers import AutoModelForCausalLM, pipeline
 
 import hf_parallel
 from hf_parallel.cli import main as cli
@@ -114,32 +114,6 @@ def test_every_row_equals_plain_generate(model: Any, tokenizer: Any) -> None:
     assert out.stats.prefilled_tokens == sum(len(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS)
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_row_that_the_token_budget_ended_is_recorded(model: Any, tokenizer: Any, ends: bool) -> None:
-    eos = list(range(model.config.vocab_size)) if ends else None
-    out = generate(model, tokenizer, eos_token_id=eos)
-    assert out.record.truncated == (set() if ends else set(range(len(out.sequences))))
-
-
-def test_one_opening_is_streamed_like_other_text(
-    model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    streamer = TextStreamer(tokenizer, skip_prompt=True)
-    out = generate(model, tokenizer, PROMPTS[:1], openings=OPENINGS[:1], streamer=streamer)
-    assert [capsys.readouterr().out.rstrip("\n")] == texts(out, tokenizer, PROMPTS[:1])
-
-
-def test_an_opening_longer_than_the_budget_raises(model: Any, tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="max_new_tokens=3 must exceed the longest opening"):
-        generate(model, tokenizer, max_new_tokens=3)
-
-
-def test_rows_of_several_sequences_are_sampled_alike_alone_and_together(model: Any, tokenizer: Any) -> None:
-    out = generate(model, tokenizer, do_sample=True, num_return_sequences=2, seed=3)
-    assert len(out.sequences) == len(PROMPTS) * 2 * len(OPENINGS)
-    assert len(set(texts(out, tokenizer))) > len(PROMPTS) * len(OPENINGS)
-
-
 def test_a_streamer_receives_the_tokens_of_all_rows(model: Any, tokenizer: Any) -> None:
     class Streamer:
         def __init__(self) -> None:
@@ -191,26 +165,6 @@ def test_the_command_prints_each_row_under_its_name(
         assert f"[{opening}]\n{text.removeprefix(opening).strip()}" in shown
 
 
-def test_the_command_writes_one_line_of_json_per_row(
-    saved: Path, model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(command(saved, *PROMPTS, "--format", "jsonl")) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [record["prompt"] for record in records] == [prompt for prompt in PROMPTS for _ in OPENINGS]
-    assert [record["generated_text"] for record in records] == texts(generate(model, tokenizer), tokenizer)
-
-
-def test_the_command_shows_the_rows_live(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(command(saved, PROMPTS[0], "--format", "live")) == 0
-    shown = capsys.readouterr().out
-    assert all(opening in shown for opening in OPENINGS)
-
-
-def test_the_command_describes_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "--mode", "openings", "--settings"]) == 0
-    assert "First words of the answers." in capsys.readouterr().out
-
-
 def test_a_saved_run_can_be_viewed(saved: Path, tmp_path: Path) -> None:
     run, page = tmp_path / "run.json", tmp_path / "run.html"
     assert cli.main(command(saved, *PROMPTS, "-o", str(run))) == 0
@@ -240,19 +194,6 @@ def test_the_pipeline_returns_a_record_per_row(model: Any, tokenizer: Any) -> No
     found = [record["generated_text"] for records in results for record in records]
     assert found == texts(generate(model, tokenizer), tokenizer)
     assert all(record["stats"]["forward_passes"] > 0 for records in results for record in records)
-
-
-def test_an_export_of_settings_runs_the_mode(
-    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    hf_parallel.hub.export(MODES["openings"](openings=OPENINGS), tmp_path / "mode")
-    assert "`openings`" in (tmp_path / "mode" / hf_parallel.hub.CARD).read_text()
-    ids = tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
-    given = {"tokenizer": tokenizer, "max_new_tokens": NEW_TOKENS}
-    found = model.generate(ids, custom_generate=str(tmp_path / "mode"), trust_remote_code=True, **given)
-    assert torch.equal(found, generate(model, tokenizer, PROMPTS[:1]).sequences)
 
 
 def test_an_exported_model_generates_in_the_mode(

@@ -6,11 +6,9 @@ import copy
 import functools
 import inspect
 import pickle
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,21 +98,6 @@ def test_modes_do_not_depend_on_the_default_device(model: PreTrainedModel, mode:
         assert generate() == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"generation_mode": "shared_prefix", "num_workers": 2}, "it is one of hogwild. shared_prefix has"),
-        ({"generation_mode": hf_parallel.HogwildConfig()}, "pass it as parallel_config="),
-        ({"generation_mode": "shared_prefix", "prompt_lookup_num_tokens": 3}, "allowed: None"),
-    ],
-)
-def test_errors_name_the_remedy(model: PreTrainedModel, settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        model.generate(torch.stack(PROMPTS), **GREEDY, **settings)
-    with pytest.raises(ValueError, match=r"'hogwild' has no setting 'workers'"):
-        hf_parallel.hogwild_prompt("A task", AsciiTokenizer(), workers=2)
-
-
 class Adapted(torch.nn.Module):
     """A wrapper like those of PEFT."""
 
@@ -161,13 +144,6 @@ def test_a_model_whose_input_preparation_was_replaced_raises(model: PreTrainedMo
             assert torch.equal(model.generate(torch.stack(PROMPTS), **call), expected)
     finally:
         del model.prepare_inputs_for_generation
-
-
-def test_a_session_refuses_virtual_tokens_of_a_wrapper(model: PreTrainedModel) -> None:
-    wrapped = Adapted(model)
-    wrapped.active_peft_config = SimpleNamespace(is_prompt_learning=True)
-    with pytest.raises(ValueError, match="virtual tokens"):
-        hf_parallel.HogwildSession(wrapped, AsciiTokenizer(), PROMPTS[0][None], **small_call("hogwild"))
 
 
 # The tokenizer of an enabled model

@@ -13,14 +13,12 @@ import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
 from mode_cases import BUILT_IN, small_call
-from small_tokenizers import make
-from transformers import LogitsProcessor, pipeline
+from transformers import LogitsProcessor
 from transformers.utils import logging
 
 import hf_parallel
 from hf_parallel import HogwildSession
 from hf_parallel.engine import Engine
-from hf_parallel.generation.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = tiny.make_prompts([9], seed=4)[0][None]
@@ -98,14 +96,6 @@ def test_a_bar_closes_on_errors(model: Any, bars: list[Any]) -> None:
     assert all("2 tokens" in last_state(bar) for bar in bars)
 
 
-def test_the_pipeline_shows_a_bar(model: Any, bars: list[Any]) -> None:
-    given = {"generation_mode": "shared_prefix", "num_return_sequences": 2, "do_sample": True, "max_new_tokens": 5}
-    pipe = pipeline("parallel-text-generation", model=model, tokenizer=copy.deepcopy(make("split_marker")), **given)
-    pipe("a", progress=True, eos_token_id=None)
-    assert "2 rows, 10 tokens" in last_state(bars[0])
-    assert bars[0].total == bars[0].n == 5
-
-
 def test_other_values_and_calls_without_a_loop_raise(model: Any, bars: list[Any]) -> None:
     with pytest.raises(ValueError, match="progress must be True or False, got 1"):
         model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=2, progress=1)
@@ -114,27 +104,3 @@ def test_other_values_and_calls_without_a_loop_raise(model: Any, bars: list[Any]
     with pytest.raises(ValueError, match="progress"):
         HogwildSession(model, AsciiTokenizer(), PROMPT, progress=True)
     assert not bars
-
-
-def test_speeds_count_the_passes_after_the_bar_opens(monkeypatch: pytest.MonkeyPatch, bars: list[Any]) -> None:
-    now = 10.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    progress = Progress("shared_prefix")
-    progress.update(9, rows=4, tokens=4, is_pass=True)
-    assert "1/9" in last_state(bars[0])
-    assert "4 rows, 4 tokens]" in last_state(bars[0]), "no speed of no time"
-    for tokens in (4, 2):
-        now += 1.0
-        progress.update(9, rows=tokens, tokens=tokens, is_pass=True)
-    progress.close()
-    assert "2 rows, 10 tokens, 3.0 tokens/s" in last_state(bars[0])
-    assert bars[0].n == 3
-
-
-def test_bars_that_are_disabled_in_transformers_are_not_shown(model: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    logging.disable_progress_bar()
-    try:
-        model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=2, progress=True, pad_token_id=0)
-    finally:
-        logging.enable_progress_bar()
-    assert "passes" not in capfd.readouterr().err

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from architectures import (
     ARCHITECTURES,
@@ -83,6 +82,8 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pr
 
 def each(names: Iterable[str] = ARCHITECTURES) -> list[Any]:
     """Return parameters of a test that runs on every architecture: all but the representative ones are slow."""
+    import pytest  # scripts build models without it
+
     return [pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.slow) for name in names]
 
 

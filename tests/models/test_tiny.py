@@ -4,21 +4,17 @@ feature, and is insensitive to rounding. Runs stock transformers only."""
 from __future__ import annotations
 
 import copy
-from functools import cache
 from typing import NamedTuple
 
 import pytest
 import tiny
 import torch
-from tiny import ARCHITECTURES, REFUSED, SLIDING_WINDOW
+from tiny import ARCHITECTURES, SLIDING_WINDOW
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateOutput
 
 NEW_TOKENS = 16
-NAMES = list(ARCHITECTURES)
 SLIDING = [name for name, architecture in ARCHITECTURES.items() if architecture.sliding_window]
-# A model with layers of both kinds; in mistral, mixtral, qwen3_moe, phi3 and starcoder2 all layers slide.
-ALTERNATING = ["qwen2", "qwen3", "olmo3", "smollm3", "cohere2", "gemma2", "gemma3_text", "gpt_oss", "exaone4"]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,7 +37,6 @@ def make_rows() -> list[torch.Tensor]:
     return [long, changed, short]
 
 
-@cache
 def decode_greedily(name: str) -> Greedy:
     model, rows = tiny.build(name), make_rows()
     alone, margins, noise = [], [], 0.0
@@ -84,57 +79,21 @@ def differ(logits: torch.Tensor, others: torch.Tensor) -> bool:
     return (logits - others).abs().max().item() > 0.05 * logits.std().item()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_config_is_tiny(name: str) -> None:
-    config = tiny.build(name).config
-    assert config.num_hidden_layers in (2, 4)
-    assert config.vocab_size == tiny.VOCAB_SIZE
-    assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (tiny.PAD, tiny.BOS, tiny.EOS)
-    assert config.max_position_embeddings == tiny.MAX_POSITIONS
-    assert getattr(config, "sliding_window", None) == ARCHITECTURES[name].sliding_window
-    assert config.model_type == name.split("-")[0]
-
-
-@pytest.mark.parametrize("name", ALTERNATING)
-def test_both_kinds_of_layer_occur(name: str) -> None:
-    assert set(tiny.build(name).config.layer_types) == {"full_attention", "sliding_attention"}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_output_varies(name: str) -> None:
-    for row in decode_greedily(name).alone:
-        assert len(row) == NEW_TOKENS
-        assert len(row.unique()) >= 5
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_output_depends_on_the_first_token(name: str) -> None:
-    long, changed, _ = decode_greedily(name).alone
-    assert not torch.equal(long, changed)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_have_large_margins(name: str) -> None:
-    greedy = decode_greedily(name)
+@pytest.mark.parametrize("name", tiny.each())
+def test_greedy_output_is_sensitive_and_has_large_margins(name: str) -> None:
+    """It varies, depends on the first token and on positions, and is the same in a left-padded batch."""
+    greedy, model = decode_greedily(name), tiny.build(name)
+    assert min(len(row.unique()) for row in greedy.alone) >= 5
+    assert not torch.equal(*greedy.alone[:2])
     assert greedy.noise < 2e-4
     assert greedy.margins.min() > 5e-4
     assert greedy.margins.median() > 0.2
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_left_padded_batch_equals_rows_without_padding(name: str) -> None:
-    greedy = decode_greedily(name)
     assert torch.equal(greedy.batched, torch.stack(greedy.alone))
+    assert differ(prompt_logits(model), prompt_logits(model, position_ids=2 * torch.arange(40)[None]))
+    assert getattr(model.config, "sliding_window", None) == ARCHITECTURES[name].sliding_window
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_positions_matter(name: str) -> None:
-    model = tiny.build(name)
-    stretched = 2 * torch.arange(40)[None]
-    assert differ(prompt_logits(model), prompt_logits(model, position_ids=stretched))
-
-
-@pytest.mark.parametrize("name", SLIDING)
+@pytest.mark.parametrize("name", tiny.each(SLIDING))
 def test_window_matters(name: str) -> None:
     model = tiny.build(name)
     unbounded = copy.deepcopy(model)
@@ -167,7 +126,7 @@ def test_softcap_matters() -> None:
     assert differ(prompt_logits(model), prompt_logits(without))
 
 
-@pytest.mark.parametrize("name", [*NAMES, *REFUSED])
+@pytest.mark.parametrize("name", tiny.each())
 def test_weights_depend_on_the_seed_alone(name: str) -> None:
     torch.manual_seed(0)
     first = tiny.build(name)
@@ -179,19 +138,7 @@ def test_weights_depend_on_the_seed_alone(name: str) -> None:
         torch.testing.assert_close(tensor, first.state_dict()[key], rtol=0, atol=0)
 
 
-def test_another_seed_gives_other_weights() -> None:
-    assert not torch.equal(tiny.build("llama").lm_head.weight, tiny.build("llama", seed=1).lm_head.weight)
-
-
 def test_dtype_rounds_the_same_weights() -> None:
     half, full = tiny.build("llama", dtype=torch.bfloat16), tiny.build("llama")
     assert torch.equal(half.lm_head.weight, full.lm_head.weight.bfloat16())
     assert half.model.rotary_emb.inv_freq.dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", list(REFUSED))
-def test_refused_architecture_generates(name: str) -> None:
-    output = tiny.build(name).generate(  # type: ignore[operator]
-        make_rows()[2][None], do_sample=False, max_new_tokens=3
-    )
-    assert output.shape[1] >= 3
