@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
 from paths import HELPERS, ROOT
 
 import hf_parallel
