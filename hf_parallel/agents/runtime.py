@@ -47,10 +47,10 @@ class AgentResult:
 
     @cached_property
     def graph(self) -> str:
-        """Agents, their messages and states, and the flow graph of each, as SVG text."""
-        from hf_parallel.agents.drawing.run_graph import graph
+        """Agents, their messages and states, and the flow graph of each, as Mermaid text."""
+        from hf_parallel.agents.drawing.run_graph import run_graph
 
-        return graph(self.trace, self.functions)
+        return run_graph(self.trace, self.functions)
 
 
 class Runtime:

@@ -1,8 +1,7 @@
-"""Traces of agents that no model ran, and the texts of drawings."""
+"""Traces of agents that no model ran."""
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 
 from hf_parallel.agents.trace import RunTrace
@@ -63,8 +62,3 @@ def large_trace(agents: int, rounds: int) -> RunTrace:
             trace.add("", "kv", bytes=number * 1000 + agent)
             trace.add("", "scores", scores={"worker": number / rounds, "root": 0.5})
     return trace
-
-
-def texts(svg: str) -> list[str]:
-    """Return the texts of a drawing, which must be XML."""
-    return [element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]

@@ -1,17 +1,15 @@
-"""The graph of a run: agents, messages and search trees are drawn, and the visits of states and edges are counted."""
+"""The graph of a run shows agents, messages, search trees and flow graphs with the visits of their states."""
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections import Counter
+import re
 from typing import Any
 
 import agent_functions
-from agent_traces import HOSTILE, large_trace, repair_trace, texts
+from agent_traces import HOSTILE, large_trace, repair_trace
 
 from hf_parallel.agents import (
-    AgentResult,
     BestOfN,
     Chat,
     Runtime,
@@ -25,8 +23,7 @@ from hf_parallel.agents import (
     spawn,
     tool,
 )
-from hf_parallel.agents.drawing.flow_graph import flow_graph
-from hf_parallel.agents.drawing.run_graph import MAX_STATES, graph, run_graph, visits
+from hf_parallel.agents.drawing.run_graph import MAX_STATES, run_graph
 
 
 async def look_up(bug: str) -> str:
@@ -69,64 +66,52 @@ async def solve(question: str) -> Any:
     yield len(chat.messages)
 
 
-def run(one: Any) -> tuple[AgentResult, Counter[Any]]:
-    """Run an agent on a model that counts its completions. Return the result, and the visits of its function."""
+def labels(graph: str) -> list[str]:
+    """Return the texts of a graph."""
+    return re.findall(r'"([^"]*)"', graph)
+
+
+def test_visits_are_counted_at_the_states_of_the_source() -> None:
     numbers = itertools.count(1)
-    model = ScriptedModel(lambda messages, settings, seed: str(numbers.__next__()))
-    result = Runtime(model).run(one, "bug")
-    return result, visits(result.trace, one.name, flow_graph(one))
+    result = Runtime(ScriptedModel(lambda *given: str(numbers.__next__()))).run(repair, "bug")
+    shown = " ".join(labels(result.graph))
+    for call in ("gen()", "resume(gathering, patch)", "next(gathering)"):
+        assert f"{call}<br>3 times" in shown
 
 
-def test_visits_of_a_run_are_counted_at_states_and_edges() -> None:
-    result, found = run(repair)
-    assert found == {
-        **{"start": 1, "spawn": 1, "next": 3, "gen": 3, "resume": 3, "end": 1},
-        **{("start", "spawn"): 1, ("spawn", "next"): 1, ("next", "gen"): 3, ("gen", "resume"): 3},
-        **{("resume", "next"): 2, ("resume", "end"): 1},
-    }
-    other = visits(result.trace, "gather_code", flow_graph(gather_code))
-    assert (other["look_up"], other["start", "look_up"]) == (4, 1)
-    assert other["look_up", "yield"] in (3, 4)  # it ends with the agent that has spawned it
-    assert {"3 times", "2"} <= set(texts(result.graph))
-
-
-def test_visits_of_all_paths_of_a_search_are_counted_without_those_of_value_functions_and_helpers() -> None:
-    result, found = run(solve)
+def test_visits_of_a_search_leave_out_value_functions_and_helpers() -> None:
+    numbers = itertools.count(1)
+    result = Runtime(ScriptedModel(lambda *given: str(numbers.__next__()))).run(solve, "bug")
     assert result.stats.completions == 3 * 8, "seven of a path, and one of its value"
-    assert found == {
-        **{"start": 1, "gen": 3, "gen 2": 3, "gen 5": 3, "yield": 1, "end": 1},
-        **{("start", "gen"): 3, ("gen", "gen 2"): 3, ("gen 5", "yield"): 1, ("yield", "end"): 1},
-    }
+    calls = [label for label in labels(result.graph) if "chat.gen(" in label and "gather" not in label]
+    assert [label.partition("<br>")[2] for label in calls] == ["6 times", "6 times", "", "", "3 times"]
 
 
-def test_the_graph_of_a_run_shows_agents_messages_states_and_counts() -> None:
+def test_the_graph_shows_agents_messages_and_states() -> None:
     functions = {"bug_repair": agent_functions.bug_repair, "context_gather": agent_functions.context_gather, "len": len}
-    shown = texts(graph(repair_trace(), functions))
-    assert {"bug_repair", "1 instance, 4 generations, 12 tokens", "1 instance, 2 tool calls"} <= set(shown)
-    assert {"spawn 1, next 2, resume 2", "yield 2"} <= set(shown)
-    assert {"States of bug_repair#0", "0", "0.0", "0.1", "0.0.0", "0.1.1", "1.5"} <= set(shown)
-    assert {"Flow graph of bug_repair", "Flow graph of context_gather"} <= set(shown)
+    shown = labels(run_graph(repair_trace(), functions))
+    assert {"bug_repair<br>1 instance, 4 generations, 12 tokens", "context_gather<br>1 instance, 2 tool calls"} <= {
+        *shown
+    }
+    assert {"spawn 1, next 2, resume 2", "yield 2"} <= {*shown}
+    assert {"States of bug_repair#35;0", "0", "0.0<br>0.5", "0.1.1<br>1.5"} <= {*shown}
+    assert {"Flow graph of bug_repair", "Flow graph of context_gather"} <= {*shown}
     assert shown[-1].startswith("the source of len is not available")
 
 
-def test_names_and_states_of_a_run_are_escaped() -> None:
+def test_names_and_states_have_no_markup() -> None:
     trace = RunTrace()
     trace.add(HOSTILE, "spawn", child=f"{HOSTILE}/x#0", name=HOSTILE)
     trace.add(f"{HOSTILE}/x#0", "yield", value=HOSTILE)
     trace.add(HOSTILE, "state", HOSTILE, parent=None, value=float("nan"), status="dropped")
     trace.add(HOSTILE, "state", "1", parent=HOSTILE, value=float("-inf"), status="selected")
-    trace.add(HOSTILE, "state", HOSTILE, parent="1", value=1.0, status="dropped")
-    shown = texts(run_graph(trace))
-    assert any("<script>" in text for text in shown)
+    graph = run_graph(trace)
+    assert "<" not in graph.replace("<br>", "")
+    assert not {"\x00", "\ud800"} & set(graph)
+    assert all(line.count('"') in (0, 2) for line in graph.splitlines())
 
 
-def test_a_large_run_is_drawn_quickly_with_a_limit_on_states() -> None:
-    trace, begin = large_trace(agents=40, rounds=12), time.process_time()
-    assert len(trace.events) > 2000
-    shown = texts(run_graph(trace))
-    assert time.process_time() - begin < 5
-    assert shown[-1] == f"{40 * 13 - MAX_STATES // 13 * 13} more states are not drawn."
-
-
-def test_an_empty_run_has_a_graph() -> None:
-    assert texts(run_graph(RunTrace())) == ["Agents"]
+def test_a_graph_has_a_limited_number_of_states_and_may_be_empty() -> None:
+    omitted = 40 * 13 - MAX_STATES // 13 * 13
+    assert labels(run_graph(large_trace(agents=40, rounds=12)))[-1] == f"{omitted} more states not drawn"
+    assert labels(run_graph(RunTrace())) == ["Agents"]

@@ -1,1 +1,1 @@
-"""Drawing: graphs of agents and runs, plots of scores as SVG, and the page of a run."""
+"""Drawing: graphs of agents and runs as Mermaid text, and the page of a run."""

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from markupsafe import Markup
-
-from hf_parallel.agents.drawing.run_graph import count, instance_names, run_graph
-from hf_parallel.agents.drawing.svg import shorten
+from hf_parallel.agents.drawing.mermaid import count, shorten
+from hf_parallel.agents.drawing.run_graph import instance_names, run_graph
 from hf_parallel.agents.trace import Event, RunTrace
 from hf_parallel.transcript.page import HUES, fill
 
@@ -24,15 +22,12 @@ _LENGTH, _LONG = 80, 4000
 """Characters of a text in a box, and of a text that is shown on a click."""
 _AXIS, _MARKS, _GAP = 20, 12, 7
 """Heights in pixels: the axis, the row of marks in a lane, the space between lanes."""
-_HEIGHTS = ((6, 20), (20, 10), (math.inf, 5))
-"""Heights of boxes in pixels in lanes of up to so many rows of boxes."""
 _MESSAGES = {
     "spawn": "{from} spawns {to}",
     "next": "{from} asks {to} for its next value",
     "resume": "{from} resumes {to}",
     "yield": "{from} yields to {to}",
 }
-_Box: TypeAlias = dict[str, Any]
 _ENDS = {"end": "ended", "error": "failed", "cancel": "cancelled"}
 
 
@@ -41,29 +36,21 @@ class _Lane:
     """An agent: its boxes and marks as the template needs them, and its place."""
 
     agent: str
-    name: str
+    label: str
     depth: int
     hue: int
     status: str = "unfinished"
     top: int = 0
     height: int = 0
-    boxes: list[_Box] = field(default_factory=list)
-    marks: list[dict[str, str]] = field(default_factory=list)
-
-    @property
-    def middle(self) -> float:
-        return self.top + self.height / 2
-
-    @property
-    def label(self) -> str:
-        return self.agent.rpartition("/")[2] if self.depth else self.agent
+    boxes: list[dict[str, Any]] = field(default_factory=list)
+    marks: list[dict[str, Any]] = field(default_factory=list)
 
 
 def render(trace: RunTrace) -> str:
     """Return a trace as an HTML page.
 
     Lanes have boxes for generations, tools and waiting, marks for states of the search, and arrows for messages between
-    agents. Below them are the KV cache and the contribution scores, if the trace has events with them, and the graph.
+    agents. Below them is the graph of the run as Mermaid text.
 
     Raises
     ------
@@ -74,62 +61,65 @@ def render(trace: RunTrace) -> str:
     seconds = max([1e-9, *(event.time for event in trace.events)])
     span = 1.01 * seconds  # the last marks are within the lane
     names = instance_names(trace)
-    hues = {name: HUES[number % len(HUES)] for number, name in enumerate(dict.fromkeys(names.values()))}
-    lanes = {agent: _Lane(agent, names[agent], depth, hues[names[agent]]) for agent, depth in _family(names)}
+    lanes = {lane.agent: lane for lane in _lanes(names)}
     for event in trace.events:
         if event.agent in lanes:
-            _add(event, lanes[event.agent], span)
+            _add(event, lanes[event.agent])
     top = _AXIS
     for lane in lanes.values():
         lane.top, lane.height = top, _stack(lane.boxes, span) + (_MARKS if lane.marks else 0)
         top += lane.height + _GAP
+    step = 10.0 ** math.floor(math.log10(span)) / 5
     return fill(
         Path(__file__).with_name("page.html"),
         title=f"Run of {next(iter(lanes), 'no agent')}",
         facts=_facts(trace, names, seconds),
         lanes=list(lanes.values()),
         height=top,
+        span=span,
         kinds=list(_MESSAGES),
-        arrows=list(_arrows(trace, lanes, span)),
-        ticks=[(_percent(at, span), _tick(at, span)) for at in _ticks(span)],
-        charts=[chart for chart in (_kv(trace, span), _scores(trace, hues, span)) if chart["lines"]],
-        graph=Markup(run_graph(trace)),
+        arrows=list(_arrows(trace, lanes)),
+        ticks=[(number * step, _time(number * step)) for number in range(int(span / step) + 1)],
+        graph=run_graph(trace),
     )
 
 
-def _family(names: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Yield agents with their depth, each followed by its children in the order in which they appeared."""
-    children: dict[str, list[str]] = {}
-    names = list(names)
-    known = set(names)
+def _lanes(names: Mapping[str, str]) -> Iterator[_Lane]:
+    """Yield the lanes of agents, each followed by those of its children in the order in which they appeared."""
+    place = {agent: number for number, agent in enumerate(names)}
+    hues = {name: HUES[number % len(HUES)] for number, name in enumerate(dict.fromkeys(names.values()))}
+    paths = {}
     for agent in names:
-        parent = agent.rpartition("/")[0]
-        children.setdefault(parent if parent in known else "", []).append(agent)
-    waiting = [(agent, 0) for agent in reversed(children.get("", ()))]
-    while waiting:
-        agent, depth = waiting.pop()
-        yield agent, depth
-        waiting += [(child, depth + 1) for child in reversed(children.get(agent, ()))]
+        parts = agent.split("/")
+        above = ["/".join(parts[: number + 1]) for number in range(len(parts))]
+        paths[agent] = [place[one] for one in above if one in place]
+    for agent in sorted(names, key=paths.__getitem__):
+        depth = len(paths[agent]) - 1
+        label = agent.rpartition("/")[2] if depth else agent
+        yield _Lane(agent, label, depth, hues[names[agent]])
 
 
-def _add(event: Event, lane: _Lane, span: float) -> None:
+def _add(event: Event, lane: _Lane) -> None:
     """Add what an event shows in the lane of its agent."""
-    data, end = event.data, event.time
+    data = event.data
+    where = f"{event.agent}, state {event.state}" if event.state else event.agent
     if event.kind in ("gen", "tool", "next"):
         label, about = _words(event)
-        begin = data["begin"]
-        failed = event.kind == "tool" and data["error"] is not None
-        kind = f"{event.kind} failed" if failed else event.kind
-        box = {"begin": begin, "end": end, "kind": kind, "label": shorten(label, _LENGTH)}
-        lane.boxes.append(box | {"about": _cut(f"{_where(event)}, {_time(begin)}\u2013{_time(end)}: {about}")})
-    elif event.kind == "state":
-        value = "" if data["value"] is None else f", value {data['value']:.4g}"
-        parent = "" if data["parent"] is None else f" from {data['parent']}"
-        lane.marks.append(_mark(event, data["status"], f"{data['status']}{parent}{value}", span))
-    elif event.kind in ("yield", *_ENDS):
-        lane.status = _ENDS.get(event.kind, lane.status)
-        text = data.get("error", data.get("value", ""))
-        lane.marks.append(_mark(event, event.kind, f"{_ENDS.get(event.kind, 'yields')} {text}".rstrip(), span))
+        failed = " failed" if data.get("error") is not None else ""
+        box = {"begin": data["begin"], "end": event.time, "kind": event.kind + failed, "label": shorten(label, _LENGTH)}
+        about = f"{where}, {_time(data['begin'])}\u2013{_time(event.time)}: {about}"
+        lane.boxes.append(box | {"about": shorten_end(about)})
+    elif event.kind in ("state", "yield", *_ENDS):
+        kind = event.kind
+        if kind == "state":
+            parent = "" if data["parent"] is None else f" from {data['parent']}"
+            value = "" if data["value"] is None else f", value {data['value']:.4g}"
+            kind, about = data["status"], f"{data['status']}{parent}{value}"
+        else:
+            lane.status = _ENDS.get(kind, lane.status)
+            about = f"{_ENDS.get(kind, 'yields')} {data.get('error', data.get('value', ''))}".rstrip()
+        about = shorten_end(f"{where}, {_time(event.time)}: {about}")
+        lane.marks.append({"time": event.time, "kind": kind, "about": about})
 
 
 def _words(event: Event) -> tuple[str, str]:
@@ -140,44 +130,31 @@ def _words(event: Event) -> tuple[str, str]:
     if event.kind == "tool":
         error = data["error"]
         return data["name"], f"tool {data['name']}\n\n{data['result'] if error is None else f'error: {error}'}"
-    tokens = (
-        f"{count(data['tokens'], 'token')}, {data['reused']} of {count(data['prompt_tokens'], 'prompt token')} reused"
-    )
+    prompt = count(data["prompt_tokens"], "prompt token")
     settings = "".join(f"\n{name} = {value}" for name, value in data["settings"].items())
-    return data["text"], f"{tokens}{settings}\n\n{data['text']}"
+    about = f"{count(data['tokens'], 'token')}, {data['reused']} of {prompt} reused{settings}\n\n{data['text']}"
+    return data["text"], about
 
 
-def _mark(event: Event, kind: str, about: str, span: float) -> dict[str, str]:
-    return {
-        "x": _percent(event.time, span),
-        "kind": kind,
-        "about": _cut(f"{_where(event)}, {_time(event.time)}: {about}"),
-    }
-
-
-def _where(event: Event) -> str:
-    return f"{event.agent}, state {event.state}" if event.state else event.agent
-
-
-def _cut(text: str) -> str:
+def shorten_end(text: str) -> str:
+    """Return the beginning of a long text."""
     return text if len(text) <= _LONG else f"{text[:_LONG]}\u2026 and {count(len(text) - _LONG, 'character')} more"
 
 
-def _stack(boxes: list[_Box], span: float) -> int:
+def _stack(boxes: list[dict[str, Any]], span: float) -> int:
     """Place the boxes of a lane in rows, so that none overlap, and return the height of the rows in pixels."""
     boxes.sort(key=lambda box: (box["begin"], box["end"]))
     ends: list[float] = []  # of the last box of each row
     for box in boxes:
         box["row"] = next((row for row, end in enumerate(ends) if end <= box["begin"]), len(ends))
         ends[box["row"] :] = [max(box["end"], box["begin"] + span / 500), *ends[box["row"] + 1 :]]
-    height = next(height for rows, height in _HEIGHTS if len(ends) <= rows)
+    height = 20 if len(ends) <= 6 else 10 if len(ends) <= 20 else 5
     for box in boxes:
-        box["y"], box["height"] = box["row"] * height, height - 1
-        box["x"], box["width"] = _percent(box["begin"], span), _percent(box["end"] - box["begin"], span)
-    return max(len(ends) * height, _HEIGHTS[0][1])
+        box["top"], box["height"] = box["row"] * height, height - 1
+    return max(len(ends) * height, 20)
 
 
-def _arrows(trace: RunTrace, lanes: Mapping[str, _Lane], span: float) -> Iterator[dict[str, object]]:
+def _arrows(trace: RunTrace, lanes: Mapping[str, _Lane]) -> Iterator[dict[str, Any]]:
     """Yield the messages between lanes as vertical arrows; one to a lower lane points down."""
     for event in trace.events:
         if event.kind not in _MESSAGES:
@@ -186,38 +163,19 @@ def _arrows(trace: RunTrace, lanes: Mapping[str, _Lane], span: float) -> Iterato
         begin, end = lanes.get(event.agent), lanes.get(target)
         if begin is None or end is None:
             continue
-        time = event.data.get("begin", event.time)
-        is_down = end.top > begin.top
+        middle, is_down = begin.top + begin.height / 2, end.top > begin.top
         edge = end.top if is_down else end.top + end.height
         words = _MESSAGES[event.kind].format(**{"from": event.agent, "to": target})
+        time = event.data.get("begin", event.time)
         value = f": {event.data['value']}" if event.kind == "yield" else ""
         yield {
-            "x": _percent(time, span),
-            "y": min(begin.middle, edge),
-            "height": abs(edge - begin.middle),
-            "kind": event.kind,
-            "way": "down" if is_down else "up",
-            "about": _cut(f"{words}, {_time(time)}{value}"),
+            **{"time": time, "top": min(middle, edge), "height": abs(edge - middle), "kind": event.kind},
+            **{"way": "down" if is_down else "up", "about": shorten_end(f"{words}, {_time(time)}{value}")},
         }
 
 
-def _percent(time: float, span: float) -> str:
-    return f"{100 * time / span:.4f}".rstrip("0").rstrip(".")
-
-
-def _ticks(span: float) -> list[float]:
-    """Return about ten round times."""
-    power = 10.0 ** math.floor(math.log10(span / 10))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * 10 >= span * 0.999)
-    return [number * step for number in range(int(span / step) + 1)]
-
-
 def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3f} ms" if seconds < 1 else f"{seconds:.3f} s"
-
-
-def _tick(at: float, span: float) -> str:
-    return f"{1e3 * at:.10g} ms" if span < 1 else f"{at:.10g} s"
+    return f"{1e3 * seconds:.5g} ms" if seconds < 1 else f"{seconds:.5g} s"
 
 
 def _facts(trace: RunTrace, names: Mapping[str, str], seconds: float) -> str:
@@ -227,47 +185,10 @@ def _facts(trace: RunTrace, names: Mapping[str, str], seconds: float) -> str:
     words = [count(len(names), "agent"), count(len(gens), "generation")]
     words.append(count(sum(data["tokens"] for data in gens), "token"))
     if prompt := sum(data["prompt_tokens"] for data in gens):
-        words.append(f"{100 * sum(data['reused'] for data in gens) / prompt:.0f}% of {prompt} prompt tokens reused")
+        words.append(f"{sum(data['reused'] for data in gens) / prompt:.0%} of {prompt} prompt tokens reused")
     units = {"tool": "tool call", "spawn": "spawn", "error": "error"}
     words += [count(kinds[kind], unit) for kind, unit in units.items() if kinds[kind]]
+    if kinds["kv"]:
+        most = max(event.data["bytes"] for event in trace.events if event.kind == "kv")
+        words.append(f"KV cache up to {most / 1e6:.3g} MB")
     return f"{', '.join(words)}; {_time(seconds)}"
-
-
-def _kv(trace: RunTrace, span: float) -> dict[str, object]:
-    points: dict[str, list[tuple[float, float]]] = {}
-    for event in trace.events:
-        if event.kind == "kv":
-            points.setdefault(event.agent, []).append((event.time, float(event.data["bytes"])))
-    hues = {agent: HUES[number % len(HUES)] for number, agent in enumerate(points)}
-    return _chart("KV cache", points, hues, span, lambda value: f"{value / 1e6:.3g} MB")
-
-
-def _scores(trace: RunTrace, hues: Mapping[str, int], span: float) -> dict[str, object]:
-    points: dict[str, list[tuple[float, float]]] = {}
-    for event in trace.events:
-        if event.kind == "scores":
-            for name, value in event.data["scores"].items():
-                if math.isfinite(value):
-                    points.setdefault(name, []).append((event.time, float(value)))
-    other = {name: HUES[(len(hues) + number) % len(HUES)] for number, name in enumerate(points)}
-    return _chart("Contribution score", points, other | dict(hues), span, "{:.3g}".format)
-
-
-def _chart(
-    heading: str,
-    points: Mapping[str, Sequence[tuple[float, float]]],
-    hues: Mapping[str, int],
-    span: float,
-    words: Callable[[float], str],
-) -> dict[str, object]:
-    """Return lines in steps, in a box of 1000 x 100, and their names with their last values."""
-    values = [value for line in points.values() for _, value in line]
-    low, high = min([0.0, *values]), max([0.0, *values])
-    scale = 100 / (high - low) if high > low else 0.0
-    lines = []
-    for name, line in points.items():
-        steps = [(f"{1000 * time / span:.2f}", f"{100 - (value - low) * scale:.2f}") for time, value in line]
-        path = "".join(f"H{x}V{y}" for x, y in steps[1:])
-        label = f"{name or 'all agents'} {words(line[-1][1])}"
-        lines.append({"hue": hues[name], "label": label, "path": f"M{steps[0][0]} {steps[0][1]}{path}H1000"})
-    return {"heading": heading, "most": f"up to {words(high)}", "lines": lines}
