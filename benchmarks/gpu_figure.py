@@ -21,6 +21,7 @@ HEADS, ROWS, SUFFIX = [32, 8, 128], 256, 128
 WAYS = {
     "generate": "generate",
     "static_cache": "generate, compiled static cache",
+    "unshared": "a copy of the prompt per row",
     "uncompiled": "shared_prefix, not compiled",
     "shared_prefix": "shared_prefix",
     "no_attention": "the same without attention",
@@ -30,6 +31,7 @@ KERNELS = {"flash": "FlashAttention, a copy per row", "flashinfer": "FlashInfer'
 COLORS = {
     "generate": "tab:gray",
     "static_cache": "black",
+    "unshared": "tab:orange",
     "uncompiled": "tab:cyan",
     "shared_prefix": "tab:blue",
     "no_attention": "tab:green",

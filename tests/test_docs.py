@@ -198,6 +198,21 @@ def test_unknown_figures_raise(path: str, selector: str) -> None:
         script("figures").table("2026-11-21-cpu-2-cores", "shared_prefix", f"way\nstep = {path}, 0 ms", selector)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "static_cache,rows=1,prefix=1024].step_seconds, 0.0 ms",
+        "shared_prefix,rows=1,prefix=1024].step_seconds, 0.0 ms",
+        *(f"{way},rows=128,prefix=1024].step_seconds, 0.0 ms" for way in ("unshared", "shared_prefix")),
+        *(f"{way},rows=32,prefix=16384].step_seconds, 0.0 ms" for way in ("unshared", "shared_prefix")),
+        *(f"{way},rows=32,prefix=16384].first_token_seconds, 0.0 s" for way in ("unshared", "shared_prefix")),
+    ],
+)
+def test_figures_of_readme_are_those_of_the_report(case: str) -> None:
+    shown = script("figures").figure("2026-11-26-h200-models", f"stages.model.cases[model=Qwen3-8B,way={case}")
+    assert f"| {shown} |" in (ROOT / "README.md").read_text()
+
+
 def test_pictures_equal_what_their_script_draws() -> None:
     pictures = script("pictures")
     drawn = {f"{draw.__name__}.svg": draw().svg() for draw in pictures.PICTURES}
