@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported
 
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +30,23 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # several processes share the cor
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 
 
+QUICK_CASES = 6
+"""Cases of a test in `make test`; `make test-all` runs the others."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files of slow tests, so that no process is left alone with one at the end."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Mark all but a few cases of each test as slow, and begin with long files, so that processes end together."""
+    cases = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for same in cases.values():
+        quick = {number * len(same) // QUICK_CASES for number in range(QUICK_CASES)}
+        for number, item in enumerate(same):
+            if len(same) > QUICK_CASES and number not in quick:
+                item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: -item.path.stat().st_size)
 
 
 def pytest_collection() -> None:

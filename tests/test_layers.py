@@ -210,6 +210,7 @@ def test_core_needs_torch_and_transformers_only() -> None:
     run(f"HIDDEN = set({OPTIONAL!r})" + _WITHOUT_EXTRAS)
 
 
+@pytest.mark.slow
 def test_importing_and_enabling_patch_nothing_in_transformers() -> None:
     run(_PATCHES_NOTHING)
 

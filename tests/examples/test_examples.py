@@ -30,8 +30,14 @@ RECIPES = sorted({*(ROOT / "examples").glob("*.py")} - {*EXAMPLES, *AGENTS})
 """Scripts that train, see test_recipes.py and test_grpo.py."""
 
 
+QUICK = ("shared_prefix", "hogwild")
+
+
 @pytest.mark.filterwarnings(*FALSE_WARNINGS)
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem not in QUICK)) for path in EXAMPLES],
+)
 def test_example_runs(example: Path, embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
     repeats = example.stem == "resample"  # samples of one state may be equal
     with small_scale(embedded, NEW_TOKENS if repeats else READ_TOKENS):

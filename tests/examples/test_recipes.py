@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 import hf_parallel
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_recipe_train_pdos_trains_and_exports(
     embedded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

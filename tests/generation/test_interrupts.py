@@ -64,9 +64,10 @@ def profiled(
     return seen
 
 
-def chosen(seen: Counter[Place]) -> list[tuple[Place, int]]:
-    """First and last occurrence of each place."""
-    return sorted({(place, occurrence) for place, count in seen.items() for occurrence in (1, count)})
+@pytest.fixture(params=[15, pytest.param(1, marks=pytest.mark.slow)])
+def chosen(request: pytest.FixtureRequest) -> Callable[[Counter[Place]], list[tuple[Place, int]]]:
+    """First and last occurrence of each place, or of every fifteenth one."""
+    return lambda seen: sorted({(p, at) for p, count in seen.items() for at in (1, count)})[:: request.param]
 
 
 def generate(model: Any, **settings: Any) -> torch.Tensor:
@@ -78,7 +79,7 @@ def assert_plain(model: Any, expected: torch.Tensor, at: tuple[Place, int]) -> N
     assert torch.equal(generate(model, max_new_tokens=1), expected[:, :-1]), at
 
 
-def test_any_interrupt_leaves_the_model_and_its_cache_usable() -> None:
+def test_any_interrupt_leaves_the_model_and_its_cache_usable(chosen: Any) -> None:
     model = hf_parallel.enable(one_layer.build())
     expected = generate(model)
     cache = SharedPrefixCache()
@@ -101,7 +102,7 @@ def test_any_interrupt_leaves_the_model_and_its_cache_usable() -> None:
     assert torch.equal(generate(model), expected)
 
 
-def test_any_interrupt_of_a_session_leaves_the_model_usable() -> None:
+def test_any_interrupt_of_a_session_leaves_the_model_usable(chosen: Any) -> None:
     model = hf_parallel.enable(one_layer.build())
     plain = generate(model)
     first = HogwildSession(model, prompt=IDS, **SETTINGS)
@@ -125,7 +126,7 @@ CHANGES: dict[str, Callable[[HogwildSession], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_any_interrupt_of_a_change_makes_it_or_leaves_the_session_unchanged(name: str) -> None:
+def test_any_interrupt_of_a_change_makes_it_or_leaves_the_session_unchanged(name: str, chosen: Any) -> None:
     """While the traceback is kept, other threads can use the session, too."""
     model, change = small_model(), CHANGES[name]
 
@@ -153,7 +154,7 @@ def test_any_interrupt_of_a_change_makes_it_or_leaves_the_session_unchanged(name
         assert written[0] in expected, at
 
 
-def test_an_interrupted_start_of_a_session_leaves_the_model_free() -> None:
+def test_an_interrupted_start_of_a_session_leaves_the_model_free(chosen: Any) -> None:
     model = hf_parallel.enable(one_layer.build())
     plain = generate(model)
 

@@ -270,6 +270,7 @@ for environment in {environments!r}:
 ENVIRONMENTS = [{"CC": "no-such-compiler", "PATH": ""}, {"HF_PARALLEL_NATIVE": "0"}]
 
 
+@pytest.mark.slow
 def test_without_the_kernel_results_are_the_same(tmp_path: Path) -> None:
     """A missing compiler is reported once, with the reason. Disabling the kernel is silent; selecting it raises."""
     code = WITHOUT.format(tests=str(Path(__file__).parent), environments=ENVIRONMENTS)

@@ -212,6 +212,7 @@ def test_rows_may_end_before_the_table_of_tokens_has_grown_to_its_limit(enabled:
     assert torch.equal(shared(model, ids, **settings).sequences, plainly(model, ids, **settings).sequences)
 
 
+@pytest.mark.slow
 def test_embedded_model_equals_generate(embedded: tuple[LlamaForCausalLM, PreTrainedTokenizerBase]) -> None:
     model, tokenizer = embedded
     story = "Once upon a time there was a small village between two rivers, and in it lived a clockmaker who "

@@ -11,6 +11,8 @@ import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.generation.rng import draw, exponential_noise, make_rngs
 
+pytestmark = pytest.mark.slow
+
 SAMPLES, NEW, SEED = 5, 10, 3
 TEMPERATURES = (0.2, 0.6, 1.0)
 TIE = 1e-4

@@ -270,6 +270,7 @@ def test_the_float32_logits_of_the_mode_equal_the_dense_oracle(name: str) -> Non
     assert len(recording.moved) > 50
 
 
+@pytest.mark.slow
 def test_the_embedded_model_generates_the_same_tokens_as_the_dense_oracle(embedded: tuple[Any, Any]) -> None:
     """12 greedy tokens of two workers, float32."""
     model, tokenizer = embedded

@@ -293,6 +293,7 @@ def test_the_mode_gives_a_well_formed_skeleton_in_20_of_20_runs(name: str) -> No
         assert_well_formed((skeleton for (skeleton,) in out.skeletons), at_most=3)
 
 
+@pytest.mark.slow
 def test_the_embedded_model_gives_a_well_formed_skeleton_in_12_of_12_runs(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
     ids = tokenizer("####Noise:......####Time:......####%%%%\n####", return_tensors="pt").input_ids

@@ -159,6 +159,7 @@ def test_prompts_of_a_batch_may_be_in_different_stages() -> None:
     assert together.stats.forward_passes < sum(len(answer(together, row, prompts)) for row in range(3)) * 2 // 3
 
 
+@pytest.mark.slow
 def test_the_embedded_models_branches_equal_greedy_generate(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
     text = "Let us check.\n####Cost of wood:......\n####Noise:......\n####Travel time:......\n####%%%%"
