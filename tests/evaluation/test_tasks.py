@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from malformed_cases import TOKENIZER
+from tiny_tokenizer import TOKENIZER
 from transformers import PreTrainedTokenizerBase
 
 import hf_parallel

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from malformed_cases import TOKENIZER
+from tiny_tokenizer import TOKENIZER
 from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 
 import hf_parallel

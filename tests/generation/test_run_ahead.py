@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from malformed_cases import TOKENIZER
+from tiny_tokenizer import TOKENIZER
 from test_shared_prefix import TokenCount
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel

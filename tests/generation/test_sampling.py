@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from malformed_cases import TOKENIZER
+from tiny_tokenizer import TOKENIZER
 from stateful import Alternate, EndRow, FollowOthers
 from transformers import (
     LogitsProcessor,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from malformed_cases import make_tokenizer
+from tiny_tokenizer import make_tokenizer
 from pages import ROOT, run, small_scale, stand_in
 from transformers import AutoModelForCausalLM
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import tiny
 import torch
-from malformed_cases import TOKENIZER
+from tiny_tokenizer import TOKENIZER
 from tiny import REPRESENTATIVE, SLIDING_WINDOW
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateOutput
