@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
-import inspect
 import json
 import pickle
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from transformers.utils import logging
 
 import hf_parallel
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, SharedPrefixConfig
-from hf_parallel.cli.settings import describe
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import ModeTraits, make_config
 from hf_parallel.generation.presets import Preset
@@ -131,44 +129,31 @@ def test_a_config_without_a_mode_is_not_registered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keyword", "given", "in_call", "in_model", "expected"),
+    ("sources", "expected"),
     [
-        (None, None, None, None, 2),
-        (None, None, None, 7, 7),
-        (None, None, 6, 7, 6),
-        (None, 5, 6, 7, 5),
-        (4, 5, 6, 7, 4),
-        (4, None, 6, None, 4),
-        (None, 5, None, 7, 5),
-        (2, 5, 6, 7, 2),
-        (None, 2, 6, 7, 2),
-        (None, None, 2, 7, 2),
+        ((), 2),
+        ((7,), 7),
+        ((7, 6), 6),
+        ((7, 6, 5), 5),
+        ((7, 6, 5, 4), 4),
+        ((7, 6, 5, 2), 2),
+        ((7, 6, 2), 2),
+        ((7, 2), 2),
     ],
 )
-@pytest.mark.parametrize("as_object", [True, False])
-def test_keyword_overrides_parallel_config_overrides_generation_config(
-    keyword: int | None,
-    given: int | None,
-    in_call: int | None,
-    in_model: int | None,
-    expected: int,
-    as_object: bool,
-    echo: type[ParallelConfig],
-    model: Any,
+def test_keyword_overrides_parallel_config_overrides_generation_config_overrides_the_model(
+    sources: tuple[int, ...], expected: int, echo: type[ParallelConfig], model: Any
 ) -> None:
     """Also with the default value (2)."""
-    make = echo if as_object else dict
-    arguments: dict[str, Any] = {"generation_mode": "echo"}
-    if keyword is not None:
-        arguments["times"] = keyword
-    if given is not None:
-        arguments["parallel_config"] = make(times=given)
-    arguments["generation_config"] = GenerationConfig(max_new_tokens=4)
-    if in_call is not None:
-        arguments["generation_config"].parallel_config = make(times=in_call)
-    if in_model is not None:
-        model.generation_config.parallel_config = make(times=in_model)
-    assert torch.equal(model.generate(IDS, **arguments), repeated(expected))
+    for make in (echo, dict):
+        own, stored = copy.deepcopy(model), GenerationConfig(max_new_tokens=4)
+        arguments: dict[str, Any] = {"generation_mode": "echo", "generation_config": stored}
+        for level, times in enumerate(sources):
+            if level < 2:
+                (own.generation_config, stored)[level].parallel_config = make(times=times)
+            else:
+                arguments |= {"parallel_config": make(times=times)} if level == 2 else {"times": times}
+        assert torch.equal(own.generate(IDS, **arguments), repeated(expected))
 
 
 def test_settings_of_several_sources_are_merged(echo: type[ParallelConfig], model: Any) -> None:
@@ -186,62 +171,38 @@ def marked(echo: type[ParallelConfig], model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("source", ["keyword", "parallel_config", "generation_config", "model"])
-def test_every_source_overrides_the_preset(source: str, echo: type[ParallelConfig], marked: Any) -> None:
+def test_every_source_overrides_the_preset(echo: type[ParallelConfig], marked: Any) -> None:
     arguments: dict[str, Any] = {"generation_mode": "echo", "max_new_tokens": 4}
     assert torch.equal(marked.generate(IDS, **arguments), repeated(5).flip(1))
-    if source == "keyword":
-        arguments["times"] = 2
-    elif source == "parallel_config":
-        arguments["parallel_config"] = echo(times=2)
-    elif source == "generation_config":
-        arguments["generation_config"] = GenerationConfig(max_new_tokens=arguments.pop("max_new_tokens"))
-        arguments["generation_config"].parallel_config = {"times": 2}
-    else:
-        marked.generation_config.parallel_config = {"times": 2}
+    for given in ({"times": 2}, {"parallel_config": echo(times=2)}):
+        assert torch.equal(marked.generate(IDS, **arguments, **given), repeated(2).flip(1))
+    marked.generation_config.parallel_config = {"times": 2}
     assert torch.equal(marked.generate(IDS, **arguments), repeated(2).flip(1))
 
 
 @pytest.mark.parametrize("where", ["keywords", "generation_config", "model"])
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, (True, 0.5, 2)),
-        ({"temperature": 0.9}, (True, 0.9, 2)),
-        ({"do_sample": False}, (False, 1.0, 2)),
-        ({"do_sample": False, "no_repeat_ngram_size": 0}, (False, 1.0, 0)),
-        ({"do_sample": True}, (True, 0.5, 2)),
-    ],
-    ids=str,
-)
 def test_given_settings_of_generate_override_those_of_the_preset(
-    where: str,
-    given: dict[str, Any],
-    expected: Any,
-    echo: type[ParallelConfig],
-    marked: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    where: str, echo: type[ParallelConfig], marked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
     make_run = echo.make_run
     monkeypatch.setattr(echo, "make_run", lambda self, call: calls.append(call) or make_run(self, call))
     arguments: dict[str, Any] = {"generation_mode": "echo", "max_new_tokens": 4}
-    if where == "keywords":
-        arguments |= given
-    elif where == "model":
-        marked.generation_config.update(**given)
-    else:
-        arguments = {"generation_mode": "echo", "generation_config": GenerationConfig(max_new_tokens=4, **given)}
-    logging.warning_once.cache_clear()
-    caplog.clear()  # transformers warns of a temperature without do_sample when the config is made
-    marked.generate(IDS, **arguments)
-    (config,) = (call.generation_config for call in calls)
-    assert (config.do_sample, config.temperature, config.no_repeat_ngram_size) == expected
-    assert not caplog.text or where == "model"  # transformers warns of such a model in each call
-    assert (
-        arguments.get("generation_config", config).do_sample is given.get("do_sample") or where != "generation_config"
-    )
+    for given, expected in (
+        ({}, (True, 0.5, 2)),
+        ({"temperature": 0.9}, (True, 0.9, 2)),
+        ({"temperature": 0.9, "do_sample": False, "no_repeat_ngram_size": 0}, (False, 0.9, 0)),
+    ):
+        if where == "keywords":
+            marked.generate(IDS, **arguments, **given)
+        elif where == "generation_config":
+            made = GenerationConfig(max_new_tokens=4, **given)
+            marked.generate(IDS, generation_mode="echo", generation_config=made)
+        else:
+            marked.generation_config.update(**given)
+            marked.generate(IDS, **arguments)
+        config = calls[-1].generation_config
+        assert (config.do_sample, config.temperature, config.no_repeat_ngram_size) == expected
 
 
 def test_presets_are_used_only_by_marked_models_and_modes_with_a_preset_of_that_name(
@@ -322,18 +283,6 @@ def test_compiled_models_raise(model: Any) -> None:
             compiled.generate(IDS, generation_mode="shared_prefix", max_new_tokens=2)
 
 
-@pytest.mark.parametrize("mode", BUILT_IN)
-def test_every_setting_is_described_and_descriptions_are_plain_text(mode: str) -> None:
-    """An unescaped newline in a docstring would turn the text after it into a heading or a code block."""
-    docs = [inspect.cleandoc(cls.__doc__ or "") for cls in MODES[mode].__mro__ if dataclasses.is_dataclass(cls)]
-    lines = "\n".join(docs).splitlines()
-    assert not [line for line in lines if line.startswith(("#", "```", " " * 8))]
-    described = [name for line in lines if " : " in line for name in line.split(" : ")[0].split(", ")]
-    for name in MODES[mode].fields():
-        assert name in described
-    assert describe(mode).count("\n#") == 0
-
-
 @pytest.mark.parametrize("where", ["call", "model"])
 def test_settings_may_stand_beside_the_mode(where: str, echo: type[ParallelConfig], model: Any) -> None:
     config = GenerationConfig(max_new_tokens=4) if where == "call" else model.generation_config
@@ -342,14 +291,6 @@ def test_settings_may_stand_beside_the_mode(where: str, echo: type[ParallelConfi
     assert torch.equal(model.generate(IDS, generation_mode="echo", generation_config=given), repeated(3))
     assert torch.equal(model.generate(IDS, generation_mode="echo", generation_config=given, times=2), repeated(2))
     assert model.generate(IDS, generation_mode="shared_prefix", max_new_tokens=4).shape[1] == IDS.shape[1] + 4
-
-
-@pytest.mark.parametrize("implementation", ["dynamic", "static", "hybrid"])
-def test_a_config_that_names_a_cache_implementation_may_be_used(model: Any, implementation: str) -> None:
-    model.generation_config.cache_implementation = implementation  # Gemma 2's config names "hybrid"
-    plain = model.generate(IDS, max_new_tokens=4, do_sample=False)
-    mode = {"generation_mode": "shared_prefix", "past_key_values": hf_parallel.SharedPrefixCache()}
-    assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False, **mode), plain)
 
 
 @pytest.mark.parametrize("both_sides", [False, True])
@@ -372,23 +313,10 @@ def test_a_model_whose_config_names_a_mode_drafts_for_another(model: Any) -> Non
     assert torch.equal(drafted, expected)
 
 
-def test_tokens_are_returned_as_generate_returns_them(model: Any) -> None:
-    out = model.generate(IDS.int(), max_new_tokens=4, generation_mode="shared_prefix")
-    assert out.dtype == model.generate(IDS.int(), max_new_tokens=4).dtype == torch.int64
-
-
 def test_stored_settings_apply_only_to_their_mode(echo: type[ParallelConfig], model: Any) -> None:
     model.generation_config.generation_mode = "hogwild"
     model.generation_config.parallel_config = {"num_workers": 3}
     assert torch.equal(model.generate(IDS, max_new_tokens=4, generation_mode="echo"), repeated(2))
-
-
-def test_a_call_does_not_modify_the_config(model: Any) -> None:
-    config = SharedPrefixConfig(levels=[[5, 6], [7], [8]], seed=3)
-    before = copy.deepcopy(vars(config))
-    for _ in range(2):
-        model.generate(parallel_config=config, max_new_tokens=3, do_sample=True)
-    assert vars(config) == before
 
 
 # Storing

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tiny_tokenizer import TOKENIZER
 from test_shared_prefix import TokenCount
+from tiny_tokenizer import TOKENIZER
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer

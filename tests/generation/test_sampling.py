@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tiny_tokenizer import TOKENIZER
 from stateful import Alternate, EndRow, FollowOthers
+from tiny_tokenizer import TOKENIZER
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 from scenes import Features, Scene, rotate_to, scenes
 from torch.overrides import TorchFunctionMode
 
-from hf_parallel.cache import Block, BlockCache, Segment
+from hf_parallel.cache import Block, Segment
 from hf_parallel.kernels import (
     BACKEND_VARIABLE,
     AttentionParams,
@@ -76,21 +75,6 @@ def test_torch_backend_equals_oracle_without_its_compiled_kernel(monkeypatch: py
     expected = scene.attend(reference.ReferenceBackend().attend, torch.float32)
     actual = scene.attend(torch_backend.TorchBackend().attend, torch.float32)
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[torch.float32])
-
-
-def test_oracle_equals_causal_softmax_of_one_row() -> None:
-    """9 tokens, one head, no rotation."""
-    cache, row = BlockCache(), torch.randn(3, 9, 4, dtype=torch.float64)
-    block = cache.pool.new_block()
-    forward = cache.prepare([Segment([block], 9)])
-    q, k, v = row
-    cache.pool.arena.write(0, k[None], v[None], forward.plan)
-    layer = cache.pool.arena.layers[0]
-    out = reference.ReferenceBackend().attend(
-        q[:, None], layer.keys, layer.values, forward.plan, AttentionParams(1, 0.5)
-    )
-    weights = (q @ k.T * 0.5).masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf).softmax(-1)
-    torch.testing.assert_close(out[:, 0], weights @ v, rtol=0, atol=1e-14)
 
 
 def test_a_query_without_visible_keys_raises() -> None:
@@ -171,22 +155,6 @@ def test_sixteen_suffixes_are_one_call_and_their_prompt_another() -> None:
     assert suffixes.lo is None
 
 
-def test_suffixes_remain_one_call_after_some_rows_have_ended() -> None:
-    scene = Scene(Features())
-    views = _completions(scene, 10, [1] * 16)
-    left = [view for row, view in enumerate(views) if row not in (0, 5, 6, 15)]
-    scene.step([Segment(view, 1) for view in left])
-    calls = make_schedule(scene.forward.plan).calls
-    assert sorted(call.num_blocks for call in calls) == [1, 14]  # rows 1 to 14, with 5 and 6 as gaps
-
-
-def test_distant_rows_are_not_joined_over_a_large_gap() -> None:
-    scene = Scene(Features())
-    views = _completions(scene, 10, [1] * 16)
-    scene.step([Segment(views[row], 1) for row in (0, 1, 15)])
-    assert sorted(call.num_blocks for call in make_schedule(scene.forward.plan).calls) == [1, 1, 2]
-
-
 def test_padding_of_suffixes_of_very_different_lengths_is_bounded() -> None:
     scene = Scene(Features())
     views = _completions(scene, 10, [1, 1, 1, 6000], capacity=6016)
@@ -210,40 +178,7 @@ def test_a_sliding_window_touches_a_band_of_keys() -> None:
     assert sum(call.num_keys * call.num_queries for call in make_schedule(plan).calls) < 3000 * (64 + 256)
 
 
-def test_ragged_rows_are_scheduled_quickly() -> None:
-    cache = BlockCache()
-    rows = cache.pool.new_blocks(1024, 4000)
-    for row, length in zip(rows, np.random.default_rng(0).exponential(500, len(rows)), strict=True):
-        row.length = 1 + min(int(length), 3000)
-    plan = cache.prepare([Segment([row], 1) for row in rows]).plan
-    began = time.process_time()
-    calls = make_schedule(plan).calls
-    assert len(calls) < len(rows) / 4
-    assert time.process_time() - began < 0.5  # 0.02 s; a quadratic algorithm took 1 to 3 s
-
-
-def test_merge_index_is_cached_per_device() -> None:
-    """Layers of one model may be on several devices."""
-    scene = Scene(Features())
-    views = _completions(scene, 5, [1, 1])
-    scene.step(
-        [Segment(views[0], 1), Segment([scene.cache.pool.new_block()], 1)]
-    )  # one row sees two blocks, the other row one
-    scene.attend(torch_backend.TorchBackend().attend, torch.float64)
-    assert list(scene.forward.plan.derived["schedule"].merge_indices) == [torch.device("cpu")]
-
-
 # Plans
-
-
-def test_windowed_plan_narrows_lo_and_is_cached() -> None:
-    plan = _row(Features(), 10).forward.plan
-    assert plan.windowed(None) is plan
-    assert plan.windowed(10) is plan
-    narrow = plan.windowed(4)
-    assert narrow is plan.windowed(4)
-    assert narrow.pair_lo.tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6]
-    assert plan.pair_lo.tolist() == [0] * 10
 
 
 def test_a_plan_is_freed_without_garbage_collection() -> None:
@@ -374,17 +309,3 @@ def test_fused_kernels_of_a_gpu_get_aligned_heads(dtype: torch.dtype, head_dim: 
     expected, expected_lse = matmul_attention(q, k, v, mask, False, 0.3, None)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
-
-
-def test_a_rotary_embedding_is_hashed_once() -> None:
-    """Every layer of every pass looks up what is made for its embedding."""
-    hashed = []
-
-    class Frequency(float):
-        def __hash__(self) -> int:
-            hashed.append(self)
-            return super().__hash__()
-
-    spec = RotarySpec((Frequency(1.0), Frequency(0.5)))
-    assert hash(spec) == hash(spec) == hash(RotarySpec((1.0, 0.5)))
-    assert len(hashed) == len(spec.inv_freq)

@@ -6,7 +6,6 @@ Triton selects the interpreter when it is imported, and torch imports it. These 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +17,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from scenes import Features, Scene, rotate_to, scenes
 
-from hf_parallel.cache import Block, Segment
+from hf_parallel.cache import Segment
 from hf_parallel.kernels import (
     BACKEND_VARIABLE,
     AttentionParams,
     LayerStorage,
     RotarySpec,
     TokenRange,
-    backends,
     block_attention,
     reference,
-    select_backend,
 )
 from hf_parallel.kernels.torch_attention import TorchBackend
 
@@ -129,21 +126,6 @@ def test_long_blocks_under_a_window_equal_oracle(window: int | None) -> None:
     scene.step([Segment([root], 150)])
     scene.step([Segment([root, own], 21)])
     check(scene)
-
-
-@pytest.mark.parametrize(("keys", "launches_of_kernel"), [(9, [16]), (200, [32]), (700, [16, 32])])
-def test_one_launch_computes_all_blocks_if_that_reads_few_keys_again(
-    monkeypatch: pytest.MonkeyPatch, keys: int, launches_of_kernel: list[int]
-) -> None:
-    """Blocks with few rows and a block with many: all in small tiles, all in large ones, or each kind in its own."""
-    monkeypatch.setattr(launches, "num_processors", lambda device: 4 if keys < 700 else 1)
-    monkeypatch.setattr(launches, "select_tilings", lambda *_: (Tiling(16, 16, 4, 2, 2), Tiling(32, 16, 4, 2, 2)))
-    scene = Scene(Features(groups=8, rotary=ROTARY))
-    root, *own = scene.cache.pool.new_blocks(4, 1)
-    scene.step([Segment([root], keys)])
-    scene.step([Segment([root, block], 1) for block in own])
-    check(scene)
-    assert [constants["BLOCK_M"] for _, _, constants in attention(scene).calls] == launches_of_kernel
 
 
 def test_the_keys_of_a_block_are_split_among_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,20 +238,6 @@ def test_a_step_that_was_rolled_back_is_repeated_without_loading() -> None:
     assert steps == [1, 2, 0]
 
 
-def test_a_launch_serves_the_next_step_whoever_owns_its_arrays() -> None:
-    """The token of the run tells which steps follow from each other, not the identity of arrays."""
-    scene = workers(Features(rotary=ROTARY), 2, 2)
-    segments = decoding(scene)
-    scene.cache.pool.reserve([(segment.view[-1], 30) for segment in segments])
-    for _ in range(2):
-        scene.step(segments)
-        check(scene)
-    plan, launch = scene.forward.plan, attention(scene)
-    arrays = {name: getattr(plan, name).copy() for name in ("pair_query", "pair_lo", "write_query")}
-    assert launch.update(dataclasses.replace(plan, **arrays))
-    assert launch.step == 1, "it was not loaded again"
-
-
 # One launch for several plans
 
 
@@ -352,26 +320,6 @@ def test_captured_kernels_compute_following_steps_and_other_plans(
     assert steps == [0, 1, 2, 0, 0, 1, 0, 1]
 
 
-def test_a_plan_that_does_not_fit_is_not_loaded() -> None:
-    few_rows, many_rows, many_blocks = workers(Features(), 2, 1), workers(Features(), 40, 1), Scene(Features())
-    blocks = many_blocks.cache.pool.new_blocks(40, 2)
-    many_blocks.step([Segment([block], 1) for block in blocks])
-    many_blocks.step([Segment(blocks, 1)])
-    attend(few_rows)
-    for other in (many_rows, many_blocks):
-        assert not attention(few_rows).update(other.forward.plan)
-    check(few_rows)
-
-
-def test_launches_of_layers_differ_by_their_window() -> None:
-    scene = workers(Features(rotary=ROTARY), 2, 12)
-    for window in (None, 3, None):
-        scene.features.window = window
-        check(scene)
-    launches_made = [buffers for buffers in scene.forward.plan.device_buffers if isinstance(buffers, AttendLaunch)]
-    assert [launch.shape.window for launch in launches_made] == [None, 3]
-
-
 # Storing and moving
 
 
@@ -437,22 +385,6 @@ def test_move_does_what_the_torch_backend_does(style: str, delta: int, length: i
 # Dispatch
 
 
-def test_the_variable_selects_the_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(BACKEND_VARIABLE, "triton")
-    assert select_backend("cpu") == "triton"
-    assert backends()[0].available
-    scene = workers(Features(rotary=ROTARY, window=7), 2, 3)  # float64 is computed by torch
-    plan, held = scene.forward.plan, scene.cache.pool.arena.layers[0]
-    layer = scene.cache.pool.arena.layers[0] = LayerStorage(held.keys.float(), held.values.float(), held.num_kv_heads)
-    scene.cache.pool.arena.write(0, *new_tokens(scene, plan.num_queries), plan)
-    query = scene.draw(plan.num_queries, 1, 8).float()
-    params = AttentionParams(1, 0.3, ROTARY, window=7)
-    out = block_attention(query, layer.keys, layer.values, plan, params)
-    assert {type(buffers) for buffers in plan.device_buffers} == {AttendLaunch, WriteLaunch}
-    expected = reference.ReferenceBackend().attend(query, layer.keys, layer.values, plan, params)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(("length", "by_torch"), [(64, False), (65, True)])
 def test_the_torch_backend_serves_long_prefills_without_soft_capping(length: int, by_torch: bool) -> None:
     backend = triton_backend.TritonBackend(TORCH)
@@ -478,20 +410,3 @@ def test_torch_computes_what_the_kernels_do_not_support_with_one_warning(
     assert "float64" in triton_backend.unsupported_reason(layer.keys, layer.values)
     assert "bfloat16" in triton_backend.unsupported_reason(layer.keys.bfloat16(), layer.values.bfloat16())
     assert "256" in triton_backend.unsupported_reason(torch.zeros(1, 300), torch.zeros(1, 300))
-
-
-def test_blocks_are_moved_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same result as the torch backend, through the cache."""
-    stored = []
-    for backend in ("torch", "triton"):
-        monkeypatch.setenv(BACKEND_VARIABLE, backend)
-        scene = workers(Features(kv_heads=2, rotary=ROTARY), 2, 4)
-        held = scene.cache.pool.arena.layers[0]
-        layer = scene.cache.pool.arena.layers[0] = LayerStorage(
-            held.keys.float(), held.values.float(), held.num_kv_heads
-        )
-        blocks: list[Block] = list(scene.forward.segments[0].view)
-        scene.cache.pool.move(blocks[1], blocks[0])
-        stored.append((layer.keys, layer.values))
-    for actual, expected in zip(*stored, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)

@@ -10,7 +10,6 @@ import copy
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,6 @@ import test_joint_sampling
 import tiny
 import torch
 from transformers import (
-    LogitsProcessorList,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -128,15 +126,6 @@ def test_the_tokens_that_are_kept_are_those_of_transformers(name: str, dtype: to
         assert choose(scores, warpers, noise).tolist() == order[last].tolist()
 
 
-def test_a_row_is_searched_in_tiles_that_are_smaller_than_those_of_its_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
-    monkeypatch.setattr(triton_backend, "_WARPS", 8)
-    scores = random_scores(torch.bfloat16)
-    small = sample(scores, SETTINGS["all"], KEYS)
-    monkeypatch.setattr(triton_backend, "_WARPS", 32)
-    torch.testing.assert_close(small, sample(scores, SETTINGS["all"], KEYS))
-
-
 @pytest.mark.parametrize(("name", "dtype", "vocabulary"), CASES, ids=str)
 def test_tokens_and_their_probabilities_are_those_of_the_noise(name: str, dtype: torch.dtype, vocabulary: int) -> None:
     scores = random_scores(dtype, vocabulary)
@@ -172,22 +161,6 @@ def test_rows_that_cannot_be_drawn_are_marked(bad: float, warpers: Warpers) -> N
     drawn, _ = sample(scores, warpers, KEYS)
     assert drawn[1].tolist() == [0, 2, 0, 0]
     assert drawn[0, 1] == 0
-
-
-@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("name", ["temperature", "all", "top_k", "top_p", "min_p"])
-def test_long_ranges_of_suppressed_tokens_change_nothing(name: str, lowest: float) -> None:
-    """Whole groups and chunks of tokens cannot be drawn, and dividing by the temperature overflows."""
-    warpers = replace(SETTINGS[name], temperature=0.5)
-    scores = random_scores(torch.float32, SEVERAL_CHUNKS)
-    scores[:, 128:300] = lowest
-    scores[0, 4000:] = lowest
-    scores[1, :4500] = lowest
-    probs = warped(scores, warpers).softmax(dim=-1)
-    drawn, found = sample(scores, warpers, KEYS)
-    expected = (probs / exponential_noise(KEYS[:, None], torch.arange(SEVERAL_CHUNKS))).argmax(dim=-1)
-    assert drawn.tolist() == [expected.tolist(), [0] * 4]
-    torch.testing.assert_close(found, probs.gather(1, expected[:, None])[:, 0], rtol=1e-5, atol=0)
 
 
 def test_warpers_are_split_off_in_the_order_of_generate_only() -> None:
@@ -243,23 +216,6 @@ def test_calls_return_what_they_return_without_the_kernels(
     for kind in ("scores", "logits"):
         for mine, its in zip(getattr(ours, kind) or (), getattr(expected, kind) or (), strict=True):
             torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
-
-
-class _Break(MinPLogitsWarper):
-    """Returns scores that cannot be drawn."""
-
-    keeps_rows = False
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores * torch.nan
-
-
-@pytest.mark.parametrize("seed", [None, 3])
-def test_a_call_that_cannot_draw_raises(seed: int | None, model: Any) -> None:
-    broken = LogitsProcessorList([_Break(0.1)])
-    settings = {"do_sample": True, "seed": seed, "logits_processor": broken, "max_new_tokens": 2}
-    with pytest.raises(RuntimeError, match=r"cannot draw: the probabilities of rows \[0\]"):
-        model.generate(tiny.make_prompts([5])[0][None], generation_mode="shared_prefix", **settings)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from hf_parallel.kernels import (
     torch_attention,
 )
 from hf_parallel.kernels.work import ITEM_COST, ITEM_FIELDS, Partition, Work, make_work
-from hf_parallel.models.cached_model import LARGE_PREFILL_CHUNK, PREFILL_CHUNK, prefill_chunk
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,20 +151,6 @@ def test_bounds_of_items_and_slots_hold_for_blocks_of_any_length(scene: Scene, p
     assert len(longer.merge_slot) <= work.max_slots
 
 
-def test_little_work_uses_few_programs() -> None:
-    """Eight steps over keys and the starts of two tiles: five programs of two."""
-    (offsets,) = make_work(rows([2], common=100).forward.plan, [Partition(16, 16, 50)]).item_offsets
-    assert np.count_nonzero(np.diff(offsets)) == 5
-    assert len(offsets) == 51
-
-
-def test_blocks_with_many_rows_use_the_wide_tiles() -> None:
-    plan = rows([3] * 20, common=100).forward.plan
-    narrow, wide = make_work(plan, [Partition(4, 16, 1), Partition(16, 16, 1)]).item_offsets
-    assert narrow.tolist() == [0, 20]  # the rows' own blocks
-    assert wide.tolist() == [20, 22]  # 20 rows over the common one
-
-
 def test_a_query_without_visible_keys_raises() -> None:
     plan = rows([1, 1], common=4).forward.plan
     hi = np.where(plan.pair_query == 1, 0, plan.pair_hi)
@@ -174,17 +159,6 @@ def test_a_query_without_visible_keys_raises() -> None:
 
 
 # Backend selection
-
-
-def test_the_longest_run_is_that_of_the_row_with_most_new_tokens() -> None:
-    scene = Scene(Features())
-    root, first, second = (scene.cache.pool.new_block() for _ in range(3))
-    scene.step([Segment([root], 90)])
-    assert scene.forward.plan.longest_run == 90
-    scene.step([Segment([root, first], 7), Segment([root, second], 12)])
-    assert scene.forward.plan.longest_run == 12
-    scene.step([Segment([root, first], 1), Segment([root, second], 1)])
-    assert scene.forward.plan.longest_run == 1
 
 
 def test_selecting_triton_where_it_cannot_run_raises_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,41 +200,6 @@ def test_triton_serves_gpus_from_compute_capability_8(gpu: Callable[..., None], 
     found = {backend.name: backend for backend in backends()}
     assert found["triton"].available == available
     assert ("some GPU has 7.5" in found["triton"].reason) == (not available)
-
-
-def test_a_missing_triton_is_named_as_the_reason(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu((9, 0))
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert "Triton cannot be imported" in backends()[0].reason
-
-
-def with_last_logits(logits_to_keep: int) -> None:
-    """Signature of `forward` of most models."""
-
-
-@pytest.mark.parametrize(
-    ("device", "gigabytes", "weights", "forward", "expected"),
-    [
-        ("cuda", 80, 16, with_last_logits, LARGE_PREFILL_CHUNK),
-        ("cuda", 80, 64, with_last_logits, PREFILL_CHUNK),
-        ("cuda", 24, 2, with_last_logits, PREFILL_CHUNK),
-        ("cuda", 80, 16, lambda input_ids: None, PREFILL_CHUNK),
-        ("cpu", 80, 16, with_last_logits, PREFILL_CHUNK),
-    ],
-    ids=["large", "full of weights", "small", "logits of all tokens", "cpu"],
-)
-def test_prefills_of_gpus_with_free_memory_have_larger_chunks(
-    device: str,
-    gigabytes: int,
-    weights: int,
-    forward: Callable[..., None],
-    expected: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    properties = SimpleNamespace(total_memory=gigabytes << 30)
-    model = SimpleNamespace(forward=forward, get_memory_footprint=lambda: weights << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert prefill_chunk(model, torch.device(device)) == expected
 
 
 # FlashAttention, with replacements for its kernels
@@ -352,7 +291,3 @@ def test_rows_of_masks_are_aligned_for_a_gpu(window: int | None) -> None:
     masks = [call.mask for calls in prepared for call in calls if call.mask is not None]
     assert masks
     assert all(mask.shape[-1] == 1 or stride % 16 == 0 for mask in masks for stride in mask.stride()[:-1])
-
-
-def test_flash_attention_is_not_used_on_a_cpu() -> None:
-    assert not dense.flash_supports(torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16))

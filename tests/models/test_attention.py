@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from tiny import ARCHITECTURES
 from tiny_tokenizer import TOKENIZER
-from tiny import ARCHITECTURES, REFUSED
 from torch import nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoConfig,
     AutoModelForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     GenerationMixin,
     LlamaForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
 )
 
 import hf_parallel
-from hf_parallel import SharedPrefixCache, UnsupportedModelError
+from hf_parallel import UnsupportedModelError
 from hf_parallel.kernels import RotarySpec, rotate
 from hf_parallel.models.attention import IMPLEMENTATION
 from hf_parallel.models.capabilities import Capabilities, probe_capabilities
@@ -173,11 +169,6 @@ def test_scaled_frequencies(name: str, factor: float) -> None:
     assert (scaled.inv_freq[0] == pytest.approx(plain.inv_freq[0])) == (name != "llama-linear")
 
 
-def test_the_keyword_arrives_in_all_but_two_architectures() -> None:
-    """They get the cache through a context variable, which `test_shared_prefix.py` tests."""
-    assert {n for n in ARCHITECTURES if not probe_capabilities(tiny.build(n)).keyword} == {"stablelm", "nemotron"}
-
-
 @pytest.mark.parametrize(("name", "length"), [("llama-dynamic", tiny.MAX_POSITIONS), ("llama-longrope", 256)])
 def test_lengths_at_which_frequencies_change_raise(name: str, length: int) -> None:
     model = hf_parallel.enable(a_copy(name))
@@ -203,19 +194,6 @@ def test_lengths_beyond_learned_positions_raise(name: str) -> None:
 
 
 # Unsupported models
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_model_raises_and_is_unchanged(name: str) -> None:
-    model = a_copy(name)
-    before = snapshot(model)
-    prompt = ROWS[0][None]
-    expected = model.generate(prompt, do_sample=False, max_new_tokens=5)  # type: ignore[operator]
-    with pytest.raises(UnsupportedModelError, match=REASONS[name]) as caught:
-        hf_parallel.enable(model)
-    assert type(model).__name__ in str(caught.value)
-    assert snapshot(model) == before
-    assert torch.equal(model.generate(prompt, do_sample=False, max_new_tokens=5), expected)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("where", ["lm_head.weight", "model.layers.1.self_attn.o_proj.weight"])
@@ -266,18 +244,6 @@ def test_nothing_global_is_patched() -> None:
     assert type(other) is LlamaForCausalLM
     assert type(AutoModelForCausalLM.from_config(model.config)) is LlamaForCausalLM
     assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copy_of_an_enabled_model_is_enabled(copied: Any) -> None:
-    model = hf_parallel.enable(a_copy("stablelm"))
-    twin = copied(model)
-    assert type(twin) is type(model)
-    with torch.no_grad():
-        twin.lm_head.weight.neg_()  # its own weights
-    assert torch.equal(generate(twin), generate(twin, "shared_prefix"))
-    assert not torch.equal(generate(twin), generate(model, "shared_prefix"))
-    assert type(hf_parallel.disable(twin)) is type(tiny.build("stablelm"))
 
 
 def test_enabled_model_is_saved_with_its_own_class(tmp_path: Path) -> None:
@@ -338,20 +304,6 @@ def test_probing_a_model_in_training_mode_with_dropout() -> None:
     assert snapshot(model) == before
 
 
-def test_submodels_keep_their_attention_implementation() -> None:
-    """A model for images and text, with text only."""
-    text = ARCHITECTURES["gemma3_text"].config().to_dict()
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
-    model = Gemma3ForConditionalGeneration(config).eval()
-    model.config.vision_config._attn_implementation = "eager"
-    expected = generate(model)
-    hf_parallel.enable(model)
-    assert torch.equal(generate(model, "shared_prefix"), expected)
-    parts = (model.config, model.config.text_config, model.config.vision_config)
-    assert [part._attn_implementation for part in parts] == ["sdpa", "sdpa", "eager"]
-
-
 def test_an_image_is_refused_by_name() -> None:
     text = ARCHITECTURES["gemma3_text"].config().to_dict()
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -375,65 +327,4 @@ def test_block_attention_outside_a_mode_raises() -> None:
         model(INPUT_IDS)
 
 
-def test_enabling_something_other_than_a_model_raises() -> None:
-    with pytest.raises(TypeError, match="must be a transformers.PreTrainedModel, got LlamaConfig"):
-        hf_parallel.enable(AutoConfig.for_model("llama"))  # type: ignore[arg-type]
-
-
 # Exceptions during a call
-
-
-class Failing(LogitsProcessor):
-    """Raises an error at a step."""
-
-    def __init__(self, error: type[BaseException], step: int) -> None:
-        self.error, self.left = error, step
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self.left -= 1
-        if self.left < 0:
-            raise self.error("in the middle")
-        return scores
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "stablelm"])
-def test_exception_between_passes_leaves_model_and_cache_unchanged(name: str, error: type[BaseException]) -> None:
-    model, cache = hf_parallel.enable(a_copy(name)), SharedPrefixCache()
-    before, expected = snapshot(model), generate(model)
-    for step in (0, 3):
-        processors = LogitsProcessorList([Failing(error, step)])
-        with pytest.raises(error, match="in the middle"):
-            generate(model, "shared_prefix", past_key_values=cache, logits_processor=processors)
-        assert snapshot(model) == before
-        assert torch.equal(generate(model), expected)
-        output = generate(model, "shared_prefix", return_dict_in_generate=True, keep_completions=False)
-        assert torch.equal(output.sequences, expected)
-        assert cache.kv_bytes == output.stats.kv_bytes  # the prompts without completions
-        assert torch.equal(generate(model, "shared_prefix", past_key_values=cache, keep_completions=False), expected)
-
-
-@pytest.mark.parametrize("passes", [0, 1, 2, 4])
-def test_exception_inside_a_pass_leaves_model_and_cache_unchanged(passes: int) -> None:
-    """In the second layer, after the first has written its keys. With `passes` 0 and 1 during a chunked prefill."""
-    model, cache = hf_parallel.enable(a_copy("llama")), SharedPrefixCache()
-    expected, left = generate(model), passes
-
-    def fail(module: nn.Module, args: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise ZeroDivisionError("in a layer")
-
-    other = {"input_ids": tiny.make_prompts([12], seed=9)[0][None], "attention_mask": None, "max_new_tokens": 1}
-    before = snapshot(model)
-    hook = model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(ZeroDivisionError, match="in a layer"):
-        generate(model, "shared_prefix", past_key_values=cache, prefill_chunk_size=17)
-    hook.remove()
-    assert snapshot(model) == before
-    assert torch.equal(generate(model), expected)
-    unrelated = generate(model, "shared_prefix", past_key_values=cache, return_dict_in_generate=True, **other)
-    assert unrelated.stats.prefilled_tokens == 12  # nothing remains of the failed call
-    for _ in range(2):
-        assert torch.equal(generate(model, "shared_prefix", past_key_values=cache), expected)

@@ -7,7 +7,6 @@ import logging
 import math
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,10 +16,8 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 from transformers import PreTrainedModel
-from workers import SETTINGS
 
 import hf_parallel
-from hf_parallel import SharedPrefixCache
 from hf_parallel.cache import BlockCache
 from hf_parallel.generation import enabled as state
 from hf_parallel.models import compiled
@@ -66,21 +63,6 @@ def test_compiled_layers_generate_the_same_tokens(name: str) -> None:
         assert (out.stats.compiled_passes, expected.stats.compiled_passes) == (4, 0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])  # layers of one kind, and of two
-def test_measuring_the_bytes_of_a_token_compiles_all_graphs(name: str) -> None:
-    model = enabled(name)
-    before = num_graphs()
-    with torch.no_grad():
-        cached = CachedModel(
-            model, state.enabled(model).capabilities, SharedPrefixCache(), cuda_graph=False, compile=True
-        )
-        cached.token_bytes()
-    compiled_at_start = num_graphs() - before
-    for rows in (1, 2, 5):
-        assert generate(model, rows, compile=True).stats.compiled_passes == 4
-    assert compiled_at_start == num_graphs() - before > 0
-
-
 def test_inductor_generates_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     model = enabled()
@@ -95,15 +77,6 @@ def test_all_layers_share_a_graph_for_several_rows_and_one_for_a_single_row() ->
     assert num_graphs() == before + 1
     generate(model, 1, compile=True)
     assert num_graphs() == before + 2
-
-
-def test_workers_run_compiled_layers() -> None:
-    model = enabled()
-    settings = {**SETTINGS, "generation_mode": "hogwild", "max_new_tokens": 8, "return_dict_in_generate": True}
-    out = model.generate(PROMPT[None], compile=True, **settings)  # type: ignore[operator]
-    expected = model.generate(PROMPT[None], compile=False, **settings)  # type: ignore[operator]
-    assert torch.equal(out.sequences, expected.sequences)
-    assert out.stats.compiled_passes > 0
 
 
 def test_a_model_that_cannot_be_compiled_runs_as_it_is_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -193,12 +166,6 @@ def test_the_check_of_a_capture_does_not_undo_compilation() -> None:
     assert num_graphs() == before + 1
 
 
-def test_a_copy_of_a_model_is_compiled_by_itself() -> None:
-    model = enabled()
-    expected = generate(model, compile=True).sequences
-    assert torch.equal(generate(copy.deepcopy(model), compile=True).sequences, expected)
-
-
 @pytest.fixture
 def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "FUSING_DEVICES", ("cpu",))
@@ -251,18 +218,6 @@ def test_fused_projections_follow_weights_that_are_replaced_or_changed() -> None
 
 
 @pytest.mark.usefixtures("fusing")
-def test_a_model_with_fused_projections_is_copied_and_saved_as_others(tmp_path: Path) -> None:
-    model = enabled("qwen2")
-    expected, state = generate(model, compile=True).sequences, weights(model)
-    other = copy.deepcopy(model)
-    model.save_pretrained(tmp_path)
-    assert_equal(weights(type(model).from_pretrained(tmp_path)), state)
-    nn.init.zeros_(model.model.layers[0].self_attn.k_proj.weight)  # type: ignore[union-attr,index]
-    assert_equal(weights(other), state)
-    assert torch.equal(generate(other, compile=True).sequences, expected)
-
-
-@pytest.mark.usefixtures("fusing")
 def test_graphs_that_read_the_weights_before_their_fusion_are_dropped() -> None:
     model = enabled("qwen2")
     cached = CachedModel(model, state.enabled(model).capabilities, BlockCache(), cuda_graph=True, compile=False)
@@ -276,18 +231,6 @@ def test_graphs_that_read_the_weights_before_their_fusion_are_dropped() -> None:
             cached.token_bytes()
         calls.append(graphs.clear.call_count)
     assert calls == [0, 1, 1, 2]
-
-
-@pytest.mark.usefixtures("fusing")
-def test_weights_fused_in_inference_mode_can_be_trained() -> None:
-    model = enabled("qwen2")
-    with torch.inference_mode():
-        generate(model, compile=True)
-    assert not any(parameter.is_inference() for parameter in model.parameters())
-    model(PROMPT[None], labels=PROMPT[None]).loss.backward()
-    with torch.inference_mode():
-        hf_parallel.disable(model)
-    assert not any(parameter.is_inference() for parameter in model.parameters())
 
 
 def test_compiled_layers_serve_calls_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:

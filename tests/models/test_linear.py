@@ -124,31 +124,6 @@ def test_pytorch_computes_unsupported_inputs() -> None:
         assert layer(x).dtype == torch.bfloat16
 
 
-@served
-def test_a_bias_of_one_element_is_broadcast() -> None:
-    layer = nn.Linear(*WIDTHS)
-    layer.bias = nn.Parameter(torch.ones(1))
-    x = torch.randn(2, WIDTHS[0])
-    with torch.no_grad():
-        expected = layer(x)
-        with linear_layers(layer):
-            torch.testing.assert_close(layer(x), expected)
-
-
-@served
-def test_layers_are_restored_after_an_error() -> None:
-    layer = nn.Linear(*WIDTHS)
-    with pytest.raises(KeyError), linear_layers(layer):
-        raise KeyError
-    assert not replaced(layer)
-    with linear_layers(layer), linear_layers(layer):
-        assert replaced(layer) == {""}
-    assert not replaced(layer)
-    with linear_layers(layer):
-        layer.forward = lambda x: x  # type: ignore[method-assign, assignment]
-    assert layer(1) == 1, "a replacement made meanwhile stays"
-
-
 @pytest.mark.filterwarnings("ignore:TF32")
 def test_the_environment_variable_selects_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(*WIDTHS)
@@ -197,19 +172,6 @@ def test_results_of_a_token_do_not_depend_on_other_tokens(inputs: int, outputs: 
             assert torch.equal(native.linear(x[-tokens:], weight, bias), alone[-tokens:])
     finally:
         torch.set_num_threads(before)
-
-
-@served
-@compiled
-def test_the_kernel_does_not_compute_many_tokens_or_other_shapes() -> None:
-    layer = nn.Linear(*WIDTHS)
-    with linear_layers(layer):
-        assert computed_by_kernel(layer, torch.randn(native.MAX_TOKENS, WIDTHS[0]))
-        assert not computed_by_kernel(layer, torch.randn(native.MAX_TOKENS + 1, WIDTHS[0]))
-        with pytest.raises(RuntimeError), torch.no_grad():
-            layer(torch.randn(2, WIDTHS[0] + 1))
-        layer.weight = nn.Parameter(torch.randn(*WIDTHS).T)  # replaced during the call
-        assert not computed_by_kernel(layer, torch.randn(2, WIDTHS[0]))
 
 
 def test_an_unknown_library_raises_and_leaves_the_model_usable(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tiny_tokenizer import make_tokenizer
 from pages import ROOT, run, small_scale, stand_in
+from tiny_tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 import hf_parallel

@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import create_mask
 from transformers import LlamaForCausalLM
 
 import hf_parallel
+from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.sampling import Sampler
 from hf_parallel.kernels import AttentionParams, RotarySpec
@@ -98,31 +99,22 @@ def test_logits_of_a_run_of_workers_are_computed_again_in_one_pass(name: str) ->
     assert len(make_views(example)) == 3
 
 
-@pytest.mark.parametrize("layout", hf_parallel.cache.hogwild.LAYOUTS)
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_run_has_one_view_more_than_workers(layout: str, workers: int) -> None:
-    model = enabled()
-    example, expected = hogwild(model, layout=layout, num_workers=workers, max_new_tokens=60)
-    assert difference(model, example, expected) < 1e-9
-    assert len(make_views(example)) <= 1 + workers
-
-
 PDOS = {"opening": "", "titles": ["a", "b"], "branch_max_new_tokens": 6, "max_new_tokens": 80}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{layout: ("hogwild", {"layout": layout, "num_workers": 3, "max_new_tokens": 60}) for layout in LAYOUTS},
+    "early finisher": ("hogwild", {"num_workers": 2, "max_new_tokens": 12, "finisher_tokens": 5}),
+    **{join: ("pdos", {**PDOS, "join": join}) for join in ("reencode", "rotate")},
+    **{mode: (mode, {}) for mode in ("self_consistency", "skeleton_of_thought")},
+}
 
 
-@pytest.mark.parametrize("join", ["reencode", "rotate"])
-def test_logits_of_branches_and_of_what_follows_them(join: str) -> None:
+@pytest.mark.parametrize(("mode", "settings"), RUNS.values(), ids=RUNS)
+def test_logits_of_a_run_of_each_mode_are_computed_again(mode: str, settings: dict[str, Any]) -> None:
     model = enabled()
-    example, expected = run(model, "pdos", **PDOS, join=join)
-    assert len(set(example.target_rows.tolist())) == 3  # trunk and branches
+    example, expected = run(model, mode, **settings)
     assert difference(model, example, expected) < 1e-9
-
-
-@pytest.mark.parametrize("mode", ["self_consistency", "skeleton_of_thought"])
-def test_logits_of_runs_of_several_stages(mode: str) -> None:
-    model = enabled()
-    example, expected = run(model, mode)
-    assert difference(model, example, expected) < 1e-9
+    if mode == "hogwild":
+        assert len(make_views(example)) <= 1 + settings["num_workers"]
 
 
 @pytest.mark.parametrize("mode", ["shared_prefix", "resample"])
@@ -160,6 +152,7 @@ def test_a_session_whose_workers_change_and_that_is_saved_is_one_run(tmp_path: P
     assert difference(model, ParallelExample.from_output(loaded.output()), expected) < 1e-9
 
 
+@pytest.mark.slow
 def test_logits_of_the_embedded_model(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = hf_parallel.enable(embedded[0]), embedded[1]
     prompt = hf_parallel.hogwild_prompt("Plan a picnic.", tokenizer)["input_ids"][:, -40:]
@@ -167,28 +160,6 @@ def test_logits_of_the_embedded_model(embedded: tuple[Any, Any]) -> None:
         call = {"generation_mode": "hogwild", "tokenizer": tokenizer, "max_new_tokens": 12, "finisher_tokens": 4}
         output = model.generate(prompt, return_dict_in_generate=True, **call)
     assert difference(model, ParallelExample.from_output(output), torch.cat(computed)) < 1e-4
-
-
-def test_an_early_finisher_reads_all_workers() -> None:
-    model = enabled()
-    example, expected = run(model, "hogwild", num_workers=2, max_new_tokens=12, finisher_tokens=5)
-    assert difference(model, example, expected) < 1e-9
-
-
-@pytest.mark.parametrize(
-    "name", ["input_ids", "block_tokens", "segment_positions", "view_blocks", "view_starts", "view_stops"]
-)
-def test_a_wrong_integer_changes_logits(name: str) -> None:
-    model = enabled()
-    example, expected = hogwild(model)
-    for index in (3, 40):
-        values = getattr(example, name).copy()
-        values[index] += -1 if values[index] else 1
-        try:
-            wrong = difference(model, ParallelExample.from_dict({**vars(example), name: values}), expected)
-        except (IndexError, ValueError, RuntimeError):
-            continue
-        assert wrong > 1e-6
 
 
 def test_an_example_survives_a_dataset() -> None:
@@ -205,19 +176,17 @@ TREE = ParallelExample.from_tree([[5, 6, 7]] * 2, [[8, 9], [10]])
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "value"),
     [
-        ({"position_ids": [0, 1]}, "position_ids must have 4 integers, got 2: was it truncated"),
-        ({"view_blocks": [0, 0]}, "view_blocks must have 3 integers, got 2: was it truncated"),
-        ({"target_queries": [2, 9, 2]}, "target_queries must be between 0 and 3, got 9"),
-        ({"block_lengths": [2, 2]}, "view_stops must be at most the lengths"),
-        ({"input_ids": [5, 6, -1, 8]}, "input_ids must be between 0 and .*, got -1"),
-        ({"view_stops": None}, r"an example needs the fields \['view_stops'\]"),
+        *(("position_ids", [0, 1]), ("view_blocks", [0, 0]), ("target_queries", [2, 9, 2]), ("view_stops", None)),
+        ("input_ids", [5, 6, -1, 8]),
     ],
 )
-def test_an_example_with_missing_integers_raises(changes: dict[str, Any], message: str) -> None:
-    values = {name: value for name, value in {**TREE.to_dict(), **changes}.items() if value is not None}
-    with pytest.raises(ValueError, match=message):
+def test_damaged_examples_raise(name: str, value: list[int] | None) -> None:
+    values = {**TREE.to_dict(), name: value}
+    if value is None:
+        del values[name]
+    with pytest.raises(ValueError, match=name):
         ParallelExample.from_dict(values)
 
 
@@ -272,8 +241,7 @@ def test_log_probabilities_of_a_tree_equal_those_of_rows(name: str) -> None:
     torch.testing.assert_close(tree, rows, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("name", "checkpointing"), [("llama", True), ("gpt_neox", False)])
 def test_gradients_of_a_tree_equal_those_of_rows(name: str, checkpointing: bool) -> None:
     model = copy.deepcopy(tiny.build(name)).double()
     weights = [torch.rand(len(completion), dtype=torch.float64) for completion in COMPLETIONS]
@@ -290,25 +258,30 @@ def test_gradients_of_a_tree_equal_those_of_rows(name: str, checkpointing: bool)
     assert (tree - rows).abs().max() < exact * rows.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "completions", "settings", "message"),
-    [
-        ([[5, 6]], [[7], [8]], {}, "each completion needs a prompt, got 1 and 2"),
-        ([5], [], {}, "each completion needs a prompt, got 0 and 0"),
-        ([], [[7]], {}, "prompts must have at least one token"),
-        (torch.tensor([[5, 6]]), [[7]], {}, r"must be 1-D .* got shape \(1, 2\)"),
-        ([5], [[0.5]], {}, "must be 1-D tensors or lists of token ids"),
-        ([5], [[7]], {"temperature": 0}, "temperature must be greater than 0, got 0"),
-    ],
-)
-def test_trees_that_cannot_be_computed_raise(prompt: Any, completions: Any, settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tree_logprobs(tiny.build("llama"), prompt, completions, **settings)
+def test_malformed_trees_raise() -> None:
+    model = tiny.build("llama")
+    for prompt, completions in (([[5, 6]], [[7], [8]]), ([5], []), ([], [[7]]), (IDS, [[7]]), ([5], [[0.5]])):
+        with pytest.raises(ValueError, match="prompts|completion"):
+            tree_logprobs(model, prompt, completions)
+    with pytest.raises(ValueError, match="temperature"):
+        tree_logprobs(model, [5], [[7]], temperature=0)
+    assert [len(values) for values in tree_logprobs(model, np.array([5]), [[], [7, 8]])] == [0, 2]
 
 
-def test_an_empty_completion_has_no_log_probabilities() -> None:
-    for prompt in ([5], np.array([5])):
-        assert [len(values) for values in tree_logprobs(tiny.build("llama"), prompt, [[], [7, 8]])] == [0, 2]
+def test_padded_trees_give_the_log_probabilities_of_rows() -> None:
+    model = copy.deepcopy(tiny.build("gemma3_text")).double()
+    prompts = [PROMPT, PROMPT[:7]]
+    trees = [
+        ParallelExample.from_tree([p.tolist()] * len(COMPLETIONS), [c.tolist() for c in COMPLETIONS]) for p in prompts
+    ]
+    with torch.no_grad():
+        rows = torch.cat([full_logprobs(model, prompt, c) for prompt in prompts for c in COMPLETIONS])
+        logits = model(**tree_batch(trees, model.config, torch.float64, "cpu"), use_cache=False).logits
+    found = [
+        logits[row, tree.target_queries].log_softmax(-1).gather(1, torch.from_numpy(tree.target_ids)[:, None])[:, 0]
+        for row, tree in enumerate(trees)
+    ]
+    torch.testing.assert_close(torch.cat(found), rows, rtol=1e-6, atol=1e-6)
 
 
 def test_several_prompts_share_their_beginning() -> None:
@@ -321,30 +294,7 @@ def test_several_prompts_share_their_beginning() -> None:
     assert len(example) == len(PROMPT) + sum(len(c) - 1 for c in COMPLETIONS[:3]) + len(COMPLETIONS[2])
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_gradients_of_padded_trees_equal_those_of_rows(name: str, implementation: str) -> None:
-    model = copy.deepcopy(tiny.build(name)).double()
-    model.set_attn_implementation(implementation)
-    prompts = [PROMPT, PROMPT[:7]]
-    rows = torch.cat([full_logprobs(model, prompt, c) for prompt in prompts for c in COMPLETIONS])
-    weights = torch.rand(len(rows), dtype=torch.float64)
-    expected = gradients(model, (rows * weights).sum())
-    trees = [
-        ParallelExample.from_tree([p.tolist()] * len(COMPLETIONS), [c.tolist() for c in COMPLETIONS]) for p in prompts
-    ]
-    logits = model(**tree_batch(trees, model.config, torch.float64, "cpu"), use_cache=False).logits
-    parts = [
-        logits[row, tree.target_queries].log_softmax(-1).gather(1, torch.from_numpy(tree.target_ids)[:, None])[:, 0]
-        for row, tree in enumerate(trees)
-    ]
-    exact = 1e-5 if implementation == "eager" else 1e-6  # eager softmax is in float32
-    torch.testing.assert_close(torch.cat(parts), rows, rtol=exact, atol=exact)
-    found = gradients(model, (torch.cat(parts) * weights).sum())
-    assert (found - expected).abs().max() < exact * expected.abs().max()
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_masks_give_the_same_logits_to_every_stock_attention(name: str) -> None:
     model = copy.deepcopy(tiny.build(name))
     workers = ParallelExample.from_tree([PROMPT.tolist()] * 5, [c.tolist() for c in COMPLETIONS])
@@ -426,8 +376,7 @@ def mean_loss(model: Any, given: list[ParallelExample]) -> torch.Tensor:
     return sum(parts) / sum(len(e.target_ids) for e in given)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("name", "checkpointing"), [("gemma3_text", True), ("gpt_neox", False)])
 def test_a_batch_gives_the_loss_of_its_examples(name: str, checkpointing: bool) -> None:
     model = enabled(name)
     given = examples(model)
@@ -444,7 +393,7 @@ def test_a_batch_gives_the_loss_of_its_examples(name: str, checkpointing: bool) 
     torch.testing.assert_close(gradients(model, loss), of_examples, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
 def test_flex_attention_gives_the_same_logits(name: str) -> None:
     """PyTorch has no gradients of it on a CPU."""
     model = prepare_model(hf_parallel.enable(copy.deepcopy(tiny.build(name)))).eval()
@@ -454,7 +403,7 @@ def test_flex_attention_gives_the_same_logits(name: str) -> None:
     with torch.no_grad():
         expected = model(**batch).logits
         logits = model(**{**batch, "past_key_values": layout}).logits
-    assert not any("mask" in key or "blind" in key for view in layout.views for key in view._cached)  # [Q, K] each
+    assert not any("masks" in key for view in layout.views for key in view._cached)  # [Q, K] each
     real = batch["attention_mask"].bool()
     torch.testing.assert_close(logits[real], expected[real], rtol=0, atol=1e-4)
 
@@ -464,19 +413,6 @@ def test_models_without_rotary_embedding_compute_no_moved_tokens() -> None:
     assert len(make_views(moved)) == 1
     with pytest.raises(ValueError, match="the tokens of this batch move, but"):
         teacher_forced_logits(enabled("gpt2"), moved)
-
-
-def test_no_mask_of_all_tokens_is_made_for_a_layout() -> None:
-    model, masks = prepare_model(enabled()), []
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
-        )
-    model(**DataCollatorForParallel(TOKENIZER)([TREE, ParallelExample.from_tree([[5]], [[6]])]))
-    assert masks == [None] * len(masks) != []
-    masks.clear()
-    model(input_ids=IDS, attention_mask=torch.ones_like(IDS).tril(-1))
-    assert all(mask is not None for mask in masks)
 
 
 def test_packed_examples_do_not_see_each_other() -> None:
@@ -513,11 +449,6 @@ def test_the_part_of_a_prompt_is_an_example_of_its_own(mode: str, settings: dict
         assert difference(model, part, expected[of_prompts == prompt]) < 1e-9
 
 
-def test_the_part_of_a_row_of_a_tree_is_the_row() -> None:
-    single = ParallelExample.from_tree([[5, 6, 7]] * 2, [[8, 9, 4], [8, 3]]).of_rows([1])
-    assert single.input_ids.tolist() == [5, 6, 7, 8]
-
-
 CHAT = [{"role": "user", "content": "Compare."}]
 ANSWER = [{"role": "assistant", "content": "Two."}]
 TEXT = "Two.\n####a: x\n####b: y\n####%%%%\nEnd."
@@ -542,34 +473,33 @@ def test_texts_of_a_dialect_become_batches(embedded: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("feature", "settings", "message"),
+    ("feature", "settings"),
     [
-        ({"text": TEXT}, {"dialect": None}, "feature 1 of the batch: .* with a dialect, have text"),
-        ({"prompt": "Hi"}, {}, r"feature 1 of the batch: .* got dict \['prompt'\]"),
-        ({"text": "####a: x"}, {}, "feature 1 of the batch: line 1: #### opens a block"),
-        ({"text": "a\nb ####%%%% c"}, {}, "feature 1 of the batch: line 2: ####%%%% closes nothing"),
-        ({"text": None}, {}, "feature 1 of the batch: text must be a string, got None"),
-        ({"text": "a\n####: b\n####%%%%"}, {}, "feature 1 .* line 2: the title before ':' is empty, in 'a"),
-        ({"completion": [*ANSWER, *CHAT, *ANSWER]}, {}, "completion must be a text or one message of the assistant"),
-        ({"prompt": torch.ones(1, 2), "text": TEXT}, {}, r"must be 1-D .* got shape \(1, 2\)"),
-        ({"input_ids": [5], "position_ids": [0]}, {}, "feature 1 .* set remove_unused_columns=False"),
-        ({"text": TEXT}, {"dialect": 42}, "dialect must be one of .* got 42"),
-        ({"text": TEXT}, {"max_length": 20}, "feature 1 of the batch has .* tokens, max_length is 20"),
-        ({"text": TEXT}, {"packing": True}, "packing=True needs max_length"),
-        ({"text": TEXT}, {"max_length": 0}, "max_length must be .* at least 1, got 0"),
-        ({"text": TEXT}, {"dialect": "latex"}, "dialect must be one of .* got 'latex'"),
-        ({**TREE.to_dict(), "view_stops": [3]}, {}, "feature 1 of the batch: view_stops must have 3 integers"),
+        ({"text": TEXT}, {"dialect": None}),
+        ({"prompt": "Hi"}, {}),
+        ({"text": "a\n####: b\n####%%%%"}, {}),
+        ({"text": None}, {}),
+        ({"completion": [*ANSWER, *CHAT, *ANSWER]}, {}),
+        ({"prompt": torch.ones(1, 2), "text": TEXT}, {}),
+        ({"input_ids": [5], "position_ids": [0]}, {}),
+        ({"text": TEXT}, {"max_length": 20}),
+        ({**TREE.to_dict(), "view_stops": [3]}, {}),
     ],
 )
-def test_features_that_cannot_be_read_raise(feature: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DataCollatorForParallel(make("split_marker"), **{"dialect": "pdos", **settings})([TREE, feature])
+def test_features_that_cannot_be_read_raise_with_their_index(feature: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="feature 1 of the batch"):
+        DataCollatorForParallel(TOKENIZER, **{"dialect": "pdos", **settings})([TREE, feature])
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text"])
-def test_a_model_that_is_not_prepared_does_not_ignore_the_layout(name: str) -> None:
+def test_invalid_settings_of_a_collator_raise() -> None:
+    for name, value in (("dialect", 42), ("dialect", "latex"), ("max_length", 0), ("packing", True)):
+        with pytest.raises(ValueError, match=name):
+            DataCollatorForParallel(TOKENIZER, **{name: value})
+
+
+def test_a_model_that_is_not_prepared_does_not_ignore_the_layout() -> None:
     batch = DataCollatorForParallel(TOKENIZER)([TREE])
-    for model in (tiny.build(name), enabled(name)):
+    for model in (tiny.build("llama"), enabled()):
         with pytest.raises(ValueError, match=r"is not prepared: call hf_parallel.training.prepare_model\(model\)"):
             model(**batch)
 
@@ -587,14 +517,15 @@ def test_a_model_with_the_implementation_alone_is_prepared_and_one_without_it_is
         prepared(**batch)
 
 
-def test_examples_beyond_the_positions_of_the_model_raise() -> None:
+def test_models_that_are_too_short_or_not_enabled_raise() -> None:
     long = ParallelExample.from_tree([[5] * 512], [[6, 7]])
-    for function in (
-        lambda m: teacher_forced_logits(m, long),
-        lambda m: m(**DataCollatorForParallel(TOKENIZER)([long])),
-    ):
+    batch = DataCollatorForParallel(TOKENIZER)([long])
+    for function in (lambda m: teacher_forced_logits(m, long), lambda m: m(**batch)):
         with pytest.raises(ValueError, match="needs 513 positions, but the model has 512"):
             function(prepare_model(enabled()))
+    for function in (lambda m: teacher_forced_logits(m, TREE), prepare_model):
+        with pytest.raises(ValueError, match=r"call hf_parallel.enable\(model\) first"):
+            function(tiny.build("llama"))
 
 
 def test_a_prepared_model_computes_plain_batches_as_before() -> None:
@@ -616,13 +547,6 @@ def test_gradients_of_the_merged_attention() -> None:
         return layout.attend(query, key, value, AttentionParams(2, 0.5, spec, softcap=3.0, sinks=sinks, window=20))
 
     assert torch.autograd.gradcheck(attend, (query, key, value, sinks), fast_mode=True)
-
-
-def test_models_that_are_not_enabled_raise() -> None:
-    example = ParallelExample.from_tree([[5, 6]], [[7]])
-    for function in (lambda m: teacher_forced_logits(m, example), prepare_model):
-        with pytest.raises(ValueError, match=r"call hf_parallel.enable\(model\) first"):
-            function(tiny.build("llama"))
 
 
 # Dialects
@@ -667,34 +591,30 @@ def test_branches_do_not_see_each_other_and_the_text_after_them_sees_all(positio
 
 
 def test_openings_of_branches_are_targets_if_asked() -> None:
-    for text, dialect in ((TEXT, "pdos"), ("A <Parallel>b<Path>c</Path><Path>d</Path></Parallel> e", "multiverse")):
-        forced = [
-            ParallelExample.from_text(text, AsciiTokenizer(), dialect, train_on_forced=asked) for asked in (False, True)
-        ]
-        opening = {"pdos": "####a:####b:", "multiverse": "<Path><Path>"}[dialect]
-        assert len(forced[1].target_ids) - len(forced[0].target_ids) == len(opening)
-        assert teacher_forced_logits(enabled(), forced[1].with_one_target_each()).isfinite().all()
+    text = "A <Parallel>b<Path>c</Path><Path>d</Path></Parallel> e"
+    for given, dialect, opening in ((TEXT, "pdos", "####a:####b:"), (text, "multiverse", "<Path><Path>")):
+        plain, forced = (
+            ParallelExample.from_text(given, AsciiTokenizer(), dialect, train_on_forced=asked)
+            for asked in (False, True)
+        )
+        assert len(forced.target_ids) - len(plain.target_ids) == len(opening)
 
 
-def test_the_settings_of_pdos_say_how_branches_are_joined() -> None:
-    config = hf_parallel.PDOSConfig(join="rotate", branch_separator="\n\n")
-    example = ParallelExample.from_text(TEXT, AsciiTokenizer(), config)
-    assert len(make_views(example)) == 2
-    assert "......\n\n####" in AsciiTokenizer().decode(example.input_ids.tolist())
-    assert len(make_views(ParallelExample.from_text(TEXT, AsciiTokenizer(), "pdos"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("tags", "message"),
-    [
-        (("<P>", "<B>"), "must be pairs of tags, got '<P>' and '<B>'"),
-        ((("<P>", "</P>"), ("<P>", "</B>")), "must be four different tags"),
-        ((("<P>", "</P>"), ("<B>", "")), "must be four different tags"),
-    ],
-)
-def test_a_dialect_without_four_tags_raises(tags: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Dialect(*tags)
+def test_malformed_dialects_and_texts_raise() -> None:
+    for tags in (("<P>", "<B>"), (("<P>", "</P>"), ("<P>", "</B>")), (("<P>", "</P>"), ("<B>", ""))):
+        with pytest.raises(ValueError, match="tags"):
+            Dialect(*tags)
+    for text, dialect, message in (
+        ("a</Path>", "multiverse", "line 1: </Path> closes nothing"),
+        ("\n<Path>x</Path>", "multiverse", "line 2: <Path> must be directly in <Parallel>"),
+        ("<Parallel>\n<Path>x</Parallel>", "multiverse", "line 2: </Parallel> closes <Path>"),
+        ("<Parallel>\n<Thread>", "threadweaver", "line 2: <Thread> is not closed"),
+        ("\n####a: b\n####c: d\n", "pdos", "line 2: #### opens a block"),
+        ("####a: b\n####c\n####%%%%", "pdos", "line 2: the title"),
+        ("a\nb ####%%%% c", "pdos", "line 2: ####%%%% closes nothing"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            ParallelExample.from_text(text, AsciiTokenizer(), dialect)
 
 
 def test_a_prompt_begins_as_at_inference() -> None:
@@ -772,20 +692,3 @@ def test_the_settings_of_a_mode_are_a_dialect() -> None:
     assert examples[0].to_dict() == examples[1].to_dict()
     with pytest.raises(ValueError, match="the mode 'hogwild' writes no annotated text"):
         ParallelExample.from_text("a", AsciiTokenizer(), hf_parallel.HogwildConfig())
-
-
-@pytest.mark.parametrize(
-    ("text", "dialect", "message"),
-    [
-        ("a</Path>", "multiverse", "line 1: </Path> closes nothing"),
-        ("\n<Path>x</Path>", "multiverse", "line 2: <Path> must be directly in <Parallel>, but is in nothing"),
-        ("<Parallel>\n<Path>x</Parallel>", "multiverse", "line 2: </Parallel> closes <Path> of line 2"),
-        ("<Parallel>\n<Thread>", "threadweaver", "line 2: <Thread> is not closed"),
-        ("\n####a: b\n####c: d\n", "pdos", "line 2: #### opens a block that ####%%%% does not close"),
-        ("####a: b\n####c\n####%%%%", "pdos", "line 2: the title 'c\\n' does not end with ':' on its line"),
-        ("a", "magic", "dialect must be one of ['multiverse', 'pdos', 'threadweaver'] or a Dialect, got 'magic'"),
-    ],
-)
-def test_malformed_text_is_named_with_its_line_and_tag(text: str, dialect: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ParallelExample.from_text(text, AsciiTokenizer(), dialect)

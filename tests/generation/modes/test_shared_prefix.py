@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import tiny
 import torch
-from tiny_tokenizer import TOKENIZER
 from tiny import REPRESENTATIVE, SLIDING_WINDOW
+from tiny_tokenizer import TOKENIZER
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateOutput
 

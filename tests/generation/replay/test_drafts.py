@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tiny_tokenizer import TOKENIZER
 from stateful import Alternate
+from tiny_tokenizer import TOKENIZER
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_parallel
