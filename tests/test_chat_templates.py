@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from hf_parallel.evaluation.judge import local_completer
 from hf_parallel.evaluation.sweep import sweep
 from hf_parallel.evaluation.tasks import Problem
 from hf_parallel.generation.config import make_config
+from hf_parallel.generation.modes.hogwild import run
 from hf_parallel.training import ParallelExample
 from hf_parallel.transcript.task import find_task
 
@@ -55,7 +57,14 @@ ENDS: list[tuple[str, str, dict[str, Any], str, str, str]] = [
     ("other", "Rule.", {}, "", "", ""),
 ]
 TASK = "Add 2 and 2."
-FAILING = {"ZeroDivisionError: division by zero": "{{ 1 / 0 }}", "TemplateSyntaxError: ": "{% if %}"}
+RESERVED = ("tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "messages", "conversation")
+FAILING = {
+    "ZeroDivisionError: division by zero": "{{ 1 / 0 }}",
+    "TypeError: ": "{{ messages + 1 }}",
+    "TemplateError: no": "{{ raise_exception('no') }}",
+    "UndefinedError: ": "{{ messages[0].missing.part }}",
+    "TemplateSyntaxError: ": "{% if %}",
+}
 
 
 @dataclass(frozen=True)
@@ -198,7 +207,7 @@ def test_the_task_of_a_prompt_is_found_whatever_follows_it(kind: str) -> None:
             assert find_task(tokenizer.decode(prompt["input_ids"][0]), tokenizer, rules) == TASK
 
 
-WRONG = [3, ["enable_thinking"], *({name: True} for name in ("tokenize", "messages", "chat_template"))]
+WRONG = [3, ["enable_thinking"], *({name: True} for name in RESERVED)]
 
 
 @pytest.mark.parametrize("place", [*OF_CHATS, of_command])
@@ -219,14 +228,19 @@ def test_variables_for_a_prompt_without_a_template_raise(place: Any, engine: Eng
         place(engine, TASK, "hogwild", {"enable_thinking": False})
 
 
-def test_errors_of_a_template_are_value_errors_that_name_them(engine: Engine) -> None:
-    message, engine.tokenizer.chat_template = next(iter(FAILING.items()))
-    calls = [lambda place=place: place(engine, chat("Rule."), "hogwild", {}) for place in OF_CHATS]
-    calls.append(lambda: of_command(engine, TASK, None, {}))
-    calls.append(lambda: ParallelExample.from_text("Text.", engine.tokenizer, "pdos", chat("Rule.")))
-    for call in calls:
-        with pytest.raises((ValueError, AgentError), match=message):
-            call()
+@pytest.mark.parametrize(("message", "template"), FAILING.items(), ids=[name.partition(":")[0] for name in FAILING])
+def test_errors_of_a_template_are_value_errors_that_name_them(message: str, template: str, engine: Engine) -> None:
+    engine.tokenizer.chat_template = template
+    for place in OF_CHATS:
+        for mode in (None, "hogwild"):
+            with pytest.raises(
+                (ValueError, AgentError), match=f"the chat template cannot render these messages: {message}"
+            ):
+                place(engine, chat("Rule."), mode, {})
+    with pytest.raises(ValueError, match=message):
+        of_command(engine, TASK, None, {})
+    with pytest.raises(ValueError, match=message):
+        ParallelExample.from_text("Text.", engine.tokenizer, "pdos", chat("Rule."))
 
 
 def test_a_prompt_without_the_rules_of_the_workers_is_reported_once(

@@ -181,7 +181,7 @@ class ParallelGenerationMixin:
         is_held = claim is not None and claim.active and claim.process == os.getpid()  # not after a fork
         return claim if is_held else None
 
-    def _generate(self, kwargs: Arguments, args: tuple[Any, ...]) -> Any:
+    def _generate(self, kwargs: Arguments, args: tuple[object, ...]) -> Any:
         positional = [kwargs.pop(name, None) for name in _POSITIONAL]
         return super().generate(*positional, *args, **kwargs)  # type: ignore[misc]
 
@@ -192,9 +192,9 @@ class ParallelGenerationMixin:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
+        streamer: object = None,
+        **model_kwargs: object,
+    ) -> object:
         """Return the prepared call if a mode prepares one in this thread; otherwise sample as transformers does."""
         if not preparation.calls or preparation.calls[-1][0] is not self:
             return super()._sample(  # type: ignore[misc]
@@ -215,7 +215,7 @@ class ParallelGenerationMixin:
             claim=claim,
         )
 
-    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare_cache_for_generation(self, *args: object, **kwargs: object) -> None:
         """Leave the cache to the mode if one is being prepared, whatever `cache_implementation` says."""
         if not self._prepares():
             super()._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
@@ -243,7 +243,7 @@ class ParallelGenerationMixin:
         ids = kwargs["inputs"] if kwargs.get("inputs") is not None else kwargs.get("input_ids")
         arguments.check_tokens(prepared, vocabulary_size(self), 1 if ids is None else ids.shape[1])  # type: ignore[arg-type]
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, *args: object, **kwargs: object) -> object:
         """Save the model with the mode of `generation_config`; raise `ValueError` if a setting cannot be stored."""
         keep_mode(self.generation_config)  # type: ignore[attr-defined]
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
@@ -436,6 +436,6 @@ def _plain_class(enabled: type) -> type:
     return enabled.__bases__[1]
 
 
-def _restore(plain: type) -> Any:
+def _restore(plain: type) -> object:
     cls = _enabled_class(plain)
     return cls.__new__(cls)  # type: ignore[call-overload]

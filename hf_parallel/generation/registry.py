@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeAlias
 
-BUILT_IN = "hf_parallel.generation.modes"
+Mode: TypeAlias = Any
+"""A subclass of `ParallelConfig`, whose file imports this one."""
 ENTRY_POINTS = "hf_parallel.modes"
 """Entry-point group. The name is the mode's, the value its `ParallelConfig` subclass or the module that defines it."""
 
 
-class ModeRegistry(MutableMapping[str, Any]):
+class ModeRegistry(MutableMapping[str, Mode]):
     """Modes by name: subclasses of `ParallelConfig`.
 
     A subclass that sets `mode` registers itself. Built-in modes and modes of other packages are imported when they are
@@ -20,9 +21,9 @@ class ModeRegistry(MutableMapping[str, Any]):
     """
 
     def __init__(self) -> None:
-        self._modes: dict[str, Any] = {}
+        self._modes: dict[str, Mode] = {}
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Mode:
         if name not in self._modes:
             import_module(BUILT_IN)
         if name not in self._modes:
@@ -32,7 +33,7 @@ class ModeRegistry(MutableMapping[str, Any]):
                     raise ImportError(f"entry point {point.value!r} of {ENTRY_POINTS} does not define a mode {name!r}")
         return self._modes[name]
 
-    def __setitem__(self, name: str, cls: Any) -> None:
+    def __setitem__(self, name: str, cls: Mode) -> None:
         self._modes[name] = cls
 
     def __delitem__(self, name: str) -> None:

@@ -9,6 +9,7 @@ from contextvars import copy_context
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_parallel.cache import BlockCache, ForwardPass, Segment
 from hf_parallel.cache.placement import execution_device
@@ -36,7 +37,7 @@ class CachedModel:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         capabilities: Capabilities,
         cache: BlockCache,
         cuda_graph: bool,
@@ -44,7 +45,7 @@ class CachedModel:
         steps: float = math.inf,
     ) -> None:
         self.model, self.cache, self.device = model, cache, execution_device(model)
-        self._kwargs: dict[str, Any] = {"block_cache": cache} if capabilities.keyword else {}
+        self._kwargs: dict[str, object] = {"block_cache": cache} if capabilities.keyword else {}
         self.graphs = DecodeGraphs(cache, model) if cuda_graph and DecodeGraphs.supports(model, self.device) else None
         self._layers = compiled_layers(model, compile, steps)
         self._num_moves = num_moves(model)
@@ -95,13 +96,13 @@ class CachedModel:
         logits = copy_context().run(self._run_model, kwargs).logits[0]
         return logits if keep is None else logits.index_select(0, keep)
 
-    def _run_model(self, kwargs: dict[str, Any]) -> Any:
+    def _run_model(self, kwargs: dict[str, object]) -> Any:
         """Run the model in a context of its own, which ends with the forward pass, even if it is interrupted."""
         with block_attention_enabled(self.model, self.cache):
             return self.model(use_cache=True, return_dict=True, **kwargs)
 
 
-def prefill_chunk(model: Any, device: torch.device) -> int:
+def prefill_chunk(model: PreTrainedModel, device: torch.device) -> int:
     """Return the default number of new tokens per forward pass of a prefill."""
     if device.type != "cuda" or not _has_logits_to_keep(model):  # logits of all tokens take more than activations
         return PREFILL_CHUNK
@@ -109,5 +110,5 @@ def prefill_chunk(model: Any, device: torch.device) -> int:
     return LARGE_PREFILL_CHUNK if free >= LARGE_MEMORY else PREFILL_CHUNK
 
 
-def _has_logits_to_keep(model: Any) -> bool:
+def _has_logits_to_keep(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters

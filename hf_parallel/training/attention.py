@@ -254,7 +254,7 @@ def _attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     parallel_layout: LayoutBatch | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention function of the implementation: block attention over the layout, `sdpa` without one."""
     if parallel_layout is None:
@@ -272,7 +272,7 @@ def _attention_forward(
 AttentionInterface.register(IMPLEMENTATION, _attention_forward)
 
 
-def _make_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+def _make_mask(*args: object, **kwargs: object) -> torch.Tensor | None:
     """Mask function of the implementation: that of `sdpa` for a batch without a layout."""
     return None if _has_layout.get() else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 

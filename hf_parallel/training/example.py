@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.prompts import apply_template
+from hf_parallel.generation.prompts import Chat, apply_template
 from hf_parallel.training.dialects import AnyDialect, get_dialect, lay_out
 
 
@@ -159,7 +158,7 @@ class ParallelExample:
         text: str,
         tokenizer: PreTrainedTokenizerBase,
         dialect: str | AnyDialect,
-        prompt: Any = (),
+        prompt: str | Chat | Iterable[int] = (),
         train_on_forced: bool = False,
     ) -> ParallelExample:
         """Return an annotated text as the mode or the paper of its dialect would compute it.
@@ -318,7 +317,7 @@ class ParallelExample:
         return cls(**packed)
 
     @classmethod
-    def features(cls) -> Any:
+    def features(cls) -> object:
         """Return the `datasets.Features` of `to_dict()`."""
         from datasets import Features, List, Value
 
@@ -344,12 +343,12 @@ def as_ids(tokens: Iterable[int]) -> list[int]:
     return ids.tolist()
 
 
-def _encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
+def _encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Chat | Iterable[int]) -> list[int]:
     """Return the tokens of a prompt. A text gets the beginning-of-sequence token, if the tokenizer adds one."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         prompt = apply_template(prompt, tokenizer, add_generation_prompt=True)
     if not isinstance(prompt, str):
-        return as_ids(prompt)
+        return as_ids(prompt)  # type: ignore[arg-type]
     tokens = encode(tokenizer, prompt)
     bos = [tokenizer.bos_token_id]
     return bos + tokens if tokens[:1] != bos and tokenizer(prompt)["input_ids"][:1] == bos else tokens

@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.prompts import Chat
 from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.training.attention import prepare_model
 from hf_parallel.training.collator import DataCollatorForParallel
 from hf_parallel.training.example import ParallelExample
@@ -37,7 +38,7 @@ class SharedPrefixLossMixin:
     accelerator: Accelerator
     model: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         stock_mask(
             ParallelExample.from_tree([[0]], [[0]]), self.model.config, torch.float32
@@ -108,7 +109,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
 
     computes_layouts = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         given = self.args.generation_kwargs or {}  # type: ignore[attr-defined]
         self._mode: str | None = given.get("generation_mode")
@@ -118,14 +119,14 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
                 f"rows of {self._mode} do not continue their prompts: instead of generation_kwargs, pass {func}"
             )
         self._examples: list[ParallelExample] | None = None  # layouts of the rows that are computed next
-        self._inputs: dict[str, Any] | None = None  # of the loss that is computed
+        self._inputs: Arguments | None = None  # of the loss that is computed
 
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> object:
         if self.use_vllm or self._mode is None:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         return generate_rows(self, prompt_ids)
 
-    def _generate(self, prompts: list[str | Chat]) -> tuple[Any, ...]:
+    def _generate(self, prompts: list[str | Chat]) -> tuple[object, ...]:
         prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest = super()._generate(prompts)
         self._examples = fields.pop(EXAMPLES, None)
         if self._examples is not None:  # TRL has decoded the tokens of all rows in the order of sampling
@@ -133,7 +134,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             completions = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
         return prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[Arguments]) -> Arguments:
         self._inputs = None
         output = super()._generate_and_score_completions(inputs)
         if self._examples is not None:
@@ -142,13 +143,15 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             self._log_difference(computed, output)
         return output
 
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: Arguments) -> torch.Tensor:
         self._examples, self._inputs = inputs.get(EXAMPLES), inputs
         if not self.use_vllm:  # TRL's own `generate` gives no such log-probabilities: they are for the metric alone
             inputs = {name: value for name, value in inputs.items() if name != "sampling_per_token_logps"}
         return super()._compute_loss(model, inputs)
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_per_token_logps_and_entropies(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._inputs is not None and self._inputs.get("old_per_token_logps") is None:  # the model that sampled
             self._log_difference(found[0].detach(), self._inputs)
@@ -167,7 +170,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         ]
         return {name: batch[name].to(inner.device) for name in names}, targets
 
-    def _log_difference(self, log_probs: torch.Tensor, inputs: dict[str, Any]) -> None:
+    def _log_difference(self, log_probs: torch.Tensor, inputs: Arguments) -> None:
         """Log the difference to the log-probabilities at sampling time, under the names that TRL uses with vLLM."""
         sampled = inputs.get("sampling_per_token_logps")
         if sampled is None or self.use_vllm:

@@ -113,6 +113,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "off-policy mask": {"off_policy_mask_threshold": 0.01, "generation_kwargs": {**SHARED, "top_k": 5}},
     "LoRA": {"peft_config": LORA, "beta": 0.1, "generation_kwargs": SHARED},
 }
+QUICK = ("one micro-batch", "several iterations", "LoRA")
 COMPARED = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "kl")
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 
@@ -124,8 +125,9 @@ def assert_equal_steps(found: list[dict[str, float]], expected: list[dict[str, f
             assert step[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_steps_equal_those_of_trl(settings: dict[str, Any], checkpoint: Path) -> None:
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SETTINGS])
+def test_steps_equal_those_of_trl(name: str, checkpoint: Path) -> None:
+    settings = SETTINGS[name]
     expected = steps(make_trainer(trl.GRPOTrainer, checkpoint, **settings))
     found = steps(make_trainer(SharedPrefixGRPOTrainer, checkpoint, **settings))
     assert_equal_steps(found, expected)
@@ -237,37 +239,6 @@ def transcript_is_long(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-def test_wrong_rollouts_raise(checkpoint: Path) -> None:
-    func = make_rollout_func("hogwild", **RUNS["hogwild"])
-    calls: list[tuple[Any, str]] = [
-        (lambda: make_rollout_func("hog"), "generation_mode must be one of"),
-        (lambda: make_rollout_func("hogwild", workers=2), "has no setting 'workers'"),
-        (lambda: make_rollout_func("hogwild", seed=0), "seed must be None"),
-        (lambda: make_rollout_func("shared_prefix"), "needs no rollout_func: pass generation_kwargs"),
-        (
-            lambda: make_trainer(trl.GRPOTrainer, checkpoint, rollout_func=func).train(),
-            "runs of hogwild need a SharedPrefixGRPOTrainer, got GRPOTrainer",
-        ),
-        (
-            lambda: make_trainer(SharedPrefixGRPOTrainer, checkpoint, rollout_func=func, enable=False).train(),
-            "call hf_parallel.enable(model) first",
-        ),
-        (
-            lambda: make_trainer(SharedPrefixGRPOTrainer, checkpoint, generation_kwargs=SHARED, enable=False).train(),
-            "call hf_parallel.enable(model) first",
-        ),
-        (
-            lambda: make_trainer(
-                SharedPrefixGRPOTrainer, checkpoint, generation_kwargs={"generation_mode": "hogwild"}
-            ).train(),
-            "pass rollout_func=make_rollout_func('hogwild')",
-        ),
-    ]
-    for call, message in calls:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            call()
-
-
 def test_attention_without_masks_raises_before_the_first_step(checkpoint: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
         AutoModelForCausalLM,
@@ -285,6 +256,29 @@ def with_attention(name: str, load: Any) -> Any:
         return model
 
     return staticmethod(loaded)
+
+
+def test_wrong_rollout_functions_raise() -> None:
+    for mode, settings, message in (
+        ("hog", {}, "generation_mode must be one of"),
+        ("hogwild", {"workers": 2}, "has no setting 'workers'"),
+        ("hogwild", {"seed": 0}, "seed must be None"),
+        ("shared_prefix", {}, "needs no rollout_func: pass generation_kwargs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_rollout_func(mode, **settings)
+
+
+def test_trainers_that_cannot_compute_runs_raise(checkpoint: Path) -> None:
+    ours, func = SharedPrefixGRPOTrainer, make_rollout_func("hogwild", **RUNS["hogwild"])
+    for cls, settings, message in (
+        (trl.GRPOTrainer, {"rollout_func": func}, "runs of hogwild need a SharedPrefixGRPOTrainer"),
+        (ours, {"rollout_func": func, "enable": False}, "call hf_parallel.enable(model) first"),
+        (ours, {"generation_kwargs": SHARED, "enable": False}, "call hf_parallel.enable(model) first"),
+        (ours, {"generation_kwargs": {"generation_mode": "hogwild"}}, "make_rollout_func('hogwild')"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make_trainer(cls, checkpoint, **settings).train()
 
 
 def test_the_recipe_runs_with_equal_rewards(embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
