@@ -283,16 +283,6 @@ def test_compiled_models_raise(model: Any) -> None:
             compiled.generate(IDS, generation_mode="shared_prefix", max_new_tokens=2)
 
 
-@pytest.mark.parametrize("where", ["call", "model"])
-def test_settings_may_stand_beside_the_mode(where: str, echo: type[ParallelConfig], model: Any) -> None:
-    config = GenerationConfig(max_new_tokens=4) if where == "call" else model.generation_config
-    config.times = 3
-    given = config if where == "call" else None
-    assert torch.equal(model.generate(IDS, generation_mode="echo", generation_config=given), repeated(3))
-    assert torch.equal(model.generate(IDS, generation_mode="echo", generation_config=given, times=2), repeated(2))
-    assert model.generate(IDS, generation_mode="shared_prefix", max_new_tokens=4).shape[1] == IDS.shape[1] + 4
-
-
 @pytest.mark.parametrize("both_sides", [False, True])
 def test_padding_on_the_right_is_moved_to_the_left(model: Any, both_sides: bool) -> None:
     model.generation_config.generation_mode = "shared_prefix"

@@ -5,9 +5,7 @@ Layouts result from random cache operations (`scenes.py`): prefix trees, workers
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -155,15 +153,6 @@ def test_sixteen_suffixes_are_one_call_and_their_prompt_another() -> None:
     assert suffixes.lo is None
 
 
-def test_padding_of_suffixes_of_very_different_lengths_is_bounded() -> None:
-    scene = Scene(Features())
-    views = _completions(scene, 10, [1, 1, 1, 6000], capacity=6016)
-    scene.step([Segment(view, 1) for view in views])
-    read = sum(call.num_blocks * call.num_keys for call in make_schedule(scene.forward.plan).calls)
-    needed = 4 * 10 + 3 * 2 + 6001
-    assert read <= 2 * needed + 4096
-
-
 def test_a_long_prefill_builds_no_mask() -> None:
     scene = _row(Features(), 300)
     again = Segment(scene.forward.segments[0].view, 200)
@@ -179,20 +168,6 @@ def test_a_sliding_window_touches_a_band_of_keys() -> None:
 
 
 # Plans
-
-
-def test_a_plan_is_freed_without_garbage_collection() -> None:
-    """It may own device buffers."""
-    plan = replace(_row(Features(), 10).forward.plan, derived={}, windows={})
-    for window in (4, 10):
-        plan.windowed(window)
-    reference_to_plan = weakref.ref(plan)
-    gc.disable()
-    try:
-        del plan
-        assert reference_to_plan() is None
-    finally:
-        gc.enable()
 
 
 def test_a_window_counts_true_positions_across_blocks() -> None:

@@ -19,12 +19,10 @@ from scenes import Features, Scene, rotate_to, scenes
 
 from hf_parallel.cache import Segment
 from hf_parallel.kernels import (
-    BACKEND_VARIABLE,
     AttentionParams,
     LayerStorage,
     RotarySpec,
     TokenRange,
-    block_attention,
     reference,
 )
 from hf_parallel.kernels.torch_attention import TorchBackend
@@ -105,11 +103,6 @@ def test_tiles_of_any_height_equal_oracle(monkeypatch: pytest.MonkeyPatch, width
     tilings = tuple(Tiling(width, 16, 4, 2, 2) for width in widths)
     monkeypatch.setattr(launches, "select_tilings", lambda *_: tilings)
     check(workers(Features(groups=groups, rotary=ROTARY), 3, 5))
-
-
-@pytest.mark.parametrize("groups", [16, 17, 40])
-def test_groups_larger_than_a_tile_equal_oracle(groups: int) -> None:
-    check(workers(Features(groups=groups, rotary=ROTARY), 2, 1))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -394,19 +387,3 @@ def test_the_torch_backend_serves_long_prefills_without_soft_capping(length: int
         out = scene.attend(backend.attend, torch.float32)
         torch.testing.assert_close(out, scene.truth().float(), rtol=0, atol=1e-5)
         assert bool(scene.forward.plan.device_buffers) != (by_torch and softcap is None)
-
-
-def test_torch_computes_what_the_kernels_do_not_support_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(BACKEND_VARIABLE, "triton")
-    scene = workers(Features(), 2, 1)
-    layer = scene.cache.pool.arena.layers[0]
-    for _ in range(2):
-        params = AttentionParams(1, 8**-0.5)
-        out = block_attention(scene.queries, layer.keys, layer.values, scene.forward.plan, params)
-    torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-12)
-    assert sum("float64" in record.message for record in caplog.records) <= 1
-    assert "float64" in triton_backend.unsupported_reason(layer.keys, layer.values)
-    assert "bfloat16" in triton_backend.unsupported_reason(layer.keys.bfloat16(), layer.values.bfloat16())
-    assert "256" in triton_backend.unsupported_reason(torch.zeros(1, 300), torch.zeros(1, 300))

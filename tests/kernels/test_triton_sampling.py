@@ -33,7 +33,7 @@ from hf_parallel.generation.rng import exponential_noise, make_rngs, mix
 from hf_parallel.generation.sampling import SamplingTask, sample_together
 from hf_parallel.generation.warpers import split_warpers
 from hf_parallel.kernels import BACKEND_VARIABLE, sampling
-from hf_parallel.kernels.sampling import Warpers, race, sample
+from hf_parallel.kernels.sampling import Warpers, sample
 
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -145,12 +145,6 @@ def test_rows_of_different_settings_sample_as_each_alone() -> None:
         alone = sample(scores[row : row + 1], one, keys[row : row + 1])
         assert torch.equal(tokens[:, row : row + 1], alone[0])
         assert torch.equal(probs[row : row + 1], alone[1])
-
-
-def test_races_of_equal_probabilities_are_those_without_the_kernel() -> None:
-    probs = random_scores(torch.float32).softmax(dim=-1)
-    expected = (probs / exponential_noise(KEYS[:, None], torch.arange(VOCABULARY))).argmax(dim=-1)
-    assert race(probs, KEYS).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -104,15 +104,6 @@ def test_every_item_has_its_own_slots_which_its_queries_merge(scene: Scene, part
         assert rotated == (plan.pair_delta[pairs].any() or (step is not None and step.delta[pairs].any()))
 
 
-def test_items_that_a_following_step_rotates_are_marked() -> None:
-    plan = rows([2, 2], common=5).forward.plan
-    assert plan.increments is not None
-    rotated = ITEM_FIELDS.index("rotated")
-    assert not make_work(plan, [Partition(16, 16, 1)]).items[:, rotated].any()
-    rotating = replace(plan, increments=replace(plan.increments, delta=np.ones_like(plan.pair_delta)))
-    assert make_work(rotating, [Partition(16, 16, 1)]).items[:, rotated].all()
-
-
 def rows(lengths: Sequence[int], common: int) -> Scene:
     """Decode step of rows over a common block, each with its own block of one of these lengths."""
     scene = Scene(Features())

@@ -17,8 +17,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
     GenerationMixin,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -26,9 +24,9 @@ from transformers import (
 
 import hf_parallel
 from hf_parallel import UnsupportedModelError
-from hf_parallel.kernels import RotarySpec, rotate
+from hf_parallel.kernels import rotate
 from hf_parallel.models.attention import IMPLEMENTATION
-from hf_parallel.models.capabilities import Capabilities, probe_capabilities
+from hf_parallel.models.capabilities import probe_capabilities
 
 NO_ROTATION = {
     "llama-dynamic": "dynamic RoPE scaling, whose frequencies change with the length",
@@ -124,49 +122,6 @@ def test_models_without_rotation_have_a_reason(name: str) -> None:
     hf_parallel.enable(model)
     with pytest.raises(UnsupportedModelError, match=NO_ROTATION[name]):
         generate(model, "hogwild", tokenizer=TOKENIZER)
-
-
-def specs(name: str) -> list[RotarySpec | None]:
-    found: Capabilities = probe_capabilities(tiny.build(name))
-    assert found.rotary is not None
-    return [found.rotary[layer] for layer in sorted(found.rotary)]
-
-
-def test_pairing_of_dimensions() -> None:
-    interleaved = {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "helium"}
-    for name in set(ARCHITECTURES) - set(NO_ROTATION):
-        assert {spec.interleaved for spec in specs(name) if spec is not None} == {name in interleaved}, name
-
-
-@pytest.mark.parametrize(
-    ("name", "dimensions"),
-    [("llama", 16), ("phi", 8), ("phi3", 18), ("glm", 8), ("gpt_neox", 4), ("stablelm", 4), ("qwen3", 32)],
-)
-def test_number_of_rotated_dimensions(name: str, dimensions: int) -> None:
-    assert {spec and spec.rotary_dim for spec in specs(name)} == {dimensions}
-
-
-@pytest.mark.parametrize(
-    ("name", "without"), [("smollm3", {1, 3}), ("cohere2", {1, 3}), ("exaone4", {1, 3}), ("llama", set())]
-)
-def test_layers_without_rope(name: str, without: set[int]) -> None:
-    assert {layer for layer, spec in enumerate(specs(name)) if spec is None} == without
-
-
-@pytest.mark.parametrize("name", ["olmo3", "gemma3_text"])
-def test_two_rotary_tables(name: str) -> None:
-    sliding, full, *rest = specs(name)
-    assert sliding != full
-    assert rest == [sliding, full]
-
-
-@pytest.mark.parametrize(("name", "factor"), [("llama-linear", 4.0), ("llama-llama3", 8.0), ("llama-yarn", 8.0)])
-def test_scaled_frequencies(name: str, factor: float) -> None:
-    plain, scaled = specs("llama")[0], specs(name)[0]
-    assert plain is not None
-    assert scaled is not None
-    assert scaled.inv_freq[-1] == pytest.approx(plain.inv_freq[-1] / factor)
-    assert (scaled.inv_freq[0] == pytest.approx(plain.inv_freq[0])) == (name != "llama-linear")
 
 
 @pytest.mark.parametrize(("name", "length"), [("llama-dynamic", tiny.MAX_POSITIONS), ("llama-longrope", 256)])
@@ -304,27 +259,8 @@ def test_probing_a_model_in_training_mode_with_dropout() -> None:
     assert snapshot(model) == before
 
 
-def test_an_image_is_refused_by_name() -> None:
-    text = ARCHITECTURES["gemma3_text"].config().to_dict()
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Gemma3Config(
-        text_config=text,
-        vision_config={**vision, "image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-        image_token_index=100,
-    )
-    model = hf_parallel.enable(Gemma3ForConditionalGeneration(config).eval())
-    image = {"input_ids": torch.tensor([[5, 100, 100, 100, 100, 9]]), "pixel_values": torch.zeros(1, 3, 28, 28)}
-    assert model.generate(**image, max_new_tokens=2, do_sample=False).shape == (1, 8)
-    with pytest.raises(ValueError, match=r"\['pixel_values'\] are not supported by generation_mode='shared_prefix'"):
-        model.generate(**image, max_new_tokens=2, do_sample=False, generation_mode="shared_prefix")
-
-
 def test_block_attention_outside_a_mode_raises() -> None:
     model = a_copy("llama")
     model.set_attn_implementation(IMPLEMENTATION)
     with pytest.raises(RuntimeError, match="cannot be chosen: parallel generation modes set it"):
         model(INPUT_IDS)
-
-
-# Exceptions during a call
