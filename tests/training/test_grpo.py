@@ -281,6 +281,7 @@ def test_trainers_that_cannot_compute_runs_raise(checkpoint: Path) -> None:
             make_trainer(cls, checkpoint, **settings).train()
 
 
+@pytest.mark.slow
 def test_the_recipe_runs_with_equal_rewards(embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
     source = (ROOT / "examples" / "grpo_shared_prefix.py").read_text()
     for before, after in (

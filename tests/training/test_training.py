@@ -310,7 +310,7 @@ def test_masks_give_the_same_logits_to_every_stock_attention(name: str) -> None:
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("window", [None, 9, 150])
+@pytest.mark.parametrize("window", [None, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_mask_for_flex_attention_is_that_for_sdpa(window: int | None) -> None:
     """Its tiles, too: outside of them nothing is seen, and a full one is seen completely."""
     branches, _ = run(enabled(), "pdos", **{**PDOS, "branch_max_new_tokens": 60, "max_new_tokens": 250})
@@ -376,7 +376,7 @@ def mean_loss(model: Any, given: list[ParallelExample]) -> torch.Tensor:
     return sum(parts) / sum(len(e.target_ids) for e in given)
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), [("gemma3_text", True), ("gpt_neox", False)])
+@pytest.mark.parametrize(("name", "checkpointing"), [("llama", True), ("gpt_neox", False)])
 def test_a_batch_gives_the_loss_of_its_examples(name: str, checkpointing: bool) -> None:
     model = enabled(name)
     given = examples(model)
