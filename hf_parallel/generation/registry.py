@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 Mode: TypeAlias = Any
 """A subclass of `ParallelConfig`, whose file imports this one."""
+BUILT_IN = "hf_parallel.generation.modes"
 ENTRY_POINTS = "hf_parallel.modes"
 """Entry-point group. The name is the mode's, the value its `ParallelConfig` subclass or the module that defines it."""
 
