@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from hf_parallel.engine.server.limits import Limits
 from hf_parallel.engine.server.schema import ChatBody, CompletionBody
 from hf_parallel.engine.server.submission import Translator
 from hf_parallel.evaluation import Run
-from hf_parallel.evaluation.judge import local_completer
 from hf_parallel.evaluation.sweep import sweep
 from hf_parallel.evaluation.tasks import Problem
 from hf_parallel.generation.config import make_config
@@ -171,7 +169,7 @@ def test_the_rendered_end_of_a_chat_decides_whether_thinking_is_open(place: Any,
             assert text.count(system) == 1
 
 
-def test_prompts_of_sessions_sweeps_judges_and_drafts_receive_the_variables(
+def test_prompts_of_sessions_sweeps_and_drafts_receive_the_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handles = record_requests(monkeypatch)
@@ -186,10 +184,6 @@ def test_prompts_of_sessions_sweeps_judges_and_drafts_receive_the_variables(
         for handle in handles:
             assert (CLOSED in tokenizer.decode(handle.result().record.prompts[0])) is closed
         handles.clear()
-        asked: list[Any] = []
-        judge = SimpleNamespace(device="cpu", generate=lambda **inputs: asked.append(inputs) or inputs["input_ids"])  # noqa: B023
-        local_completer(judge, tokenizer, **given)(TASK)
-        assert tokenizer.decode(asked[0]["input_ids"][0]).endswith(CLOSED) is closed
         draft = hf_parallel.chain_of_draft_prompt(TASK, tokenizer, **given)
         assert tokenizer.decode(draft["input_ids"][0]).endswith(CLOSED)
     draft = hf_parallel.chain_of_draft_prompt(TASK, tokenizer, chat_template_kwargs={"enable_thinking": True})

@@ -1,6 +1,6 @@
 """Evaluation: tasks of the papers with their grading, and accuracy against budgets of forward passes.
 
-`sandbox`, `metrics` and `judge` are what grading uses; `sweep.sweep` runs a comparison; `lm_eval` is a backend.
+`sweep.sweep` runs a comparison, and `lm_eval` is a backend of lm-evaluation-harness.
 """
 
 from hf_parallel.evaluation.results import format_table, read_results, table

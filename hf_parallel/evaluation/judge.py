@@ -1,7 +1,7 @@
 """Judge: rate the collaboration of workers with a model, from 1 to 6 (Hogwild! Inference, section 4.2).
 
-`judge` takes any function from a prompt to a reply; `openai_completer` and `local_completer` make such functions.
-`agreement` compares two judges, or a judge and human raters (appendix G.4).
+`judge` takes any function from a prompt to a reply. `agreement` compares two judges, or a judge and human raters
+(appendix G.4).
 """
 
 from __future__ import annotations
@@ -11,14 +11,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import numpy as np
-import torch
-from transformers import PreTrainedTokenizerBase
 
-from hf_parallel.detokenizer import decode
-from hf_parallel.generation.prompts import render_prompt
 from hf_parallel.generation.validation import check_int
 
 Complete = Callable[[str], str]
@@ -125,62 +120,6 @@ def _rate(prompt: str, complete: Complete, attempts: int) -> tuple[int, str]:
     raise UnreadableReplyError(
         f"no score from 1 to 6 in {attempts} replies of the judge; the last one ends with {reply[-200:]!r}"
     )
-
-
-def openai_completer(model: str, base_url: str | None = None, api_key: str | None = None, **settings: Any) -> Complete:
-    """Return a completer for a model behind an OpenAI-compatible endpoint.
-
-    Parameters
-    ----------
-    model : str
-        Name of the model.
-    base_url, api_key : str, optional
-        Default: the environment variables of the `openai` client.
-    **settings
-        Arguments of `chat.completions.create`, such as `temperature`.
-
-    Raises
-    ------
-    ImportError
-        If `openai` is not installed.
-    """
-    try:
-        from openai import OpenAI
-    except ImportError as error:
-        raise ImportError("a judge behind an endpoint needs openai: pip install 'hf_parallel[eval]'") from error
-    client = OpenAI(base_url=base_url, api_key=api_key)
-
-    def complete(prompt: str) -> str:
-        reply = client.chat.completions.create(model=model, messages=[{"role": "user", "content": prompt}], **settings)
-        return reply.choices[0].message.content or ""
-
-    return complete
-
-
-def local_completer(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    chat_template_kwargs: Mapping[str, object] | None = None,
-    **settings: object,
-) -> Complete:
-    """Return a function that asks a Transformers model, with its chat template if it has one.
-
-    `chat_template_kwargs` are those of `build_prompt`. `settings` are arguments of `generate`; default:
-    `max_new_tokens=512`.
-    """
-    settings = {"max_new_tokens": 512, **settings}
-
-    def complete(prompt: str) -> str:
-        if tokenizer.chat_template is not None:
-            prompt = render_prompt("", prompt, tokenizer, None, chat_template_kwargs)
-        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=tokenizer.chat_template is None)
-        inputs = inputs.to(model.device)
-        with torch.inference_mode():
-            generated = model.generate(**inputs, **settings)
-        return decode(tokenizer, generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-    return complete
 
 
 @dataclass(frozen=True)

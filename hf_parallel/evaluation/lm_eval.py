@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,25 +92,25 @@ class ParallelLM(HFLM):
         if pretrained is None:
             raise ValueError("pretrained must be a model id, folder or model: give --model_args pretrained=ID")
         check_int("max_batch_tokens", max_batch_tokens, at_least=1)
-        _check_batch_sizes(kwargs)
-        self.max_batch_tokens, self.generation_mode = max_batch_tokens, _known_mode(generation_mode)
-        self.settings = {name: kwargs.pop(name) for name in _setting_names(generation_mode) if name in kwargs}
+        size = str(kwargs.get("batch_size") or 1)
+        if not size.startswith("auto") and not (size.isdecimal() and int(size)):
+            raise ValueError(f"batch_size must be an int of at least 1 or 'auto', got {kwargs['batch_size']!r}")
+        cls = MODES[_known_mode(generation_mode)]
+        self.max_batch_tokens, self.generation_mode = max_batch_tokens, generation_mode
+        self.settings = {name: kwargs.pop(name) for name in [*kwargs] if name in {*cls.fields()} - _OWN_ARGUMENTS}
         make_config(generation_mode, self.settings)  # checks them before the model is loaded
         self.stats = GenerationStats()
-        if isinstance(pretrained, str):
-            of_modes = {name for cls in MODES.values() for name in cls.fields()}
-            _check_others(generation_mode, {name: kwargs[name] for name in kwargs if name in of_modes})
-            if not kwargs.get("gguf_file"):
-                subfolder = kwargs.get("subfolder")
-                check_model_folder("pretrained", os.path.join(pretrained, subfolder) if subfolder else pretrained)
-        else:  # `HFLM` would ignore other names
-            _check_others(generation_mode, kwargs)
+        if not isinstance(pretrained, str):  # `HFLM` would ignore other names
+            check_setting_names(cls, kwargs, _OWN_ARGUMENTS)
+        elif not kwargs.get("gguf_file"):
+            subfolder = kwargs.get("subfolder")
+            check_model_folder("pretrained", os.path.join(pretrained, subfolder) if subfolder else pretrained)
         try:
             super().__init__(pretrained, **kwargs)
         except TypeError as error:  # of the model's class, for a name that its config does not have either
             name = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if name and name[1] in kwargs:
-                _check_others(generation_mode, {name[1]: kwargs[name[1]]})
+                check_setting_names(cls, {name[1]: kwargs[name[1]]}, _OWN_ARGUMENTS)
             raise
         try:
             enable(self.model, tokenizer=self.tokenizer)
@@ -296,23 +296,3 @@ def _known_mode(mode: object) -> str:
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"generation_mode must be one of {sorted(MODES)}, got {mode!r}{suggestion(mode, MODES)}")
     return mode
-
-
-def _check_batch_sizes(given: Mapping[str, object]) -> None:
-    """Raise `ValueError` unless the batch sizes are at least 1; the command gives texts."""
-    for name in ("batch_size", "max_batch_size"):
-        value = given.get(name)
-        if name == "batch_size" and str(value).startswith("auto"):
-            continue
-        if value is not None and not (str(value).isdecimal() and int(str(value)) >= 1):
-            choice = " or 'auto'" if name == "batch_size" else ""
-            raise ValueError(f"{name} must be an int of at least 1{choice}, got {value!r}")
-
-
-def _check_others(mode: str, given: Mapping[str, object]) -> None:
-    """Raise `ValueError` for a name that is neither a setting of the mode nor an argument of `HFLM`."""
-    check_setting_names(MODES[mode], given, _OWN_ARGUMENTS)
-
-
-def _setting_names(mode: str) -> list[str]:
-    return [name for name in MODES[mode].fields() if name not in _OWN_ARGUMENTS]

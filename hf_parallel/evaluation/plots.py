@@ -8,44 +8,25 @@ from pathlib import Path
 
 from hf_parallel.evaluation.results import Result, settings_text
 
+BUDGET = "budget of forward passes"
 PLOTS = {
-    "accuracy_by_passes": ("budget", "score", "budget of forward passes", "accuracy"),
+    "accuracy_by_passes": ("budget", "score", BUDGET, "accuracy"),
     "accuracy_by_tokens": ("tokens", "score", "generated tokens of all rows", "accuracy"),
     "accuracy_by_seconds": ("seconds", "score", "seconds", "accuracy"),
-    "duplicated_work": (
-        "budget",
-        "duplicated",
-        "budget of forward passes",
-        "fraction of phrases that another row had written",
-    ),
+    "duplicated_work": ("budget", "duplicated", BUDGET, "fraction of phrases that another row had written"),
 }
 """Plots by file name: columns of the table on both axes, and their names."""
 FORMATS = ("png", "svg")
-MARKERS = "os^Dv*"
-"""Markers of the lines, which are hollow, so that all are seen where lines coincide."""
 
 
 def save_plots(rows: Sequence[Result], folder: str | Path, suffix: str = "png") -> list[Path]:
-    """Draw all plots of a table, with standard errors, and return the paths of the files.
+    """Draw all plots of the rows of `table`, with standard errors, into a folder; return the paths of the files.
 
-    Parameters
-    ----------
-    rows : sequence of mapping
-        As `table` returns them.
-    folder : str or Path
-        Must exist.
-    suffix : str
-        `png` or `svg`.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
-    ValueError
-        For another suffix.
+    Raises `ImportError` if matplotlib is not installed, and `ValueError` for a suffix other than `png` or `svg`.
     """
     if suffix not in FORMATS:
         raise ValueError(f"suffix must be one of {', '.join(FORMATS)}, got {suffix!r}")
+    check_matplotlib()
     return [_save(rows, Path(folder) / f"{name}.{suffix}", *axes) for name, axes in PLOTS.items()]
 
 
@@ -58,28 +39,23 @@ def check_matplotlib() -> None:
 
 
 def _save(rows: Sequence[Result], path: Path, x: str, y: str, x_label: str, y_label: str) -> Path:
-    check_matplotlib()
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # no pyplot, which keeps figures and picks a backend
 
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines: dict[str, list[Result]] = {}
     for row in rows:
         label = f"{row['task']} " * (len(tasks) > 1) + f"{row['mode']} {settings_text(row['settings'])}".strip()
         lines.setdefault(label, []).append(row)
-    counts = [row["problems"] for row in rows] or [0]
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")  # no pyplot, which keeps figures and picks a backend
-    panel = figure.add_subplot()
-    for (label, points), marker in zip(lines.items(), cycle(MARKERS), strict=False):
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    panel = figure.add_subplot(xlabel=x_label, ylabel=y_label, title=", ".join(tasks))
+    for (label, points), marker in zip(lines.items(), cycle("os^Dv*"), strict=False):
         points = sorted(points, key=lambda row: row["budget"])
         errors = [row["error"] or 0.0 for row in points] if y == "score" else None
-        at, heights = [row[x] for row in points], [row[y] for row in points]
-        panel.errorbar(at, heights, errors, label=label, marker=marker, fillstyle="none", markersize=8, capsize=3)
-    problems = " to ".join(str(number) for number in sorted({min(counts), max(counts)}))
-    panel.set(xlabel=x_label, ylabel=y_label, title=f"{', '.join(tasks)}; problems: {problems}")
+        style = {"marker": marker, "fillstyle": "none", "markersize": 8, "capsize": 3}  # seen where lines coincide
+        panel.errorbar([row[x] for row in points], [row[y] for row in points], errors, label=label, **style)
     panel.set_xlim(left=0)
     panel.set_ylim(bottom=-0.03 * panel.get_ylim()[1])  # markers at 0 are drawn whole
     panel.grid(alpha=0.3)
-    panel.spines[["top", "right"]].set_visible(False)
     if lines:
         panel.legend(fontsize=9, frameon=False)
     figure.savefig(path, dpi=120)

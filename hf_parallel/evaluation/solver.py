@@ -24,7 +24,7 @@ from hf_parallel.evaluation.written import Written, written_until
 from hf_parallel.files import JSONObject
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.modes import find_answer, find_matches, majority
+from hf_parallel.generation.modes import find_answer, find_matches, majority, normal_form
 from hf_parallel.generation.prompts import build_prompt, encode_task
 from hf_parallel.transcript.record import Record
 
@@ -202,7 +202,8 @@ class Solver:
 def _result(one: Generation, attempt: _Attempt, conclusions: Mapping[str, str], scores: dict[str, float]) -> Result:
     """Score the text of an attempt (the winner's, if answers vote); `scores` remembers those of equal texts."""
     texts = [text + conclusions.get(text, "") for text in attempt.texts]
-    winner, _ = majority([find_answer(one.problem.answer_pattern, text) for text in texts])
+    answers = [find_answer(one.problem.answer_pattern, text) for text in texts]
+    winner, _ = majority([None if answer is None else normal_form(answer) for answer in answers])
     text, written = texts[winner], attempt.written
     if text not in scores:
         scores[text] = one.score(text)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import small_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel.evaluation.judge import (
     LEVELS,
@@ -18,8 +15,6 @@ from hf_parallel.evaluation.judge import (
     agreement,
     judge,
     judge_prompt,
-    local_completer,
-    openai_completer,
     read_reply,
 )
 
@@ -56,25 +51,20 @@ def test_a_text_cannot_end_its_part_of_the_prompt() -> None:
         ("Reason: they split the task.\nScore: 3", (3, "they split the task.")),
         ("Score: 4\nReason: they check results.", (4, "they check results.")),
         ("**Reason:** two\nlines here\n\n**Score:** 5", (5, "two lines here")),
-        ("**Score**: 2", (2, "")),
         ('{"reason": "alone", "score": 1}', (1, "alone")),
         ("score = 6/6", (6, "")),
-        ("The score is 2.", (2, "")),
         ("<think>Score: 1? or 2</think>Reason: x\nScore: 2", (2, "x")),
         ("Score: 3\nSo, Score: 3", (3, "")),
         ("Score: 3 or Score: 4", None),
         ("Score: 7", None),
-        ("Score: 0", None),
         ("Score: 45", None),
         ("Score: 3.5", None),
-        ("Score: three", None),
-        ("3", None),
         ("", None),
         ("Score:" + " " * 100_000, None),
         ("Reason: " * 20_000, None),
     ],
 )
-def test_replies_are_read_or_refused(reply: str, found: tuple[int, str] | None) -> None:
+def test_a_reply_with_exactly_one_score_is_read(reply: str, found: tuple[int, str] | None) -> None:
     assert read_reply(reply) == found
 
 
@@ -96,53 +86,19 @@ def test_votes_are_averaged() -> None:
     assert len(set(prompts)) == 1
 
 
-@pytest.mark.parametrize("setting", ["votes", "attempts"])
-def test_malformed_settings_raise(setting: str) -> None:
-    with pytest.raises(ValueError, match=f"{setting} must be an int of at least 1, got 0"):
-        judge("text", str, **{setting: 0})
+@pytest.mark.parametrize(
+    ("transcript", "settings", "name"),
+    [("text", {"votes": 0}, "votes"), ("text", {"attempts": 0}, "attempts")]
+    + [(one, {}, "transcript") for one in ({}, " \n", {"Alice": ""}, ["I add."], {"Alice": None})],
+)
+def test_invalid_arguments_raise(transcript: Any, settings: dict[str, int], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        judge(transcript, lambda _: "Score: 4", **settings)
 
 
-@pytest.mark.parametrize("transcript", [{}, "", " \n", {"Alice": ""}, ["I add."], {"Alice": None}], ids=str)
-def test_a_transcript_without_text_raises(transcript: Any) -> None:
-    with pytest.raises(ValueError, match="transcript must be a non-blank text, or texts by worker, got"):
-        judge(transcript, lambda _: "Score: 4")
-
-
-def test_a_reply_that_is_no_text_raises() -> None:
-    complete, _ = replies(None)  # type: ignore[arg-type]
+def test_a_reply_that_is_not_text_raises() -> None:
     with pytest.raises(ValueError, match="complete must return a text, got None"):
-        judge("text", complete)
-
-
-def test_an_openai_compatible_endpoint_is_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
-    openai = pytest.importorskip("openai")
-    asked: dict[str, Any] = {}
-
-    def client(**options: Any) -> Any:
-        def create(**arguments: Any) -> Any:
-            asked.update(arguments, **options)
-            message = SimpleNamespace(content="Reason: r\nScore: 5")
-            return SimpleNamespace(choices=[SimpleNamespace(message=message)])
-
-        return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
-
-    monkeypatch.setattr(openai, "OpenAI", client)
-    complete = openai_completer("a-model", base_url="http://localhost:1/v1", api_key="k", temperature=0.0)
-    assert judge("the text", complete).score == 5.0
-    assert asked["model"] == "a-model"
-    assert asked["temperature"] == 0.0
-    assert asked["base_url"] == "http://localhost:1/v1"
-    assert "the text" in asked["messages"][0]["content"]
-
-
-def test_a_local_model_completes_prompts() -> None:
-    tokenizer = small_tokenizers.make("byte_level")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).eval()
-    complete = local_completer(model, tokenizer, max_new_tokens=5, do_sample=False)
-    ids = tokenizer("Rate.", return_tensors="pt").input_ids
-    expected = model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
-    assert complete("Rate.") == tokenizer.decode(expected, skip_special_tokens=True)
+        judge("text", lambda _: None)  # type: ignore[arg-type, return-value]
 
 
 # Agreement

@@ -17,7 +17,6 @@ from paths import ROOT
 
 pytest.importorskip("lm_eval")
 
-import lm_eval.__main__
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -146,18 +145,13 @@ def test_greedy_texts_equal_those_of_hf(folder: Path, plain: HFLM, batch_size: A
     expected = answers(evaluate(plain, folder, ["writing"]), "writing")
     assert answers(evaluate(backend(folder, batch_size=batch_size), folder, ["writing"]), "writing") == expected
     assert len({str(text) for text in expected}) > 1
-    long = {"until": ["\n\n"], "max_gen_toks": 20}
-    assert answers(
-        evaluate(backend(folder, batch_size=batch_size, max_length=60), folder, ["writing"], gen_kwargs=long), "writing"
-    ) == answers(
-        evaluate(
-            HFLM(str(folder / "model"), device="cpu", batch_size=1, max_length=60),
-            folder,
-            ["writing"],
-            gen_kwargs=long,
-        ),
-        "writing",
-    )
+
+
+def test_truncated_prompts_give_the_texts_of_hf(folder: Path) -> None:
+    long = {"gen_kwargs": {"until": ["\n\n"], "max_gen_toks": 20}}
+    other = HFLM(str(folder / "model"), device="cpu", batch_size=1, max_length=60)
+    expected = answers(evaluate(other, folder, ["writing"], **long), "writing")
+    assert answers(evaluate(backend(folder, max_length=60), folder, ["writing"], **long), "writing") == expected
 
 
 def test_repeats_are_one_call_over_one_prompt(folder: Path) -> None:
@@ -269,33 +263,28 @@ def test_the_entry_point_names_the_backend() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "words"),
     [
-        ({"generation_mode": "hogwyld"}, "generation_mode must be one of .* did you mean 'hogwild'"),
-        ({"generation_mode": "hogwild", "num_workers": 0}, "num_workers must be an int of at least 1"),
-        ({"max_batch_tokens": 0}, "max_batch_tokens must be"),
-        ({"num_workers": 2}, r"'shared_prefix' has no setting 'num_workers' \(got 2\); it is one of hogwild"),
-        ({"batch_size": "0"}, "batch_size must be an int of at least 1 or 'auto', got '0'"),
-        ({"batch_size": -1}, "batch_size must be an int of at least 1 or 'auto', got -1"),
-        ({"max_batch_size": 0}, "max_batch_size must be an int of at least 1, got 0"),
+        ({"generation_mode": "hogwyld"}, "did you mean 'hogwild'"),
+        ({"generation_mode": "hogwild", "num_workers": 0}, "num_workers must be .*got 0"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens must be .*got 0"),
+        ({"batch_size": "0"}, "batch_size must be .*got '0'"),
+        ({"pretrained": None}, "pretrained must be"),
+        ({"pretrained": "/no/such/model"}, "/no/such/model: no such folder"),
     ],
 )
-def test_invalid_settings_are_named_before_the_model_is_loaded(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ParallelLM("no/such/model", **options)
-
-
-MISSPELT = r"'hogwild' has no setting 'num_worker' \(got 2\); did you mean 'num_workers'\? It has"
+def test_invalid_settings_raise_before_the_model_is_loaded(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ParallelLM(**{"pretrained": "no/such/model", **options})
 
 
 def test_a_misspelt_setting_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match=MISSPELT):
-        backend(folder, generation_mode="hogwild", num_worker=2)
-    with pytest.raises(ValueError, match="no setting 'dtyp' .* did you mean 'dtype'"):
-        backend(folder, dtyp="float32")
     tokenizer = small_tokenizers.make("byte_level")
-    with pytest.raises(ValueError, match=MISSPELT):
-        ParallelLM(small_tokenizers.small_llama(tokenizer), "hogwild", tokenizer=tokenizer, num_worker=2)
+    model = small_tokenizers.small_llama(tokenizer)
+    with pytest.raises(ValueError, match="no setting 'num_worker' .* did you mean 'num_workers'"):
+        backend(folder, generation_mode="hogwild", num_worker=2)
+    with pytest.raises(ValueError, match="no setting 'num_worker' .* did you mean 'num_workers'"):
+        ParallelLM(model, "hogwild", tokenizer=tokenizer, num_worker=2)
 
 
 def test_arguments_of_transformers_and_of_the_config_reach_the_model(folder: Path) -> None:
@@ -304,44 +293,19 @@ def test_arguments_of_transformers_and_of_the_config_reach_the_model(folder: Pat
 
 
 @pytest.mark.parametrize(
-    ("pretrained", "message"),
-    [
-        (None, "pretrained must be a model id, folder or model: give --model_args pretrained=ID"),
-        ("/no/such/model", "pretrained /no/such/model: no such folder"),
-        ("{folder}", r"pretrained .*: no model in this folder, there must be a config.json"),
-    ],
-)
-def test_a_model_that_is_not_there_is_named(pretrained: str | None, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        ParallelLM(pretrained and pretrained.format(folder=tmp_path), device="cpu")
-
-
-def test_messages_of_the_command_line_name_arguments_of_lm_eval(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def generate() -> None:
-        votes = request("Let us", generation_mode="self_consistency", num_answers=3)
-        backend(folder).generate_until([votes], disable_tqdm=True)
-
-    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", generate)
-    assert cli.main(["lm-eval"]) == 2
-    assert "num_answers=3 greedy answers would be equal: give do_sample=True" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("gen_kwargs", "message"),
     [
-        ({"generation_mode": "plain"}, "generation_mode must be one of"),
+        ({"generation_mode": "plain"}, "generation_mode must be .*'plain'"),
         ({"num_workers": 3}, "num_workers"),
-        ({"max_gen_toks": 5000}, "max_gen_toks must be less than max_length=1024, got 5000"),
+        ({"max_gen_toks": 5000}, "max_gen_toks must be .*got 5000"),
     ],
 )
-def test_invalid_gen_kwargs_are_named(folder: Path, gen_kwargs: dict[str, Any], message: str) -> None:
+def test_invalid_gen_kwargs_raise(folder: Path, gen_kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         backend(folder).generate_until([request("Let us", **gen_kwargs)], disable_tqdm=True)
 
 
-def test_a_model_that_cannot_be_served_is_refused_with_the_reason() -> None:
+def test_a_model_that_cannot_be_served_raises_with_the_reason() -> None:
     tokenizer = small_tokenizers.make("byte_level")
     with pytest.raises(UnsupportedModelError, match="use --model hf: .*MambaForCausalLM has layers|recurrent state"):
         ParallelLM(tiny.build("mamba"), tokenizer=tokenizer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import linecache
-import trace
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -51,14 +50,6 @@ def finish_a_session(**settings: Any) -> None:
     ("call", "message"),
     [
         (lambda: vote("a", "b"), "no answer to the prompt matches answer_pattern (the default, \\boxed{...}), so"),
-        (
-            lambda: vote("a", "b", answer_pattern="[0-9]" * 20),
-            f"answer_pattern='{'[0-9]' * 8}'..., so there is no vote",
-        ),
-        (
-            lambda: vote("a", "b", vote="final", final="c"),
-            "no conclusion to the prompt matches answer_pattern (the default, ",
-        ),
         (lambda: vote("a", "b", vote="final", final="c"), ", so there is no final answer"),
         (
             lambda: write("a", "b", finisher="c", answer_pattern=BOXED),
@@ -124,14 +115,7 @@ def test_a_warning_points_at_the_line_of_the_call() -> None:
     assert linecache.getline(__file__, warning.lineno).strip() == "small_model().generate(PROMPT, **call)"
 
 
-def test_a_warning_points_past_the_standard_library_and_installed_packages() -> None:
-    call = {"generation_mode": "pdos", "tokenizer": TOKENIZER, "max_new_tokens": 2, "do_sample": False}
-    with pytest.warns(UserWarning, match="opened no block") as caught:
-        trace.Trace(count=0, trace=0).runfunc(small_model().generate, PROMPT, **call)
-    (warning,) = [one for one in caught if "opened no block" in str(one.message)]
-    assert warning.filename == __file__
-
-
+SPECS = {"collaboration_prompt": "{count:,} of {names[1]}, {names:<20}, share this task."}
 NAMED = {"collaboration_prompt": "The workers {names} ({count}) share this task."}
 
 
@@ -144,15 +128,8 @@ NAMED = {"collaboration_prompt": "The workers {names} ({count}) share this task.
         ({}, {}, None),
         ({"worker_names": ["Ann", "Ben"]}, {"worker_names": ["Ann", "Ben"]}, None),
         ({"collaboration_prompt": "Dear {names}!"}, {"collaboration_prompt": "Dear {names}!"}, None),
-        *(
-            ({"collaboration_prompt": text, **given}, {"collaboration_prompt": text}, message)
-            for text in (
-                "{count:d} workers, {names:<20}, share this task.",
-                "{count:,} of {names[1]}, {names}, share this task.",
-                "Workers {names} ({count:>5}) share this task.",
-            )
-            for given, message in (({}, None), ({"num_workers": 3}, "names the workers Alice, Bob, Carol, but"))
-        ),
+        ({"num_workers": 3, **SPECS}, SPECS, "names the workers Alice, Bob, Carol, but"),
+        (SPECS, SPECS, None),
         (
             {"collaboration_prompt": "{names!r} share this task."},
             {"collaboration_prompt": "{names!r} share this task."},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import regex
 
@@ -117,21 +117,23 @@ def normal_form(answer: str) -> str:
     return value if value == "0" else sign + value
 
 
-def majority(answers: Sequence[str | None], weights: Sequence[float] | None = None) -> tuple[int, dict[str, float]]:
+Key = TypeVar("Key", bound=Hashable)
+
+
+def majority(answers: Sequence[Key | None], weights: Sequence[float] | None = None) -> tuple[int, dict[Key, float]]:
     """Count votes; a tie goes to the answer that occurs first (Wang et al., Self-Consistency, 2022).
 
-    Return the index of the first answer that equals the winner (0 without votes), and the votes by normal form in order
-    of first occurrence: sums of `weights`, or numbers of answers. None is not counted.
+    Return the index of the first answer that equals the winner (0 without votes), and the votes in order of first
+    occurrence: sums of `weights`, or numbers of answers. None is not counted; compare texts by `normal_form`.
     """
-    forms = [None if answer is None else normal_form(answer) for answer in answers]
-    votes: dict[str, float] = {}
-    for form, weight in zip(forms, weights or [1] * len(forms), strict=True):
-        if form is not None:
-            votes[form] = votes.get(form, 0) + weight
-    return (forms.index(leaders(votes)[0]) if votes else 0), votes
+    votes: dict[Key, float] = {}
+    for answer, weight in zip(answers, weights or [1] * len(answers), strict=True):
+        if answer is not None:
+            votes[answer] = votes.get(answer, 0) + weight
+    return (answers.index(leaders(votes)[0]) if votes else 0), votes
 
 
-def leaders(votes: Mapping[str, float]) -> list[str]:
+def leaders(votes: Mapping[Key, float]) -> list[Key]:
     """Return the answers with the most votes, in order of first occurrence; several if there is a tie."""
     most = max(votes.values(), default=0)
-    return [form for form, count in votes.items() if count == most]
+    return [answer for answer, count in votes.items() if count == most]

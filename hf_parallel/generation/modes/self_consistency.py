@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.caller import name_prompts, warn_caller
 from hf_parallel.generation.config import Generated, ModeRows, ModeTraits, RowPlace
-from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.final_answers import (
     BOXED,
     check_pattern,
@@ -165,85 +164,81 @@ class SelfConsistencyRun(StagedRun):
         self.needs_log_probs = config.weights == "log_prob"
 
     def generate(self) -> Generated:
-        """Generate all answers, then choose or conclude."""
+        """Generate all answers, then choose one of each prompt or conclude."""
         config, call, n = self.config, self.call, self.config.num_answers
         answers = [[self.completion(prompt, prompt * n + i) for i in range(n)] for prompt in range(call.num_rows)]
         ids = call.input_ids.repeat_interleave(n, dim=0)  # the prompts that processors receive
         loop = self.run_stage(answers, input_ids=ids, seed=config.seed)
-        texts = [[answer.text for answer in rows] for rows in answers]
-        found = [[find_answer(config.answer_pattern, text) for text in of_prompt] for of_prompt in texts]
+        found = [[find_answer(config.answer_pattern, row.text) for row in rows] for rows in answers]
         means = [[math.fsum(row.log_probs) / max(1, len(row.log_probs)) for row in rows] for rows in answers]
         weights = [[math.exp(mean) for mean in row] for row in means] if self.needs_log_probs else [None] * len(means)
-        chosen, votes = map(list, zip(*map(majority, found, weights), strict=True))
-        fields = {"texts": texts, "found": found, "mean_log_probs": means, "votes": votes, "ties": [[] for _ in votes]}
-        if config.vote == "final":
-            return self._conclude(loop, answers, fields)
-        fields |= {"chosen": chosen, "conclusions": [""] * call.num_rows}
-        fields["ties"] = [tied if len(tied := leaders(of_prompt)) > 1 else [] for of_prompt in votes]
-        final = [given[index] for given, index in zip(found, chosen, strict=True)]
-        fields["answers"] = final
-        tokens = [rows[index].tokens for rows, index in zip(answers, chosen, strict=True)]
-        log_probs = [rows[index].log_probs for rows, index in zip(answers, chosen, strict=True)]
-        output = self.output(SelfConsistencyOutput, tokens, log_probs, **fields)
-        self._warn_without(final, "answer", "vote")
-        rows = [prompt * n + index for prompt, index in enumerate(chosen)]
-        return _with_scores(output, loop, rows, max(map(len, tokens)))
+        counted = [majority(_forms(given), of_prompt) for given, of_prompt in zip(found, weights, strict=True)]
+        votes = [count for _, count in counted]
+        if config.vote == "majority":
+            chosen: list[int | None] = [index for index, _ in counted]
+            rows = [prompt * n + index for prompt, (index, _) in enumerate(counted)]
+            returned = [answers[prompt][index] for prompt, (index, _) in enumerate(counted)]
+            read: list[list[int]] = [[] for _ in rows]
+            final = [given[index] for given, (index, _) in zip(found, counted, strict=True)]
+        else:
+            read, rows = [self._reading(of_prompt) for of_prompt in answers], list(range(call.num_rows))
+            rngs = loop.sampler.rngs  # a conclusion continues the RNG of its prompt's first answer
+            returned = [self._conclusion(prompt, tokens) for prompt, tokens in enumerate(read)]
+            loop = self.run_stage([returned], seed=None if rngs is None else rngs[::n])
+            final = [self._final_answer(row.text) for row in returned]
+            chosen = [_index_of(answer, given) for answer, given in zip(final, found, strict=True)]
+        output = self.output(
+            SelfConsistencyOutput,
+            [before + row.tokens for before, row in zip(read, returned, strict=True)],
+            [[math.nan] * len(before) + row.log_probs for before, row in zip(read, returned, strict=True)],
+            texts=[[row.text for row in rows] for rows in answers],
+            found=found,
+            mean_log_probs=means,
+            votes=votes,
+            ties=[tied if config.vote == "majority" and len(tied := leaders(count)) > 1 else [] for count in votes],
+            chosen=chosen,
+            answers=final,
+            conclusions=[row.prefix + row.text for row in returned] if config.vote == "final" else [""] * len(returned),
+        )
+        self._warn_without(final)
+        for name in ("scores", "logits"):
+            if (steps := getattr(loop.sampler, name)) is not None:
+                longest = max(len(row.tokens) for row in returned)
+                setattr(output, name, tuple(step[rows] for step in steps[:longest]))
+        return output
 
-    def _conclude(self, loop: DecodeLoop, answers: Sequence[Sequence[CompletionRow]], fields: Arguments) -> Generated:
-        config, call = self.config, self.call
-        read = [self._reading(rows) for rows in answers]
-        first = call.num_rows * config.num_answers
-        conclusions = [
-            self.completion(
-                prompt,
-                first + prompt,
-                tokens,
-                config.conclusion_tokens,
-                config.conclusion_prompt,
-                lambda text: self._final_answer(text) is not None,
-            )
-            for prompt, tokens in enumerate(read)
-        ]
-        rngs = loop.sampler.rngs  # a conclusion continues the RNG of its prompt's first answer
-        loop = self.run_stage([conclusions], seed=None if rngs is None else rngs[:: config.num_answers])
-        final = [self._final_answer(row.text) for row in conclusions]
-        fields |= {"answers": final, "conclusions": [row.prefix + row.text for row in conclusions]}
-        fields["chosen"] = [_index_of(answer, given) for answer, given in zip(final, fields["found"], strict=True)]
-        tokens = [before + row.tokens for before, row in zip(read, conclusions, strict=True)]
-        log_probs = [[math.nan] * len(before) + row.log_probs for before, row in zip(read, conclusions, strict=True)]
-        output = self.output(SelfConsistencyOutput, tokens, log_probs, **fields)
-        self._warn_without(final if config.answer_pattern else (), "conclusion", "final answer")
-        return _with_scores(output, loop, range(call.num_rows), max(len(row.tokens) for row in conclusions))
+    def _conclusion(self, prompt: int, read: Sequence[int]) -> CompletionRow:
+        config, row = self.config, self.call.num_rows * self.config.num_answers + prompt
+        return self.completion(prompt, row, read, config.conclusion_tokens, config.conclusion_prompt, self._concludes)
 
-    def _warn_without(self, answers: Sequence[str | None], text: str, result: str) -> None:
+    def _warn_without(self, answers: Sequence[str | None]) -> None:
         missing = [answer is None for answer in answers]
-        if any(missing):
+        if any(missing) and self.config.answer_pattern:
+            text, result = ("answer", "vote") if self.config.vote == "majority" else ("conclusion", "final answer")
             pattern = describe_pattern(self.config.answer_pattern)
             warn_caller(f"no {text} to {name_prompts(missing)} matches {pattern}, so there is no {result}")
 
     def _reading(self, answers: Sequence[CompletionRow]) -> list[int]:
-        """Tokens of all answers with their headers, and of the conclusion's prompt."""
+        """Return the tokens of all answers with their headers, and of the conclusion's prompt."""
         tokens: list[int] = []
         for header, answer in zip(self.headers, answers, strict=True):
             tokens += encode(self.call.tokenizer, header) + answer.text_tokens
         return tokens + encode(self.call.tokenizer, self.config.conclusion_prompt)
 
+    def _concludes(self, text: str) -> bool:
+        return self._final_answer(text) is not None
+
     def _final_answer(self, conclusion: str) -> str | None:
         return find_answer(self.config.answer_pattern, self.config.conclusion_prompt + conclusion)
 
 
+def _forms(answers: Sequence[str | None]) -> list[str | None]:
+    return [None if answer is None else normal_form(answer) for answer in answers]
+
+
 def _index_of(final: str | None, given: Sequence[str | None]) -> int | None:
-    forms = [None if answer is None else normal_form(answer) for answer in given]
-    return None if final is None or normal_form(final) not in forms else forms.index(normal_form(final))
-
-
-def _with_scores(output: Any, loop: DecodeLoop, rows: Sequence[int], steps: int) -> Generated:
-    """Set the scores and logits of an output to those of some rows of a loop, `[rows, vocabulary]` per step."""
-    for name in ("scores", "logits"):
-        kept = getattr(loop.sampler, name)
-        if kept is not None:
-            setattr(output, name, tuple(step[list(rows)] for step in kept[:steps]))
-    return output
+    forms, wanted = _forms(given), None if final is None else normal_form(final)
+    return forms.index(wanted) if wanted in forms and wanted is not None else None
 
 
 @dataclass

@@ -325,34 +325,7 @@ def test_levels_over_a_kept_cache_equal_generate(enabled: Enable) -> None:
     assert torch.equal(output.sequences, batch.expected)
 
 
-# Code that does not name the mode
-
-
-def rollout(model: PreTrainedModel, batch: Batch, num_generations: int, **settings: Any) -> torch.Tensor:
-    """Generate as TRL's GRPOTrainer does: with repeated prompts and its own generation config."""
-    config = GenerationConfig(max_new_tokens=NEW, do_sample=True, top_k=1, pad_token_id=tiny.PAD, **settings)
-    return model.generate(  # type: ignore[operator]
-        input_ids=batch.input_ids.repeat_interleave(num_generations, dim=0),
-        attention_mask=batch.attention_mask.repeat_interleave(num_generations, dim=0),
-        generation_config=config,
-        disable_compile=True,
-    )
-
-
-def test_rollout_loop_uses_the_mode_that_the_model_names(enabled: Enable) -> None:
-    batch = clear_batch("llama")
-    model = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
-    with TokenCount(model) as before:
-        expected = rollout(model, batch, 4)
-    model.generation_config.generation_mode = "shared_prefix"
-    with TokenCount(model) as after:
-        assert torch.equal(rollout(model, batch, 4), expected)
-    assert before.tokens == 4 * (batch.input_ids.numel() + len(batch.rows) * (NEW - 1))
-    assert after.tokens == unique_tokens(batch.rows) + 4 * len(batch.rows) * (NEW - 1)
-    with TokenCount(model) as plain:
-        output = plainly(model, **batch.inputs, generation_mode=None)  # None: plain generation
-    assert torch.equal(output.sequences, batch.expected)
-    assert plain.tokens == batch.input_ids.numel() + len(batch.rows) * (NEW - 1)
+# A config that names the mode
 
 
 def test_saved_generation_config_names_the_mode(tmp_path: Path, enabled: Enable) -> None:

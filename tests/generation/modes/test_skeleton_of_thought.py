@@ -132,9 +132,7 @@ def greedy(model: PreTrainedModel, tokens: Sequence[int], new: int = NEW, **more
 # Equal to generate
 
 
-@pytest.mark.parametrize(
-    ("name", "workers"), [("llama", None), ("llama", 1), ("llama", 2), ("mistral", 2), ("gpt2", None)]
-)
+@pytest.mark.parametrize(("name", "workers"), [("llama", 1), ("mistral", 2), ("gpt2", None)])
 def test_points_and_conclusion_equal_greedy_generate_on_their_prompts(name: str, workers: int | None) -> None:
     model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
     budgets = {"max_new_tokens": NEW, "outline_tokens": 20}
@@ -166,12 +164,7 @@ def test_a_repetition_penalty_sees_each_point_with_its_own_prompt(workers: int |
         assert point.tokens == greedy(small_model(), point.prompt, **penalty)
 
 
-def test_the_outline_equals_greedy_generate_on_its_prompt() -> None:
-    out = write({}, ["PQR"], max_new_tokens=NEW)
-    assert out.outlines == ["1." + TOKENIZER.decode(greedy(small_model(), encode("PQR[OUTLINE]1.")))]
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("name", ["mistral", "gpt2"])
 def test_without_an_outline_the_answer_is_what_generate_gives(name: str) -> None:
     model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
     out = write({"[OUTLINE]1.": " only one"}, ["PQRST", "U"], model, max_new_tokens=NEW, outline_tokens=20)
@@ -192,16 +185,13 @@ DEFAULT = SkeletonOfThoughtConfig(max_points=4)
     ("outline", "points"),
     [
         ("1. Bread\n2. Butter\n", ["Bread", "Butter"]),
-        ("1) Bread\n  2: Butter", ["Bread", "Butter"]),
         ("1. **Bread:**\n2. **Butter**: \n3. ", ["Bread", "Butter"]),
         ("1. Bread: white\n\n2. 2 eggs", ["Bread: white", "2 eggs"]),
         ("Well:\n\n1. Bread\n- fresh\n2. Butter\n\nThat is all.", ["Bread", "Butter"]),
         ("1. Bread\n2. Butter\n3. Bread\n4. Jam", ["Bread", "Butter", "Jam"]),
         ("1. a\n2. b\n3. c\n4. d\n5. e", ["a", "b", "c", "d"]),
-        ("1. {x}\n2. 100%", ["{x}", "100%"]),
         ("- Bread\n- Butter", []),
         ("1.\n2.\n", []),
-        ("", []),
     ],
 )
 def test_points_are_read_from_an_outline(outline: str, points: list[str]) -> None:
@@ -221,28 +211,16 @@ def test_a_truncated_line_is_no_point() -> None:
     ("outline", "ends"),
     [
         ("1. a\n2. b\n", False),
-        ("1. a\n2. b\n\n", False),
         ("1. a\n2. b\n\nNow", False),
         ("1. a\n2. b\n\nNow then\n", True),
-        ("1. a\n2. b\nNow then\n", False),
         ("1. a\n\n- x\n\n2. b\n", False),
         ("Look:\n\nHere\n", False),
-        ("1. a\n2. b\n1. a", False),
         ("1. a\n2. b\n1. a\n", True),
-        ("1. a\n2. b\n3. c\n4. d", False),
         ("1. a\n2. b\n3. c\n4. d\n", True),
     ],
 )
 def test_an_outline_ends_with_its_list(outline: str, ends: bool) -> None:
     assert DEFAULT.outline_ends(outline) == ends
-
-
-def test_a_complete_outline_ends() -> None:
-    out = write(scripts("x", "y", "z", outline=POINTS + "\n\nSo much for that.\nMore"), max_points=5)
-    assert out.outlines == ["1." + POINTS + "\n\nSo much for that.\n"]
-    out = write(scripts("x", "y", outline=POINTS + "\n4. d"), max_points=2)
-    assert out.outlines == ["1. a\n2. b\n"]
-    assert len(out.points[0]) == 2
 
 
 def test_a_pattern_and_a_start_of_ones_own() -> None:
@@ -273,12 +251,6 @@ def test_the_answer_is_put_together_from_headings_points_and_conclusion() -> Non
     assert out.fallback == [None]
 
 
-def test_without_a_conclusion_the_answer_ends_with_the_last_point() -> None:
-    out = write(scripts("xxx", "y", "zz"), conclusion_tokens=0)
-    assert out.sequences.tolist() == [encode("P1. a:xxx|2. b:y|3. c:zz")]
-    assert out.conclusions == [""]
-
-
 def test_the_gap_is_only_what_a_point_lacks() -> None:
     points = ("x", ["y", STOP_BLANK], "z\n", ["v", BLANKS])
     keys = {f"{number}. {title}:": script for number, title, script in zip("1234", "abcd", points, strict=True)}
@@ -306,29 +278,6 @@ def test_every_text_has_a_budget_of_its_own() -> None:
     assert out.texts == ["1. a:xxx|2. b:y|3. c:zzz|[END]eee"]
     out = write(scripts("x" * 9, "y", "z" * 9, end="e" * 9), point_tokens=2, conclusion_tokens=4, **more)
     assert out.texts == ["1. a:xx|2. b:y|3. c:zz|[END]eeee"]
-
-
-def test_stop_strings_and_criteria_end_single_texts(embedded: tuple[Any, Any]) -> None:
-    model, tokenizer = embedded
-    hf_parallel.enable(model)
-    try:
-        out = model.generate(
-            **tokenizer("Name two fruits.", return_tensors="pt"),
-            generation_mode="skeleton_of_thought",
-            tokenizer=tokenizer,
-            max_new_tokens=6,
-            do_sample=False,
-            outline_prompt="\n\n1. apple\n2. pear\n\nAgain:\n\n",
-            outline_tokens=12,
-            stop_strings=["pear"],
-            conclusion_tokens=0,
-            return_dict_in_generate=True,
-        )
-    finally:
-        hf_parallel.disable(model)
-    assert out.outlines[0].endswith("2. pear")
-    assert len(tokenizer(out.outlines[0]).input_ids) < 12
-    assert [point.title for point in out.points[0]][1:] == ["pear"]
 
 
 # Batches, seeds
@@ -378,9 +327,3 @@ def test_no_two_texts_draw_the_same() -> None:
     out = write({}, logits_processor=[Dice({"[OUTLINE]1.": POINTS})], **sampled)
     texts = [*(point.text for point in out.points[0]), out.conclusions[0].removeprefix("[END]")]
     assert len(set(texts)) == 4
-
-
-def test_num_return_sequences_makes_several_answers_to_one_prompt() -> None:
-    sampled = {"do_sample": True, "seed": 1, "num_return_sequences": 3, "max_new_tokens": NEW, "outline_tokens": 20}
-    out = write({"[OUTLINE]1.": POINTS}, **sampled)
-    assert out.sequences.shape[0] == len(set(out.texts)) == 3
