@@ -1,6 +1,7 @@
 """`BlockCache`: blocks of keys and values as a `transformers.Cache` (docs/block_attention.md).
 
-`update` stores the packed new tokens and returns them; block attention reads the blocks in place.
+Under block attention, `update` stores the packed new tokens and returns them; attention reads the blocks in place.
+Under a stock attention implementation, it returns each row's keys and values densely (`dense_rows.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from hf_parallel.cache.batch import ForwardPass, Segment, new_tokens, plan_passes
+from hf_parallel.cache.batch import ForwardPass, Segment, View, new_tokens, plan_passes
+from hf_parallel.cache.dense_rows import DenseRows, attention_mask
 from hf_parallel.cache.pass_log import PassLog
 from hf_parallel.cache.pool import Block, Pool
 from hf_parallel.kernels import AttentionPlan, RotarySpec
@@ -20,8 +22,8 @@ from hf_parallel.kernels import AttentionPlan, RotarySpec
 class BlockCache(Cache):
     """Keys and values in blocks of a `pool`, each stored once, however many rows see it.
 
-    Rows see blocks of different lengths at different positions, so only block attention can read them: pass the cache
-    to `generate` with a mode. `layers` is empty, as blocks hold the keys and values of all layers; `len()` is the
+    Pass it to `generate` with a mode, or to a plain forward pass or `generate`, which is slow: stock attention reads
+    dense copies of the rows. `layers` is empty, as blocks hold the keys and values of all layers; `len()` is the
     number of the model's layers.
 
     Parameters
@@ -59,6 +61,7 @@ class BlockCache(Cache):
         self._forget_passes()
 
     def _forget_passes(self) -> None:
+        self.dense = DenseRows(self.pool)
         self._pass: ForwardPass | None = None
         self._last: ForwardPass | None = None  # last committed decode step, from which the next one is derived
         self._undo: list[tuple[Block, int]] = []
@@ -112,7 +115,7 @@ class BlockCache(Cache):
         if self.rotary is None and forward.plan.pair_delta.any():
             self.rollback()
             raise ValueError("a block seen at another position than its own needs the rotary embedding: pass rotary=")
-        self._pass = forward
+        self._pass, self.dense.updated = forward, set()
         return forward
 
     @property
@@ -154,10 +157,12 @@ class BlockCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a layer's new keys and values `[1, kv_heads, T, head_dim]`, rotated to the pass's position ids.
+        """Store a layer's new keys and values, rotated to the pass's position ids.
 
-        Returns them unchanged but for autocast, under which they get its dtype. In a compiled layer, the attention
-        operation stores them. Raises `ValueError` in a pass without block attention.
+        They are `[1, kv_heads, T, head_dim]`, or under stock attention `[rows, kv_heads, n, head_dim]`. Returns them
+        unchanged, or under stock attention each row's whole view, left-padded with zeros to the longest:
+        `[rows, kv_heads, L, head_dim]`. Under autocast, keys and values get its dtype. In a compiled layer, the
+        attention operation stores them.
         """
         device = key_states.device.type
         if torch.is_autocast_enabled(device):  # also while a layer is traced: its compiled code runs without
@@ -165,14 +170,79 @@ class BlockCache(Cache):
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if torch.compiler.is_compiling():
             return key_states, value_states
-        if not self.in_use:
-            raise ValueError(
-                f"a plain forward pass cannot use a {type(self).__name__}: pass it to generate with the mode that "
-                "filled it"
-            )
-        plan = self.plan if self._pass is None else self._pass.plan  # `plan` raises
-        self.pool.arena.write(layer_idx, key_states[0], value_states[0], plan)
-        return key_states, value_states
+        if self.in_use:
+            plan = self.plan if self._pass is None else self._pass.plan  # `plan` raises
+            self.pool.arena.write(layer_idx, key_states[0], value_states[0], plan)
+            return key_states, value_states
+        if self._pass is None or layer_idx in self.dense.updated:  # the caller did not prepare this pass
+            if self.pool.blocks and not self.rows:
+                raise ValueError(
+                    f"a plain forward pass cannot continue the rows of this {type(self).__name__}: pass it to generate "
+                    "with the mode that filled it"
+                )
+            self.prepare(self.dense.next_segments(key_states.shape[0], key_states.shape[2]))
+        assert self._pass is not None
+        if self._pass.num_passes > 1:
+            raise ValueError("consecutive passes prepared as one need block attention")
+        self.dense.updated.add(layer_idx)
+        keys, values = (states.transpose(0, 1).flatten(1, 2) for states in (key_states, value_states))
+        self.pool.arena.write(layer_idx, keys, values, self._pass.plan)
+        return self.dense.states(layer_idx, self._pass.segments)
+
+    @property
+    def rows(self) -> list[View]:
+        """Views of the batch under stock attention; empty under block attention."""
+        return self.dense.views
+
+    @rows.setter
+    def rows(self, views: list[View]) -> None:
+        """Set the views."""
+        self.dense.views = views
+
+    def attention_mask(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """Return the mask `int64 [rows, longest]` of the dense rows, for a stock forward pass after `prepare`."""
+        return attention_mask(segments, self.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the length of the longest row's view in tokens."""
+        return self.dense.length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return the index of the first new token in the dense rows; 0 under block attention, which has none."""
+        if self.in_use:
+            return 0
+        if self._pass is None or self.dense.updated:
+            return self.dense.length
+        return self.dense.first_new_token(self._pass.segments)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return length and offset of the dense keys under stock attention."""
+        return query_length + (0 if self.in_use else self.get_query_offset(layer_idx)), 0
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
+        """Return -1: a block cache has no maximum length."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows under stock attention; -1 if there are none yet."""
+        return len(self.rows) or -1
+
+    max_batch_size = batch_size
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Select the rows `beam_idx`, int64 `[rows]`; repeated rows get a copy of the block that they append to."""
+        self.dense.select(beam_idx.tolist())
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        self.dense.select([row for row in range(len(self.rows)) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens of every row; a positive number is the new length of all rows."""
+        self.dense.crop(int(tokens_to_remove))  # some versions of transformers pass a tensor
 
     def __len__(self) -> int:
         return len(self.pool.arena.layers)

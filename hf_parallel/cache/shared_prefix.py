@@ -146,9 +146,12 @@ class SharedPrefixCache(BlockCache):
         self.tree.discard_uncached(self.owner)
 
     def end_call(self) -> None:
-        """Free blocks that a call has neither attached to the tree nor freed, and remove what it did not compute."""
+        """Free blocks that a call has neither attached to the tree nor freed, and remove what it did not compute.
+
+        Blocks of `rows`, which plain forward passes continue, stay.
+        """
         self.log = self.pool.on_copy = None
-        for block in self.pool.blocks - {node.block for node in self.tree.nodes()}:
+        for block in self.pool.blocks - {node.block for node in self.tree.nodes()}.union(*self.rows):
             self.pool.free(block)
         self.tree.discard_uncached()
         self.tree.discard_nonfinite()
