@@ -234,7 +234,9 @@ class BlockCache(Cache):
         """Select the rows `beam_idx`, int64 `[rows]`; repeated rows get a copy of the block that they append to."""
         self.dense.select(beam_idx.tolist())
 
-    batch_select_indices = reorder_cache
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, int64 `[rows]`."""
+        self.dense.select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
