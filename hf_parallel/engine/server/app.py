@@ -21,11 +21,10 @@ from hf_parallel.engine import Engine, KVBudgetError
 from hf_parallel.engine.server.answers import Answers, Delta
 from hf_parallel.engine.server.errors import APIError, api_error, json_response, to_json
 from hf_parallel.engine.server.fair_pool import FairPool
-from hf_parallel.engine.server.json_body import read_body
 from hf_parallel.engine.server.limits import Gate, Limits, check_keys
 from hf_parallel.engine.server.metrics import Metrics
 from hf_parallel.engine.server.responses import Writer, usage_of
-from hf_parallel.engine.server.schema import Body, ChatBody, CompletionBody
+from hf_parallel.engine.server.schema import Body, ChatBody, CompletionBody, read_body
 from hf_parallel.engine.server.submission import Translator
 
 _logger = logging.getLogger(__name__)

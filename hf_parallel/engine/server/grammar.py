@@ -5,6 +5,7 @@ The state of the grammar belongs to the tokens of a row, so that rows may end, f
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from typing import Any
 
@@ -12,8 +13,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
-from hf_parallel.engine.server.schema_finite import check_finite
-from hf_parallel.engine.server.schema_size import check_schema
+from hf_parallel.engine.server.schema_check import error_of
 
 
 class JSONProcessor(LogitsProcessor):
@@ -36,7 +36,7 @@ class JSONProcessor(LogitsProcessor):
     Raises
     ------
     ValueError
-        If the schema is invalid, not supported or too large, or the tokenizer is not a fast one.
+        If the schema is invalid, not supported or too costly, or the tokenizer is not a fast one.
     ImportError
         If llguidance is not installed.
     """
@@ -53,16 +53,12 @@ class JSONProcessor(LogitsProcessor):
     ) -> None:
         from llguidance import LLMatcher
 
-        text = check_schema(schema)
+        text = json.dumps(schema)
+        if error := error_of(text):
+            raise ValueError(f"response_format holds a schema that is not supported: {error}")
         self.begin, self.ends = begin, [token for token in eos_token_ids if token < vocabulary]
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
-        except ValueError as error:
-            raise ValueError(f"response_format holds a schema that is not supported: {error}") from error
+        grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
         self._first = LLMatcher(_grammar_tokenizer(tokenizer, vocabulary, tuple(eos_token_ids)), grammar)
-        if self._first.is_error():
-            raise ValueError(f"response_format holds a schema that is not supported: {self._first.get_error()}")
-        check_finite(schema)
         self._matchers: dict[tuple[int, ...], Any] = {}  # by the new tokens of a row
         self._errors: dict[tuple[int, ...], str] = {}  # by the new tokens of a row that ended with an error
 

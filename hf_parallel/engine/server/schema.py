@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from reprlib import repr as _shortened
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from hf_parallel.engine.hints import MAX_ID, AgentHints
+from hf_parallel.engine.server.errors import APIError
 
 T = TypeVar("T")
+B = TypeVar("B", bound="Body")
 # Errors about each item of a long list or object would take seconds, in which the server answers no other request.
 Items = Annotated[list[T], Field(fail_fast=True, min_length=1)]
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
@@ -287,3 +300,20 @@ class CompletionBody(Body):
     def top_logprobs_wanted(self) -> int | None:
         """See `Body.top_logprobs_wanted`."""
         return self.logprobs
+
+
+def read_body(kind: type[B], content: bytes) -> B:
+    """Return the body of a request. Raises `APIError` that names the field, its value and what is allowed."""
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        if found["type"] == "json_invalid":
+            raise APIError(400, f"the body is not valid JSON: {found['msg']}") from error
+        places = [str(place) for place in found["loc"] if str(place).isidentifier() or isinstance(place, int)]
+        if not places:
+            raise APIError(400, f"the body must be a JSON object, got {_shortened(found['input'])}") from error
+        given = "" if found["type"] == "missing" else f", got {_shortened(found['input'])}"
+        name = next((place for place in places if place.isidentifier()), None)
+        message = found["msg"].removeprefix("Value error, ")
+        raise APIError(400, f"{'.'.join(places)}: {message}{given}", name) from error

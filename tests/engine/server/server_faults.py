@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 import torch
 from engine_requests import assert_nothing_is_held
-from malformed_bodies import CHAT, COMPLETION, malformed_fields, malformed_http, malformed_values
 from serving import MODEL, served, small_model
 
 from hf_parallel.engine import Engine, QueueFullError
@@ -28,6 +27,11 @@ MARK = "😀"
 """A token of the small tokenizer whose values are NaN. No good request has it."""
 LIMITS = Limits(body_seconds=2)
 TOPICS = ("rivers", "cities of the north", "students", "the price of noise", "headings", "Anna Berg and Tom Hill")
+
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+JSON = {"Content-Type": "application/json"}
+MALFORMED = ({"n": 0}, {"stop": [1]}, {"generation_mode": "nothing"}, {"max_tokens": 10**6}, {"unknown": 1})
 
 
 class InjectedError(Exception):
@@ -41,7 +45,6 @@ class ServerFaults:
         self.rng, self.outcomes, self.wrong = random.Random(seed), Counter[str](), list[str]()
         self.model, self.tokenizer = small_model()
         (self.mark,) = self.tokenizer(MARK, add_special_tokens=False)["input_ids"]
-        self.malformed = [*malformed_values(), *malformed_fields(), *malformed_http()]
         self.cases = [self._case() for _ in range(10)]
 
     def run(self, seconds: float, clients: int = 6) -> Counter[str]:
@@ -177,10 +180,11 @@ class ServerFaults:
         return "read slowly"
 
     def _send_malformed(self, rng: random.Random) -> str:
-        kind = rng.choice(self.malformed)
-        url, headers = self.server.url + kind.path, dict(kind.headers)
-        response = httpx.request(kind.method, url, content=kind.content, headers=headers, timeout=600)
-        assert response.status_code in (kind.status, 429), f"{kind.name}: {response.status_code}"
+        path, body = rng.choice(self.cases)
+        content = json.dumps({**body, **rng.choice(MALFORMED)}).encode()
+        response = httpx.post(self.server.url + path, content=rng.choice([content, content[:-1]]), headers=JSON)
+        if not 400 <= response.status_code < 500:
+            self.wrong.append(f"malformed: {response.status_code} {response.text[:200]}")
         return "malformed"
 
     def _make_nan(self, rng: random.Random) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
+import gzip
 import http.client
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("greenlet")
 pytest.importorskip("fastapi")
@@ -23,32 +25,23 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("httpx2")
 pytest.importorskip("llguidance")
 
-from malformed_bodies import (  # noqa: E402
-    CHAT,
-    COMPLETION,
-    VALID,
-    Malformed,
-    large_bodies,
-    malformed_fields,
-    malformed_http,
-    malformed_values,
-)
-from pydantic import ValidationError  # noqa: E402
 from serving import MODEL, Served, served, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
 from hf_parallel.engine.server.errors import APIError  # noqa: E402
 from hf_parallel.engine.server.fair_pool import FairPool  # noqa: E402
-from hf_parallel.engine.server.json_body import MAX_PARTS, read_body  # noqa: E402
-from hf_parallel.engine.server.schema import ChatBody, CompletionBody  # noqa: E402
-from hf_parallel.engine.server.submission import Translator  # noqa: E402
-from hf_parallel.generation.validation import suggestion  # noqa: E402
+from hf_parallel.engine.server.schema import ChatBody, CompletionBody, read_body  # noqa: E402
+from hf_parallel.engine.server.submission import COMMON, NEUTRAL, Translator  # noqa: E402
+from hf_parallel.generation import MODES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+JSON = {"Content-Type": "application/json"}
 LIMIT = 1 << 18
 """Bytes of a body."""
+HELLO = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture(scope="module")
@@ -64,113 +57,183 @@ def unaffected(server: Served) -> Iterator[None]:
     answer, before = server.chat(max_tokens=3)["choices"], server.engine.stats
     yield
     after = server.engine.stats
-    assert (after.decoded_tokens, after.failed, after.cancelled, after.kv_bytes) == (
-        before.decoded_tokens,
-        before.failed,
-        before.cancelled,
-        before.kv_bytes,
-    )
+    for name in ("decoded_tokens", "failed", "cancelled", "kv_bytes"):
+        assert getattr(after, name) == getattr(before, name)
     assert server.chat(max_tokens=3)["choices"] == answer
 
 
-def send(server: Served, requests: Iterable[Malformed]) -> dict[str, str]:
-    """Send requests. Return what is wrong with the responses, by request."""
+def send(
+    server: Served, content: bytes, path: str = CHAT, method: str = "POST", headers: Any = None
+) -> tuple[int, dict[str, Any]]:
+    """Send a request. Return the status and, if the request failed, its error in OpenAI's form."""
     address = urlsplit(server.url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=600)
-    wrong = {}
-    for request in requests:
-        connection.request(request.method, request.path, request.content, dict(request.headers))
-        response = connection.getresponse()
-        text = response.read()
-        try:
-            check(request, response.status, json.loads(text)["error"])
-        except (AssertionError, LookupError, ValueError) as error:
-            wrong[request.name] = f"{error}: {response.status} {text[:200]!r}"
+    connection.request(method, path, content, JSON if headers is None else headers)
+    response = connection.getresponse()
+    text = response.read()
     connection.close()
-    return wrong
-
-
-def check(request: Malformed, status: int, error: dict[str, Any]) -> None:
-    assert status == request.status
+    if response.status < 400:
+        return response.status, {}
+    error = json.loads(text)["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert 0 < len(error["message"]) <= 1000
-    assert error["param"] in request.fields
+    return response.status, error
 
 
-KINDS: dict[str, Callable[[], Iterable[Malformed]]] = {
-    "values": malformed_values,
-    "fields": malformed_fields,
-    "http": malformed_http,
-    "large": lambda: large_bodies(LIMIT - 1000),
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.sampled_from([10**400, -1, 0, 1, 2**63, 1e300]),
+        st.floats(),
+        st.text(max_size=20),
+        st.just("x" * 5000),
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=5,
+)
+SETTINGS = [(mode, name) for mode, cls in MODES.items() for name in cls.fields() if name not in COMMON]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    place=st.one_of(
+        st.tuples(st.just(CHAT), st.sampled_from([*ChatBody.model_fields, *NEUTRAL, "unknown"]), st.none()),
+        st.tuples(st.just(COMPLETION), st.sampled_from([*CompletionBody.model_fields, *NEUTRAL]), st.none()),
+        st.sampled_from(SETTINGS).map(lambda place: (CHAT, place[1], place[0])),
+    ),
+    value=VALUES,
+)
+def test_any_value_of_a_field_is_answered_or_is_an_error_that_names_the_field(
+    server: Served, place: tuple[str, str, str | None], value: Any
+) -> None:
+    path, name, mode = place
+    body = {"model": MODEL, "max_tokens": 2, "messages" if path == CHAT else "prompt": HELLO if path == CHAT else "a"}
+    body |= {} if mode is None else {"generation_mode": mode}
+    status, error = send(server, json.dumps({**body, name: value}).encode(), path)
+    assert status < 500, error
+    if error:
+        is_in_body = "JSON" in error["message"]  # as 1e999 and lone surrogates are
+        assert is_in_body or error["param"] in (name, "generation_mode", "max_tokens"), error
+
+
+FIELDS: list[dict[str, Any]] = [
+    {"messages": []},
+    {"messages": [{"role": "user"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    {"messages": [{"role": "nobody", "content": "Hello"}]},
+    {"model": "../../etc/passwd"},
+    *({"n": value} for value in (0, 65, 10**40)),
+    {"n": 2, "temperature": 0},
+    *({"stop": value} for value in ([""], ["a"] * 99, "x" * 999)),
+    *({"logit_bias": value} for value in ({"a": 1}, {"1": 101}, {"99999999": 1}, {"²": 1}, {"01": 1})),
+    {"logit_bias": {str(token): 0 for token in range(301)}},
+    {"metadata": {str(index): "a" for index in range(17)}},
+    {"top_logprobs": 2},
+    {"stream": False, "stream_options": {"include_usage": True}},
+    {"min_new_tokens": 5},
+    {"no_repeat_ngram_size": 1, "max_tokens": 900},
+    {"no_repeat_ngram_size": 33},
+    {"max_completion_tokens": 10**5},
+    {"frequency_penalty": 0.5},
+    {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    {"response_format": {"type": "json_schema"}},
+    {"response_format": {"type": "json_object"}, "no_repeat_ngram_size": 1},
+    {"generation_mode": "nothing"},
+    {"generation_mode": "resample"},
+    {"num_workers": 2},
+    {"generation_mode": "hogwild", "num_workers": 10**12},
+    {"generation_mode": "self_consistency", "num_answers": 1000},
+    {"generation_mode": "hogwild", "layout": {"a": 1}},
+    {"generation_mode": "hogwild", "task_prompt": "{task.__class__.__mro__}"},
+    {"generation_mode": "hogwild", "separator": "x" * 5000},
+    {"generation_mode": "hogwild", "sentence_ends": [".", "!"] * 40},
+    {"generation_mode": "hogwild", "logprobs": True},
+    {"generation_mode": "self_consistency", "answer_pattern": "(a+)+$"},
+    {"agent_hints": {"agent_id": "x" * 257}},
+    {"chat_template": "{{ 1 }}"},
+    {"custom_generate": "user/repository"},
+    {"logits_cache": "/tmp/cache"},
+    {"logits_processor": ["print"]},
+    {"parallel_config": {"num_workers": 2}},
+    {"trust_remote_code": True},
+    {"x" * 200_000: 1},
+    *({"prompt": prompt} for prompt in ([1, "a"], [10**6], [-1], [True], [[]], ["a"] * 65, "word " * 2000)),
+    *({"prompt": "a", **more} for more in ({"best_of": 1, "n": 2}, {"best_of": 2, "stream": True}, {"echo": True})),
+]
+"""Fields of a chat, or of a completion if they have a prompt, that contradict each other or exceed a limit."""
+
+
+@pytest.mark.usefixtures("unaffected")
+def test_fields_that_contradict_each_other_or_exceed_a_limit_are_rejected(server: Served) -> None:
+    for fields in FIELDS:
+        path, prompt = (COMPLETION, {}) if "prompt" in fields else (CHAT, {"messages": HELLO})
+        for more in ({}, {"stream": True}) if path == CHAT and "stream" not in fields else ({},):
+            body = {"model": MODEL, "max_tokens": 4, **prompt, **more, **fields}
+            status, error = send(server, json.dumps(body).encode(), path)
+            assert status == (404 if "model" in fields else 400), (fields, error)
+            assert error["param"] in {*fields, "max_tokens"}, (fields, error)
+
+
+VALID = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Größe"}]}, ensure_ascii=False)
+BODIES: dict[str, bytes] = {
+    "empty": b"",
+    "a form": b"model=small&prompt=a",
+    **{f"the value {value}": value.encode() for value in ("[]", "1", "null", '"small"', "[{}]", "NaN")},
+    "two objects": b"{}{}",
+    "a comma at the end": b'{"model": "small",}',
+    "True of Python": b'{"model": "small", "stream": True}',
+    "a null byte in a text": b'{"model": "sm\x00all"}',
+    "half a surrogate": b'{"model": "\\ud8"}',
+    "bytes that are not UTF-8": b'{"model": "\xff\xfe"}',
+    "half a character": VALID.encode().replace("ß".encode(), "ß".encode()[:1]),
+    **{f"encoded as {name}": VALID.encode(name) for name in ("utf-16", "utf-32", "latin-1", "cp500")},
+    "compressed": gzip.compress(VALID.encode()),
+    "lists nested deeply": b'{"model": "small", "messages": ' + b"[" * 50_000,
+    "objects nested deeply": b'{"model": ' * 20_000,
+    "an integer of many digits": b'{"model": "small", "seed": ' + b"9" * 6000 + b"}",
+    **{f"cut off at {at}": VALID.encode()[:at] for at in range(1, len(VALID) - 1, 9)},
+    **{f"many of {part}": b'{"model": "small", "x": [%s1]}' % (part.encode() * 50_000) for part in ("[],", "{},")},
+    **{f"text in {name}": b'{"model": "small", "%s": "%s"}' % (name, b"x" * (LIMIT - 99)) for name in (b"n", b"stop")},
 }
 
 
 @pytest.mark.usefixtures("unaffected")
-@pytest.mark.parametrize("kinds", KINDS)
-def test_a_malformed_request_is_an_error_of_the_client_that_names_its_field(server: Served, kinds: str) -> None:
-    assert not send(server, KINDS[kinds]())
+def test_bodies_that_are_no_json_object_are_rejected(server: Served) -> None:
+    for name, content in BODIES.items():
+        for path in (CHAT, COMPLETION):
+            assert send(server, content, path)[0] == 400, name
+    assert send(server, b" " * (LIMIT + 1))[0] == 413
 
 
-def test_more_than_3000_kinds_of_malformed_requests_are_distinct() -> None:
-    requests = [request for make in KINDS.values() for request in make()]
-    sent = {(r.method, r.path, r.content, tuple(r.headers.items())) for r in requests}
-    assert len({request.name for request in requests}) == len(requests)
-    assert len(sent) > 3000
+@pytest.mark.usefixtures("unaffected")
+def test_other_content_types_methods_and_paths_are_rejected(server: Served) -> None:
+    for media_type in ("text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""):
+        assert send(server, VALID.encode(), headers={"Content-Type": media_type})[0] == 415
+    for path in (CHAT, COMPLETION):
+        for method in ("GET", "PUT", "DELETE", "TRACE", "FETCH"):
+            assert send(server, b"", path, method)[0] == 405
+    for path in ("/", "/v1", "/v1//chat/completions", "/docs", "/v1/embeddings", "/%00", "/x" * 3000):
+        assert send(server, VALID.encode(), path)[0] == 404
+    for name in ("other", "..%2f..%2fetc%2fpasswd", "../../../etc/passwd", "x" * 3000):
+        assert send(server, b"", f"/v1/models/{name}", "GET")[0] == 404
 
 
-@pytest.mark.parametrize(("name", "value", "most"), [("logit_bias", "", 300), ("metadata", 1, 16)])
-def test_of_an_object_with_too_many_entries_no_entry_is_validated(name: str, value: Any, most: int) -> None:
-    """Errors about each would take seconds, in which the server answers no other request."""
-    body = {"model": MODEL, "prompt": "Hello"}
-    with pytest.raises(ValidationError, match=f"at most {most} entries is accepted, this one has {most + 1}") as raised:
-        CompletionBody.model_validate({**body, name: {str(index): value for index in range(most + 1)}})
-    assert raised.value.error_count() == 1
-    valid = {str(index): 1 if name == "logit_bias" else "a" for index in range(most)}
-    assert CompletionBody.model_validate({**body, name: valid})
-
-
-def test_a_long_name_of_a_field_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparing one of a megabyte takes a fifth of a second, in which no other request is submitted."""
-    assert suggestion("seeed", ["seed", "stop"]) == "; did you mean 'seed'?"
-    assert suggestion("max_new_tokens", ["max_tokens", "min_tokens"]) == "; did you mean 'max_tokens'?"
-    monkeypatch.setattr(difflib, "get_close_matches", lambda *arguments, **settings: pytest.fail("compared"))
-    assert suggestion("ab" * 500, ["seed", "stop"]) == ""
-
-
-@pytest.mark.parametrize("item", [None, [], {}, 1.5])
-def test_of_a_long_list_of_errors_only_the_first_is_reported(item: Any) -> None:
-    """All of them would take seconds, in which the server answers no other request."""
-    items = [item] * 1000
-    chat = {"model": MODEL, "messages": items}
-    parts = {"model": MODEL, "messages": [{"role": "user", "content": items}]}
-    for kind, body in ((ChatBody, chat), (ChatBody, parts), (CompletionBody, {"model": MODEL, "prompt": items})):
-        with pytest.raises(ValidationError) as raised:
-            kind.model_validate(body)
-        assert raised.value.error_count() < 10
-
-
-MESSAGES = {
-    "stop: List should have at most 16 items": {"stop": list("abcdefghijklmnopq")},
-    "stop.1: Input should be a valid string, got 5": {"stop": ["a", 5]},
-    "stop: must be a text or a list of at most 16 texts, got 5": {"stop": 5},
-    "prompt.0: Input should be greater than or equal to 0, got -1": {"prompt": [-1]},
-    "prompt.1.0: Input should be greater than or equal to 0, got -2": {"prompt": [[1], [-2]]},
-    "prompt.1: Input should be a valid string, got 5": {"prompt": ["a", 5]},
-    "prompt.1: Input should be a valid list, got 5": {"prompt": [[1], 5]},
-    "prompt.0: List should have at least 1 item": {"prompt": [[]]},
-    "prompt: must be a text, token ids, or a list of texts or of lists of token ids, and not empty, got []": {
-        "prompt": []
-    },
-    "messages.0.content: must be a text, or a list of parts of the type text, got 5": {"content": 5},
-    "messages.0.content.0: image_url is not supported": {"content": [{"type": "image_url", "image_url": {}}]},
-    "messages.0.content.0.type: Input should be 'text', got 'image'": {"content": [{"type": "image", "text": "a"}]},
-    "messages.0: tool_calls is not supported": {"content": None, "tool_calls": [{"id": "1"}]},
-}
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_an_error_is_about_the_kind_of_value_that_was_given(message: str) -> None:
-    fields = MESSAGES[message]
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": ["a", 5]}, "stop.1: Input should be a valid string, got 5"),
+        ({"stop": 5}, "stop: must be a text or a list"),
+        ({"prompt": [[1], [-2]]}, "prompt.1.0: Input should be greater than or equal to 0, got -2"),
+        ({"prompt": ["a", 5]}, "prompt.1: Input should be a valid string, got 5"),
+        ({"prompt": []}, "prompt: must be a text, token ids"),
+        ({"content": 5}, "messages.0.content: must be a text"),
+        ({"content": [{"type": "image_url", "image_url": {}}]}, "messages.0.content.0: image_url is not supported"),
+        ({"content": None, "tool_calls": [{"id": "1"}]}, "messages.0: tool_calls is not supported"),
+    ],
+)
+def test_an_error_is_about_the_kind_of_value_that_was_given(fields: dict[str, Any], message: str) -> None:
     kind, body = CompletionBody, {"model": MODEL, "prompt": "a", **fields}
     if "content" in fields:
         kind, body = ChatBody, {"model": MODEL, "messages": [{"role": "user", **fields}]}
@@ -178,21 +241,6 @@ def test_an_error_is_about_the_kind_of_value_that_was_given(message: str) -> Non
         read_body(kind, json.dumps(body).encode())
     assert str(raised.value).startswith(message)
     assert raised.value.param == message.partition(":")[0].partition(".")[0]
-
-
-@pytest.mark.parametrize("parts", ["[[]]", "{}", '{"a": 1}', '["\\\\", {}]'])
-def test_a_body_of_many_parts_is_not_parsed(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects of Python for each would take a second, in which no other thread of Python runs."""
-    field = f'"metadata": [{", ".join([parts] * MAX_PARTS)}]'.encode()
-    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
-    with pytest.raises(APIError, match=f"at most {MAX_PARTS} names, lists and objects, got") as raised:
-        read_body(CompletionBody, b'{"model": "small", "prompt": "a", %b}' % field)
-    assert raised.value.status == 400
-
-
-def test_text_may_hold_any_number_of_brackets() -> None:
-    text = '{"[\\:' * MAX_PARTS
-    assert read_body(CompletionBody, json.dumps({"model": MODEL, "prompt": text}).encode()).prompts == [text]
 
 
 @pytest.mark.usefixtures("unaffected")
@@ -203,63 +251,53 @@ def test_text_that_cannot_fit_into_the_context_is_not_tokenized(
     positions = server.engine.model.config.max_position_embeddings
     limit = positions * max(map(len, server.engine.tokenizer.get_vocab()))
     monkeypatch.setattr(server.engine.tokenizer, "_encode_plus", lambda *_, **__: pytest.fail("tokenized"))
-    chat = [{"role": "user", "content": "x" * (limit // 2)}, {"role": "user", "content": "x" * (limit // 2 + 1)}]
-    body: dict[str, Any] = {"messages": chat}
-    if field == "prompt":
-        body = {"prompt": "x" * (limit + 1)}
-    elif field == "template":
-        text = "{task}" * 30
-        body = {"prompt": "x" * (limit // 20), "generation_mode": "hogwild", "task_prompt": text}
-    elif field == "many messages":
-        body = {"messages": [{"role": "user", "content": ""}] * (positions + 1)}
+    bodies: dict[str, dict[str, Any]] = {
+        "messages": {"messages": [{"role": "user", "content": "x" * (limit // 2 + 1)}] * 2},
+        "prompt": {"prompt": "x" * (limit + 1)},
+        "template": {"prompt": "x" * (limit // 20), "generation_mode": "hogwild", "task_prompt": "{task}" * 30},
+        "many messages": {"messages": [{"role": "user", "content": ""}] * (positions + 1)},
+    }
+    body = bodies[field]
     error = server.post(CHAT if "messages" in body else COMPLETION, **body).json()["error"]
-    what = f"{positions} messages" if field == "many messages" else f"{limit} characters"
-    assert f"may have at most {what}, as the context length is {positions} tokens, got" in error["message"]
+    assert str(positions) in error["message"]
     assert (error["param"], error["code"]) == (next(iter(body)), "context_length_exceeded")
 
 
-def test_a_body_with_two_framings_closes_the_connection(server: Served) -> None:
-    """Of Content-Length and Transfer-Encoding, a proxy may believe the other one: the rest could be another request."""
+def exchange(server: Served, sent: bytes, half_close: bool = True) -> bytes:
+    """Send bytes over a new connection and return what the server answers until it closes it."""
     address = urlsplit(server.url)
-    sent = HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
-    with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
-        connection.sendall(sent)
+    with socket.create_connection((address.hostname, address.port), timeout=600) as connection:
         received = b""
-        while part := connection.recv(1 << 16):  # until the server closes it
-            received += part
-    assert received.startswith(b"HTTP/1.1 400")
+        try:
+            connection.sendall(sent)
+            if half_close:
+                connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(1 << 16):
+                received += part
+        except ConnectionError:  # closed before all was sent
+            pass
+    return received
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 SENT: dict[str, bytes] = {
     "no HTTP": b"hello\r\n\r\n",
-    "null bytes": b"\0" * 100 + b"\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\r\n\r\n",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "no version": b"GET /health\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
-    "two hosts": b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
-    "a long path": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     "a long header": b"GET /v1/x HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
     "many headers": b"GET /v1/x HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 20_000 + b"\r\n",
-    "a header without colon": b"GET /health HTTP/1.1\r\nHost: x\r\nabc\r\n\r\n",
     "a space before a colon": b"GET /health HTTP/1.1\r\nHost: x\r\nX : a\r\n\r\n",
     "a null byte in a header": b"GET /health HTTP/1.1\r\nHost: x\r\nX: \0\r\n\r\n",
-    "a folded header at first": b"GET /health HTTP/1.1\r\n X: a\r\nHost: x\r\n\r\n",
-    "a space in the path": b"GET /a b c HTTP/1.1\r\nHost: x\r\n\r\n",
     **{
         f"a length of {length}": HEAD + b"Content-Length: %b\r\n\r\n{}" % length.encode()
-        for length in ("abc", "-1", "1.5", "", "0x10", "+2", "9" * 30, str(LIMIT + 1))
+        for length in ("abc", "-1", "0x10", "9" * 30, str(LIMIT + 1))
     },
     "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-    "an unknown encoding": HEAD + b"Transfer-Encoding: gzip\r\n\r\n{}",
-    "a chunk without length": CHUNKED + b"{}\r\n0\r\n\r\n",
     "a negative chunk": CHUNKED + b"-2\r\n{}\r\n0\r\n\r\n",
-    "a chunk that is too long": CHUNKED + b"1\r\n{}\r\n0\r\n\r\n",
     "a chunk of many digits": CHUNKED + b"f" * 100 + b"\r\n{}\r\n0\r\n\r\n",
     "a body that ends early": HEAD + b"Content-Length: 1000\r\n\r\n" + VALID.encode(),
-    "chunks that end early": CHUNKED + b"%x\r\n%b\r\n" % (len(VALID.encode()), VALID.encode()),
 }
 """Bytes that a client sends before it closes its side of the connection."""
 
@@ -267,15 +305,14 @@ SENT: dict[str, bytes] = {
 @pytest.mark.usefixtures("unaffected")
 @pytest.mark.parametrize("kind", SENT)
 def test_what_is_no_http_is_rejected_or_closes_the_connection(server: Served, kind: str) -> None:
-    address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=600) as connection:
-        try:
-            connection.sendall(SENT[kind])
-            connection.shutdown(socket.SHUT_WR)
-            answer = connection.recv(1 << 16)
-        except ConnectionError:  # closed before all was sent
-            answer = b""
+    answer = exchange(server, SENT[kind])
     assert answer == b"" or answer.startswith(b"HTTP/1.1 4"), answer[:200]
+
+
+def test_a_body_with_two_framings_closes_the_connection(server: Served) -> None:
+    """Of Content-Length and Transfer-Encoding, a proxy may believe the other one: the rest could be another request."""
+    sent = HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    assert exchange(server, sent, half_close=False).startswith(b"HTTP/1.1 400")
 
 
 # Threads that read bodies
@@ -290,25 +327,10 @@ def test_a_pool_works_for_submitters_in_turn_and_for_each_in_order() -> None:
     assert futures[2].cancel()
     failing = pool.submit("c", lambda: 1 // 0)
     begin.set()
-    assert isinstance(failing.exception(20), ZeroDivisionError)
-    wait(futures, 20)
-    assert done == ["b1", "c1", "a1", "b2", "a3"]
-    pool.submit("a", begin.clear).result(20)
-    waits = [pool.submit("a", partial(begin.wait, 20)), pool.submit("a", begin.wait)]
-    threading.Timer(0.05, begin.set).start()
+    assert isinstance(failing.exception(600), ZeroDivisionError)
+    wait(futures[:2] + futures[3:], 600)
     pool.shutdown()
-    assert waits[1].cancelled()
-
-
-def test_a_submitter_occupies_one_thread_of_a_pool() -> None:
-    pool, stop = FairPool(2), threading.Event()
-    try:
-        waiting = [pool.submit("a", partial(stop.wait, 20)) for _ in range(5)]
-        assert pool.submit("b", lambda: 5).result(20) == 5
-        assert not any(future.done() for future in waiting)
-    finally:
-        stop.set()
-        pool.shutdown()
+    assert done == ["b1", "c1", "a1", "b2", "a3"]
 
 
 def test_large_bodies_delay_neither_small_ones_nor_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +339,7 @@ def test_large_bodies_delay_neither_small_ones_nor_other_keys(monkeypatch: pytes
 
     def blocking(self: Any, body: Any, prompt: Any, name: str) -> Any:
         if body.user == "slow":
-            stop.wait(20)
+            stop.wait(600)
         return translate(self, body, prompt, name)
 
     monkeypatch.setattr(Translator, "translate", blocking)
