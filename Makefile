@@ -50,7 +50,7 @@ lint: $(READY) ## check style, formatting and types
 	@$(RUN) -m ruff format --check --line-length 80 README.md $$(find docs -name '*.md')
 	@$(RUN) -m mypy
 
-bench: $(READY) ## run the benchmarks
+bench: $(READY) ## list the benchmarks, or run one: make bench ARGS=NAME
 	@$(RUN) -m benchmarks $(ARGS)
 
 docs: $(READY) ## build the documentation into site/

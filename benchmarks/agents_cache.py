@@ -28,7 +28,7 @@ from hf_parallel.agents import CacheResult, Trace, TraceRequest, simulate
 from hf_parallel.agents.simulation import POLICIES, PromptSegment
 from hf_parallel.engine import Engine
 
-from .__main__ import about, add_model_options, finish, new_path, set_up, table_of
+from .report import about, add_model_options, finish, new_path, set_up, table_of
 
 AGENTS = ("Decision", "Patcher", "Viewer", "Summary", "Searcher")
 HOTSPOTS = ("Patcher", "Viewer")

@@ -31,7 +31,7 @@ from hf_parallel.agents import Completion, Runtime, TreeOfThoughts, agent, gathe
 from hf_parallel.engine import Engine
 from hf_parallel.generation.rng import mix
 
-from .__main__ import about, add_model_options, finish, new_path, set_up, table_of
+from .report import about, add_model_options, finish, new_path, set_up, table_of
 from .resample import solvable
 from .rounds import compare, targets_table
 

@@ -1,8 +1,8 @@
 """Measures the engine: `python -m benchmarks.engine --help`.
 
 By default: requests over a few system prompts through the engine, one after another with `generate`, and by the
-continuous batching of transformers; a single request against `generate`; and where the time of a decode step goes.
-`--load` and `--soak` offer requests at random times instead (`benchmarks.engine_load`).
+continuous batching of transformers; and a single request against `generate`. `--load` offers requests at random times
+instead (`benchmarks.engine_load`).
 """
 
 from __future__ import annotations
@@ -12,35 +12,24 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from hf_parallel.cache import BlockCache, Pool
 from hf_parallel.cli.measure import long_prompt
 from hf_parallel.engine import Engine
-from hf_parallel.engine import engine as engine_module
-from hf_parallel.engine.passes import PendingPass
-from hf_parallel.engine.request import Request
-from hf_parallel.engine.scheduler import Scheduler
-from hf_parallel.engine.storage import KVStorage
-from hf_parallel.generation import sampling
-from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.sampling import Sampler
-from hf_parallel.models.cached_model import CachedModel
 
-from .__main__ import about, add_model_options, finish, new_path, set_up
-from .engine_load import LoadBenchmark, SoakBenchmark, load_targets, show_load
+from .engine_load import LoadBenchmark, load_targets, show_load
 from .engine_servers import check_url
+from .report import about, add_model_options, finish, new_path, set_up
 from .rounds import compare, targets_table
 from .shared_prefix import PAGE, page_settings
 
@@ -51,25 +40,6 @@ TARGETS = (
     ("overhead_ms", "at most", 0.3, "overhead of the engine per decode step of all rows, in ms"),
 )
 """Ratio, direction, limit, and description of the ratio."""
-
-PARTS: tuple[tuple[str, Any, str], ...] = (
-    ("cpu.model", CachedModel, "logits"),
-    ("cpu.requests", Engine, "_call"),
-    ("cpu.append_token", DecodeLoop, "append"),
-    ("cpu.stream_token", Request, "_on_sample"),
-    ("cpu.sample", engine_module, "sample_together"),
-    ("cpu.process_logits", sampling, "process"),
-    ("cpu.finish_sampling", sampling._Batch, "_finish"),
-    ("cpu.sample_alone", Sampler, "sample"),
-    ("cpu.join_passes", engine_module, "join_passes"),
-    ("cpu.plan", BlockCache, "prepare_run"),
-    ("cpu.expand_views", PendingPass, "expand_views"),
-    ("cpu.grow_storage", Pool, "_grow"),
-    ("cpu.commit", KVStorage, "commit"),
-    ("cpu.record", engine_module, "record_passes"),
-    ("cpu.choose_batch", Scheduler, "next_batch"),
-)
-"""Parts of a step whose time is measured: name, owner of the function, function. Later ones may lie within others."""
 
 Log = Callable[[str], None]
 FIXED_LENGTH: dict[str, Any] = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
@@ -120,8 +90,6 @@ class EngineBenchmark:
         self._alone(model, prompts[0][:8], 2)  # loads what the first call loads
         report = {"settings": asdict(self), "throughput": self._throughput(model, tokenizer, prompts, log)}
         report["single"] = self._singles(model, tokenizer, log)
-        log("parts of a step")
-        report["step"] = self._step(model, tokenizer, prompts)
         report["ratios"] = self._ratios(report)
         return report
 
@@ -159,14 +127,17 @@ class EngineBenchmark:
     def _throughput(self, model: Any, tokenizer: Any, prompts: list[list[int]], log: Log) -> dict[str, Any]:
         seconds: dict[str, list[float]] = defaultdict(list)
         found: dict[str, Any] = {}
-        steps: list[dict[str, float]] = []
         for number in range(self.rounds):
             of = f"round {number + 1} of {self.rounds}"
             log(f"{self.requests} requests, engine, {of}")
-            with step_parts(()) as measured, Engine(model, tokenizer, max_rows=self.requests) as engine:
+            with Engine(model, tokenizer, max_rows=self.requests) as engine:
                 took, ours = self._in_engine(engine, prompts)
-                found["stats"] = engine.stats.to_dict()
-            steps += measured
+            stats = engine.stats
+            found["stats"] = stats.to_dict()
+            found["decode_step"] = {
+                "step": stats.step_seconds / stats.steps,
+                "overhead": stats.overhead_seconds / stats.steps,
+            }
             seconds["engine"].append(took)
             log(f"{self.requests} requests, one after another, {of}")
             took, expected = timed(lambda: [self._alone(model, prompt) for prompt in prompts])
@@ -183,7 +154,7 @@ class EngineBenchmark:
                     found["same_tokens_of_continuous_batching"] = others == expected
         total = self.requests * self.new_tokens
         rates = {name: total / statistics.median(times) for name, times in seconds.items()}
-        return {"seconds": dict(seconds), "tokens_per_second": rates, "decode_step": self._medians(steps)} | found
+        return {"seconds": dict(seconds), "tokens_per_second": rates} | found
 
     def _generate_batch(self, model: Any, prompts: list[list[int]]) -> list[list[int]]:
         """Return the new tokens of continuous batching, which shares the pages of equal prefixes."""
@@ -223,76 +194,6 @@ class EngineBenchmark:
             found["same_tokens"] &= answers["engine"] == answers["generate"]
         return found
 
-    def _step(self, model: Any, tokenizer: Any, prompts: list[list[int]]) -> dict[str, Any]:
-        """Return the parts of a decode step of all rows."""
-        with step_parts(PARTS) as steps, Engine(model, tokenizer, max_rows=self.requests) as engine:
-            self._in_engine(engine, prompts)
-        return self._medians(steps)
-
-    def _medians(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        """Return the median seconds of decode steps of all rows, by part."""
-        decode = [step for step in steps if step["rows"] == step["running"] == self.requests]
-        if not decode:
-            raise RuntimeError(f"no step had {self.requests} rows, but {[step['rows'] for step in steps]}")
-        names = dict.fromkeys(name for step in decode for name in step if name not in ("rows", "running"))
-        return {"steps": len(decode)} | {
-            name: statistics.median(step.get(name, 0.0) for step in decode) for name in names
-        }
-
-
-@contextmanager
-def step_parts(parts: Sequence[tuple[str, Any, str]]) -> Iterator[list[dict[str, float]]]:
-    """Measure the steps of engines: a list of seconds by part, and of the numbers of rows that got a token.
-
-    `overhead` is what `EngineStats` counts: the step without the model's forward pass, which includes joining and
-    planning, and without the code of the requests and their sampling. `parts` are CPU seconds of the engine's thread,
-    which other work on the machine does not change. Measuring them takes time of its own.
-    """
-    steps: list[dict[str, float]] = []
-    current: dict[str, float] = defaultdict(float)
-
-    def measured(name: str, function: Any) -> Any:
-        def call(*given: Any, **named: Any) -> Any:
-            began = time.thread_time()
-            try:
-                return function(*given, **named)
-            finally:
-                current[name] += time.thread_time() - began
-
-        return call
-
-    def measured_step(engine: Any) -> None:
-        current.clear()
-        tokens = sum(request.num_tokens for request in engine._scheduler.running)
-        model, requests = engine._work.model_seconds, engine._work.request_seconds
-        began, cpu = time.perf_counter(), time.thread_time()
-        plain_step(engine)
-        current["step"], current["cpu.step"] = time.perf_counter() - began, time.thread_time() - cpu
-        current["model_and_plan"] = engine._work.model_seconds - model
-        current["requests"] = engine._work.request_seconds - requests
-        current["overhead"] = current["step"] - current["model_and_plan"] - current["requests"]
-        if parts:
-            inner = sum(current[name] for name in ("cpu.model", "cpu.requests", "cpu.sample"))
-            current["cpu.overhead_and_plan"] = current["cpu.step"] - inner
-            current["cpu.overhead"] = (
-                current["cpu.overhead_and_plan"] - current["cpu.plan"] - current["cpu.join_passes"]
-            )
-        current["running"] = len(engine._scheduler.running)
-        current["rows"] = sum(request.num_tokens for request in engine._scheduler.running) - tokens
-        steps.append(dict(current))
-
-    plain_step = Engine._step
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Engine, "_step", measured_step))
-        for name, owner, attribute in parts:
-            function = vars(owner).get(attribute)
-            if function is None:
-                function = getattr(owner, attribute)  # inherited
-            wrapped = measured(name, getattr(function, "__func__", function))
-            is_static = isinstance(function, staticmethod)
-            stack.enter_context(mock.patch.object(owner, attribute, staticmethod(wrapped) if is_static else wrapped))
-        yield steps
-
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     """Return the seconds of a call, and its result."""
@@ -312,12 +213,9 @@ def show(console: Console, report: dict[str, Any]) -> None:
         for name in ("same_tokens", "same_tokens_of_continuous_batching", "error_of_continuous_batching"):
             if name in throughput:
                 console.print(f"{name}: {throughput[name]}")
-        table = Table("part", "ms", title="decode step of all rows", title_justify="left")
-        for name, seconds in report["step"].items():
-            if name != "steps":
-                table.add_row(name, f"{1e3 * seconds:.3f}")
-        console.print(table)
-    if "load" in report or "soak" in report:
+        step, overhead = (1e3 * throughput["decode_step"][name] for name in ("step", "overhead"))
+        console.print(f"a step takes {step:.1f} ms, the engine {overhead:.2f} ms of it")
+    if "load" in report:
         show_load(console, report)
     console.print(targets_table(report["targets"]))
     if report["quick"]:
@@ -335,29 +233,24 @@ def main() -> int:
     def prompt(number: int) -> list[int]:
         return systems[number % len(systems)] + question(tokenizer, number)
 
-    if not options.load and options.soak is None:
+    if options.load:
+        load = LoadBenchmark(seconds=options.seconds)
+        if options.quick:
+            load = LoadBenchmark(1.0, (4, 8), max_rows=4, max_waiting=2, burst=8, rates=(0.5, 1.2), checked=2, least=4)
+        report["load"] = load.run(model, tokenizer, prompt, console.print, options.url, options.pid)
+    else:
         benchmark = EngineBenchmark(prompt=options.prompt, rounds=options.rounds)
         if options.quick:
             benchmark = EngineBenchmark(4, 2, options.prompt, new_tokens=6, singles=2)
         report |= benchmark.run(model, tokenizer, console.print)
-        kind = "engine"
-    load = LoadBenchmark(seconds=options.seconds)
-    if options.quick:
-        load = LoadBenchmark(1.0, (4, 8), max_rows=4, max_waiting=2, burst=8, rates=(0.5, 1.2), checked=2, least=4)
-    if options.load:
-        report["load"] = load.run(model, tokenizer, prompt, console.print, options.url, options.pid)
-        kind = "engine-load"
-    if options.soak is not None:
-        soak = SoakBenchmark(options.soak, load=replace(load, checked=50))
-        report["soak"] = soak.run(model, tokenizer, prompt, console.print, options.url, options.pid)
-        kind = "engine-soak"
+    kind = "engine-load" if options.load else "engine"
     report["targets"] = compare(report.get("ratios", {}), TARGETS) + load_targets(report)
     finish(console, report, options.output or new_path(kind, options.quick), show)
     return 0
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks engine", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
     add_model_options(parser)
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="rounds of all requests (1)")
@@ -366,7 +259,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=60.0, metavar="S", help="time of each rate of --load, at least (60)"
     )
-    parser.add_argument("--soak", type=float, metavar="MINUTES", help="offer requests at 80 %% of the capacity")
     parser.add_argument(
         "--url", type=check_url, help="of a server on this machine (default: an engine in this process)"
     )

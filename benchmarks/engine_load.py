@@ -25,12 +25,21 @@ from rich.table import Table
 from hf_parallel.engine import Engine
 
 from .engine_servers import Answer, Arrival, InProcess, OverHTTP, Server
+from .rounds import compare
 
 KV_TOKENS = 8192
 """Tokens that the budget of the engine in this process holds."""
 SAMPLED = 0.25
 """Fraction of the requests that are sampled; the others are greedy."""
 RETRY_SECONDS = 0.05
+LOAD_TARGETS = (
+    ("failed", "at most", 0, "load: requests that failed"),
+    ("wrong", "at most", 0, "load: wrong answers"),
+    ("kv_by_budget", "at most", 1, "load: highest KV bytes by budget"),
+    ("unannounced", "at most", 0, "load: rejections beyond the capacity without Retry-After"),
+    ("rejected", "at least", 1, "load: rejections beyond the capacity"),
+)
+"""Figure, direction, limit, and description of the figure."""
 
 Log = Callable[[str], None]
 Prompt = Callable[[int], list[int]]
@@ -122,12 +131,6 @@ class Watch:
     def highest(self, name: str) -> float | None:
         """Return the highest value that was seen."""
         return max((usage[name] for usage in self.seen if name in usage), default=None)
-
-    def drift(self, name: str) -> float | None:
-        """Return the median of the last fifth of the time relative to that of the second fifth."""
-        values = [usage[name] for usage in self.seen if name in usage]
-        fifth = len(values) // 5
-        return statistics.median(values[-fifth:]) / statistics.median(values[fifth : 2 * fifth]) if fifth else None
 
 
 @dataclass(frozen=True)
@@ -237,52 +240,6 @@ async def _over_http(url: str, tokenizer: Any, pid: int | None) -> AsyncIterator
         yield OverHTTP(url, tokenizer, client, pid)
 
 
-@dataclass(frozen=True)
-class SoakBenchmark:
-    """A constant load for a long time.
-
-    Parameters
-    ----------
-    minutes, of_capacity : float
-    load : LoadBenchmark
-        Settings of the engine and of the requests.
-    """
-
-    minutes: float
-    of_capacity: float = 0.8
-    load: LoadBenchmark = LoadBenchmark(checked=50)
-
-    def run(self, model: Any, tokenizer: Any, prompt: Prompt, log: Log, url: str | None, pid: int | None) -> Any:
-        """Return the entries of the report."""
-        report: dict[str, Any] = {"settings": asdict(self), "url": url}
-
-        async def measure() -> list[Answer]:
-            async with self.load.server(model, tokenizer, url, pid) as server:
-                report["kv_budget_bytes"] = server.max_kv_bytes()
-                report["requests_per_second"] = await self.load.capacity(server, prompt, log)
-                idle = server.usage()
-                rate, seconds = self.of_capacity * report["requests_per_second"], 60.0 * self.minutes
-                log(f"{rate:.2f} requests per second for {self.minutes} minutes")
-                numbered = _offset(prompt, 100_000)
-                requests = arrivals(numbered, rate, seconds, self.load.new_tokens, self.load.seed)
-                with Watch(server, interval=max(0.5, seconds / 10_000)) as watch:
-                    answers = await offer(server, requests, limit=2 * seconds + 60)
-                report["memory"] = {
-                    "idle_before": idle,
-                    "idle_after": server.usage(),
-                    "highest_kv_bytes": watch.highest("kv"),
-                    "rss_drift": watch.drift("rss"),
-                    "stats": stats(server),
-                    "rss": [
-                        round(usage["rss"]) for usage in watch.seen[:: len(watch.seen) // 60 + 1] if "rss" in usage
-                    ],
-                }
-                return answers
-
-        answers = asyncio.run(measure())
-        return report | summary(answers) | {"check": check(model, tokenizer, answers, self.load.checked)}
-
-
 def _offset(prompt: Prompt, first: int) -> Prompt:
     return lambda number: prompt(first + number)
 
@@ -313,49 +270,26 @@ def check(model: Any, tokenizer: Any, answers: Sequence[Answer], count: int) -> 
 
 
 def load_targets(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Compare the results of load and soak with their limits."""
-    found: list[tuple[str, float | None, float]] = []
-    for name in ("load", "soak"):
-        if name not in report:
-            continue
-        part = report[name]
-        entries = part["rates"] if name == "load" else [part]
-        found.append((f"{name}: requests that failed", sum(sum(e["errors"].values()) for e in entries), 0))
-        found.append((f"{name}: wrong answers of {part['check']['checked']}", part["check"]["wrong"], 0))
-        seen = [e["highest_kv_bytes"] for e in (entries if name == "load" else [part["memory"]])]
-        known = [highest for highest in seen if highest is not None]
-        if part["kv_budget_bytes"] and known:
-            found.append((f"{name}: highest KV bytes by budget", max(known) / part["kv_budget_bytes"], 1.0))
-    if "load" in report:
-        beyond = report["load"]["rates"][-1]
-        found.append(("load: rejections beyond saturation without Retry-After", _unannounced(beyond), 0))
-    if "soak" in report:
-        memory = report["soak"]["memory"]
-        if "used" in memory["idle_after"]:
-            found.append(
-                ("soak: KV bytes in use when idle", memory["idle_after"]["used"], memory["idle_before"]["used"])
-            )
-        found.append(("soak: resident memory, end by beginning", memory["rss_drift"], 1.02))
-    compared: list[dict[str, Any]] = [
-        {"what": words, "value": value, "at_most": limit, "met": value <= limit}
-        for words, value, limit in found
-        if value is not None
-    ]
-    if "load" in report:
-        rejected = report["load"]["rates"][-1]["rejected"]
-        words = f"load: rejections at {report['load']['rates'][-1]['of_capacity']:.0%} of the capacity"
-        compared.append({"what": words, "value": rejected, "at_least": 1, "met": rejected >= 1})
-    return compared
-
-
-def _unannounced(entry: dict[str, Any]) -> int:
-    return entry["rejected"] - entry["rejected_with_retry_after"]
+    """Compare the results with their limits."""
+    if "load" not in report:
+        return []
+    load = report["load"]
+    rates, beyond = load["rates"], load["rates"][-1]
+    found = {
+        "failed": sum(sum(entry["errors"].values()) for entry in rates),
+        "wrong": load["check"]["wrong"],
+        "unannounced": beyond["rejected"] - beyond["rejected_with_retry_after"],
+        "rejected": beyond["rejected"],
+    }
+    highest = [entry["highest_kv_bytes"] for entry in rates if entry["highest_kv_bytes"] is not None]
+    if load["kv_budget_bytes"] and highest:
+        found["kv_by_budget"] = max(highest) / load["kv_budget_bytes"]
+    return compare(found, LOAD_TARGETS)
 
 
 def show_load(console: Console, report: dict[str, Any]) -> None:
     """Print the tables."""
-    rows = [("soak", report["soak"])] if "soak" in report else []
-    rows = [(f"{e['of_capacity']:.0%}", e) for e in report.get("load", {}).get("rates", ())] + rows
+    rows = [(f"{entry['of_capacity']:.0%}", entry) for entry in report["load"]["rates"]]
     headings = ("first token, s", "", "between tokens, ms", "", "tokens/s", "rejected", "failed")
     table = Table("of capacity", "requests", *headings, title="open-loop load (p50, p99)", title_justify="left")
     for name, entry in rows:

@@ -18,7 +18,7 @@ import torch
 from hf_parallel import Hotspot
 from hf_parallel.generation.replay.policies import uncertainty_of
 
-from .__main__ import add_model_options, set_up
+from .report import add_model_options, set_up
 from .resample import encode, solvable
 
 

@@ -26,7 +26,7 @@ from hf_parallel.kernels import native
 from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.linear import LINEAR_VARIABLE, linear_layers
 
-from .__main__ import about, finish, new_path, set_up, table_of
+from .report import about, finish, new_path, set_up, table_of
 
 PROMPT = 128
 """Tokens before the timed ones."""

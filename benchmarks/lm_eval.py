@@ -29,7 +29,7 @@ from rich.console import Console
 
 from hf_parallel.evaluation.lm_eval import ParallelLM
 
-from .__main__ import about, add_model_options, finish, new_path, set_up, table_of
+from .report import about, add_model_options, finish, new_path, set_up, table_of
 from .rounds import compare, targets_table
 
 BACKENDS = {"hf": HFLM, "hf-parallel": ParallelLM}

@@ -31,7 +31,7 @@ from hf_parallel.evaluation import GENERATED, ArithmeticProblem, PlanningProblem
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.modes.pdos.token_text import encode_exactly, get_vocabulary
 
-from .__main__ import about, add_model_options, finish, new_path, set_up, table_of
+from .report import about, add_model_options, finish, new_path, set_up, table_of
 from .rounds import compare, targets_table
 
 Problem = RetrievalProblem | ArithmeticProblem | PlanningProblem

@@ -32,7 +32,7 @@ from rich.console import Console
 import hf_parallel
 from hf_parallel.cache.logits import LogitsCache
 
-from .__main__ import about, add_model_options, finish, new_path, set_up, table_of, write
+from .report import about, add_model_options, finish, new_path, set_up, table_of, write
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
 NUCLEUS = 0.9

@@ -36,7 +36,7 @@ from hf_parallel.models.loading import load_model
 from hf_parallel.training import ParallelExample, SharedPrefixGRPOTrainer
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
-from .__main__ import about, finish, new_path, set_up, table_of
+from .report import about, finish, new_path, set_up, table_of
 from .rounds import compare, targets_table
 from .shared_prefix import PAGE, page_settings
 

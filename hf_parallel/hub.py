@@ -90,7 +90,7 @@ def export(
         weights, config and generation config; of a `PeftModel`, only its active adapter and the generation config; or
         the settings of a mode alone.
     folder : str or os.PathLike
-        A new or empty folder, or one that an earlier export has written. Everything is written, or nothing.
+        A new or empty folder, or an earlier export, whose files are overwritten. Nothing is written on an error.
     tokenizer : PreTrainedTokenizerBase, optional
         Exported too; the example of the README loads it.
 
@@ -100,26 +100,18 @@ def export(
         If `model_or_config` is neither a model nor a config, names no mode, or has settings that cannot be stored; if
         its adapter cannot be loaded again, as its base model has no name; if `tokenizer` is no tokenizer.
     FileExistsError
-        If the folder contains files that no export has written, or that this one would not overwrite.
+        If the folder contains files and is no earlier export.
     """
     config = _config_of(model_or_config)
     _check_adapter(model_or_config)
     _check_tokenizer(tokenizer)
     folder = Path(folder)
-    existed = folder.exists()
     _check_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with TemporaryDirectory(dir=folder) as temporary:
-            new = Path(temporary)
-            _write(new, str(folder), model_or_config, config, tokenizer)
-            _check_folder(folder, new)
-            new.chmod(folder.stat().st_mode)  # `copytree` copies the mode to the folder
-            shutil.copytree(new, folder, copy_function=shutil.move, dirs_exist_ok=True)
-    except BaseException:
-        if not existed:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with TemporaryDirectory() as temporary:
+        new = Path(temporary) / "export"
+        new.mkdir()
+        _write(new, str(folder), model_or_config, config, tokenizer)
+        shutil.copytree(new, folder, dirs_exist_ok=True)
     return folder
 
 
@@ -268,17 +260,14 @@ def _check_tokenizer(tokenizer: object) -> None:
         raise TypeError(f"tokenizer must be a tokenizer with save_pretrained(), not its name, got {tokenizer!r}")
 
 
-def _check_folder(folder: Path, new: Path | None = None) -> None:
-    """Raise `FileExistsError` if no export wrote the folder's files; with `new`, if `new` lacks some of them."""
+def _check_folder(folder: Path) -> None:
+    """Raise `FileExistsError` unless a folder is new, empty, or was written by an export."""
     if folder.is_file():
         raise FileExistsError(f"{folder} is a file; pass a new or empty folder")
-    files = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} if folder.exists() else set()
-    if new is not None:
-        files = {path for path in files if new.name not in path.parts and not (new / path).exists()}
-    elif Path(GENERATE) in files and (folder / GENERATE).read_text(encoding="utf-8", errors="replace").startswith(MARK):
-        files = set()
-    if files:
-        names = sorted(path.as_posix() for path in files)
+    code = folder / GENERATE
+    if code.is_file() and code.read_text(encoding="utf-8", errors="replace").startswith(MARK):
+        return
+    if names := sorted(path.name for path in folder.iterdir()) if folder.exists() else []:
         raise FileExistsError(f"{folder} holds files of something else: {names}; pass a new or empty folder")
 
 

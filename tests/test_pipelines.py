@@ -17,7 +17,7 @@ import tiny
 import torch
 from mode_cases import BUILT_IN, small_call, small_config
 from torch.utils.data import Dataset
-from transformers import GenerationConfig, pipeline
+from transformers import pipeline
 from transformers.pipelines.pt_utils import KeyDataset
 
 import hf_parallel
@@ -29,8 +29,6 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}" + TEMPLATE
-LOUD = TEMPLATE.replace("<assistant>{% endif %}", "<assistant>{% if loud %}HEY {% endif %}{% endif %}")
 PROMPTS = ["Say what 12 and 30 give.", "Say what 7 and 5 give, and then why.", "Oslo or Rome?"]
 CHAT = [
     {"role": "system", "content": "Be short."},
@@ -154,16 +152,6 @@ def test_a_dataset_gives_the_tokens_of_generate_batch_by_batch(
         assert tokens_of(results) == expected, source.__name__
 
 
-def test_columns_are_processed_one_by_one_tuples_at_once(model: Any, tokenizer: Any) -> None:
-    calls = Calls()
-    pipe = make(model, tokenizer, generation_mode="shared_prefix", max_new_tokens=4, streamer=calls)
-    results = pipe(_column(PROMPTS))
-    assert (len(results), calls.prompts) == (3, [])
-    assert len(list(results)) == len(pipe(tuple(PROMPTS))) == 3
-    assert calls.prompts == [1, 1, 1, 3]
-    assert pipe(tuple(CHAT))[0]["generated_text"] == pipe(CHAT)[0]["generated_text"]
-
-
 def test_no_prompts_give_no_results(model: Any, tokenizer: Any) -> None:
     pipe = make(model, tokenizer, generation_mode="hogwild")
     assert pipe([]) == pipe((), generation_mode=None) == list(pipe(_column([]))) == list(pipe(Rows([]))) == []
@@ -200,25 +188,6 @@ def test_each_returned_sequence_has_a_record(model: Any, tokenizer: Any) -> None
     assert [r["generated_token_ids"] for records in pipe(PROMPTS, return_tensors=True) for r in records] == expected
 
 
-def test_hogwild_runs_several_times_over_each_prompt(model: Any, tokenizer: Any) -> None:
-    given = {**small_call("hogwild"), "do_sample": True, "num_return_sequences": 2}
-    results = make(model, tokenizer, **given)(PROMPTS)
-    assert [len(records) for records in results] == [2, 2, 2]
-    assert all(len(record["workers"]) == 3 for records in results for record in records)
-
-
-def test_a_tokenizer_without_a_pad_token_works_with_a_list(model: Any, tokenizer: Any) -> None:
-    expected = generated(model, tokenizer, "hogwild", PROMPTS)
-    tokenizer.pad_token = None
-    pipe = make(model, tokenizer, **small_call("hogwild"))
-    lengths = [len(prepared("hogwild", prompt, tokenizer)["input_ids"][0]) for prompt in PROMPTS]
-    for rows, others, length in zip(tokens_of(pipe(PROMPTS, return_tensors=True)), expected, lengths, strict=True):
-        padding = max(lengths) - length
-        assert [row[padding : padding + length + 20] for row in rows] == [
-            row[padding : padding + length + 20] for row in others
-        ]
-
-
 # Prompt helpers
 
 
@@ -232,14 +201,6 @@ def test_rules_go_into_the_system_message_of_a_chat(tokenizer: Any) -> None:
     )
 
 
-def test_rules_go_into_the_first_message_if_the_template_has_no_system_message(tokenizer: Any) -> None:
-    tokenizer.chat_template = NO_SYSTEM
-    prompt = hf_parallel.hogwild_prompt(CHAT[1:], tokenizer, collaboration_prompt="Talk.")
-    assert tokenizer.decode(prompt["input_ids"][0]) == (
-        "<user>Talk.\n\nHi.</><assistant>Yes?</><user>Oslo or Rome?</><assistant>"
-    )
-
-
 def test_a_chat_that_ends_with_the_assistant_is_continued(model: Any, tokenizer: Any) -> None:
     prompt = hf_parallel.hogwild_prompt(CHAT[:3], tokenizer, collaboration_prompt="Talk.")
     assert tokenizer.decode(prompt["input_ids"][0]).endswith("<assistant>Yes?")
@@ -248,15 +209,6 @@ def test_a_chat_that_ends_with_the_assistant_is_continued(model: Any, tokenizer:
     (new,) = pipe(CHAT[:3], return_full_text=False)
     assert record["generated_text"][:2] == CHAT[:2]
     assert record["generated_text"][2:] == [{"role": "assistant", "content": "Yes?" + new["generated_text"]}]
-
-
-@pytest.mark.parametrize("prompt", [PROMPTS[0], CHAT], ids=["string", "chat"])
-def test_a_template_receives_its_arguments(prompt: Any, model: Any, tokenizer: Any) -> None:
-    tokenizer.chat_template = LOUD
-    pipe = make(model, tokenizer, return_tensors=True, **small_call("hogwild"))
-    for loud in (True, False):
-        (record,) = pipe(prompt, tokenizer_encode_kwargs={"loud": loud})
-        assert ("<assistant>HEY " in tokenizer.decode(record["generated_token_ids"][0])) == loud
 
 
 @pytest.mark.parametrize("prompt", [PROMPTS[0], CHAT], ids=["string", "chat"])
@@ -284,16 +236,6 @@ def test_hogwild_returns_one_record_of_all_workers(model: Any, tokenizer: Any) -
         assert record["stats"]["decoded_tokens"] == out.stats.decoded_tokens
 
 
-def test_pdos_returns_titles_and_branches(model: Any, tokenizer: Any) -> None:
-    (record,) = make(model, tokenizer, **small_call("pdos"))(PROMPTS[0])
-    ids = prepared("pdos", PROMPTS[0], tokenizer)["input_ids"]
-    out = model.generate(ids, tokenizer=tokenizer, return_dict_in_generate=True, **small_call("pdos"))
-    assert record["titles"] == out.titles[0] != []
-    assert record["branch_texts"] == out.branch_texts[0]
-    assert [[b["text"] for b in block["branches"]] for block in record["blocks"]] == out.branch_texts[0]
-    assert record["stages"]["branches"]["decoded_tokens"] == out.stages["branches"].decoded_tokens
-
-
 def test_answers_votes_and_points_are_returned(model: Any, tokenizer: Any) -> None:
     (votes,) = make(model, tokenizer, **small_call("self_consistency"))(PROMPTS[0])
     assert len(votes["texts"]) == len(votes["found"]) == 3
@@ -309,15 +251,6 @@ def test_results_are_plain_data(mode: str, model: Any, tokenizer: Any) -> None:
     results = make(model, tokenizer, **small_call(mode))(PROMPTS)
     assert json.loads(json.dumps(results)) == results
     assert all(records[0]["stats"]["forward_passes"] > 0 for records in results)
-
-
-@pytest.mark.parametrize("mode", ["shared_prefix", "hogwild"])
-def test_text_is_returned_with_or_without_its_prompt(mode: str, model: Any, tokenizer: Any) -> None:
-    pipe = make(model, tokenizer, **small_call(mode))
-    new = pipe(PROMPTS[0], return_full_text=False)[0]["generated_text"]
-    assert pipe(PROMPTS[0])[0]["generated_text"] == PROMPTS[0] + new
-    answer = pipe(CHAT, return_full_text=False)[0]["generated_text"]
-    assert pipe(CHAT)[0]["generated_text"] == [*CHAT, {"role": "assistant", "content": answer}]
 
 
 def test_results_do_not_keep_the_cache_of_the_call(model: Any, tokenizer: Any) -> None:
@@ -369,23 +302,6 @@ def test_settings_of_a_call_override_those_of_the_pipeline(model: Any, tokenizer
     assert workers() == 4
 
 
-def test_a_generation_config_may_name_the_mode(model: Any, tokenizer: Any) -> None:
-    config = GenerationConfig(max_new_tokens=3)
-    config.generation_mode, config.parallel_config = "hogwild", {"num_workers": 3}
-    assert len(make(model, tokenizer, generation_config=config)(PROMPTS[0])[0]["workers"]) == 3
-    assert len(make(model, tokenizer)(PROMPTS[0], generation_config=config)[0]["workers"]) == 3
-    other = make(model, tokenizer, generation_mode="pdos", opening="So")
-    assert len(other(PROMPTS[0], generation_config=config)[0]["workers"]) == 3
-    same = make(model, tokenizer, generation_mode="hogwild", num_workers=2)
-    assert len(same(PROMPTS[0], generation_config=config)[0]["workers"]) == 2
-    assert config.return_dict_in_generate is None
-
-
-def test_num_workers_belongs_to_the_data_loader_where_the_mode_has_none(model: Any, tokenizer: Any) -> None:
-    pipe = make(model, tokenizer, generation_mode="shared_prefix", num_workers=0, max_new_tokens=4)
-    assert len(list(pipe(Rows(PROMPTS), num_workers=0))) == 3
-
-
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -415,13 +331,3 @@ def test_the_stock_pipeline_accepts_a_mode(model: Any, tokenizer: Any) -> None:
     results = pipe(PROMPTS, batch_size=3, return_tensors=True, **given)
     ids, mask = tiny.left_pad([tokenizer(prompt, return_tensors="pt")["input_ids"][0] for prompt in PROMPTS])
     assert tokens_of(results) == model.generate(ids, attention_mask=mask, **given).tolist()
-
-
-def test_the_stock_pipeline_accepts_hogwild_with_its_tokenizer(model: Any, tokenizer: Any) -> None:
-    hf_parallel.enable(model)
-    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    given = {"max_new_tokens": 12, "do_sample": False, "parallel_config": HogwildConfig(num_workers=3)}
-    records = pipe(PROMPTS[0], return_tensors=True, tokenizer=tokenizer, generation_mode="hogwild", **given)
-    ids = tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
-    expected = model.generate(ids, tokenizer=tokenizer, **given).tolist()
-    assert [record["generated_token_ids"] for record in records] == expected

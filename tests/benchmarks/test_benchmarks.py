@@ -12,6 +12,7 @@ import small_tokenizers
 import tiny
 
 import benchmarks.__main__
+import benchmarks.generate
 from benchmarks.rounds import Times, prefill_ratio, step_ratio
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,7 +28,7 @@ def report(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[s
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr("sys.argv", ["benchmarks", "--quick", "--model", model, "--output", str(path)])
-        assert benchmarks.__main__.main() == 0
+        assert benchmarks.generate.main() == 0
     assert "shared_prefix: decode step relative to the bound" in printed.getvalue()
     assert str(path) in printed.getvalue().replace("\n", "")
     return json.loads(path.read_text())
@@ -73,3 +74,16 @@ def test_ratios_compare_methods_of_the_same_round() -> None:
     half = Times(prefill=[1.0, 10.0, 1.0], steps=[[0.5, 0.5], [4.5, 4.5], [0.5, 0.5, 0.5]])
     assert prefill_ratio(quiet_then_noisy, half) == 2
     assert step_ratio(quiet_then_noisy, half) == 2
+
+
+def test_the_runner_lists_and_runs_benchmarks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmarks"])
+    assert benchmarks.__main__.main() == 0
+    assert {"engine", "generate", "training"} <= {*capsys.readouterr().out.split()}
+    monkeypatch.setattr("sys.argv", ["benchmarks", "generate", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        benchmarks.__main__.main()
+    monkeypatch.setattr("sys.argv", ["benchmarks", "nothing"])
+    assert benchmarks.__main__.main() == 2

@@ -11,7 +11,7 @@ from pages import random_stand_in
 
 pytest.importorskip("greenlet")
 
-import benchmarks.__main__
+import benchmarks.report
 import hf_parallel
 from benchmarks import agents_tot
 from benchmarks.agents_tot import WAYS, same_trees
@@ -27,7 +27,7 @@ def report(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[s
     path = folder / "new" / "result.json"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("sys.argv", ["agents_tot", "--quick", "--output", str(path)])
-        patched.setattr(benchmarks.__main__, "load_model", lambda *options, **marks: (model, tokenizer))
+        patched.setattr(benchmarks.report, "load_model", lambda *options, **marks: (model, tokenizer))
         assert agents_tot.main() == 0
     hf_parallel.disable(model)
     return json.loads(path.read_text(), parse_constant=pytest.fail)

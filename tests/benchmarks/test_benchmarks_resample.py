@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 
-import benchmarks.__main__
+import benchmarks.report
 import hf_parallel
 from benchmarks import resample
 from benchmarks.hotspots import decode
@@ -46,7 +46,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = one_layer.build()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["resample", *options, "--output", str(path)])
-        patch.setattr(benchmarks.__main__, "load_model", lambda *options, **marks: (model, Chat()))
+        patch.setattr(benchmarks.report, "load_model", lambda *options, **marks: (model, Chat()))
         assert resample.main() == 0
     return json.loads(path.read_text(), parse_constant=pytest.fail)
 

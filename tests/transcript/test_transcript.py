@@ -15,8 +15,6 @@ from jinja2 import Environment
 from jinja2.exceptions import TemplateError
 from stories import tell
 from test_self_consistency import vote
-from test_skeleton_of_thought import scripts
-from test_skeleton_of_thought import write as outline
 from workers import encode, small_model, write
 
 from hf_parallel import HogwildConfig, Hotspot, LogitsCache, ParallelOutput
@@ -78,26 +76,6 @@ def test_every_token_of_a_worker_has_the_pass_that_generated_it() -> None:
     assert [(card["begin"], card["end"]) for card in of_column(section, 1)] == [(0, 13), (13, 14)]
 
 
-def test_finished_steps_are_distinguished_from_unfinished_ones() -> None:
-    out = write(ALICE, BOB)
-    cards = of_column(one_section(out), 0) + of_column(one_section(out), 1)
-    assert [card["ended"] for card in cards] == ["step", "end", "step", "end"]
-    moved = {step.text: step.forward_pass for step in out.history[0] if step.forward_pass}
-    assert {card["given"] + text_of(card): card["end"] for card in cards if card["ended"] == "step"} == moved
-
-
-def truncated_texts(section: dict[str, Any]) -> list[str]:
-    return [text_of(card) for card in section["cards"] if card["truncated"]]
-
-
-def test_the_last_card_of_a_row_says_that_a_token_budget_ended_it() -> None:
-    assert truncated_texts(one_section(write("A.\n\nB", ["U.\n\n", EOS]))) == ["B"]
-    out = completions(["Some"], generation_mode="shared_prefix")
-    assert truncated_texts(one_section(out, Tokenizer())) == [text_of(one_section(out, Tokenizer())["cards"][0])]
-    out = tell(["####A:......\n####B:......\n####%%%%", EOS], branches=("aaa", ["b", EOS]), branch_max_new_tokens=3)
-    assert truncated_texts(one_section(out)) == ["aaa"]
-
-
 def test_each_prompt_has_its_own_section() -> None:
     out = write("a", "b", "c", "d", prompts=["P", "QQ"])
     assert out.names == [["Alice", "Bob"]] * 2
@@ -136,12 +114,6 @@ def test_branches_are_columns_and_their_trunk_spans_them() -> None:
     assert ("Joined answer", out.transcripts[0]) in [tuple(note) for note in section["notes"]]
 
 
-def test_a_given_opening_precedes_the_first_pass_and_is_marked_as_given() -> None:
-    out = tell(["x", EOS], opening="Now. ")
-    (trunk,) = one_section(out)["cards"]
-    assert [(at, origin) for at, _, origin in trunk["pieces"]][:2] == [(0, "g"), (1, "m")]
-
-
 def test_answers_are_columns_and_a_conclusion_spans_them() -> None:
     out = vote(["\\boxed{4}", EOS], ["\\boxed{5}", EOS], vote="final", final="5}")
     section = one_section(out)
@@ -170,19 +142,11 @@ def test_answers_with_the_most_votes_come_first_and_the_chosen_one_is_marked() -
     assert (undecided["ranking"], undecided["chosen"]) == ([1, 0], [])
 
 
-def test_points_are_columns_between_outline_and_conclusion() -> None:
-    section = one_section(outline(scripts("xx", "y", "zz")))
-    assert [(card["column"], card["given"]) for card in section["cards"]] == [
-        (None, "1."), (0, "1. a:"), (1, "2. b:"), (2, "3. c:"), (None, "[END]")
-    ]  # fmt: skip
-
-
 MARKED = """{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + MARKED
 BRACKETS = """{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]
 {%- else %} {{ m.content }}</s>{% endif %}{% endfor %}"""
-BROKEN = "{{ raise_exception('this template renders nothing') }}"
 EARLIER = [{"role": "user", "content": "Sing."}, {"role": "assistant", "content": "La."}]
 
 
@@ -196,12 +160,6 @@ def test_the_task_is_the_last_user_message_without_the_instructions_of_the_mode(
     section = one_section(write("a", "b", **settings), tokenizer)
     assert section["task"] == "Plan a picnic."
     assert "share it." in section["prompt"]
-
-
-@pytest.mark.parametrize("template", ["", BROKEN])
-def test_without_a_chat_template_the_task_of_a_completion_is_its_prompt(template: str) -> None:
-    out = completions(["Some"], generation_mode="shared_prefix", num_return_sequences=2)
-    assert one_section(out, ChatTokenizer(template))["task"] == "Some"
 
 
 def test_a_task_that_cannot_be_separated_is_unknown() -> None:
@@ -260,22 +218,6 @@ def test_only_uncertain_tokens_are_marked_as_hotspots(threshold: float, mark: st
         out = completions(["Some"], generation_mode="resample", logits_cache=cache, replay=Hotspot(threshold=threshold))
     (card,) = one_section(out, Tokenizer())["cards"]
     assert [origin for _, _, origin in card["pieces"]] == [mark] * 6
-
-
-def test_answers_mark_replayed_tokens() -> None:
-    cache = LogitsCache()
-    for texts in (["a.b.c", "second"], ["a.b.c", "secure"]):
-        out = vote(*texts, answer_pattern=".", logits_cache=cache, seed=1)
-    marks = ["".join(origin for _, _, origin in card["pieces"]) for card in one_section(out)["cards"]]
-    assert marks == ["r" * 4 + "m" * 2] * 2, "the processor depends on the rows, so they are replayed together"
-
-
-def test_workers_mark_replayed_tokens() -> None:
-    cache = LogitsCache()
-    write(ALICE, BOB, logits_cache=cache)
-    out = write(ALICE, BOB, logits_cache=cache)
-    origins = [piece[2] for card in one_section(out)["cards"] for piece in card["pieces"]]
-    assert origins.count("r") == out.stats.replayed_tokens == 2 * len(BOB)
 
 
 def test_a_transcript_is_json_with_the_settings_that_json_can_hold() -> None:

@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 import browsers
 import pytest
 import tiny
-import torch
 from browsers import title, with_scripts
 from stories import tell
 from talks import scripted
 from workers import TOKENIZER, write
 
-import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.transcript.page import render
 
@@ -108,16 +106,6 @@ def test_a_card_spans_its_passes() -> None:
     assert places == [("1", "2", "2"), ("1", "3", "3"), ("2", "4", "2"), ("3", "4", "3")]
 
 
-def test_text_without_a_pass_has_its_own_row() -> None:
-    page = Page(
-        tell(["", EOS], opening="N. ####A:......\n####B:......\n####%%%%", branches=("a####", "b####")).to_html()
-    )
-    places = [
-        re.findall(r"grid-row:(\d+) / (\d+)", attrs["style"] or "")[0] for tag, attrs in page.tags if tag == "article"
-    ]
-    assert places[:3] == [("1", "2"), ("2", "3"), ("2", "3")]
-
-
 def test_a_finished_step_shows_when_it_moved_and_the_last_one_that_it_is_truncated() -> None:
     text = Page(write(ALICE, BOB).to_html()).text
     assert "into the history after pass 6" in text
@@ -143,17 +131,6 @@ def test_the_page_begins_with_tokens_passes_and_their_ratio() -> None:
     assert "28 tokens in 14 passes: 2.0x" in page.text
     widths = [attrs["style"] for tag, attrs in page.tags if (attrs.get("style") or "").startswith("width")]
     assert widths == ["width:40.0%", "width:80.0%"], "the bars of this run and of one token per pass"
-
-
-def test_samples_are_not_said_to_be_faster_together_and_prompts_not_to_be_parts_of_one_answer() -> None:
-    model, ids = hf_parallel.enable(tiny.build("llama")), torch.tensor([[40, 41], [42, 43]])
-    given = {"tokenizer": TOKENIZER, "max_new_tokens": 5, "eos_token_id": None, "return_dict_in_generate": True}
-    out = model.generate(ids, generation_mode="shared_prefix", num_return_sequences=8, do_sample=True, **given)
-    page = Page(out.to_html(TOKENIZER))
-    assert "80 tokens in 5 passes: 16.0 tokens per pass, in 16 rows" in page.text
-    assert "sequential" not in page.text
-    out = model.generate(ids, generation_mode="hogwild", num_workers=3, answer_pattern="", finisher_tokens=0, **given)
-    assert "30 tokens in 5 passes: 3.0x the tokens per pass of sequential decoding" in Page(out.to_html(TOKENIZER)).text
 
 
 def test_task_answer_and_joined_answer_are_visible_above_the_columns() -> None:
@@ -197,37 +174,6 @@ def test_tokens_without_a_pass_are_not_said_to_have_one() -> None:
     assert "steps 15\u201316, 1 replayed" in longer.text
 
 
-def test_a_token_says_where_it_is_from() -> None:
-    cache = LogitsCache()
-    write("ab", "cd", logits_cache=cache)
-    run = write("abx", "cdy", logits_cache=cache).to_dict()
-    pieces = run["sections"][0]["cards"][0]["pieces"]
-    pieces += [[3, "z", "d"], [3, "!", "g"], [3, "?", "h"]]
-    titles = [attrs["title"] for tag, attrs in Page(render(run)).tags if tag in ("i", "span") and "title" in attrs]
-    assert titles[:7] == [
-        "given",
-        "replayed, no pass",
-        "replayed, no pass",
-        "step 3",
-        "step 3, draft token",
-        "given",
-        "sampled again, no pass",
-    ]
-
-
-def test_a_card_names_its_row_once() -> None:
-    """In its text, or else above it."""
-    text = Page(write(ALICE, BOB).to_html()).text
-    cards = text[text.index("Alice 1:") :]
-    assert len(re.findall("Alice", cards)) == 2
-    unnamed = Page(write(ALICE, BOB, step_prefix="- ").to_html())
-    assert [tag for tag, _ in unnamed.tags].count("h3") == 4
-    short = Page(write(ALICE, BOB, worker_names=["a", "Al"], step_prefix="Also: ").to_html())
-    assert [tag for tag, _ in short.tags].count("h3") == 4
-    marked = Page(write(ALICE, BOB, worker_names=["a", "*b*"], step_prefix="**{name} [{step}]:** ").to_html())
-    assert [tag for tag, _ in marked.tags].count("h3") == 0
-
-
 def test_an_arrow_leads_from_each_joined_branch_to_the_trunk() -> None:
     story = "Now. ####A:......\n####B:......\n####%%%%"
     page = tell([story + "\nSo.", EOS], branches=("aa\n####", "b\n####")).to_html()
@@ -240,10 +186,6 @@ def test_an_arrow_leads_from_each_joined_branch_to_the_trunk() -> None:
         (first[1], trunk, first[2]), (second[1], trunk, second[2])
     ]  # fmt: skip
     assert {join["data-j"] for join in joins} == {str(len(story) + len("aa\n####"))}
-
-
-def test_steps_that_move_to_a_history_have_no_arrows() -> None:
-    assert 'class="join"' not in changed_session().output().to_html()
 
 
 def changed_session() -> Any:
@@ -399,43 +341,6 @@ def test_the_page_shows_which_cards_a_row_could_see_at_a_pass(browse: Callable[.
         assert message in Page(dom).text
 
 
-def test_steps_that_left_are_not_visible(browse: Callable[..., list[str]]) -> None:
-    page = changed_session().output().to_html()
-    expected = {
-        "#pass=6&as=1": "Bob can see the prompt, its own text, 1 finished step of others and what Alice has",
-        "#pass=7": "Alice and Bob are writing. In the history: Bob 1 \u00b7 common 1.",
-        "#pass=7&as=0": "its own text, 2 finished steps of others and what Bob has written so far.",
-        "#pass=10&as=0": "Alice can see the prompt, its own text and 1 finished step of others.",
-        "#pass=10": "Alice has not finished. In the history: Bob 1.",
-    }
-    for dom, message in zip(browse(*(View(page, state) for state in expected)), expected.values(), strict=True):
-        assert message in Page(dom).text
-
-
-def test_steps_that_left_are_shown_as_unseen_and_a_finished_session_as_ended(
-    browse: Callable[..., list[str]],
-) -> None:
-    session = changed_session()
-    going, ended = browse(View(session.output().to_html(), "#pass=10&as=0"), View(session.finish().to_html()))
-    assert ["unseen" in card for card in classes(going)] == [True, False, False, True, True]
-    assert "After pass 10: all rows have ended." in Page(ended).text
-
-
-def test_a_branch_sees_the_trunk_and_itself_and_the_trunk_sees_joined_branches(
-    browse: Callable[..., list[str]],
-) -> None:
-    story = "Now. ####A:......\n####B:......\n####%%%%"
-    page = tell([story + "\nSo.", EOS], branches=("aa\n####", "b\n####")).to_html()
-    states = {
-        f"#pass={len(story) + 2}&as=0": [False, False, True, False],
-        f"#pass={len(story) + 2}&as=": [False, True, True, False],
-        f"#pass={len(story) + 6}&as=": [False, True, True, False],  # one branch has ended but is not joined
-        f"#pass={len(story) + 9}&as=": [False, False, False, False],
-    }
-    for dom, unseen in zip(browse(*(View(page, state) for state in states)), states.values(), strict=True):
-        assert ["unseen" in card for card in classes(dom)] == unseen
-
-
 def test_the_page_fits_its_width_and_cards_are_wide_enough(browse: Callable[..., list[str]]) -> None:
     measuring = """
         const cards = [...document.querySelectorAll("article")], page = document.documentElement;
@@ -450,47 +355,6 @@ def test_the_page_fits_its_width_and_cards_are_wide_enough(browse: Callable[...,
         over, narrow = map(int, title(dom).split())
         assert over == 0, case
         assert narrow >= least, case
-
-
-MEASURING = r"""
-    document.documentElement.style.overflowY = "scroll"; // the scroll bar is there whatever the height
-    const found = [], nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-    for (let node; node = nodes.nextNode();) {
-      if (/^(SCRIPT|OPTION)$/.test(node.parentElement.tagName)) continue;
-      for (let i = 0; i < node.length; i++) {
-        if (!/[!-~]/.test(node.data[i])) continue;
-        const letter = document.createRange();
-        letter.setStart(node, i);
-        letter.setEnd(node, i + 1);
-        found.push([node.data[i], Math.round(letter.getBoundingClientRect().left)]);
-      }
-    }
-    document.title = JSON.stringify(found);"""
-"""Writes each visible ASCII character, and its distance from the left edge, to the title of the page."""
-
-
-def test_controls_of_the_text_direction_do_not_move_other_text(browse: Callable[..., list[str]]) -> None:
-    """They end names, prompts, notes and generated texts, and the `opening` text of cards."""
-
-    def page(control: str, opening: str) -> str:
-        run = json.loads(json.dumps(write(ALICE, BOB).to_dict(TOKENIZER))) | {"model": "model" + control}
-        (section,) = run["sections"]
-        section["columns"] = [name + control for name in section["columns"]]
-        section["prompt"] += control
-        section["notes"] = [["Note" + control, "text" + control]]
-        run["style"] |= {"history": "history" + control, "unit": "step" + control}
-        for card in section["cards"]:
-            card["given"] = "So" + opening
-            card["pieces"][-1][1] += control
-        return with_scripts(render(run), "", MEASURING)
-
-    controls = [("", ""), ("\u202e", "\u202e"), ("\u2067", "\u2067"), ("\u2069\u202e", "")]
-    plain, *controlled = (
-        json.loads(title(dom)) for dom in browse(*(View(page(*control), "#pass=8") for control in controls))
-    )
-    for control, letters in zip(controls[1:], controlled, strict=True):
-        assert [letter for letter, _ in plain] == [letter for letter, _ in letters], ascii(control)
-        assert max(abs(a - b) for (_, a), (_, b) in zip(plain, letters, strict=True)) <= 2, ascii(control)
 
 
 def test_play_shows_pass_after_pass_and_which_row_reads_which(browse: Callable[..., list[str]]) -> None:
@@ -509,20 +373,3 @@ def test_play_shows_pass_after_pass_and_which_row_reads_which(browse: Callable[.
     assert "After pass 8: Alice and Bob are writing. In the history: Alice 1. Alice reads Bob" in said[8]
     assert "Bob reads the history and Alice." in said[8]
     assert said[-1].endswith("Play"), "it has stopped after the last pass"
-
-
-def test_the_passes_stay_visible_on_a_narrow_screen(browse: Callable[..., list[str]]) -> None:
-    after = """
-        const scroll = document.querySelector(".scroll"), ticks = [...document.querySelectorAll(".tick")];
-        scroll.scrollLeft = 10000;
-        const boxes = ticks.map(tick => tick.getBoundingClientRect());
-        document.title = boxes.every(box => box.width > 10 && box.height > 10 && box.left >= 0 && box.left < 20);"""
-    pages = [with_scripts(write(*["long" * 40] * columns).to_html(), "", after) for columns in (2, 10)]
-    assert [title(dom) for dom in browse(*(View(page, width=400) for page in pages))] == ["true", "true"]
-
-
-def test_a_browser_takes_a_picture(launch: Callable[..., str], tmp_path: Path) -> None:
-    page, picture = tmp_path / "page.html", tmp_path / "page.png"
-    page.write_text(write(ALICE, BOB).to_html(), encoding="utf-8")
-    launch(page, f"--screenshot={picture}")
-    assert picture.stat().st_size > 10_000

@@ -96,7 +96,7 @@ VALUES = st.recursive(
 SETTINGS = [(mode, name) for mode, cls in MODES.items() for name in cls.fields() if name not in COMMON]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     place=st.one_of(
         st.tuples(st.just(CHAT), st.sampled_from([*ChatBody.model_fields, *NEUTRAL, "unknown"]), st.none()),
@@ -114,8 +114,8 @@ def test_any_value_of_a_field_is_answered_or_is_an_error_that_names_the_field(
     status, error = send(server, json.dumps({**body, name: value}).encode(), path)
     assert status < 500, error
     if error:
-        is_in_body = "JSON" in error["message"]  # as 1e999 and lone surrogates are
-        assert is_in_body or error["param"] in (name, "generation_mode", "max_tokens"), error
+        is_elsewhere = "JSON" in error["message"] or error["code"] == "context_length_exceeded"
+        assert is_elsewhere or error["param"] in (name, "generation_mode", "max_tokens"), error
 
 
 FIELDS: list[dict[str, Any]] = [
