@@ -104,11 +104,6 @@ def test_a_reply_that_is_not_text_raises() -> None:
 # Agreement
 
 
-def test_equal_judges_agree() -> None:
-    found = agreement([1, 2, 5, 6], [1, 2, 5, 6])
-    assert (found.exact, found.within_one, found.kappa, found.spearman) == pytest.approx((1.0, 1.0, 1.0, 1.0))
-
-
 def test_agreement_equals_its_definition() -> None:
     """Kappa from the table of counts, Spearman from sums of squared differences of ranks without ties."""
     first, second = [1, 2, 3, 4, 6, 3], [2, 2, 3, 6, 5, 1]

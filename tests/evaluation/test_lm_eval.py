@@ -13,7 +13,6 @@ import pytest
 import small_tokenizers
 import tiny
 import yaml
-from paths import ROOT
 
 pytest.importorskip("lm_eval")
 
@@ -179,14 +178,6 @@ def test_samples_depend_on_the_seed_and_not_on_the_batch(folder: Path) -> None:
     assert first == again
 
 
-def test_equal_greedy_requests_are_generated_once(folder: Path) -> None:
-    lm = backend(folder)
-    texts = lm.generate_until([request("Let us look at", max_gen_toks=6)] * 5, disable_tqdm=True)
-    assert len(texts) == 5
-    assert len(set(texts)) == 1
-    assert lm.stats.decoded_tokens <= 6
-
-
 def test_contexts_share_their_few_shot_prefix_across_calls(folder: Path) -> None:
     shots = "Question: Which city is colder, Oslo or Rome? Answer:\nOslo.\n" * 3
     contexts = [f"{shots}Question {number}:" for number in range(4)]
@@ -256,12 +247,6 @@ def test_the_command_line_runs_the_backend(folder: Path, capsys: pytest.CaptureF
     assert "exact_match" in printed
 
 
-def test_the_entry_point_names_the_backend() -> None:
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    section = project.split('[project.entry-points."lm_eval.models"]')[1]
-    assert f'hf-parallel = "{ParallelLM.__module__}:{ParallelLM.__qualname__}"' in section.splitlines()
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -285,11 +270,6 @@ def test_a_misspelt_setting_is_named(folder: Path) -> None:
         backend(folder, generation_mode="hogwild", num_worker=2)
     with pytest.raises(ValueError, match="no setting 'num_worker' .* did you mean 'num_workers'"):
         ParallelLM(model, "hogwild", tokenizer=tokenizer, num_worker=2)
-
-
-def test_arguments_of_transformers_and_of_the_config_reach_the_model(folder: Path) -> None:
-    lm = backend(folder, attn_implementation="eager", rms_norm_eps=0.5, batch_size="auto:2")
-    assert (lm.model.config._attn_implementation, lm.model.config.rms_norm_eps) == ("eager", 0.5)
 
 
 @pytest.mark.parametrize(

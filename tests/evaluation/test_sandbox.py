@@ -389,12 +389,6 @@ def test_there_are_no_other_processes(code: str) -> None:
     assert run(code, timeout=5).returncode == 1
 
 
-def test_an_answer_that_ends_early_has_printed_nothing() -> None:
-    for code in ("raise SystemExit(0)", "import os; os._exit(0)", "import sys; sys.exit()"):
-        found = run(code + "\nprint('done')")
-        assert found.stdout == ""
-
-
 # Systems without the kernel's help
 
 

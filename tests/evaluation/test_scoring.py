@@ -83,12 +83,6 @@ def test_scores_equal_those_of_plain_forward_passes(name: str) -> None:
     assert_equal(loglikelihoods(model, *few_shot()), plain(model, *few_shot()), 1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "olmo3"])
-def test_scores_in_float64_are_those_of_plain_forward_passes(name: str) -> None:
-    model: Any = hf_parallel.enable(copy.deepcopy(tiny.build(name, dtype=torch.float64)))
-    assert_equal(loglikelihoods(model, *few_shot()), plain(model, *few_shot()), 1e-12)
-
-
 def test_a_continuation_is_greedy_if_greedy_decoding_generates_it(llama: Any) -> None:
     contexts, _ = few_shot((1,))
     continued = [
@@ -109,15 +103,6 @@ def test_shared_tokens_are_computed_once_and_in_one_pass(llama: Any) -> None:
     assert (stats.forward_passes, stats.prefilled_tokens) == (1, sizes[0])
     inputs = sum(len(a) + len(b) - 1 for a, b in zip(*rows, strict=True))
     assert stats.reused_tokens == inputs - sizes[0]
-
-
-def test_choices_of_one_token_need_no_tokens_but_the_context(llama: Any) -> None:
-    context = tiny.make_prompts([30])[0].tolist()
-    contexts, choices = [context] * 8, [[token] for token in range(10, 18)]
-    stats = GenerationStats()
-    scores = loglikelihoods(llama, contexts, choices, stats=stats)
-    assert stats.prefilled_tokens == len(context)
-    assert_equal(scores, plain(llama, contexts, choices), 1e-6)
 
 
 @pytest.mark.parametrize("limit", [1, 7, 32, 60])
@@ -147,16 +132,6 @@ def test_logits_of_a_pass_are_bounded(llama: Any, monkeypatch: pytest.MonkeyPatc
     hook.remove()
     assert (max(rows), sum(rows)) == (8, 50)
     assert_equal(scores, plain(llama, [context], [continuation]), 1e-6)
-
-
-def test_rows_may_share_nothing_repeat_or_begin_with_each_other(llama: Any) -> None:
-    a, b = (prompt.tolist() for prompt in tiny.make_prompts([12, 20]))
-    contexts = [a, b, a[:1], a[:6], a, a[:6], a[:6]]
-    continuations = [[5], b[::-1], a[1:], a[6:], [5], a[6:9], a[6:]]
-    stats = GenerationStats()
-    scores = loglikelihoods(llama, contexts, continuations, stats=stats)
-    assert_equal(scores, plain(llama, contexts, continuations), 1e-6)
-    assert stats.prefilled_tokens == unique_inputs(contexts, continuations)
 
 
 @settings(max_examples=40, deadline=None)
@@ -193,14 +168,6 @@ def test_a_kept_cache_computes_only_what_is_new(llama: Any) -> None:
     assert torch.equal(continued, llama.generate(**prompt))
 
 
-def test_scores_are_reported_as_they_are_known(llama: Any) -> None:
-    rows, seen = few_shot(), {}
-    scores = loglikelihoods(
-        llama, *rows, max_batch_tokens=30, on_scored=lambda index, score: seen.update({index: score})
-    )
-    assert [seen[index] for index in range(len(scores))] == scores
-
-
 def test_a_call_that_was_interrupted_leaves_model_and_cache_usable(llama: Any) -> None:
     cache, rows = SharedPrefixCache(), few_shot()
     count = 0
@@ -225,10 +192,6 @@ def test_log_softmax_is_computed_in_float32_unless_told_otherwise() -> None:
     assert_equal(precise, loglikelihoods(model, *rows, softmax_dtype=torch.float64), 1e-6)
     coarse = loglikelihoods(model, *rows, softmax_dtype=torch.bfloat16)
     assert [value for value, _ in coarse] != pytest.approx([value for value, _ in precise], rel=1e-5)
-
-
-def test_nothing_to_score_gives_nothing(llama: Any) -> None:
-    assert loglikelihoods(llama, [], []) == []
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import re
 import sys
 import time
 from pathlib import Path
@@ -23,7 +21,7 @@ from serving import small_model
 from sweeps import BUDGETS, PROBLEMS, RUNS, SAMPLING, Letters, Never, lines_of, small_sweep, timeless
 
 import hf_parallel
-from hf_parallel.evaluation import Finisher, Run, format_table, read_results, table
+from hf_parallel.evaluation import Finisher, Run, read_results, table
 from hf_parallel.evaluation.plots import save_plots
 from hf_parallel.evaluation.results import ResultStore
 from hf_parallel.evaluation.sweep import sweep
@@ -119,13 +117,6 @@ def test_without_a_finisher_nothing_is_added_to_a_text() -> None:
         assert "ANSWER" not in result["text"]
 
 
-def test_an_answer_in_time_needs_no_finisher(results: list[dict[str, Any]]) -> None:
-    answered = [result for result in results if result["answered"]]
-    assert 0 < len(answered) < len(results)
-    prompt = Finisher().prompt_for(PROBLEMS[0])
-    assert all((prompt in result["text"]) != result["answered"] for result in results)
-
-
 def test_answers_that_vote_are_all_finished_before_the_vote() -> None:
     """Each as if it were alone; the text that is scored is the winner's."""
     problem, finisher = Never("Write one.", "one"), Finisher(5, "\nANSWER:")
@@ -149,22 +140,6 @@ def test_answers_that_vote_are_all_finished_before_the_vote() -> None:
     assert result["text"].startswith(out.texts[0][majority(answers)[0]])
 
 
-def test_answers_that_vote_are_scored_by_the_text_of_the_winner(results: list[dict[str, Any]]) -> None:
-    model, tokenizer = small_model()
-    hf_parallel.enable(model)
-    pattern, compared = Letters.answer_pattern, 0
-    for result in results:
-        if result["mode"] == "self_consistency" and result["budget"] == BUDGETS[-1] and result["answered"]:
-            more = {"seed": result["seed"], "max_new_tokens": BUDGETS[-1], "return_dict_in_generate": True, **SAMPLING}
-            prompt = encode_task(None, PROBLEMS[result["index"]].prompt, tokenizer)
-            more |= {"generation_mode": "self_consistency", "num_answers": 3, "answer_pattern": pattern}
-            out = model.generate(**prompt, tokenizer=tokenizer, **more)
-            if all(find_answer(pattern, text) for text in out.texts[0]):
-                assert result["text"] == out.texts[0][out.chosen[0]]
-                compared += 1
-    assert compared
-
-
 # Duplicated work
 
 
@@ -178,13 +153,6 @@ def test_phrases_that_another_row_has_written_are_duplicated_work() -> None:
     assert duplicated_work([first, second], prompt="one two three four five") == 0.5
     assert duplicated_work([first, second], prompt=text) == 0, "phrases of the prompt do not count"
     assert duplicated_work([]) == 0
-
-
-def test_the_row_that_wrote_a_phrase_first_does_not_duplicate_it() -> None:
-    words = list("abcdefgh")
-    fast = [(at, f"{word} ") for at, word in enumerate(words)]
-    slow = [(10 + at, f"{word} ") for at, word in enumerate(words[:6])]
-    assert duplicated_work([fast, slow]) == duplicated_work([slow, fast]) == 2 / 6
 
 
 # Resuming
@@ -286,17 +254,6 @@ def test_a_sweep_that_has_failed_without_results_can_be_given_otherwise(
         small_sweep(tmp_path, problems=PROBLEMS[:1], runs=[Run()], samples=1)
 
 
-def test_tasks_in_one_folder_have_lines_of_their_own(tmp_path: Path) -> None:
-    class Other(Letters):
-        name = ""
-
-    problems = [*PROBLEMS[:1], Other("Write one.", "one")]
-    found = small_sweep(tmp_path, problems=problems, runs=[Run()], budgets=[4])
-    rows = table(read_results(tmp_path))
-    assert [(row["task"], row["problems"], row["generations"]) for row in rows] == [("Other", 1, 2), ("letters", 1, 2)]
-    assert sorted(map(str, rows)) == sorted(map(str, table(found)))
-
-
 HEADER = {"seed": 0}
 RESULT = {
     **{"task": "t", "index": 0, "problem": "p", "mode": "none", "settings": {}, "budget": 4, "seed": 1, "sample": 0},
@@ -342,23 +299,6 @@ def test_two_processes_do_not_write_the_same_file(tmp_path: Path) -> None:
         ResultStore(tmp_path, HEADER)
 
 
-def test_processes_read_the_results_of_each_other(tmp_path: Path) -> None:
-    for rank in range(2):
-        with ResultStore(tmp_path, HEADER, rank) as store:
-            store.add([{**RESULT, "index": rank}])
-    assert [result["index"] for result in read_results(tmp_path)] == [0, 1]
-    with ResultStore(tmp_path, HEADER, rank=0) as store:
-        assert store.get({**RESULT, "index": 1})
-
-
-def test_a_folder_without_results_raises(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no results"):
-        read_results(tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="must be a folder"):
-        ResultStore(tmp_path / "file", HEADER)
-
-
 # The table and the plots
 
 
@@ -374,14 +314,6 @@ def test_the_error_of_an_accuracy_is_that_of_problems() -> None:
     assert table([RESULT])[0]["error"] is None
 
 
-def test_the_table_as_text_has_a_row_for_each_run_and_budget(results: list[dict[str, Any]]) -> None:
-    head, *lines = format_table(table(results)).splitlines()
-    assert re.split(r"\s{2,}", head)[:4] == ["task", "mode", "settings", "budget"]
-    assert len(lines) == len(RUNS) * len(BUDGETS)
-    assert any(line.startswith("letters  hogwild") and " num_workers=2 " in line for line in lines)
-    json.dumps(table(results))
-
-
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_plots_are_written(tmp_path: Path, suffix: str, results: list[dict[str, Any]]) -> None:
     pytest.importorskip("matplotlib")
@@ -391,14 +323,6 @@ def test_plots_are_written(tmp_path: Path, suffix: str, results: list[dict[str, 
     assert len(paths) == 4
     assert all(path.suffix == f".{suffix}" and path.stat().st_size > 1000 for path in paths)
     assert ("matplotlib.pyplot" in sys.modules) == before, "it would pick a backend for the process"
-
-
-def test_plots_name_the_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"matplotlib.*hf_parallel\[eval\]"):
-        save_plots(table([RESULT]), tmp_path)
-    with pytest.raises(ValueError, match="png, svg"):
-        save_plots(table([RESULT]), tmp_path, "gif")
 
 
 # Arguments
@@ -460,14 +384,3 @@ def test_an_error_of_a_score_names_the_problem(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Letters, "score", lambda self, text: {}["x"])
     with pytest.raises(RuntimeError, match=r"Letters.score of problem 0 raised KeyError: 'x' \(the text ends with"):
         small_sweep(problems=PROBLEMS[:1], runs=[Run()], budgets=[2], samples=1)
-
-
-def test_a_vote_needs_problems_with_answers() -> None:
-    class Unanswered(Letters):
-        answer_pattern = ""
-
-    with pytest.raises(ValueError, match="answer_pattern"):
-        small_sweep(problems=[Unanswered("Write one.", "one")], runs=[Run("self_consistency")])
-    (result, *_) = small_sweep(problems=[Unanswered("Write one.", "one")], runs=[Run()])
-    assert find_answer("", result["text"]) is None
-    assert result["answered"], "nothing is asked for"

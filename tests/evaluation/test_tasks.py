@@ -69,11 +69,6 @@ def test_exactly_one_student_is_in_the_range(count: int) -> None:
         assert problem.score(f"Name: {inside[0]}") == 1.0
 
 
-def test_the_position_of_the_student_varies() -> None:
-    places = {[student.name for student in p.students].index(p.answer) for p in map(RetrievalProblem.make, range(200))}
-    assert places == set(range(10))
-
-
 @pytest.mark.parametrize(
     ("text", "score"),
     [
@@ -153,11 +148,6 @@ def test_answers_match_the_questions_in_the_prompt(count: int) -> None:
         assert problem.score(f"Therefore \\boxed{{{problem.answer}}}.") == 1.0
 
 
-def test_every_kind_of_question_occurs() -> None:
-    questions = "\n".join(ArithmeticProblem.make(seed).prompt for seed in SEEDS)
-    assert all(re.search(text, questions) for text in SOLUTIONS)
-
-
 @pytest.mark.parametrize(
     ("text", "score"),
     [
@@ -179,12 +169,6 @@ def test_answers_are_compared_by_position(text: str, score: float) -> None:
     assert problem.score(text.format(*problem.answers)) == pytest.approx(score)
 
 
-def test_one_question_has_one_box() -> None:
-    problem = ArithmeticProblem.make(0, 1)
-    assert problem.score(f"\\boxed{{5000}} or \\boxed{{{problem.answer}}}") == 1.0
-    assert problem.score(f"\\boxed{{{problem.answer}}} or \\boxed{{5000}}") == 0.0
-
-
 def test_the_answer_pattern_finds_the_answer_that_is_scored() -> None:
     for problem, text in (
         (RetrievalProblem.make(0), "Name: {}"),
@@ -194,15 +178,6 @@ def test_the_answer_pattern_finds_the_answer_that_is_scored() -> None:
 
 
 # Planning
-
-
-@pytest.mark.parametrize("count", [2, 5, 7])
-def test_the_prompt_names_all_aspects(count: int) -> None:
-    for seed in SEEDS:
-        problem = PlanningProblem.make(seed, count)
-        named = re.findall(r"the name of the aspect: (.+)\. Put", problem.prompt)[0].split(", ")
-        assert named == list(problem.aspects) == problem.answer.split("\n")
-        assert len(set(named)) == count
 
 
 @pytest.mark.parametrize(
@@ -237,11 +212,6 @@ def test_the_rules_precede_the_task(embedded: tuple[Any, PreTrainedTokenizerBase
         f"<|im_start|>system\n{rules}<|im_end|>\n<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert prompt["attention_mask"].tolist() == [[1] * prompt["input_ids"].shape[1]]
-
-
-def test_custom_rules_without_a_chat_template() -> None:
-    prompt = hf_parallel.chain_of_draft_prompt("2 + 3?", TOKENIZER, rules="Max {max_words}.")
-    assert TOKENIZER.decode(prompt["input_ids"][0], skip_special_tokens=True) == "Max 5.\n\n2 + 3?\n\n"
 
 
 @pytest.mark.parametrize(

@@ -147,12 +147,6 @@ def test_a_prompt_that_names_other_workers_warns(
     assert message is None or message in said[0]
 
 
-def test_a_prompt_of_others_does_not_warn() -> None:
-    settings = {**SETTINGS, "max_new_tokens": 2, "finisher_tokens": 0, "do_sample": False}
-    prompt = Tokenizer()("Ann, Ben share this task.", return_tensors="pt")
-    assert warned(lambda: small_model().generate(**prompt, generation_mode="hogwild", **settings)) == []
-
-
 @pytest.mark.filterwarnings("always:nothing was generated")
 def test_the_command_line_prints_a_warning_on_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors.base import value_of
 from hf_parallel.agents.supervisors.best_of_n import BestOfN
+from hf_parallel.generation.modes import majority
 
 
 def stripped(answer: object) -> str:
@@ -45,12 +45,6 @@ class SelfConsistency(BestOfN):
     def result(self) -> State | None:
         """Return the first path of the majority; without any answer, the first path."""
         ended = [state for state in self.states if state.is_final]
-        paths: dict[Hashable, list[State]] = defaultdict(list)
-        for state in ended:
-            if (answer := self.key(state.yielded)) is not None:
-                paths[answer].append(state)
-        most = max(paths.values(), key=self._votes, default=ended)
-        return most[0] if most else None
-
-    def _votes(self, paths: list[State]) -> float:
-        return len(paths) if self.value is None else sum(map(value_of, paths))
+        weights = None if self.value is None else [value_of(state) for state in ended]
+        winner, _ = majority([self.key(state.yielded) for state in ended], weights)
+        return ended[winner] if ended else None

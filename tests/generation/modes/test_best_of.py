@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_tokenizers
 import tiny
 import torch
 from hypothesis import given, settings
@@ -20,7 +18,6 @@ from workers import TOKENIZER
 
 import hf_parallel
 from hf_parallel import ParallelOutput, SharedPrefixCache
-from hf_parallel.cli import main as cli
 from hf_parallel.engine import Engine
 
 EVERY_SETTING: dict[str, Any] = {
@@ -235,16 +232,6 @@ def test_a_scorer_receives_candidates_and_may_be_named() -> None:
     assert all(candidate.is_complete for candidate in seen)
 
 
-def test_the_command_line_takes_the_name_of_a_scorer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    MODEL.save_pretrained(tmp_path)
-    small_tokenizers.make("split_marker").save_pretrained(tmp_path)
-    settings = ["--mode", "best_of", "--set", "scorer=test_best_of:shortest", "--raw", "--sample", "--seed", "1"]
-    assert cli.main(["generate", "Hi", "--model", str(tmp_path), *settings, "--format", "jsonl"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["ratings"] == [-len(text) for text in record["texts"]]
-    assert record["generated_text"] == min(record["texts"], key=len)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -262,10 +249,3 @@ def test_the_command_line_takes_the_name_of_a_scorer(tmp_path: Path, capsys: pyt
 def test_invalid_settings_and_scores_raise(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         best_of(**arguments)
-
-
-def test_a_generation_config_cannot_name_a_scorer() -> None:
-    config = copy.deepcopy(MODEL.generation_config)
-    config.parallel_config = {"scorer": "test_best_of:shortest"}
-    with pytest.raises(ValueError, match="cannot come from a generation config: pass it to generate"):
-        best_of(generation_config=config)

@@ -12,10 +12,9 @@ import pytest
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
-from stories import before_passes
 from test_malformed import describe, failing
-from transformers import PreTrainedModel, TextStreamer
-from workers import TOKENIZER, Recording, Script, Scripted, encode, small_model
+from transformers import PreTrainedModel
+from workers import TOKENIZER, Script, Scripted, encode, small_model
 
 import hf_parallel
 from hf_parallel import (
@@ -168,11 +167,6 @@ def test_the_last_complete_box_is_the_answer(text: str, answer: str | None) -> N
     assert find_answer(BOXED, text) == answer
 
 
-@pytest.mark.parametrize(("text", "answer"), [("\\boxed{}", None), ("\\boxed{ }", None), ("\\boxed{4} \\boxed{}", "4")])
-def test_an_empty_box_is_no_answer(text: str, answer: str | None) -> None:
-    assert find_answer(BOXED, text) == answer
-
-
 def test_weights_decide_against_the_number_of_votes() -> None:
     answers = ["1", "2", "1.0", None]
     answers = [answer and normal_form(answer) for answer in answers]
@@ -249,15 +243,6 @@ def test_the_chosen_row_and_its_scores_are_those_of_generate() -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("prompts", [[0, 1], [1, 0], [0]])
-def test_a_repetition_penalty_ignores_padding_as_under_generate(prompts: list[int]) -> None:
-    ids, mask = tiny.left_pad([PROMPTS[i] for i in prompts])
-    end = int(greedy(small_model(), ids, attention_mask=mask, repetition_penalty=1.7)[0, ids.shape[1] + 3])
-    given = {"attention_mask": mask, "repetition_penalty": 1.7, "eos_token_id": end}
-    out = answer(small_model(), ids, top_k=1, num_answers=2, **given)
-    assert torch.equal(out.sequences, greedy(small_model(), ids, **given))
-
-
 def test_a_seed_makes_a_call_repeatable_in_any_batch() -> None:
     settings = {"num_answers": 3, "vote": "final", "conclusion_tokens": 5, **TEXTS}
     first, again, other = (answer(small_model(), PROMPTS[0][None], seed=s, **settings) for s in (5, 5, 6))
@@ -267,37 +252,7 @@ def test_a_seed_makes_a_call_repeatable_in_any_batch() -> None:
     assert (batch.texts[0], batch.conclusions[0]) == (first.texts[0], first.conclusions[0])
 
 
-def test_num_return_sequences_gives_several_votes_per_prompt() -> None:
-    out = answer(small_model(), PROMPTS[0][None], num_answers=2, num_return_sequences=3, seed=1)
-    assert out.sequences.shape[0] == len(out.texts) == 3
-    assert len({tuple(texts) for texts in out.texts}) == 3
-
-
-@pytest.mark.parametrize("kind", ["majority", "final"])
-def test_without_return_dict_the_sequences_are_returned_and_the_cache_is_freed(kind: str) -> None:
-    out = vote("\\boxed{1}", "\\boxed{2}", vote=kind, final="2}")
-    caches = set()
-    with before_passes(lambda ids, cache: caches.add(cache)):
-        plain = vote("\\boxed{1}", "\\boxed{2}", vote=kind, final="2}", return_dict_in_generate=False)
-    assert torch.equal(plain, out.sequences)
-    assert [cache.kv_bytes for cache in caches] == [0]
-
-
 # Conclusions
-
-
-def test_the_conclusion_reads_all_answers() -> None:
-    recording = Recording()
-    out = vote(["x \\boxed{4}", EOS], "\\boxed{5}.....", ["\\boxed{6}", EOS], vote="final", final="5.0} is it")
-    read = "P[1]x \\boxed{4}[2]\\boxed{5}.....[3]\\boxed{6}So \\boxed{"
-    passes = recording.passes
-    reading = next(p for p in passes if p.seen[-1] == read)
-    assert TOKENIZER.decode(out.sequences[0].tolist()) == read + "5.0}"  # it ends at its final answer
-    assert out.conclusions == ["So \\boxed{5.0}"]
-    assert out.answers == ["5.0"]
-    assert out.chosen == [1]
-    assert out.found == [["4", "5", "6"]]
-    assert reading.num_tokens == len(read) - len("P"), "the prompt is cached already"
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
@@ -374,11 +329,6 @@ class Listener:
         self.ended += 1
 
 
-def test_a_plain_streamer_receives_the_chosen_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    vote("\\boxed{4}", "\\boxed{5}", "\\boxed{5}", streamer=TextStreamer(TOKENIZER, skip_prompt=True))
-    assert capsys.readouterr().out.strip() == "\\boxed{5}"
-
-
 def test_a_parallel_streamer_receives_every_answer_and_the_conclusion() -> None:
     listener = Listener()
     out = vote(["ab", EOS], "cdef", streamer=listener, vote="final", final="1}")
@@ -423,11 +373,6 @@ def test_invalid_settings_raise_and_the_model_works_as_before(settings: dict[str
     with pytest.raises(ValueError, match=says):
         answer(model, PROMPTS[0][None], **settings)
     assert describe(model) == before
-
-
-def test_one_greedy_answer_equals_generate() -> None:
-    out = answer(small_model(), BATCH, attention_mask=MASK, num_answers=1, do_sample=False)
-    assert torch.equal(out.sequences, greedy(small_model(), BATCH, attention_mask=MASK))
 
 
 def test_a_conclusion_that_is_too_long_for_a_model_raises() -> None:

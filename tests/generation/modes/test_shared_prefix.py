@@ -18,7 +18,6 @@ from transformers.generation.utils import GenerateOutput
 
 import hf_parallel
 from hf_parallel import ParallelOutput, SharedPrefixCache, SharedPrefixConfig
-from hf_parallel.generation.prefill import SUFFIX_CAPACITY
 
 EVERY_SETTING: dict[str, Any] = {
     "seed": 5,
@@ -205,13 +204,6 @@ def test_ended_row_costs_nothing(enabled: Enable) -> None:
     assert output.stats.decoded_tokens == sum(lengths) < new.numel()
 
 
-def test_rows_may_end_before_the_table_of_tokens_has_grown_to_its_limit(enabled: Enable) -> None:
-    model, ids = enabled("llama"), tiny.make_prompts([9])[0][None]
-    end = int(plainly(model, ids).sequences[0, ids.shape[1] + 3])
-    settings = {"max_new_tokens": 2 * SUFFIX_CAPACITY, "eos_token_id": end}
-    assert torch.equal(shared(model, ids, **settings).sequences, plainly(model, ids, **settings).sequences)
-
-
 @pytest.mark.slow
 def test_embedded_model_equals_generate(embedded: tuple[LlamaForCausalLM, PreTrainedTokenizerBase]) -> None:
     model, tokenizer = embedded
@@ -248,17 +240,6 @@ def test_sampling_on_computes_one_token_per_prompt(name: str, enabled: Enable) -
         assert output.past_key_values is held
         assert output.stats is not None
         assert output.stats.prefilled_tokens == prefilled
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_added_suffixes_equal_generate(name: str, enabled: Enable) -> None:
-    batch, model, held = clear_batch(name), enabled(name), SharedPrefixCache()
-    for some in (slice(6, None), slice(0, 6)):  # the shared root first, then its suffixes
-        input_ids, attention_mask = tiny.left_pad(batch.rows[some])
-        output = shared(model, input_ids, attention_mask=attention_mask, past_key_values=held)
-        assert torch.equal(output.sequences[:, input_ids.shape[1] :], batch.new_tokens[some])
-    assert output.stats is not None
-    assert output.stats.prefilled_tokens == unique_tokens(batch.rows[:6]) - len(batch.rows[7])
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -312,17 +293,6 @@ def test_levels_of_text_equal_flat_rows(enabled: Enable) -> None:
     flat = TOKENIZER(texts, return_tensors="pt", padding=True, padding_side="left")
     expected = plainly(model, flat.input_ids, attention_mask=flat.attention_mask)
     assert torch.equal(output.sequences, expected.sequences)
-
-
-def test_levels_over_a_kept_cache_equal_generate(enabled: Enable) -> None:
-    batch, model, held = clear_batch("llama"), enabled("llama"), SharedPrefixCache()
-    root, rest = batch.rows[0][:21], [row[21:] for row in batch.rows[:4]]
-    for again in (False, True):
-        output = shared(model, None, levels=[root, *rest], past_key_values=held)
-        assert torch.equal(output.sequences[:, -NEW:], batch.new_tokens[:4])
-        assert (output.stats.prefilled_tokens > 4) != again  # only the last tokens of cached prompts are computed again
-    output = shared(model, **batch.inputs, past_key_values=held)
-    assert torch.equal(output.sequences, batch.expected)
 
 
 # A config that names the mode

@@ -198,15 +198,6 @@ def test_points_are_read_from_an_outline(outline: str, points: list[str]) -> Non
     assert DEFAULT.read_points(outline) == points
 
 
-def test_a_truncated_line_is_no_point() -> None:
-    assert DEFAULT.read_points("1. Bread\n2. Butter\n3. Ja", truncated=True) == ["Bread", "Butter"]
-    out = write({"[OUTLINE]1.": " aa\n2. bb\n3. cccc"}, outline_tokens=14, max_new_tokens=2)
-    assert out.outlines == ["1. aa\n2. bb\n3. c"]
-    assert [point.title for point in out.points[0]] == ["aa", "bb"]
-    out = write({"[OUTLINE]1.": " aa\n2. bb\n3. c"}, max_new_tokens=15)
-    assert [point.title for point in out.points[0]] == ["aa", "bb", "c"]
-
-
 @pytest.mark.parametrize(
     ("outline", "ends"),
     [
@@ -221,18 +212,6 @@ def test_a_truncated_line_is_no_point() -> None:
 )
 def test_an_outline_ends_with_its_list(outline: str, ends: bool) -> None:
     assert DEFAULT.outline_ends(outline) == ends
-
-
-def test_a_pattern_and_a_start_of_ones_own() -> None:
-    out = write(
-        {"[OUTLINE]* ": "a\n* b", "<a>": "xx", "<b>": "yy", "[END]": ""},
-        outline_start="* ",
-        point_pattern=r"\* (.+)",
-        point_heading="<{point}>",
-        point_prompt="{number} of {skeleton}",
-    )
-    assert TOKENIZER.decode(out.sequences[0].tolist()) == "P<a>xx|<b>yy|[END]<eos>"
-    assert TOKENIZER.decode(out.points[0][1].prompt) == "P2 of 1. a\n2. b<b>"
 
 
 # The answer
@@ -283,21 +262,6 @@ def test_every_text_has_a_budget_of_its_own() -> None:
 # Batches, seeds
 
 
-def test_prompts_of_a_batch_write_what_each_writes_alone() -> None:
-    """One of them without an outline."""
-    replies = {"P[OUTLINE]1.": POINTS, "Q[OUTLINE]1.": "", "R[OUTLINE]1.": " aa\n2. bb"}
-    budgets = {"max_new_tokens": 5, "outline_tokens": 20}
-    out = write(replies, ["P", "QQ", "RR"], **budgets)
-    assert [reason is None for reason in out.fallback] == [True, False, True]
-    for row, prompt in enumerate(("P", "QQ", "RR")):
-        alone = write(replies, [prompt], **budgets)
-        for name in ("texts", "outlines", "points", "conclusions", "fallback"):
-            assert getattr(out, name)[row] == getattr(alone, name)[0]
-        own = out.sequences[row, 2 - len(prompt) :]
-        assert own[: alone.sequences.shape[1]].tolist() == alone.sequences[0].tolist()
-        assert (own[alone.sequences.shape[1] :] == tiny.PAD).all()
-
-
 def test_a_seed_gives_every_text_its_own_randomness() -> None:
     sampled = {"do_sample": True, "max_new_tokens": NEW, "outline_tokens": 20}
     outline = {"[OUTLINE]1.": POINTS}
@@ -311,19 +275,3 @@ def test_a_seed_gives_every_text_its_own_randomness() -> None:
     assert batch.points[0] == first.points[0]
     assert write(outline, ["P", "P"], seed=[1, 2], **sampled).points[1] != write(outline, seed=[1], **sampled).points[0]
     assert len({tuple(point.tokens) for point in first.points[0]}) == 3
-
-
-class Dice(Replies):
-    """Makes all lower-case letters equally likely where there is no script."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        flat = torch.full_like(scores, -100.0)
-        flat[:, ord("a") : ord("z") + 1] = 0.0
-        return super().__call__(input_ids, flat)
-
-
-def test_no_two_texts_draw_the_same() -> None:
-    sampled = {"do_sample": True, "seed": 3, "max_new_tokens": NEW, "outline_tokens": 20}
-    out = write({}, logits_processor=[Dice({"[OUTLINE]1.": POINTS})], **sampled)
-    texts = [*(point.text for point in out.points[0]), out.conclusions[0].removeprefix("[END]")]
-    assert len(set(texts)) == 4

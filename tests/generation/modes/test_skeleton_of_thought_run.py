@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stories import before_passes, pass_sizes
+from stories import pass_sizes
 from test_malformed import describe, failing
 from test_self_consistency import Foreign, Listener
 from test_skeleton_of_thought import (
@@ -55,23 +55,6 @@ def test_shared_prefixes_are_computed_once(workers: int | None) -> None:
     unique = {tuple(tokens[: i + 1]) for tokens in read for i in range(len(tokens))}
     computed_again = 0 if workers is None else 2 * 2
     assert out.stats.prefilled_tokens == len(unique) + computed_again
-
-
-def test_a_kept_cache_is_reused() -> None:
-    cache = SharedPrefixCache()
-    first = write(scripts("xx", "y", "zz"), ["Long prompt"], past_key_values=cache)
-    assert first.past_key_values is cache
-    again = write(scripts("xx", "y", "zz"), ["Long prompt"], past_key_values=cache)
-    assert again.texts == first.texts
-    assert again.stats.prefilled_tokens == 1 + 3 + 1, "the last token of each prompt"
-
-
-def test_a_call_without_return_dict_frees_its_cache() -> None:
-    caches = set()
-    with before_passes(lambda ids, cache: caches.add(cache)):
-        plain = write(scripts("xx", "y", "zz"), return_dict_in_generate=False)
-    assert TOKENIZER.decode(plain[0].tolist()) == "P1. a:xx|2. b:y|3. c:zz|[END]e<eos>"
-    assert [cache.kv_bytes for cache in caches] == [0]
 
 
 # Interrupts and arbitrary text
