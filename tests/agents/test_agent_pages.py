@@ -189,6 +189,7 @@ def test_view_renders_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "'child' is missing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_click_shows_the_text_and_the_slider_zooms(tmp_path: Path) -> None:
     measure = """{
         const chart = document.querySelector(".chart"), slider = document.querySelector("[type=range]");

@@ -235,7 +235,7 @@ def test_cached_tokens_are_those_of_the_prompt_that_earlier_requests_have_comput
         torch.cat((prefix, other)),
     ]
     with Engine(model, TOKENIZER) as engine:
-        found = [engine.submit(prompt, mode, **settings).result(60).stats.cached_tokens for prompt in prompts]
+        found = [engine.submit(prompt, mode, **settings).result(600).stats.cached_tokens for prompt in prompts]
     assert found == [0, 30, 40, 50, 100]
 
 
@@ -243,7 +243,7 @@ def test_cached_tokens_of_replayed_completions_are_those_of_the_prompt() -> None
     model, (prompt,) = enabled("llama"), random_prefixes(random.Random(7), 1, 50)
     settings = {"do_sample": True, "temperature": 0.4, "max_new_tokens": 24, "logits_cache": LogitsCache()}
     with Engine(model, TOKENIZER) as engine:
-        outputs = [engine.submit(prompt, "resample", seed=seed, **settings).result(60) for seed in range(12)]
+        outputs = [engine.submit(prompt, "resample", seed=seed, **settings).result(600) for seed in range(12)]
     assert any(0 < output.stats.replayed_tokens < 24 for output in outputs)
     assert any(output.stats.reused_tokens > 50 for output in outputs)
     assert {output.stats.cached_tokens for output in outputs[1:] if output.stats.replayed_tokens < 24} == {50}

@@ -494,7 +494,7 @@ def test_an_engine_that_is_interrupted_while_it_opens_gives_the_model_back(
     assert model.generate(torch.tensor([IDS]), generation_mode="shared_prefix", max_new_tokens=1).shape[0] == 1
     assert not caplog.records
     with Engine(model) as other:
-        assert other.submit(IDS, max_new_tokens=1).result(20)
+        assert other.submit(IDS, max_new_tokens=1).result(600)
 
 
 def test_two_engines_of_one_model_raise() -> None:

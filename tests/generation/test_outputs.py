@@ -89,7 +89,7 @@ def test_a_copy_shares_what_the_output_holds(outputs: dict[str, Any], mode: str)
     assert out.stats is not None
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.recursive(st.text(max_size=300) | st.integers(), lambda x: st.lists(x, max_size=300), max_leaves=500))
 def test_representations_are_bounded_and_escaped_whatever_a_field_holds(value: Any) -> None:
     out = HogwildOutput(

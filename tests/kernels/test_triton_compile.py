@@ -237,12 +237,20 @@ def test_checksums_compile_without_spills(capability: int, monkeypatch: pytest.M
     assert used["STACK"] == used["LOCAL"] == 0
 
 
-@pytest.mark.slow
-def test_kernels_equal_the_oracle_in_the_interpreter() -> None:
-    """Run four files in a process that selects the interpreter before torch imports Triton."""
-    files = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling", "checksum")]
-    files.append("tests/models/test_graph.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+IN_THE_INTERPRETER = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling", "checksum")]
+FEW = "half_precision or padded_queries or append_follows or (tokens_that_are_kept and top_p-torch.float32-700)"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param([*IN_THE_INTERPRETER[:2], "-k", FEW], id="few"),
+        pytest.param([*IN_THE_INTERPRETER, "tests/models/test_graph.py"], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_equal_the_oracle_in_the_interpreter(arguments: list[str]) -> None:
+    """Run tests in a process that selects the interpreter before torch imports Triton."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -198,6 +198,7 @@ def train_on_rank(folder: str) -> None:
     (Path(folder) / f"steps.{os.environ['RANK']}").write_text(json.dumps(steps))
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_loss_of_one(tmp_path: Path, expected: Any) -> None:
     wait(start_ranks(2, train_on_rank, str(tmp_path)))
     assert_equal(json.loads((tmp_path / "steps.0").read_text()), expected)
