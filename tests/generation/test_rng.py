@@ -141,7 +141,7 @@ def test_rows_of_seeds_and_of_generators_draw_together() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0])
-def test_shares_that_are_none_are_refused(bad: float) -> None:
+def test_invalid_shares_raise(bad: float) -> None:
     with pytest.raises(RuntimeError, match="cannot draw"):
         draw(torch.full((1, 4), bad), [RowRNG(1)])
 

@@ -9,7 +9,6 @@ import tiny
 
 SPECIAL = {tiny.PAD: "<pad>", tiny.BOS: "<bos>", tiny.EOS: "<eos>"}
 MERGED = {3: "\n\n", 4: ".\n\n", 5: "\n\n\n", 6: "```", 7: ",\n\nso.\n\n"}
-TOKEN = {text: token for token, text in MERGED.items()}
 """Tokens of several characters, which a model may generate but encoding never uses."""
 
 
