@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import inspect
 import logging
 import pickle
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -28,7 +26,7 @@ from mode_cases import BUILT_IN
 from tiny import PAD, REFUSED, VOCAB_SIZE, build, left_pad, make_prompts
 from tiny_tokenizer import TOKENIZER
 from torch import nn
-from transformers import CompileConfig, DynamicCache, GenerationConfig, LlamaModel, StaticCache, TextStreamer
+from transformers import DynamicCache, GenerationConfig, LlamaModel, StaticCache, TextStreamer
 
 import hf_parallel
 from hf_parallel import (
@@ -244,15 +242,12 @@ def test_settings_of_generate_of_a_wrong_kind_or_range_raise(bench: Bench, data:
 
 
 UNSUPPORTED: dict[str, Any] = {
-    **{"num_beams": 4, "num_beam_groups": 2, "penalty_alpha": 0.6, "dola_layers": "high", "constraints": [object()]},
-    **{"force_words_ids": [[5]], "prompt_lookup_num_tokens": 3, "assistant_model": "another", "guidance_scale": 1.5},
-    **{"assistant_early_exit": 2, "negative_prompt_ids": ONE, "negative_prompt_attention_mask": ONES},
-    **{"cache_implementation": "offloaded", "use_mtp": True, "compile_config": CompileConfig(), "token_healing": True},
+    **{"assistant_model": "another", "negative_prompt_ids": ONE, "negative_prompt_attention_mask": ONES},
     **{"synced_gpus": True, "custom_generate": "someone/something", "labels": ONE, "logits_to_keep": 3},
-    **{"encoder_outputs": (ONE,), "pixel_values": torch.zeros(1, 3, 4, 4), "adapter_names": ["a"]},
+    **{"encoder_outputs": (ONE,), "pixel_values": torch.zeros(1, 3, 4, 4), "adapter_names": ["a"], "num_beams": 4},
     **{"token_type_ids": ONES, "forced_bos_token_id": 10**6, "forced_eos_token_id": 10**6, "bad_words_ids": "x"},
     **{"output_attentions": True, "output_hidden_states": True, "past_key_values": ((torch.zeros(1),) * 2,)},
-    **{"num_wokers": 2, "max_token": 3, "magic": None, "levels_": [[5]]},
+    **{"num_wokers": 2, "max_token": 3, "magic": None},
 }
 """Arguments that no mode, or neither of the two, supports."""
 
@@ -286,21 +281,12 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     "a mask of floats": {"input_ids": BATCH, "attention_mask": MASK.float()},
     "a mask of bools": {"input_ids": BATCH, "attention_mask": MASK.bool()},
     "position_ids": {"input_ids": ONE.expand(2, -1), "position_ids": torch.arange(7)[None]},
-    "a static cache": {"cache_implementation": "static"},
-    "no cache": {"use_cache": False},
     "an empty cache": {"past_key_values": DynamicCache()},
-    "attentions that are not returned": {"output_attentions": True},
     "a NumPy integer": {"max_new_tokens": np.int64(3)},
     "temperature 0 without sampling": {"temperature": 0.0},
-    "eos outside the vocabulary": {"eos_token_id": 10**6},
-    "no eos": {"eos_token_id": []},
     "no pad and no eos": {"pad_token_id": None, "eos_token_id": None},
-    "prefill chunks of 1": {"prefill_chunk_size": 1},
     "no time": {"max_time": -1.0},
-    "forced eos tokens": {"forced_eos_token_id": torch.tensor([5, 6])},
-    "suppressed tokens as an array": {"suppress_tokens": np.array([5, 6])},
     "a length penalty from a float": {"exponential_decay_length_penalty": (2.0, 1.1)},
-    "a watermark as a dict": {"watermarking_config": {"bias": 1.0}},
     "a tuple of processors": {"logits_processor": (lambda ids, scores: scores,)},
     "a criterion that returns one bool": {"stopping_criteria": [lambda ids, scores, **kwargs: False]},
 }
@@ -698,14 +684,6 @@ def test_states_of_a_model_in_which_modes_work(bench: Bench) -> None:
     hf_parallel.enable(hf_parallel.enable(model))
 
 
-def test_an_adapter_per_row_in_hooks_raises(bench: Bench) -> None:
-    hook = functools.partial(lambda module, args, kwargs, adapter_names: None, adapter_names=["one", "two"])
-    handle = bench.model.model.layers[1].mlp.up_proj.register_forward_pre_hook(hook, with_kwargs=True)
-    with pytest.raises(ValueError, match="adapter_names"):
-        bench.model.generate(**SHARED)
-    handle.remove()
-
-
 def test_unknown_backend_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("HF_PARALLEL_BACKEND", "magic")
@@ -767,71 +745,6 @@ def test_a_failed_call_keeps_no_cache_alive(call: dict[str, Any], bench: Bench) 
     gc.collect()
     assert caches
     assert all(cache() is None for cache in caches)
-
-
-def growing_calls() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two calls: two prompts; then prompts that continue them, and new ones with a shared prefix."""
-    tails = make_prompts([9, 9, 20, 3, 5], seed=1)
-    starts = [*PROMPTS, tails[2], tails[2]]
-    ids, mask = left_pad([torch.cat(pair) for pair in zip(starts, [*tails[:2], *tails[3:]], strict=True)])
-    return GREEDY, {**GREEDY, "input_ids": ids, "attention_mask": mask}
-
-
-@pytest.mark.parametrize("place", ["before the first layer", "after the layers"])
-@pytest.mark.parametrize("at", [1, 4, 7, 9])
-def test_a_kept_cache_survives_an_interrupt(at: int, place: str, bench: Bench) -> None:
-    """During prefill (six passes) and decoding."""
-    short, long = growing_calls()
-    cache = SharedPrefixCache()
-    kept = {"generation_mode": "shared_prefix", "past_key_values": cache, "prefill_chunk_size": 8}
-    bench.model.generate(**short, **kept)
-    before = cache.kv_bytes
-    with pytest.raises(KeyboardInterrupt), failing(PLACES[place](bench.model), at, KeyboardInterrupt()):
-        bench.model.generate(**long, **kept)
-    assert {node.block for node in cache.tree.nodes()} == cache.pool.blocks, "blocks without a node"
-    assert cache.kv_bytes >= before, "cached tokens were lost"
-    output = bench.model.generate(**short, **kept, return_dict_in_generate=True)
-    assert output.stats.prefilled_tokens == len(PROMPTS), "only the last token of each prompt is computed again"
-    for arguments in (short, long, short, long):
-        assert torch.equal(bench.model.generate(**arguments, **kept), bench.plain.generate(**arguments))
-
-
-class Calls:
-    """Counts calls of the package's functions, and raises KeyboardInterrupt in the `at`-th one."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.at, self.count = at, 0
-
-    def __enter__(self) -> Calls:
-        sys.setprofile(self._event)
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        sys.setprofile(None)
-
-    def _event(self, frame: FrameType, event: str, arg: Any) -> None:
-        # Errors raised in a generator during garbage collection are lost.
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGES[0]) and not code.co_flags & inspect.CO_GENERATOR:
-            self.count += 1
-            if self.count == self.at:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-
-def test_an_interrupt_in_any_function_leaves_model_and_kept_cache_intact(bench: Bench) -> None:
-    """Like a signal, which may arrive between any two lines: at ten places spread over a run."""
-    short, long = growing_calls()
-    with Calls() as calls:
-        bench.model.generate(**long, generation_mode="shared_prefix")
-    expected = [bench.plain.generate(**arguments) for arguments in (short, long)]
-    for share in range(10):
-        kept = {"generation_mode": "shared_prefix", "past_key_values": SharedPrefixCache()}
-        bench.model.generate(**short, **kept)
-        with pytest.raises(KeyboardInterrupt), Calls(at=1 + share * calls.count // 10):
-            bench.model.generate(**long, **kept)
-        for arguments, tokens in zip((short, long), expected, strict=True):
-            assert torch.equal(bench.model.generate(**arguments, **kept), tokens)
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
