@@ -19,7 +19,7 @@ from hf_parallel.training import ParallelExample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WINDOWED = ("mistral", "gemma3_text", "gpt_oss")
+WINDOWED = ("mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "gpt_oss")))
 LENGTH, NEW = 36, 6
 IDS = torch.stack(tiny.make_prompts([LENGTH] * 2)).repeat_interleave(2, dim=0)
 HOLE = torch.ones_like(IDS)

@@ -28,7 +28,11 @@ from hf_parallel.models.cuda_graph import DecodeGraphs, NoSyncMode
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 (PROMPT,) = tiny.make_prompts([9], seed=8)
-ARCHITECTURES = ["llama", "qwen3", "gemma2", "gpt_oss", "mixtral", "gpt2"]
+ARCHITECTURES = [
+    "llama",
+    "gpt2",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "gemma2", "gpt_oss", "mixtral")),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +67,7 @@ def test_compiled_layers_generate_the_same_tokens(name: str) -> None:
         assert (out.stats.compiled_passes, expected.stats.compiled_passes) == (4, 0)
 
 
+@pytest.mark.slow
 def test_inductor_generates_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     model = enabled()
@@ -158,7 +163,9 @@ def num_storages(model: PreTrainedModel) -> int:
 
 
 @pytest.mark.usefixtures("fusing")
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "phi3", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "phi3", "gpt2"))]
+)
 def test_fused_projections_generate_the_same_tokens_without_a_second_copy(name: str) -> None:
     model = enabled(name)
     expected, state, before = generate(model, compile=False).sequences, weights(model), num_storages(model)
@@ -171,6 +178,7 @@ def test_fused_projections_generate_the_same_tokens_without_a_second_copy(name: 
 
 
 @pytest.mark.usefixtures("fusing")
+@pytest.mark.slow
 def test_inductor_computes_fused_projections_as_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     model = enabled("qwen2")  # with biases
