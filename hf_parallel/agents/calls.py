@@ -6,7 +6,6 @@ import asyncio
 import builtins
 import inspect
 import random
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -120,11 +119,8 @@ async def next(handle: AgentHandle) -> Any:
     search = handle._search
 
     async def wait(key: str, directive: object) -> object:
-        frame, began = current_frame(), time.monotonic()
-        execution, runtime = frame.execution, search.runtime
-        begin = runtime.trace.now()
+        frame, begin = current_frame(), search.runtime.trace.now()
         state = await search.wait()
-        runtime.waited(execution, time.monotonic() - began)
         _trace(frame, "next", child=search.agent_id, begin=begin)
         if state.status == END and state.yielded is None and inspect.isasyncgenfunction(state.agent.function):
             raise AgentEndedError(f"agent {search.agent_id} has ended and yields nothing more")
@@ -240,7 +236,7 @@ async def tool(
 
     async def run(key: str, directive: object) -> T:
         frame = current_frame()
-        runtime, began = frame.execution.search.runtime, time.monotonic()
+        runtime = frame.execution.search.runtime
         runtime.stats.tool_calls += 1
         begin = runtime.trace.now()
         error: str | None = None
@@ -252,7 +248,6 @@ async def tool(
             error = str(failure)
             raise
         finally:
-            runtime.waited(frame.execution, time.monotonic() - began)
             _trace(frame, "tool", begin=begin, name=name, result=repr(result)[:MAX_SHOWN], error=error)
 
     return await perform(f"tool {name} {fingerprint(arguments)} {fingerprint(named)}", run)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import AgentError, DeadlockError, ReplayError, ToolError, agent_failure
@@ -28,6 +27,8 @@ STALL_SECONDS = 5.0
 """Idle time, without a completion or tool call, after which a run counts as deadlocked."""
 MISSING_SECONDS = 0.5
 """Idle time after which a completion that the recording lacks ends the run."""
+TICK_SECONDS = 0.1
+"""Interval at which idle time is measured."""
 
 
 @dataclass
@@ -71,10 +72,7 @@ class Run:
         self.functions: dict[str, Agent] = {}
         self._busy = self._operations = 0  # operations running now; starts and ends so far
         self._places = asyncio.Semaphore(max_requests)
-        self._missing_at: list[Context] = []  # agents that wait for a completion that the recording lacks
-        self._waits: dict[str, list[float]] = defaultdict(
-            lambda: [0, 0.0]
-        )  # number and total seconds of waits, by agent
+        self._missing: dict[str, Context] = {}  # agents that wait for a completion that the recording lacks, by its key
         self._steps: dict[str, str] = {}  # key of the last request, by agent instance
         self._end: asyncio.Future[AgentError] = asyncio.get_running_loop().create_future()  # see `end`
 
@@ -106,35 +104,36 @@ class Run:
             self.stats.passes = self.passes - passes
 
     async def _wait(self, search: Search) -> None:
-        """Wait until a search or the run ends. Raise `DeadlockError` if no operation makes progress."""
-        while True:
-            stall = asyncio.get_running_loop().create_task(self._stall(STALL_SECONDS))
-            awaited: list[asyncio.Future[Any]] = [search.task, self._end, stall]
-            try:
-                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                stall.cancel()
-            if self._end.done():
-                raise self._end.result()
-            if search.task.done():
-                return
-            names = sorted({one.agent_id for one in self.executions if one.state is not None})
-            if names:
-                raise DeadlockError(
-                    f"nothing has happened for {STALL_SECONDS} seconds, and {', '.join(names)} wait: agents must wait "
-                    "only for Chat.gen, next and tool. What else takes time, such as asyncio.sleep, a network or an "
-                    "asyncio.Event, belongs into await tool(function, ...)"
-                )
+        """Wait until a search or the run ends. Raise an error if no operation makes progress."""
+        stall = asyncio.get_running_loop().create_task(self._stall())
+        awaited: list[asyncio.Future[Any]] = [search.task, self._end, stall]
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stall.cancel()
+        if self._end.done():
+            raise self._end.result()
+        if search.task.done():
+            return
+        for key, context in self._missing.items():
+            error = ReplayError(f"the recording has no completion for {key}, and this Runtime has no engine")
+            raise agent_failure(context.agent_id, error)
+        names = sorted({one.agent_id for one in self.executions if one.state is not None})
+        raise DeadlockError(
+            f"nothing has happened for {STALL_SECONDS} seconds, and {', '.join(names)} wait: agents must wait only for "
+            "Chat.gen, next and tool. Put what else takes time, such as asyncio.sleep, a network or an asyncio.Event, "
+            "into await tool(function, ...)"
+        )
 
-    async def _stall(self, seconds: float) -> None:
-        """Wait until no operation has run, started or ended for `seconds`."""
-        idle = 0
-        while idle < 2:  # twice, as a function may have blocked the event loop
+    async def _stall(self) -> None:
+        """Wait until no operation has run, started or ended for a while. A blocked event loop counts as one tick."""
+        idle = 0.0
+        while idle < (MISSING_SECONDS if self._missing else STALL_SECONDS):
             before = self._operations
-            await asyncio.sleep(seconds / 2)
-            aside = {one for one in self._missing_at if not isinstance(one, Execution)}
-            waiting = len(self._missing_at) + len(aside)  # a value function counts as busy itself
-            idle = idle + 1 if self._busy == waiting and self._operations == before else 0
+            await asyncio.sleep(TICK_SECONDS)
+            aside = {context for context in self._missing.values() if not isinstance(context, Execution)}
+            waiting = len(self._missing) + len(aside)  # a value function is an operation itself
+            idle = idle + TICK_SECONDS if self._busy == waiting and self._operations == before else 0.0
 
     def end(self, agent_id: str, error: ReplayError) -> None:
         """End the run with an agent's error, even if an agent catches it."""
@@ -152,7 +151,7 @@ class Run:
 
         async def compute() -> Completion:
             if model is None:
-                raise await self._missing(execution, key)
+                return await self._wait_for_cancel(execution, key)
             hints = self._hints(state, key)
             async with self._places:
                 return await model.generate(messages, settings, derive_seed(self.seed, key), hints)
@@ -182,35 +181,19 @@ class Run:
                 self._scores = scores
         return found
 
-    async def _missing(self, execution: Context, key: str) -> ReplayError:
-        """End the run and return the error, unless another agent cancels this one first, as in the recorded run."""
-        self._missing_at.append(execution)
+    async def _wait_for_cancel(self, context: Context, key: str) -> NoReturn:
+        """Wait until another agent cancels this one, as in the recorded run; otherwise the run stalls and ends."""
+        self._missing[key] = context
         try:
-            await self._stall(MISSING_SECONDS)
+            await asyncio.get_running_loop().create_future()
         finally:
-            self._missing_at.remove(execution)
-        error = ReplayError(f"the recording has no completion for {key}, and this Runtime has no engine")
-        return execution.end_run(error)
+            del self._missing[key]
+        raise AssertionError("unreachable")
 
     def _hints(self, state: State, key: str) -> AgentHints:
         parent = self._steps.get(state.agent_id)
         step = self._steps[state.agent_id] = key if len(key) <= MAX_ID else f"{derive_seed(key):x}"
-        number, seconds = self._waits[state.agent.name]
-        return AgentHints(
-            workflow_id=self.id,
-            agent_id=state.agent.name,
-            step_id=step,
-            parent_step_id=parent,
-            expected_tool_duration_ms=1e3 * seconds / number if number else None,
-        )
-
-    def waited(self, execution: Execution, seconds: float) -> None:
-        """Record how long an agent waited for a tool or another agent."""
-        if execution.state is not None:
-            wait = self._waits[execution.state.agent.name]
-            wait[0] += 1
-            wait[1] += seconds
-        execution.search.wake(execution.state)
+        return AgentHints(self.id, state.agent.name, step, parent)
 
     async def recorded(
         self, execution: Context, key: str, name: str, arguments: Iterable[object], compute: Callable[[], Awaitable[T]]

@@ -30,7 +30,6 @@ class Search:
     ) -> None:
         self.runtime, self.origin, self.sent, self.is_exclusive = runtime, origin, sent, is_exclusive
         self.agent_id = agent_id or origin.agent_id
-        self._supervisor: Supervisor | None = None
         runtime.functions[origin.agent.name] = origin.agent
         runtime.stats.agents += origin.status != YIELD
         self._states: list[State] = []
@@ -50,11 +49,6 @@ class Search:
         if self.task.cancelled():
             raise AgentCancelledError(f"agent {self.agent_id} was cancelled")
         return self.task.result()
-
-    def wake(self, state: State | None) -> None:
-        """Call the supervisor's `wake` for a transition that has waited and continues."""
-        if self._supervisor is not None and state is not None:
-            self._supervisor.wake(state)
 
     @property
     def starts_exclusive(self) -> bool:
@@ -127,7 +121,7 @@ class Search:
         return execution
 
     async def _explore(self, root: State) -> State:
-        supervisor = self._supervisor = copy.copy(root.agent.supervisor)
+        supervisor = copy.copy(root.agent.supervisor)
         supervisor.init(root)
         running: deque[tuple[State, State, asyncio.Task[None]]] = deque()
         budget = _Budget(supervisor, self.runtime)

@@ -1,6 +1,6 @@
 """Supervisor: a test-time scaling algorithm that searches over the choices of an agent (Hive, section 5.1.1).
 
-It does not depend on the agent. The runtime calls it for the states to continue, and passes it the new states.
+It does not depend on the agent. The runtime asks it for the states to continue, and passes it the new states.
 """
 
 from __future__ import annotations
@@ -46,10 +46,16 @@ class Supervisor:
         Value of a state, see `ValueFunction`.
     max_tokens, max_passes : int, optional
         Budget of a search: new tokens of the committed states, and forward passes of the engine meanwhile. When it is
-        used up, no more states are fired.
-        A completion whose logits are all cached needs no pass.
+        used up, no more states are fired. A completion whose logits are all cached needs no pass.
     max_seconds : float, optional
         The same, in seconds.
+
+    Attributes
+    ----------
+    states : list of State
+        Committed states.
+    next_states : list of State
+        States that `select` returns next.
     """
 
     value: ValueFunction | None = None
@@ -57,37 +63,39 @@ class Supervisor:
     max_passes: int | None = None
     max_seconds: float | None = None
     states: list[State] = field(default_factory=list, init=False, repr=False)
-    needs_value: ClassVar[bool] = False
+    next_states: list[State] = field(default_factory=list, init=False, repr=False)
+    counts: ClassVar[tuple[str, ...]] = ()
+    """Settings that must be an int of at least 1."""
+    compares: ClassVar[bool] = False
+    """Whether states are compared before a path has ended, so that a value function is required and called for all."""
     continues_once: ClassVar[bool] = False
     """Whether no state is continued more than once. Each class says it for itself: a subclass may do more."""
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "max_passes"):
-            if getattr(self, name) is not None:
+        for name in (*self.counts, "max_tokens", "max_passes"):
+            if getattr(self, name) is not None or name in self.counts:
                 check_int(name, getattr(self, name), at_least=1)
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise ValueError(f"max_seconds must be positive, got {self.max_seconds!r}")
-        if not callable(self.value) and (self.value is not None or self.needs_value):
+        if not callable(self.value) and (self.value is not None or self.compares):
             raise ValueError(f"value must be a function of a state, got {self.value!r}")
 
     def init(self, root: State) -> None:
         """Begin a search from a state before a choice."""
-        self.root, self.states = root, []
+        self.root, self.states, self.next_states = root, [], []
 
     def select(self) -> Sequence[State | Fire]:
         """Return states to continue now; a state may occur several times."""
-        raise NotImplementedError
+        fired, self.next_states = self.next_states, []
+        return fired
 
     def commit(self, parent: State, child: State) -> None:
         """Receive a new state. Called first by subclasses."""
         self.states.append(child)
 
-    def wake(self, state: State) -> None:
-        """Note that the transition to a state continues, which has waited for another agent."""
-
     def evaluates(self, state: State) -> bool:
         """Return whether the value function is called for a state: by default, where a search ends."""
-        return state.is_final
+        return self.compares or state.is_final
 
     def result(self) -> State | None:
         """Return the final state that the agent continues with: that of the highest value, the first among equals."""
@@ -106,3 +114,8 @@ def value_of(state: State) -> float:
     if state.error is not None:
         return float("-inf")
     return 0.0 if state.value is None else state.value
+
+
+def best(states: Sequence[State], count: int) -> list[State]:
+    """Return the states of the highest values, the first among equals."""
+    return sorted(states, key=value_of, reverse=True)[:count]

@@ -1,12 +1,13 @@
-"""BeamSearch: the best unfinished paths go on."""
+"""BeamSearch: continues the best unfinished paths."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hf_parallel.agents.state import State
-from hf_parallel.agents.supervisors.rounds import RoundSearch, best
-from hf_parallel.generation.validation import check_int
+from hf_parallel.agents.supervisors.base import best
+from hf_parallel.agents.supervisors.rounds import RoundSearch
 
 
 @dataclass
@@ -29,11 +30,7 @@ class BeamSearch(RoundSearch):
 
     width: int
     expand: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("width", self.width, at_least=1)
-        check_int("expand", self.expand, at_least=1)
+    counts: ClassVar[tuple[str, ...]] = ("width", "expand")
 
     def init(self, root: State) -> None:
         """Begin a search."""

@@ -1,12 +1,12 @@
-"""BestOfN: several runs of the agent, of which the best counts."""
+"""BestOfN: the best of several runs of the agent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors.single import Single
-from hf_parallel.generation.validation import check_int
 
 
 @dataclass
@@ -25,10 +25,7 @@ class BestOfN(Single):
     """
 
     n: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("n", self.n, at_least=1)
+    counts: ClassVar[tuple[str, ...]] = ("n",)
 
     def init(self, root: State) -> None:
         """Begin a search."""

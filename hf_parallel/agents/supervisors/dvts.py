@@ -10,7 +10,6 @@ from typing import ClassVar
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors.base import Fire, Supervisor
 from hf_parallel.agents.supervisors.beam_search import BeamSearch
-from hf_parallel.generation.validation import check_int
 
 
 @dataclass
@@ -32,12 +31,8 @@ class DVTS(Supervisor):
 
     trees: int
     expand: int
-    needs_value: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("trees", self.trees, at_least=1)
-        check_int("expand", self.expand, at_least=1)
+    counts: ClassVar[tuple[str, ...]] = ("trees", "expand")
+    compares: ClassVar[bool] = True
 
     def init(self, root: State) -> None:
         """Begin a search."""
@@ -60,7 +55,3 @@ class DVTS(Supervisor):
         """Pass the new state to its tree."""
         super().commit(parent, child)
         self._running.popleft().commit(parent, child)
-
-    def evaluates(self, state: State) -> bool:
-        """Return True: unfinished paths are compared as well."""
-        return True

@@ -9,14 +9,13 @@ from typing import ClassVar
 
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors.base import Fire, Supervisor, check_number
-from hf_parallel.generation.validation import check_int
 
 
 @dataclass
 class MCTS(Supervisor):
     """Monte-Carlo tree search with UCT (Kocsis and Szepesvari, "Bandit Based Monte-Carlo Planning", 2006).
 
-    An iteration descends from the start to a state with fewer than `expand` completions, by the highest
+    An iteration descends from the start to a state with fewer than `expand` completions, along the highest
 
         mean value + exploration * sqrt(ln(visits of the parent) / visits),
 
@@ -44,19 +43,17 @@ class MCTS(Supervisor):
     expand: int
     exploration: float = math.sqrt(2)
     parallel: int = 1
-    needs_value: ClassVar[bool] = True
+    counts: ClassVar[tuple[str, ...]] = ("iterations", "expand", "parallel")
+    compares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("iterations", "expand", "parallel"):
-            check_int(name, getattr(self, name), at_least=1)
         check_number("exploration", self.exploration, at_least=0)
 
     def init(self, root: State) -> None:
         """Begin a search."""
         super().init(root)
         self._nodes = {root: _Node()}
-        self.next_states: list[State] = []
         self._num_left, self._num_running = self.iterations, 0
         self._range = (math.inf, -math.inf)
 
@@ -72,8 +69,7 @@ class MCTS(Supervisor):
                 node.visits += 1
                 node.losses += 1
             self._fire(state)
-        fired, self.next_states = self.next_states, []
-        return fired
+        return super().select()
 
     def _fire(self, state: State) -> None:
         self._nodes[state].running += 1
@@ -96,6 +92,10 @@ class MCTS(Supervisor):
                 node.losses -= 1
                 node.total += child.value
 
+    def evaluates(self, state: State) -> bool:
+        """Return whether a path has ended."""
+        return state.is_final
+
     def _nodes_above(self, state: State) -> Iterator[_Node]:
         """Yield the nodes from a state to the start of the search."""
         current: State | None = state
@@ -104,7 +104,7 @@ class MCTS(Supervisor):
             current = current.parent
 
     def _descend(self, state: State) -> State | None:
-        """Return the state at or below another to which a completion is added; None if there is none now."""
+        """Return the state in this subtree to expand next, or None."""
         node = self._nodes[state]
         if not state.is_choice or node.is_complete:
             return None
@@ -130,11 +130,8 @@ class _Node:
     """Statistics of a state."""
 
     visits: int = 0
-    losses: int = 0
-    """Part of the visits that have failed or have not ended."""
+    losses: int = 0  # visits that have failed or have not ended
     total: float = 0.0
-    running: int = 0
-    """Transitions that run."""
+    running: int = 0  # transitions
     children: list[State] = field(default_factory=list)
-    is_complete: bool = False
-    """Whether nothing can be added to it or below it."""
+    is_complete: bool = False  # nothing can be added to it or below it

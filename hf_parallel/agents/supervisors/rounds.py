@@ -8,25 +8,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_parallel.agents.state import State
-from hf_parallel.agents.supervisors.base import Fire, Supervisor, value_of
+from hf_parallel.agents.supervisors.base import Fire, Supervisor, best
 
 
 @dataclass(kw_only=True)
 class RoundSearch(Supervisor):
     """Continues several states, waits for all of them, and chooses the next ones by value.
 
-    A search may come to a point where nothing is left to continue and no path has ended: the last states have failed,
-    or are below a threshold. Then it continues the best of the other states, with one completion for each choice, until
-    a path ends: the agent gets an answer whenever one can be had. The budget limits this, too; it is no reason to go
-    on singly, which would exceed it.
+    If every state fails or is dropped, the search falls back to the best remaining state and finishes it with one
+    completion per choice. The budget limits this, too.
     """
 
-    needs_value: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
 
     def init(self, root: State) -> None:
         """Begin a search."""
         super().init(root)
-        self.next_states: list[State] = []
         self._round: list[State] = []
         self._num_running = 0
         self._is_single = False
@@ -37,7 +34,7 @@ class RoundSearch(Supervisor):
 
     def select(self) -> Sequence[State | Fire]:
         """Return the states of the next round."""
-        fired, self.next_states = self.next_states, []
+        fired = super().select()
         self._num_running += len(fired)
         return fired
 
@@ -57,14 +54,4 @@ class RoundSearch(Supervisor):
     @staticmethod
     def _best_open(states: Sequence[State]) -> list[State]:
         """Return the best state that was not continued yet, if there is one."""
-        unused = [state for state in states if state.is_choice and not state.num_children]
-        return [max(unused, key=value_of)] if unused else []
-
-    def evaluates(self, state: State) -> bool:
-        """Return True: unfinished paths are compared as well."""
-        return True
-
-
-def best(states: Sequence[State], count: int) -> list[State]:
-    """Return the states of the highest values, the first among equals."""
-    return sorted(states, key=value_of, reverse=True)[:count]
+        return best([state for state in states if state.is_choice and not state.num_children], 1)

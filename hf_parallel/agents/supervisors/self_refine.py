@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hf_parallel.agents.chat import Chat
 from hf_parallel.agents.models import Settings
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors.base import Fire
 from hf_parallel.agents.supervisors.single import Single
-from hf_parallel.generation.validation import check_int, check_text
+from hf_parallel.generation.validation import check_text
 
 FEEDBACK = "What is wrong with this answer? Give short feedback. If nothing is wrong, reply DONE."
 REFINE = "Write the answer again, improved by this feedback. Reply with the answer alone."
@@ -26,7 +27,7 @@ class SelfRefine(Single):
     Parameters
     ----------
     rounds : int
-        Drafts are rewritten at most as often.
+        Most times that a draft is rewritten.
     feedback : str
         Message of the user that asks for feedback.
     refine : str
@@ -42,10 +43,10 @@ class SelfRefine(Single):
     refine: str = REFINE
     stop: str = "DONE"
     feedback_settings: Settings | None = None
+    counts: ClassVar[tuple[str, ...]] = ("rounds",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("rounds", self.rounds, at_least=1)
         for name in ("feedback", "refine", "stop"):
             check_text(name, getattr(self, name))
         if not self.stop:
@@ -55,8 +56,7 @@ class SelfRefine(Single):
 
     def select(self) -> Sequence[State | Fire]:
         """Return the new state, to be completed with feedback."""
-        fired, self.next_states = self.next_states, []
-        return [Fire(state, self._complete) for state in fired]
+        return [Fire(state, self._complete) for state in super().select() if isinstance(state, State)]
 
     async def _complete(self, chat: Chat) -> str:
         draft = await chat.gen()

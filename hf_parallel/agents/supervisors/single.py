@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_parallel.agents.state import State
-from hf_parallel.agents.supervisors.base import Fire, Supervisor
+from hf_parallel.agents.supervisors.base import Supervisor
 
 
 @dataclass(kw_only=True)
 class Single(Supervisor):
-    """Continues each state once.
-
-    Attributes
-    ----------
-    next_states : list of State
-        States that `select` returns next.
-    """
+    """Continues each state once."""
 
     continues_once: ClassVar[bool] = True
 
@@ -26,11 +19,6 @@ class Single(Supervisor):
         """Begin a search."""
         super().init(root)
         self.next_states = [root]
-
-    def select(self) -> Sequence[State | Fire]:
-        """Return the new states."""
-        fired, self.next_states = self.next_states, []
-        return fired
 
     def commit(self, parent: State, child: State) -> None:
         """Continue with the new state."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hf_parallel.agents.state import State
-from hf_parallel.agents.supervisors.base import check_number, value_of
-from hf_parallel.agents.supervisors.rounds import RoundSearch, best
+from hf_parallel.agents.supervisors.base import best, check_number, value_of
+from hf_parallel.agents.supervisors.rounds import RoundSearch
 from hf_parallel.generation.validation import check_choice, check_int
 
 
@@ -16,7 +17,7 @@ class TreeOfThoughts(RoundSearch):
 
     Breadth-first: each kept state gets `expand` completions, and the `breadth` best of the new states and of the paths
     that have ended are kept; the search ends when all of them have ended. Depth-first: the best new state gets `expand`
-    completions, and so on until a path ends; the search goes back to the best of the states above if a path is dropped.
+    completions, and so on until a path ends; if a path is dropped, the search returns to the best of the states above.
     See `RoundSearch` for searches whose states all fail or are dropped.
 
     Parameters
@@ -44,11 +45,10 @@ class TreeOfThoughts(RoundSearch):
     threshold: float | None = None
     goal: float | None = None
     max_depth: int | None = None
+    counts: ClassVar[tuple[str, ...]] = ("breadth", "expand")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("breadth", self.breadth, at_least=1)
-        check_int("expand", self.expand, at_least=1)
         check_choice("search", self.search, ("bfs", "dfs"))
         for name in ("threshold", "goal"):
             if getattr(self, name) is not None:

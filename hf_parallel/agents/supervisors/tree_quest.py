@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -48,13 +48,12 @@ class TreeQuest(RoundSearch):
     iterations: int
     parallel: int = 1
     seed: int = 0
+    counts: ClassVar[tuple[str, ...]] = ("iterations", "parallel")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not all(callable(getattr(self.algorithm, name, None)) for name in ("init_tree", "ask_batch", "tell")):
             raise ValueError(f"algorithm must be a treequest.Algorithm such as ABMCTSA(), got {self.algorithm!r}")
-        check_int("iterations", self.iterations, at_least=1)
-        check_int("parallel", self.parallel, at_least=1)
         check_int("seed", self.seed, at_least=0)
 
     def init(self, root: State) -> None:
