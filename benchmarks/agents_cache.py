@@ -319,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all parts; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agents_cache", description=str(__doc__).splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two seeds and one round, to check that everything runs")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     add_model_options(parser)
     options = parser.parse_args(arguments)
     model, _ = set_up(options)
@@ -329,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report["budgets"] = other_budgets(few)
     report["robustness"] = robustness(few)
     report["engine"] = beside_engine(model, 1 if options.quick else 2)
-    finish(Console(highlight=False), report, options.out or new_path("agents-cache", options.quick), show)
+    finish(Console(highlight=False), report, options.output or new_path("agents-cache", options.quick), show)
     return 0
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,18 +21,8 @@ from .report import add_model_options, set_up
 from .resample import encode, solvable
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One decoded answer.
-
-    Attributes
-    ----------
-    tokens : list of str
-        Text of each token.
-    scores : float64 [n]
-    hotspots : bool [n]
-        Steps at which a replay samples anew.
-    """
+class Answer(NamedTuple):
+    """One decoded answer: the text of each token, the scores `[n]`, and whether a replay samples each anew `[n]`."""
 
     tokens: list[str]
     scores: np.ndarray
@@ -69,7 +58,6 @@ def draw(answer: Answer, threshold: float, path: Path) -> None:
     panel.set_xticks(steps, [visible(token) for token in answer.tokens], rotation=90, fontsize=8, family="monospace")
     for label, hot in zip(panel.get_xticklabels(), answer.hotspots, strict=True):
         label.set(color="tab:red" if hot else "dimgrey", weight="bold" if hot else "normal")
-    panel.tick_params(axis="x", length=0)
     panel.set(ylabel="entropy x (1 - top-1) x decay", xlim=(-1, len(steps)))
     panel.set_title(f"{answer.hotspots.sum()} of {len(steps)} steps are hotspots", fontsize=10)
     panel.spines[["top", "right"]].set_visible(False)
@@ -85,19 +73,19 @@ def visible(token: str) -> str:
 def main() -> int:
     """Decode, plot and print the answer; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hotspots", description=__doc__.splitlines()[0])
-    parser.add_argument("picture", type=Path, help="output file, such as docs/hotspots.png")
+    parser.add_argument("--quick", action="store_true", help="ten tokens, to check that it runs")
+    parser.add_argument("--output", type=Path, default=Path("docs/hotspots.png"), metavar="FILE", help="picture")
     add_model_options(parser)
-    parser.add_argument("--temperature", type=float, default=0.6)
-    parser.add_argument("--length", type=int, default=100, help="maximum number of tokens (default: 100)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     model, tokenizer = set_up(options)
     ids = encode(tokenizer, next(solvable())).to(model.device)
-    settings = {"temperature": options.temperature, "max_new_tokens": options.length, "seed": options.seed, "top_k": 0}
+    length = 10 if options.quick else 100
+    settings = {"temperature": 0.6, "max_new_tokens": length, "seed": options.seed, "top_k": 0}
     policy = Hotspot()
     answer = decode(model, tokenizer, ids, policy, **settings)
     print("".join(f"[{t}]" if hot else t for t, hot in zip(answer.tokens, answer.hotspots, strict=True)))
-    draw(answer, policy.threshold, options.picture)
+    draw(answer, policy.threshold, options.output)
     return 0
 
 

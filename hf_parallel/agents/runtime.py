@@ -113,33 +113,24 @@ class Runtime:
         """
         if asyncio._get_running_loop() is None:
             return asyncio.run(self.run_async(agent, *arguments, record=record, **named))
-        done: list[AgentResult | BaseException] = []
-        started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[object]]] = []
-
-        async def main() -> AgentResult:
-            task = asyncio.current_task()
-            assert task is not None
-            started.append((asyncio.get_running_loop(), task))
-            return await self.run_async(agent, *arguments, record=record, **named)
+        loop = asyncio.new_event_loop()  # for a thread, as this one runs a loop, such as in a notebook
+        task = loop.create_task(self.run_async(agent, *arguments, record=record, **named))
 
         def work() -> None:
-            try:
-                done.append(asyncio.run(main()))
-            except BaseException as error:
-                done.append(error)
+            loop.run_until_complete(asyncio.wait([task]))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
 
-        thread = threading.Thread(target=work, name="hf_parallel-agents")  # such as in a notebook
+        thread = threading.Thread(target=work, name="hf_parallel-agents")
         thread.start()
         try:
             thread.join()
         except BaseException:  # Ctrl-C
-            for loop, task in started:
-                loop.call_soon_threadsafe(task.cancel)
+            loop.call_soon_threadsafe(task.cancel)
             thread.join()
             raise
-        if isinstance(done[0], BaseException):
-            raise done[0]
-        return done[0]
+        return task.result()
 
     async def run_async(
         self, agent: Agent, *arguments: object, record: str | Path | None = None, **named: object

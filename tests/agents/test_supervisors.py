@@ -114,11 +114,6 @@ def test_best_of_n_continues_all_paths_to_the_end_and_takes_the_best() -> None:
     assert result.stats.completions == 6
 
 
-def test_best_of_n_without_a_value_takes_the_first_that_has_not_failed() -> None:
-    result = Runtime(tree({"": ["fail 1", "end 2", "end 3"]})).run(walk.under(BestOfN(3)))
-    assert result.value == "end 2"
-
-
 def test_self_consistency_takes_the_first_of_the_most_frequent_answers() -> None:
     model = tree({"": ["end 3", "end 5", "end 7", "fail", "end 5 ", "end 7"]})
     assert Runtime(model).run(walk.under(SelfConsistency(6))).value == "end 5"
@@ -167,12 +162,6 @@ def test_tree_of_thoughts_breadth_first_expands_the_best_states() -> None:
     ]
 
 
-def test_tree_of_thoughts_breadth_first_ends_at_the_goal() -> None:
-    model = tree({"": ["a 9", "end 4"]})
-    result = Runtime(model).run(walk.under(TreeOfThoughts(2, 2, value=number, goal=4)))
-    assert (result.value, result.stats.completions) == ("end 4", 2)
-
-
 def test_tree_of_thoughts_depth_first_goes_back_from_states_below_the_threshold() -> None:
     model = tree({"": ["b 7", "a 5", "x 4"], "b 7": ["c 1", "end 2", "fail"], "a 5": ["d 3", "end 6", "fail"]})
     supervisor = TreeOfThoughts(expand=3, value=number, search="dfs", threshold=3)
@@ -193,18 +182,6 @@ def test_states_deeper_than_max_depth_get_one_completion() -> None:
     assert (result.value, result.stats.completions) == ("end 1", 5)
 
 
-def test_depth_counts_from_the_yield_at_which_a_search_begins() -> None:
-    @agent
-    async def yields_first() -> Any:
-        chat = Chat()
-        yield await chat.gen()
-        await chat.gen()
-        yield await chat.gen()
-
-    search = TreeOfThoughts(3, 3, value=lambda state: int(state.text), max_depth=2)
-    assert Runtime(ScriptedModel(digits)).run(yields_first.under(search)).stats.completions == 3 + 3 + 9
-
-
 @pytest.mark.parametrize("search", ["bfs", "dfs"])
 def test_a_search_that_drops_all_states_continues_the_best_singly(search: str) -> None:
     model = tree({"": ["a 1", "b 2", "c 2"], "b 2": ["d 0"], "b 2/d 0": ["fail 0"], "c 2": ["end 0"]})
@@ -218,11 +195,6 @@ async def judge(text: str) -> Any:
     chat = Chat()
     chat.user(f"Score of {text}?")
     yield await chat.gen()
-
-
-async def judged(state: State) -> float:
-    """Value: what an agent generates."""
-    return float(await next(spawn(judge, state.text)))
 
 
 def test_completions_of_a_value_function_are_not_those_of_the_state() -> None:
@@ -243,22 +215,6 @@ def test_completions_of_a_value_function_are_not_those_of_the_state() -> None:
 
     Runtime(ScriptedModel(script)).run(walk.under(Seeing(2, value=value)))
     assert seen == ["end", "end"]
-
-
-def test_agents_that_score_the_states_of_a_path_have_ids_of_their_own() -> None:
-    def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
-        is_score = "Score" in messages[-1]["content"]
-        return "1" if is_score else ["a", "b", "end"][sum(message["role"] == "assistant" for message in messages)]
-
-    result = Runtime(ScriptedModel(script)).run(walk.under(BeamSearch(1, 1, value=judged)))
-    spawned = [event.data["child"] for event in result.trace.events if event.kind == "spawn"]
-    assert len(spawned) == len(set(spawned)) == 3
-
-
-def test_a_value_must_be_a_number() -> None:
-    supervised = walk.under(BestOfN(1, value=lambda state: float("nan")))
-    with pytest.raises(AgentError, match=r"value of State\(walk#0, 0.0, yield\) must be a finite number, got nan"):
-        Runtime(tree({"": ["end"]})).run(supervised)
 
 
 def test_a_budget_that_cuts_unfinished_paths_is_named_although_another_path_failed() -> None:
@@ -291,18 +247,6 @@ def test_self_refine_rewrites_the_draft_until_the_feedback_contains_the_stop_wor
         "Wrong?",
     ]
     assert [message["content"] for message in model.calls[4]] == ["Go on.", "a 2", "Go on."]
-
-
-def test_self_refine_generates_feedback_with_its_own_settings() -> None:
-    seen = []
-
-    def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
-        seen.append(dict(settings))
-        return "end DONE"
-
-    refined = walk.under(SelfRefine(1, feedback_settings={"max_new_tokens": 4}))
-    Runtime(ScriptedModel(script)).run(refined)
-    assert seen == [{}, {"max_new_tokens": 4}]
 
 
 @agent
@@ -343,12 +287,6 @@ def test_dvts_follows_the_best_state_of_each_tree() -> None:
     assert ids(result) == ["0.0", "0.1", "0.2", "0.3", "0.1.0", "0.1.1", "0.2.0", "0.2.1", "0.2.1.0", "0.2.1.1"]
 
 
-def test_a_tree_of_dvts_whose_states_fail_goes_on_with_its_own_next_best() -> None:
-    model = tree({"": ["a 1", "b 4", "fail", "fail"], "b 4": ["fail", "fail"], "a 1": ["end 1"]})
-    result = Runtime(model).run(walk.under(DVTS(2, 2, value=number)))
-    assert result.value == "end 1"
-
-
 def test_mcts_continues_each_new_state_to_the_end_and_descends_by_uct() -> None:
     model = tree(
         {
@@ -369,30 +307,12 @@ def test_mcts_continues_each_new_state_to_the_end_and_descends_by_uct() -> None:
     ]
 
 
-def test_mcts_with_much_exploration_visits_states_evenly() -> None:
-    ends = {"a": ["end 0", "end 1", "end 2"], "b": ["end 10", "end 9", "end 8"], "c": ["end 3", "end 4", "end 5"]}
-
-    def visited(exploration: float) -> list[str]:
-        search = MCTS(6, 3, value=number, exploration=exploration)
-        result = Runtime(tree({"": list("abc"), **ends})).run(walk.under(search))
-        return [state for state in ids(result) if state.count(".") == 2]
-
-    assert visited(100.0) == ["0.0.0", "0.1.0", "0.2.0", "0.1.1", "0.2.1", "0.0.1"]
-    assert visited(0.0) == ["0.0.0", "0.1.0", "0.2.0", "0.1.1", "0.1.2", "0.2.1"]
-
-
 def test_mcts_searches_alike_whatever_the_scale_of_the_values() -> None:
     def visited(scale: float, offset: float) -> list[str]:
         search = MCTS(20, 3, value=lambda state: scale * int(state.text) + offset, parallel=2)
         return ids(Runtime(ScriptedModel(digits)).run(three_choices.under(search)))
 
     assert visited(1, 0) == visited(1000, 7) == visited(0.25, -1e6)
-
-
-def test_mcts_ends_when_the_tree_is_complete() -> None:
-    model = tree({"": ["a", "end 3"], "a": ["end 1", "fail"]})
-    result = Runtime(model).run(walk.under(MCTS(100, 2, value=number)))
-    assert (result.value, result.stats.completions) == ("end 3", 4)
 
 
 def test_parallel_iterations_of_mcts_take_different_paths() -> None:
@@ -427,12 +347,6 @@ async def yields_twice() -> Any:
     yield await chat.gen()
 
 
-@agent
-async def asks() -> Any:
-    text = await Chat().gen()
-    return text, await next(spawn(one_choice))
-
-
 class Greedy:
     """Algorithm with the methods of treequest: two nodes at the start, then below the best, also if it ended."""
 
@@ -448,22 +362,22 @@ class Greedy:
         return {**tree, "nodes": [*tree["nodes"], result]}
 
 
-EVERY: dict[str, tuple[Supervisor, tuple[int, ...]]] = {
-    "single": (Single(), (1, 3, 2, 2)),
-    "best_of_n": (BestOfN(3, value=thousandths), (3, 9, 6, 6)),
-    "self_consistency": (SelfConsistency(4), (4, 12, 8, 8)),
-    "self_refine": (SelfRefine(2), (5, 15, 10, 6)),
-    "beam_search": (BeamSearch(2, 2, value=thousandths), (4, 12, 8, 8)),
-    "tree_of_thoughts_bfs": (TreeOfThoughts(2, 3, value=thousandths), (3, 15, 6, 6)),
-    "tree_of_thoughts_dfs": (TreeOfThoughts(expand=2, search="dfs", value=thousandths), (2, 6, 4, 4)),
-    "mcts": (MCTS(6, 2, parallel=3, value=thousandths), (2, 12, 4, 4)),
-    "dvts": (DVTS(2, 2, value=thousandths), (4, 12, 8, 8)),
-    "treequest": (TreeQuest(Greedy(), 6, parallel=2, value=thousandths), (2, 7, 4, 4)),
+EVERY: dict[str, tuple[Supervisor, int, int]] = {
+    "single": (Single(), 3, 2),
+    "best_of_n": (BestOfN(3, value=thousandths), 9, 6),
+    "self_consistency": (SelfConsistency(4), 12, 8),
+    "self_refine": (SelfRefine(2), 15, 10),
+    "beam_search": (BeamSearch(2, 2, value=thousandths), 12, 8),
+    "tree_of_thoughts_bfs": (TreeOfThoughts(2, 3, value=thousandths), 15, 6),
+    "tree_of_thoughts_dfs": (TreeOfThoughts(expand=2, search="dfs", value=thousandths), 6, 4),
+    "mcts": (MCTS(6, 2, parallel=3, value=thousandths), 12, 4),
+    "dvts": (DVTS(2, 2, value=thousandths), 12, 8),
+    "treequest": (TreeQuest(Greedy(), 6, parallel=2, value=thousandths), 7, 4),
 }
-"""Supervisors, and the number of completions for each agent of `AGENTS`."""
-AGENTS = {"one": one_choice, "three": three_choices, "yields": yields_twice, "asks": asks}
+"""Supervisors, and the number of completions for `three_choices` and `yields_twice`."""
 
-with_every = pytest.mark.parametrize("supervisor", [supervisor for supervisor, _ in EVERY.values()], ids=list(EVERY))
+with_every = pytest.mark.parametrize("supervisor", [supervisor for supervisor, *_ in EVERY.values()], ids=list(EVERY))
+with_some = pytest.mark.parametrize("supervisor", [EVERY[name][0] for name in ("self_refine", "beam_search", "mcts")])
 
 
 @agent
@@ -479,42 +393,18 @@ async def asks_for_all(supervised: Agent) -> Any:
         return values
 
 
-@pytest.mark.parametrize("index", range(4), ids=list(AGENTS))
-@pytest.mark.parametrize("name", list(EVERY))
-def test_every_supervisor_runs_every_agent(name: str, index: int) -> None:
-    supervisor, completions = EVERY[name]
-    supervised = list(AGENTS.values())[index].under(supervisor)
-    result = Runtime(ScriptedModel(digits)).run(asks_for_all, supervised)
-    assert result.stats.completions == completions[index]
-    selected = [event for event in result.trace.events if event.kind == "state" and event.data["status"] == "selected"]
-    for event in selected:
-        ends = [
-            value
-            for state, value in committed(result, event.agent)
-            if state.count(".") == event.state.count(".") and value is not None
-        ]
-        assert event.data["value"] == max(ends, default=None)
-
-
-@with_every
-def test_an_agent_is_sent_values_between_its_searches(supervisor: Supervisor) -> None:
-    model = ScriptedModel(digits)
-    result = Runtime(model).run(asks_for_all, yields_twice.under(supervisor))
-    assert len(result.value) == 2
-    first = result.value[0]
-    last = {tuple(message["content"] for message in messages)[:2] for messages in model.calls if len(messages) > 1}
-    assert (first, f"{first}!") in last
-
-
-@with_every
-def test_an_agent_without_choices_runs_once(supervisor: Supervisor) -> None:
-    @agent
-    async def plain() -> Any:
-        yield 1
-        yield 2
-
-    result = Runtime(ScriptedModel(digits)).run(plain.under(supervisor))
-    assert (result.values, result.stats.completions) == ([1, 2], 0)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_supervisor_runs_every_agent(name: str) -> None:
+    supervisor, *completions = EVERY[name]
+    for supervised, expected in zip((three_choices, yields_twice), completions, strict=True):
+        result = Runtime(ScriptedModel(digits)).run(asks_for_all, supervised.under(supervisor))
+        assert result.stats.completions == expected
+        for event in result.trace.events:
+            if event.kind == "state" and event.data["status"] == "selected":
+                depth = event.state.count(".")
+                states = [one for one in committed(result, event.agent) if one[0].count(".") == depth]
+                assert event.data["value"] == max((value for _, value in states if value is not None), default=None)
+    assert len(result.value) == 2, "what the agent yields is sent back to it, and it continues"
 
 
 @agent
@@ -595,7 +485,7 @@ def test_results_do_not_depend_on_when_requests_end(supervisor: Supervisor) -> N
             return {"error": str(error)}
 
     expected = run(None)
-    for delays in range(50):
+    for delays in range(5):
         assert run(delays) == expected
 
 
@@ -604,11 +494,6 @@ def test_treequest_expands_the_nodes_that_the_algorithm_asks_for() -> None:
     result = Runtime(model).run(walk.under(TreeQuest(Greedy(), 7, parallel=2, value=number)))
     assert result.value == "end 0.9"
     assert ids(result) == ["0.0", "0.1", "0.0.0", "0.0.1", "0.0.0.0", "0.0.0.1"]
-
-
-def test_treequest_without_an_ended_path_continues_the_best_state() -> None:
-    model = tree({"": ["a 0.5", "b 0.7"], "b 0.7": ["c 0.1"], "b 0.7/c 0.1": ["end 0"]})
-    assert Runtime(model).run(walk.under(TreeQuest(Greedy(), 2, value=number))).value == "end 0"
 
 
 def test_treequest_needs_values_from_0_to_1() -> None:
@@ -635,66 +520,51 @@ def test_algorithms_of_treequest_search_alike_each_time(name: str) -> None:
 
     expected = run(0)
     assert len(expected) > 12
-    assert all(run(begin) == expected for begin in range(1, 20))
+    assert all(run(begin) == expected for begin in range(1, 5))
 
 
-INVALID = [
-    (lambda: BestOfN(0), "n must be an int of at least 1, got 0"),
-    (lambda: BestOfN(2, value=3), "value must be a function of a state, got 3"),  # type: ignore[arg-type]
-    (lambda: SelfConsistency(2, key="x"), "key must be a function of a yielded value, got 'x'"),  # type: ignore[arg-type]
-    (lambda: SelfRefine(True), "rounds must be an int of at least 1, got True"),
-    (lambda: SelfRefine(1, stop=""), "stop must be a string that is not empty, got ''"),
-    (lambda: SelfRefine(1, feedback=1), "feedback must be a string, got 1"),  # type: ignore[arg-type]
-    (lambda: SelfRefine(1, feedback_settings=[]), r"feedback_settings must be a dict, got \[\]"),  # type: ignore[arg-type]
-    (lambda: BeamSearch(2, 2), "value must be a function of a state, got None"),
-    (lambda: BeamSearch(0, 2, value=number), "width must be an int of at least 1, got 0"),
-    (lambda: BeamSearch(2, 1.5, value=number), "expand must be an int of at least 1, got 1.5"),  # type: ignore[arg-type]
-    (lambda: TreeOfThoughts(), "value must be a function of a state, got None"),
-    (lambda: TreeOfThoughts(search="a", value=number), r"search must be one of \['bfs', 'dfs'\], got 'a'"),
-    (lambda: TreeOfThoughts(breadth=0, value=number), "breadth must be an int of at least 1, got 0"),
-    (lambda: TreeOfThoughts(goal=float("nan"), value=number), "goal must be a finite number, got nan"),
-    (lambda: TreeOfThoughts(max_depth=0, value=number), "max_depth must be an int of at least 1, got 0"),
-    (lambda: MCTS(0, 2, value=number), "iterations must be an int of at least 1, got 0"),
-    (lambda: MCTS(2, 2), "value must be a function of a state, got None"),
-    (lambda: MCTS(2, 2, parallel=0, value=number), "parallel must be an int of at least 1, got 0"),
-    (lambda: MCTS(2, 2, -1, value=number), "exploration must be a finite number of at least 0, got -1"),
-    (lambda: DVTS(0, 2, value=number), "trees must be an int of at least 1, got 0"),
-    (lambda: DVTS(2, 2), "value must be a function of a state, got None"),
-    (lambda: TreeQuest("mcts", 2, value=number), "algorithm must be a treequest.Algorithm .*, got 'mcts'"),
-    (lambda: TreeQuest(Greedy(), 2, seed=-1, value=number), "seed must be an int of at least 0, got -1"),
-    (lambda: Single(max_tokens=0), "max_tokens must be an int of at least 1, got 0"),
-    (lambda: Single(max_seconds=-1), "max_seconds must be positive, got -1"),
+INVALID: list[tuple[Callable[..., Any], str]] = [
+    (lambda: BestOfN(0), "n .* got 0"),
+    (lambda: BestOfN(2, value=3), "value .* got 3"),  # type: ignore[arg-type]
+    (lambda: BeamSearch(2, 2), "value .* got None"),
+    (lambda: SelfConsistency(2, key="x"), "key .* got 'x'"),  # type: ignore[arg-type]
+    (lambda: SelfRefine(1, stop=""), "stop .* got ''"),
+    (lambda: SelfRefine(1, feedback_settings=[]), r"feedback_settings .* got \[\]"),  # type: ignore[arg-type]
+    (lambda: TreeOfThoughts(search="a", value=number), "search .* got 'a'"),
+    (lambda: TreeOfThoughts(goal=float("nan"), value=number), "goal .* got nan"),
+    (lambda: MCTS(2, 2, -1, value=number), "exploration .* got -1"),
+    (lambda: TreeQuest("mcts", 2, value=number), "algorithm .* got 'mcts'"),
+    (lambda: Single(max_tokens=0), "max_tokens .* got 0"),
+    (lambda: Single(max_seconds=-1), "max_seconds .* got -1"),
     (lambda: votes("{no}", 2), "question"),
-    (lambda: votes("Good?", 0), "n must be an int of at least 1, got 0"),
-    (lambda: votes("Good?", 2, accept="yes"), "accept must be a function of a verdict, got 'yes'"),  # type: ignore[arg-type]
+    (lambda: votes("Good?", 2, accept="yes"), "accept .* got 'yes'"),  # type: ignore[arg-type]
 ]
 
 
 @pytest.mark.parametrize(("make", "message"), INVALID)
-def test_settings_that_cannot_be_are_named(make: Callable[[], Any], message: str) -> None:
+def test_invalid_settings_raise(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
+@pytest.mark.parametrize("value", [float("nan"), None, "0.5"])
+def test_a_value_that_is_not_a_finite_number_raises(value: Any) -> None:
+    with pytest.raises(AgentError, match="must (be|return) a (finite )?number, got"):
+        Runtime(tree({"": ["end"]})).run(walk.under(BestOfN(1, value=lambda state: value)))
+
+
 @pytest.mark.parametrize("limit", ["max_tokens", "max_passes", "max_seconds"])
-@pytest.mark.parametrize("name", list(EVERY))
-def test_a_search_that_has_used_its_budget_fires_no_more(name: str, limit: str) -> None:
+@pytest.mark.parametrize(("name", "num_started"), [("beam_search", 4), ("mcts", 2), ("self_refine", 5)])
+def test_a_search_that_has_used_its_budget_starts_nothing_more(name: str, num_started: int, limit: str) -> None:
     """After the first states that are committed; those that run already are finished."""
-
-    async def slowly(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
-        await asyncio.sleep(0.002)
-        return digits(messages, settings, seed)
-
-    supervisor = replace(EVERY[name][0], **{limit: 0.001 if limit == "max_seconds" else 1})
-    model = ScriptedModel(slowly if limit == "max_seconds" else digits)
-    with pytest.raises(AgentError, match=rf"agent three_choices#0 has ended before a path has: .*{limit}=") as found:
+    supervisor = replace(EVERY[name][0], **{limit: 1e-9 if limit == "max_seconds" else 1})
+    model = ScriptedModel(digits)
+    if limit == "max_seconds":
+        num_started = 0
+    with pytest.raises(AgentError, match=rf"three_choices#0 .*{limit}=") as found:
         Runtime(model).run(three_choices.under(supervisor))
     assert isinstance(found.value.__cause__, BudgetExceededError)
-    first_round = {"single": 1, "best_of_n": 3, "self_consistency": 4, "self_refine": 5, "tree_of_thoughts_bfs": 3}
-    first_round |= {"beam_search": 4, "dvts": 4}
-    assert len(model.calls) == first_round.get(name, 2)
-    result = Runtime(model).run(one_choice.under(supervisor))
-    assert result.value is not None
+    assert len(model.calls) == num_started
 
 
 @pytest.mark.parametrize("name", ["tree_of_thoughts_dfs", "mcts"])
@@ -803,8 +673,10 @@ def texts(result: AgentResult) -> dict[str, str]:
     return {event.state: event.data["text"] for event in result.trace.events if event.kind == "gen"}
 
 
-@with_every
-def test_every_supervisor_searches_alike_on_an_engine(supervisor: Supervisor, engine: Engine) -> None:
+@with_some
+def test_a_search_on_an_engine_is_the_same_with_and_without_a_logits_cache(
+    supervisor: Supervisor, engine: Engine
+) -> None:
     def length(state: State) -> float:
         return sum(map(ord, state.text)) % 1000 / 1000
 
@@ -833,8 +705,8 @@ def test_copies_of_an_agent_on_several_paths_have_ids_of_their_own() -> None:
     assert ended == [f"resumes#0/yields_twice#0{suffix}" for suffix in ("", "@0.1", "@0.2")]
 
 
-@with_every
-def test_a_recorded_search_replays_and_goes_on_where_it_was_cut(supervisor: Supervisor, tmp_path: Path) -> None:
+@with_some
+def test_a_recorded_search_replays_and_resumes(supervisor: Supervisor, tmp_path: Path) -> None:
     if supervisor.value is not None:
         supervisor = replace(supervisor, value=scored_in_thousandths)
 
