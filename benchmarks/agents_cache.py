@@ -317,7 +317,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all parts; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.agents_cache", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks agents_cache", description=str(__doc__).splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two seeds and one round, to check that everything runs")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     add_model_options(parser)

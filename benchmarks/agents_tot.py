@@ -124,7 +124,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.agents_tot", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks agents_tot", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
     add_model_options(parser)
     parser.add_argument("--count", type=int, default=20, metavar="N", help="puzzles (20)")

@@ -72,7 +72,7 @@ def visible(token: str) -> str:
 
 def main() -> int:
     """Decode, plot and print the answer; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hotspots", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks hotspots", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="ten tokens, to check that it runs")
     parser.add_argument("--output", type=Path, default=Path("docs/hotspots.png"), metavar="FILE", help="picture")
     add_model_options(parser)
