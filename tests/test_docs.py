@@ -140,7 +140,7 @@ def check_python(words: list[str]) -> None:
     if words[0] == "-m":
         if words[1] == "pip":
             return check_pip(words[2:])
-        found = importlib.util.find_spec(words[1])
+        found = importlib.util.find_spec(".".join(words[1:3]) if words[1] == "benchmarks" else words[1])
         assert found is not None, words
         path = (
             Path(str(found.origin)).parent / "__main__.py"
@@ -149,7 +149,7 @@ def check_python(words: list[str]) -> None:
         )
     else:
         path = ROOT / words[0]
-    source = path.read_text()
+    source = path.read_text() + (ROOT / "benchmarks" / "report.py").read_text()  # which has the common options
     for option in (word.split("=")[0] for word in words if word.startswith("--") and word != "--help"):
         assert f'"{option}"' in source, (words, path)
     return None
