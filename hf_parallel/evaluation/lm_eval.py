@@ -185,7 +185,7 @@ class ParallelLM(HFLM):
                 by_context: dict[str, list[int]] = {}
                 for index in indices:
                     by_context.setdefault(requests[index].args[0], []).append(index)
-                contexts = sorted(by_context)  # so that those of a call share their beginnings
+                contexts = sorted(by_context)  # neighbours share their beginnings
                 for start in range(0, len(contexts), self._contexts_per_call):
                     of_call = {context: by_context[context] for context in contexts[start:][: self._contexts_per_call]}
                     for index, text in call.run(of_call).items():
@@ -246,7 +246,7 @@ class _Generation:
             left_truncate_len=lm.max_length - self.new_tokens,
             truncation=lm.truncation,
         )
-        if self.cache is not None:  # what the contexts share with those of the last call
+        if self.cache is not None:  # keep what the contexts share with the last call
             self.cache.tree.retain(ids[0][mask[0].bool()].numpy())
         output = self._generate(ids.to(lm.device), mask.to(lm.device), [index for _, index in rows])
         assert output.stats is not None

@@ -107,12 +107,12 @@ def loglikelihoods(
     contexts, continuations : sequence of 1-D tensors, arrays or lists of int
         Token ids, at least one in each.
     cache : SharedPrefixCache, optional
-        Keeps the keys and values of all rows after the call. Default: only those of the running batch are held.
+        Keeps the keys and values of all rows after the call. Default: only the running batch is held.
     max_batch_tokens : int
-        Maximum number of tokens of a forward pass, and of new tokens whose keys and values are held in addition to
-        those of one row. A row's cached tokens that are computed again for their logits count as one unit.
+        Maximum number of tokens per forward pass, and of tokens held in the KV cache besides one row. A row's cached
+        tokens that are computed again for their logits are not split.
     softmax_dtype : torch.dtype, optional
-        Of the log-softmax. Default: float32, or that of the logits if it is more precise.
+        Dtype of the log-softmax. Default: float32, or the logits' dtype if it is more precise.
     stats : GenerationStats, optional
         The cost of the call is added to it; `kv_bytes` is the maximum over the batches.
     on_scored : callable, optional

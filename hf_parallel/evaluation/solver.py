@@ -108,7 +108,7 @@ class _Attempt:
 
 
 class Solver:
-    """Solves problems with one model. Parameters are those of `sweep`; `largest` is the largest budget."""
+    """Solves problems with one model. Parameters as in `sweep`; `largest` is the largest budget."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Solver:
 
 
 def _result(one: Generation, attempt: _Attempt, conclusions: Mapping[str, str], scores: dict[str, float]) -> Result:
-    """Score the text of an attempt (the winner's, if answers vote); `scores` remembers those of equal texts."""
+    """Score the text of an attempt (the winner's, if answers vote); `scores` holds the scores of earlier texts."""
     texts = [text + conclusions.get(text, "") for text in attempt.texts]
     answers = [find_answer(one.problem.answer_pattern, text) for text in texts]
     winner, _ = majority([None if answer is None else normal_form(answer) for answer in answers])

@@ -1,8 +1,8 @@
 """Sweep: accuracy of modes and settings against budgets of forward passes (Hogwild! Inference, section 4.1).
 
 One generation per problem, run and sample, at the largest budget, gives the results at all budgets: its transcript says
-what was written until each. All generations are requests of one `Engine`: the tokens are those of each request alone,
-the rows of all modes are batched, and samples and early finishers share the keys and values of their prefixes.
+what was written by then. All generations are requests of one `Engine`, which batches the rows of all modes without
+changing their tokens; samples and early finishers share the keys and values of their prefixes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def sweep(
     finisher : Finisher, optional
         Early finisher of all modes. Default: `Finisher()`.
     concurrent : int
-        Number of generations at a time, all of the same run. `seconds` are those of a generation among as many.
+        Number of generations at a time, all of the same run. `seconds` depends on it.
     max_kv_bytes : int, optional
         See `Engine`.
     progress : bool

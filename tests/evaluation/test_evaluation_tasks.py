@@ -340,7 +340,7 @@ PROGRAMS = [
 def test_programs_pass_or_fail_as_in_livecodebench(
     index: int, code: str, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CodeProblem, "seconds", 2.0)
+    monkeypatch.setattr(CodeProblem, "seconds", 1.0 if "while True" in code else 60.0)
     problem = TASKS["livecodebench"].from_row(ROWS["livecodebench"][index])
     assert problem.score(f"Here:\n```python\n{code}\n```\nDone.") == float(passes)
 
@@ -373,7 +373,7 @@ class Attack:
 
 
 @pytest.mark.parametrize("value", [Attack(), ["text", Attack()], ["a", "b"], b"bytes", 7])
-def test_pickles_of_anything_but_a_text_are_refused_and_never_run(
+def test_pickles_of_anything_but_a_text_raise_and_never_run(
     value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -243,7 +243,7 @@ def _index_of(final: str | None, given: Sequence[str | None]) -> int | None:
 
 @dataclass
 class SelfConsistencyOutput(ParallelOutput):
-    """All answers, and the one that was chosen.
+    """All answers, and the chosen one.
 
     Attributes
     ----------

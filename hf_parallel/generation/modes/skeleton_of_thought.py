@@ -326,7 +326,7 @@ class SkeletonAnswer:
 
     @property
     def log_probs(self) -> list[float]:
-        """Log-probabilities of the tokens, NaN for those of the mode."""
+        """Log-probabilities of the tokens; NaN for tokens that the mode inserts."""
         last = [] if self.last is None else self.last.log_probs
         return [value for _, _, values in self.pieces for value in values] + last
 
@@ -381,7 +381,7 @@ def _missing_end(text: str, end: str) -> str:
 class SkeletonPoint:
     """A point of an outline and its text.
 
-    `prompt` holds all tokens before those of the point, `tokens` all generated ones, an end-of-sequence token included.
+    `prompt` holds all tokens before the point, `tokens` all generated ones, with an end-of-sequence token.
     """
 
     number: int

@@ -190,7 +190,7 @@ class _Stage:
         return is_active
 
     def _schedule(self, active: Sequence[CompletionRow]) -> Sequence[CompletionRow]:
-        """Return the rows of the next pass: the active ones, and those that take the place of ended ones."""
+        """Return the rows of the next pass: the active ones, and new ones in place of ended ones."""
         if not any(self._queues):
             return active
         started = self._start_rows(Counter(row.group_index for row in active))
@@ -258,7 +258,7 @@ class StagedRun:
     ) -> Any:
         """Return what `generate` returns, given the tokens of each prompt's answer.
 
-        With `return_dict_in_generate` that is a `cls` with further `fields`. `log_probs` are those of the answers, see
+        With `return_dict_in_generate` that is a `cls` with further `fields`. `log_probs` belong to the answers; see
         `ParallelOutput`.
         """
         fields["log_probs"] = padded_log_probs(log_probs)
