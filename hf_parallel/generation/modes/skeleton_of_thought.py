@@ -7,7 +7,7 @@ The limited number of workers and the conclusion follow Hogwild! Inference, sect
 from __future__ import annotations
 
 import math
-import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -34,8 +34,8 @@ from hf_parallel.transcript.sections import TranscriptStyle
 
 POINT_LENGTH = 1000
 """Characters of a line of an outline in which a point is looked for."""
-SKELETON, POINT = "\x01", "\x02"
-"""Stand for the skeleton and a point in the text of a template."""
+_FIELD, _OWN_FIELD = re.compile(r"\{\w+[^{}]*\}"), re.compile(r"\{(?:number|point)\b")
+"""Field of a template; field that differs from point to point."""
 
 
 class SkeletonRows(ModeRows["SkeletonOfThoughtConfig"]):
@@ -157,36 +157,28 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
 
     def max_kv_tokens(self, call: GenerationCall) -> int:
         """See `ParallelConfig.max_kv_tokens`. The conclusion reads all points again."""
-        count, new = call.count_tokens, call.max_new_tokens
-        outline = new if self.outline_tokens is None else self.outline_tokens
+        count, new, n = call.count_tokens, call.max_new_tokens, self.max_points
+        outline, point, conclusion = (
+            new if given is None else given
+            for given in (self.outline_tokens, self.point_tokens, self.conclusion_tokens)
+        )
         titles = count(self.outline_start) + outline  # of all points together
-        points = self.max_points * (new if self.point_tokens is None else self.point_tokens)
-        answer = 0
-        if self.conclusion_tokens != 0:
-            heading = self.point_heading.format(number=self.max_points, point=POINT)
-            inserted = self.max_points * (count(heading.replace(POINT, "")) + count(self.point_gap))
-            conclusion = count(self.conclusion_prompt) + (self.conclusion_tokens or new)
-            answer = inserted + titles * heading.count(POINT) + points + conclusion
-        parts = self._max_point_prompts(call, titles) + points + answer
+        skeleton = count("".join(f"{number}. \n" for number in range(1, n + 1))) + titles
+
+        def fixed(text: str) -> int:
+            return count(_FIELD.sub("", text))
+
+        template = self.point_prompt + self.point_heading
+        shared = _OWN_FIELD.split(template)[0]  # stored once
+        own = template[len(shared) :]
+        parts = fixed(shared) + shared.count("{skeleton") * skeleton + own.count("{point") * titles + n * point
+        parts += n * (fixed(own) + 4 + own.count("{skeleton") * skeleton)  # 4: a number, a token that is not shared
+        if conclusion:
+            headings = n * (fixed(self.point_heading) + 3 + count(self.point_gap))
+            headings += titles * self.point_heading.count("{point")
+            parts += headings + n * point + count(self.conclusion_prompt) + conclusion
         begin = count(self.outline_prompt + self.outline_start)
         return call.prompt_tokens + call.num_rows * (begin + outline + max(parts, new))
-
-    def _max_point_prompts(self, call: GenerationCall, titles: int) -> int:
-        """Return the maximum number of tokens of the texts before the points, whose common beginning is stored once."""
-        texts = [
-            self.point_prompt.format(skeleton=SKELETON, number=number, point=POINT * number)
-            + self.point_heading.format(number=number, point=POINT * number)
-            for number in (2, 1)
-        ]
-        shared = os.path.commonprefix(texts)
-        shared = shared[: shared.find(POINT)] if POINT in shared else shared
-        own = texts[1][len(shared) :]
-        numbers = "".join(f"{number}. \n" for number in range(1, self.max_points + 1))
-        skeleton = call.count_tokens(numbers) + titles
-        copies = shared.count(SKELETON) + self.max_points * own.count(SKELETON)
-        shared, fixed = (text.replace(SKELETON, "").replace(POINT, "") for text in (shared, own))
-        separate = self.max_points * (call.count_tokens(fixed) + 2)  # a number of more digits, a token not shared
-        return call.count_tokens(shared) + copies * skeleton + separate + titles * own.count(POINT)
 
     def read_points(self, outline: str, truncated: bool = False) -> list[str]:
         """Return the points of an outline, without the last line of a truncated one."""
