@@ -7,7 +7,6 @@ called with `custom_generate=`. The exported file only names the mode and its se
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,8 @@ from pprint import pformat
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import CommitInfo, HfApi, metadata_load, metadata_save
+from huggingface_hub import CommitInfo, HfApi, metadata_save
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from hf_parallel.generation import MODES, ParallelConfig, enable
 from hf_parallel.generation.config import make_config
@@ -38,7 +36,6 @@ ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors", *ADAPTER)
 EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-_logger = logging.getLogger(__name__)
 _CODE = '''{mark}generation_mode={mode!r} with the settings below."""
 
 from hf_parallel.hub import generate_as
@@ -126,8 +123,8 @@ def push_to_hub(
 ) -> CommitInfo:
     """Upload to the Hub what `export` writes.
 
-    Keeps an existing README that does not contain the comment `Written by hf_parallel.hub`, and adds the tag
-    `custom_generate`. If weights are uploaded, deletes earlier safetensors weights that they do not overwrite.
+    Keeps an existing README that does not contain the comment `Written by hf_parallel.hub`. If weights are uploaded,
+    deletes earlier safetensors weights that they do not overwrite.
 
     Parameters
     ----------
@@ -155,7 +152,10 @@ def push_to_hub(
         _write(folder, repo_id, model_or_config, config, tokenizer)
         url = api.create_repo(repo_id, private=private, exist_ok=True)
         _write_card(folder, url.repo_id, model_or_config, config, tokenizer)  # with the full id
-        _keep_card(api, url.repo_id, folder / CARD)
+        if api.file_exists(url.repo_id, CARD):
+            existing = Path(api.hf_hub_download(url.repo_id, CARD))
+            if CARD_MARK.encode() not in existing.read_bytes():
+                (folder / CARD).unlink()
         stale = list(WEIGHTS) if any(path for pattern in WEIGHTS for path in folder.glob(pattern)) else None
         return api.upload_folder(
             repo_id=url.repo_id, folder_path=temporary, commit_message=commit_message, delete_patterns=stale
@@ -323,26 +323,6 @@ def _write_card(
     )
     (folder / CARD).write_text(card, encoding="utf-8")
     metadata_save(folder / CARD, data)
-
-
-def _keep_card(api: HfApi, repo_id: str, card: Path) -> None:
-    """Replace the new README with the one on the Hub, tagged, unless that one was written by an export."""
-    if not api.file_exists(repo_id, CARD):
-        return
-    existing = Path(api.hf_hub_download(repo_id, CARD))
-    if CARD_MARK.encode() in existing.read_bytes():
-        return
-    shutil.copyfile(existing, card)
-    try:
-        data = metadata_load(card) or {}
-        tags = data.get("tags") or []
-        if not isinstance(tags, list):
-            raise ValueError(f"its tags must be a list, got {tags!r}")
-        if TAG not in tags:
-            metadata_save(card, {**data, "tags": [*tags, TAG]})
-    except (ValueError, YAMLError) as error:
-        _logger.warning("the README of %s is left as it is, without the tag %r: %s", repo_id, TAG, error)
-        card.unlink()
 
 
 def _example(name: str, given: object, config: ParallelConfig, tokenizer: PreTrainedTokenizerBase | None) -> str:

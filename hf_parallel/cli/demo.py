@@ -6,8 +6,7 @@ All statements about speed and equality of tokens are measured while the demo ru
 from __future__ import annotations
 
 import argparse
-import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -122,31 +121,24 @@ def show_shared_prefix(
     console.print(Rule(f"2. One prompt, {rows} completions", align="left"))
     console.print(
         f"A prompt of {ids.shape[1]} tokens, {rows} completions of {new} tokens, greedy, float32, on {device}. "
-        f"The same call of generate, without and with generation_mode={mode!r}, in turns:\n"
+        f"The same call of generate, without and with generation_mode={mode!r}:\n"
     )
     batch = ids.repeat(rows, 1)
     settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
     bars = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
     with Progress(*bars, console=console, disable=not console.is_interactive) as progress:
         with_mode, without = settings | {"generation_mode": mode}, settings | {"generation_mode": None}
-        before = measure(progress, mode, model, batch, with_mode)  # other load on the machine affects both ways
+        measure(progress, "warm-up", model, batch, with_mode)
         plain = measure(progress, "generate", model, batch, without)
-        after = measure(progress, mode, model, batch, with_mode)
-    console.print(comparison(plain, mean(before, after), rows))
-    same = all(torch.equal(plain.sequences, shared.sequences) for shared in (before, after))
+        shared = measure(progress, mode, model, batch, with_mode)
+    console.print(comparison(plain, shared, rows))
+    same = torch.equal(plain.sequences, shared.sequences)
     console.print(f"\nsame tokens: {'yes' if same else 'NO'} (compared just now: {rows} x {new})\n")
     console.print(f"Sampled, {SHOWN} of {rows} completions:")
     sampling = {**SAMPLING, "seed": seed, "max_new_tokens": new, "generation_mode": mode}
     for row in model.generate(ids, num_return_sequences=rows, **sampling)[:SHOWN, ids.shape[1] :]:
         console.print(f"- {' '.join(decode(tokenizer, row, skip_special_tokens=True).split())}", markup=False)
     console.print()
-
-
-def mean(*measured: Measured) -> Measured:
-    """Return measured calls as one, with their mean times."""
-    names = ("prefill", "step", "total")
-    times = {name: statistics.mean(getattr(call, name) for call in measured) for name in names}
-    return replace(measured[0], **times)
 
 
 def measure(progress: Progress, name: str, model: Any, ids: torch.Tensor, settings: dict[str, Any]) -> Measured:

@@ -160,11 +160,6 @@ def test_a_seed_determines_the_answer(server: Served) -> None:
     assert first["choices"] == again["choices"] != other["choices"]
 
 
-def test_without_a_temperature_answers_are_sampled(server: Served) -> None:
-    texts = {server.chat(temperature=None, max_tokens=20)["choices"][0]["message"]["content"] for _ in range(3)}
-    assert len(texts) > 1
-
-
 def test_n_gives_that_many_answers_and_the_prompt_counts_once(server: Served) -> None:
     answer = server.chat(n=3, temperature=1, seed=3, max_tokens=6)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
@@ -235,18 +230,6 @@ def test_log_probabilities_are_those_of_the_model(server: Served, small: tuple[A
         assert [*found["top_logprobs"][0].values()][:3] == pytest.approx(expected.values.tolist(), abs=1e-4)
         assert max(found["token_logprobs"]) <= 0
         assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["top_logprobs"]) == 5
-
-
-def test_log_probabilities_are_streamed_with_their_tokens(server: Served) -> None:
-    settings = {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
-    whole = server.chat(**settings)["choices"][0]["logprobs"]["content"]
-    chunks = [chunk["choices"][0] for chunk in stream(server, messages=CHAT, **settings)[:-1]]
-    streamed = [token for chunk in chunks if chunk["logprobs"] for token in chunk["logprobs"]["content"]]
-    assert [token["token"] for token in streamed] == [token["token"] for token in whole]
-    assert [token["logprob"] for token in streamed] == pytest.approx([token["logprob"] for token in whole], abs=1e-4)
-    assert len(whole) == 8
-    assert all(len(token["top_logprobs"]) == 2 for token in whole)
-    assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in whole)  # greedy
 
 
 def test_no_alternative_of_a_token_is_lost_or_changed_by_settings(server: Served, small: tuple[Any, Any]) -> None:
@@ -377,16 +360,6 @@ def test_a_mode_streams_its_answer_with_names_of_rows(server: Served, mode: str)
     assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == whole["message"]["content"]
     assert {chunk["row"] for chunk in chunks if "row_content" in chunk["delta"] or mode == "shared_prefix"}
     assert "mode_output" in whole
-
-
-def test_choices_of_best_of_are_its_best_candidates(server: Served) -> None:
-    settings = {"prompt": "Hello", "generation_mode": "best_of", "temperature": 1, "seed": 2, "max_tokens": 8}
-    choices = server.post("/v1/completions", n=3, **settings).json()["choices"]
-    for fields in ({"n": 1}, {"n": 2}, {"n": 2, "best_of": 3}):
-        found = server.post("/v1/completions", **fields, **settings).json()["choices"]
-        assert [choice["text"] for choice in found] == [choice["text"] for choice in choices[: fields["n"]]]
-    refused = server.post("/v1/completions", scorer="os:getcwd", **settings)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "scorer")
 
 
 def test_each_row_of_a_mode_of_ones_own_is_a_choice(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
