@@ -167,7 +167,7 @@ def check_prepares_own_inputs(model: PreTrainedModel) -> None:
     given, own = (getattr(where, "prepare_inputs_for_generation", None) for where in (model, type(model)))
     if _plain_function(given) is not _plain_function(own):
         raise ValueError(
-            "generation modes do not call prepare_inputs_for_generation, but that of the model was replaced by "
+            "generation modes do not call prepare_inputs_for_generation, which was replaced on this model by "
             f"{getattr(given, '__qualname__', given)} (PEFT's prompt tuning adds its virtual tokens there)"
         )
 
@@ -213,11 +213,9 @@ def check_supported_settings(title: str, config: GenerationConfig) -> None:
         value = getattr(config, name, None)
         if value not in harmless and (config.return_dict_in_generate or name not in _RETURNED):
             allowed = " or ".join(map(repr, harmless))
-            refused = f"{name}={value!r} is not supported by {title}"
-            raise ValueError(f"{refused}; allowed: {allowed}{_PLAINLY}")
+            raise ValueError(f"{name}={value!r} is not supported by {title}; allowed: {allowed}{_PLAINLY}")
     if (strategy := config.get_generation_mode()) not in _SUPPORTED_STRATEGIES:
-        refused = f"these settings select {strategy.value}, which {title} does not support"
-        raise ValueError(refused + _PLAINLY)
+        raise ValueError(f"these settings select {strategy.value}, which {title} does not support{_PLAINLY}")
 
 
 def check_inputs(kwargs: Arguments) -> None:
@@ -348,7 +346,7 @@ def _kind(value: object) -> str:
 
 
 def check_stored(mode: object, settings: object) -> Any:
-    """Return settings of a generation config; raise `ValueError` if a text stands for one that cannot be stored.
+    """Return settings of a generation config; raise `ValueError` for text where a setting cannot be stored.
 
     A file must not name code that a call would run.
     """

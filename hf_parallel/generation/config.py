@@ -153,8 +153,8 @@ class ParallelConfig(Settings, Generic[OutputT]):
     compile : bool, optional
         Whether decode steps run decoder layers compiled by `torch.compile`, which fuses their small kernels. The first
         call that does takes several seconds more. Logits differ in rounding. Default: on a GPU, if this and earlier
-        calls have so many steps that it is likely to save time. A model that cannot be compiled runs as it is, and the
-        reason is logged.
+        calls have so many steps that it is likely to save time. A model that cannot be compiled runs uncompiled, and
+        the reason is logged.
     """
 
     mode: ClassVar[str] = ""

@@ -74,8 +74,8 @@ class ParallelGenerationMixin:
                 Name of the mode. None: plain generation, whatever `generation_config` says. Default:
                 `generation_config.generation_mode`, or plain generation.
             parallel_config : ParallelConfig or dict, optional
-                The mode's settings in one object. Keyword arguments override it, it overrides
-                `generation_config.parallel_config`, and that a preset of the model.
+                The mode's settings in one object. Precedence: keyword arguments, `parallel_config`,
+                `generation_config.parallel_config`, the model's preset.
             progress : bool
                 Whether a mode shows a tqdm bar: passes, active rows, tokens and tokens per second. Default: False.
 

@@ -1,4 +1,4 @@
-"""The registry of generation modes: built-in ones, and those that other packages provide through entry points."""
+"""Registry of generation modes: built-in ones, and modes of other packages, found by their entry points."""
 
 from __future__ import annotations
 

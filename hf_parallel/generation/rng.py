@@ -129,7 +129,7 @@ def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
 
 
 def draw_among_each(candidates: Sequence[Candidates], rngs: Sequence[RowRNG]) -> torch.Tensor:
-    """Sample one token for each row, `int64 [rows]`, on the CPU: that of `draw` with the same probabilities."""
+    """Sample one token for each row, `int64 [rows]`, on the CPU, with the same result as `draw`."""
     keys = next_keys(rngs, torch.device("cpu")).tolist()
     tokens = [draw_among(ids, probs, key) for (ids, probs), key in zip(candidates, keys, strict=True)]
     return torch.tensor(tokens, dtype=torch.int64)

@@ -57,7 +57,7 @@ class DeviceBuffers(Derived):
 
 @dataclass(frozen=True, eq=False)
 class Increments:
-    """Difference between the plan of a decode step and that of the next step of the same rows: int64 `[P]` each.
+    """Difference between the plans of a decode step and of the next step of the same rows: int64 `[P]` each.
 
     Constant from step to step, except `lo`: a block grows by one token or not at all, every `write_index` by one.
     """

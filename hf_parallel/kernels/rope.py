@@ -58,7 +58,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, spec: RotarySpec) -> Tensor:
     ----------
     x : [..., head_dim]
     cos, sin : broadcastable to [..., rotary_dim / 2]
-        From `spec.tables`; the result is computed in their dtype and has that of `x`.
+        From `spec.tables`. The rotation is computed in their dtype; the result has the dtype of `x`.
     """
     head, rest = x[..., : spec.rotary_dim].to(cos.dtype), x[..., spec.rotary_dim :]
     if spec.interleaved:

@@ -74,7 +74,7 @@ class Capabilities:
     why_no_rotation: str = ""
     has_window: bool = False  # whether a layer has a sliding window
     max_length: int | None = None  # length beyond which RoPE frequencies change, which makes stored keys invalid
-    num_positions: int | None = None  # rows of the table of learned positions; None: there is none
+    num_positions: int | None = None  # rows of the table of learned positions, if there is one
 
     def check_length(self, model: PreTrainedModel, longest: int) -> None:
         """Raise an error if rows of `longest` tokens exceed the model's positions; the last token needs none.
@@ -200,7 +200,7 @@ def _check_config(model: PreTrainedModel) -> None:
         ),
         "does not use transformers' attention interface": not model._can_set_attn_implementation(),
     }
-    _refuse(model, reasons)
+    _raise_if(model, reasons)
 
 
 def _check_recorded(model: PreTrainedModel, recorder: AttentionRecorder, queries: Queries) -> None:
@@ -221,10 +221,10 @@ def _check_recorded(model: PreTrainedModel, recorder: AttentionRecorder, queries
         f"has its sliding window of {window} only in {where}": window is not None,
         "builds an attention mask of its own, which block attention would ignore": recorder.masked,
     }
-    _refuse(model, reasons)
+    _raise_if(model, reasons)
 
 
-def _refuse(model: PreTrainedModel, reasons: Mapping[str, object]) -> None:
+def _raise_if(model: PreTrainedModel, reasons: Mapping[str, object]) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedModelError(f"{type(model).__name__} {reason}")
@@ -237,7 +237,7 @@ def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
     shared, *tails = tokens.split((CHECK_SHARED, *CHECK_TAILS))
     expected = torch.cat(_stock_logits(model, shared, tails))
     if not expected.isfinite().any():
-        _refuse(model, {"returns logits that are not finite": True})
+        _raise_if(model, {"returns logits that are not finite": True})
     cache = BlockCache(device=device)
     root = cache.pool.new_block(CHECK_SHARED)
     own = cache.pool.new_blocks(len(tails), max(CHECK_TAILS), base=CHECK_SHARED)
@@ -268,7 +268,7 @@ def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
     if dynamic := {type(m).__name__ for m in model.modules() if "quantized.dynamic" in type(m).__module__}:
         cause = f"its dynamically quantized layers ({', '.join(sorted(dynamic))}) round all tokens of a pass with one "
         cause += "scale; quantize weights only"
-    _refuse(model, {f"computes other logits over blocks than over a plain sequence: {cause}": differ})
+    _raise_if(model, {f"computes other logits over blocks than over a plain sequence: {cause}": differ})
 
 
 def _stock_logits(model: PreTrainedModel, shared: torch.Tensor, tails: Sequence[torch.Tensor]) -> list[torch.Tensor]:

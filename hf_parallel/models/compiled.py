@@ -71,7 +71,7 @@ class CompiledLayers:
     def run(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run `function`, a forward pass of the model, with compiled layers in this thread.
 
-        If they cannot be compiled, the reason is logged, and `function` runs as it is, now and from then on.
+        If compilation fails, log the reason, and run `function` uncompiled, now and in later calls.
         """
         if self.failed:
             return function()
@@ -119,7 +119,7 @@ class CompiledLayers:
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
-        """Let calls of the layers in this thread run compiled; other threads run them as they are."""
+        """Let calls of the layers in this thread run compiled; other threads run them uncompiled."""
         token = _in_use.set(True)
         try:
             for layer in self.layers:
@@ -151,7 +151,7 @@ _num_moves: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def compiled_layers(model: PreTrainedModel, compile: bool | None, steps: float) -> CompiledLayers | None:  # noqa: A002 (the name of the setting)
-    """Return the compiled layers for a call of up to `steps` decode steps, or None if it runs the layers as they are.
+    """Return the compiled layers for a call of up to `steps` decode steps, or None if it runs uncompiled.
 
     `compile` is the setting: None compiles on a GPU if the steps are likely to pay for it. Models whose weights are
     offloaded, or on several devices, are never compiled.

@@ -40,7 +40,7 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
 
     Results differ from PyTorch's in the last bits, as they do between batch sizes. Layers whose `forward` was already
     replaced are left unchanged; calls that need gradients or run under autocast use PyTorch. Other threads also see the
-    replacement. Raises `ValueError` if `HF_PARALLEL_LINEAR` names no library, or one that is not available.
+    replacement. Raises `ValueError` if `HF_PARALLEL_LINEAR` names an unknown or unavailable library.
     """
     forward = _replacement()
     replaced = []

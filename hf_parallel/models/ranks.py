@@ -28,7 +28,7 @@ def num_local_layers(model: PreTrainedModel) -> int:
 
 
 def common_seed(model: Any) -> int:
-    """Return a seed from PyTorch's global generator, that of the first rank on all ranks of a model."""
+    """Return a seed from the global generator of the first rank, the same on all ranks of a model."""
     mesh = model._device_mesh
     seed = torch.randint(2**62, (1,)).to(mesh.device_type)
     for dimension, name in enumerate(mesh.mesh_dim_names or [_COMMON[0]]):

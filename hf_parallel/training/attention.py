@@ -273,7 +273,7 @@ AttentionInterface.register(IMPLEMENTATION, _attention_forward)
 
 
 def _make_mask(*args: object, **kwargs: object) -> torch.Tensor | None:
-    """Mask function of the implementation: that of `sdpa` for a batch without a layout."""
+    """Mask function of the implementation: as `sdpa` for a batch without a layout."""
     return None if _has_layout.get() else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 
 
@@ -338,7 +338,7 @@ def _activate(
 def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> torch.Tensor:
     """Return the logits `[tokens, vocabulary]` after each token of an example, computed in one forward pass.
 
-    They equal those that the model computed when it generated the tokens, and carry gradients.
+    They carry gradients, and equal the logits from which the model sampled the tokens.
 
     Parameters
     ----------

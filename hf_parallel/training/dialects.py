@@ -95,7 +95,7 @@ _OTHERS = {
 
 
 def get_dialect(dialect: str | AnyDialect) -> Dialect | SkeletonDialect:
-    """Return a dialect by its name, that of a mode or of another paper, or from the settings of a mode.
+    """Return a dialect by name (a mode or a paper), or from the settings of a mode.
 
     Raises `ValueError` for an unknown name, and for the settings of a mode that writes no annotated text.
     """

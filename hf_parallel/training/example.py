@@ -87,10 +87,10 @@ class ParallelExample:
         record = getattr(output, "record", None)
         if record is None:
             got = type(output).__name__
-            raise ValueError(f"output must be that of a mode with return_dict_in_generate=True, got {got}")
+            raise ValueError(f"output must come from a mode with return_dict_in_generate=True, got {got}")
         if record.has_gaps:
             raise ValueError(
-                "output must be that of prompts without masked tokens inside, as the model has a sliding window"
+                "output must come from prompts without masked tokens inside, as the model has a sliding window"
             )
         if record.config.traits.rows_continue_prompts:
             rows = zip(output.sequences.tolist(), record.lengths, strict=True)

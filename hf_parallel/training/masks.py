@@ -215,7 +215,7 @@ def _mask_mod(
 
 
 def _tiles(begins: np.ndarray, ends: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tiles of which queries see some keys, and those of which all queries see all keys.
+    """Return which tiles have queries that see some keys, and which tiles are seen completely.
 
     Both `bool [B, ceil(Q / TILE), ceil(K / TILE)]`, disjoint.
     """

@@ -80,7 +80,7 @@ def tree_batch(
 ) -> dict[str, Mask | dict[str, Mask]]:
     """Return arguments of a model with stock attention for examples whose keys never move, padded to the longest one.
 
-    `input_ids` and `position_ids` are int64 `[B, T]`, `attention_mask` is that of `stock_mask` for a batch.
+    `input_ids` and `position_ids` are int64 `[B, T]`; `attention_mask` comes from `stock_mask`.
     """
     shape = len(examples), max(map(len, examples))
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "position_ids")}

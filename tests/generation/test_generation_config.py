@@ -81,7 +81,7 @@ UNUSED: dict[str, tuple[Any, ...]] = {
     "low_memory": (True,),
 }
 """Values that do nothing here: they belong to beams, assistants or other caches."""
-REFUSED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "num_beams": (2,),
     "num_beam_groups": (2,),
     "penalty_alpha": (0.6,),
@@ -136,7 +136,7 @@ def table(values: dict[str, tuple[Any, ...]]) -> list[Any]:
 
 def test_every_setting_is_in_a_table() -> None:
     settings = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
-    assert settings <= HONOURED.keys() | UNUSED.keys() | REFUSED.keys()
+    assert settings <= HONOURED.keys() | UNUSED.keys() | UNSUPPORTED.keys()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -153,7 +153,7 @@ def test_a_setting_acts_as_under_generate(model: Any, name: str, value: Any) -> 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "value"), table(REFUSED))
-def test_a_setting_is_refused_by_name_and_plain_generation_is_named(model: Any, name: str, value: Any) -> None:
+@pytest.mark.parametrize(("name", "value"), table(UNSUPPORTED))
+def test_unsupported_settings_raise_and_name_plain_generation(model: Any, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"(?s){name}.*generation_mode=None"):
         generate(model, **{name: value})

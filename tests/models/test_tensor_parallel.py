@@ -41,7 +41,7 @@ def test_two_ranks_generate_the_tokens_of_one_process_in_all_modes(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("kv_heads", "size"), [(1, 2), (2, 4)])
-def test_more_ranks_than_key_value_heads_are_refused(kv_heads: int, size: int) -> None:
+def test_more_ranks_than_key_value_heads_raise(kv_heads: int, size: int) -> None:
     config = copy.deepcopy(tiny.build("llama").config)
     config.num_key_value_heads = kv_heads
     model = LlamaForCausalLM(config)

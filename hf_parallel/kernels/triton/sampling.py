@@ -57,7 +57,7 @@ class _Call:
         # The kernels do not read the source that they are not compiled for.
         self.sources = self.drawn if keys is None else keys, self.probs if noise is None else noise
         self.constants: dict[str, Any] = {"SEEDED": keys is not None, "LIBDEVICE": not knobs.runtime.interpret}
-        self.constants["enable_fp_fusion"] = False  # a fused product and difference would not be that of PyTorch
+        self.constants["enable_fp_fusion"] = False  # PyTorch rounds between product and difference
 
     def race(self, is_probs: bool) -> None:
         """Race among all tokens of the rows without filters."""
