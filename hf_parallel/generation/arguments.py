@@ -167,7 +167,7 @@ def check_prepares_own_inputs(model: PreTrainedModel) -> None:
     given, own = (getattr(where, "prepare_inputs_for_generation", None) for where in (model, type(model)))
     if _plain_function(given) is not _plain_function(own):
         raise ValueError(
-            "generation modes do not call prepare_inputs_for_generation, which was replaced on this model by "
+            "generation modes do not call prepare_inputs_for_generation, but this model's was replaced by "
             f"{getattr(given, '__qualname__', given)} (PEFT's prompt tuning adds its virtual tokens there)"
         )
 

@@ -1,8 +1,8 @@
 """Triton kernels that sample tokens from scores without sorting the vocabulary; `sampling.py` launches them.
 
 Scores are read in the dtype in which they are stored. Each score has an integer key of the same order, so that
-thresholds are found exactly, by comparing with 16 keys per pass over a row. The vocabulary is divided into groups of 128
-tokens. Their highest scores bound the thresholds from below, and groups below the bound are not read again.
+thresholds are found exactly, by comparing with 16 keys per pass over a row. The vocabulary is divided into groups of
+128 tokens. Their highest scores bound the thresholds from below, and groups below the bound are not read again.
 """
 
 # Arguments without annotation are pointers and scalars: Triton reads annotations itself.
