@@ -71,7 +71,7 @@ def figure(report: str, path: str, start: str = "") -> str:
         return ""
     for reason in values:
         if isinstance(reason, str):
-            return reason.replace("out of time", "not measured")
+            return "" if reason == "out of time" else reason
     value = functools.reduce(operator.truediv, values)
     return f"{value * UNITS[unit]:,.{len(digits.partition('.')[2])}f}{unit}"
 
