@@ -26,21 +26,36 @@ class ParallelExample:
 
     All arrays are int64: `T` tokens, `B` blocks of `K` tokens in all, `S` segments whose views have `V` blocks in all,
     `N` targets.
+
+    Attributes
+    ----------
+    input_ids, position_ids : [T]
+        Tokens, and the positions to which the model rotates their queries and keys.
+    block_lengths, block_tokens : [B], [K]
+        Tokens of each block, and the indices of these tokens, one block after the other.
+    segment_lengths, segment_positions : [S]
+        Tokens of each segment, in the order of `input_ids`, and the position of its first token in its view.
+    view_lengths : [S]
+        Number of blocks that a segment sees.
+    view_blocks, view_starts, view_stops : [V]
+        These blocks, one segment after the other; where they start in the view; how many of their tokens exist.
+    target_queries, target_ids, target_rows : [N]
+        Index of the token whose logits predict a generated token; the generated token; the row that generated it.
     """
 
-    input_ids: np.ndarray  # [T]
-    position_ids: np.ndarray  # [T], positions to which the model rotates queries and keys
-    block_lengths: np.ndarray  # [B]
-    block_tokens: np.ndarray  # [K], indices of the tokens of the blocks, one block after the other
-    segment_lengths: np.ndarray  # [S], in the order of `input_ids`
-    segment_positions: np.ndarray  # [S], position of a segment's first token in its view
-    view_lengths: np.ndarray  # [S], number of blocks that a segment sees
-    view_blocks: np.ndarray  # [V], these blocks, one segment after the other
-    view_starts: np.ndarray  # [V], where they start in the view
-    view_stops: np.ndarray  # [V], how many of their tokens exist for the segment
-    target_queries: np.ndarray  # [N], index of the token whose logits predict a generated token
-    target_ids: np.ndarray  # [N], the generated token
-    target_rows: np.ndarray  # [N], the row that generated it
+    input_ids: np.ndarray
+    position_ids: np.ndarray
+    block_lengths: np.ndarray
+    block_tokens: np.ndarray
+    segment_lengths: np.ndarray
+    segment_positions: np.ndarray
+    view_lengths: np.ndarray
+    view_blocks: np.ndarray
+    view_starts: np.ndarray
+    view_stops: np.ndarray
+    target_queries: np.ndarray
+    target_ids: np.ndarray
+    target_rows: np.ndarray
 
     def __post_init__(self) -> None:
         tokens, blocks, segments = len(self), len(self.block_lengths), len(self.segment_lengths)
