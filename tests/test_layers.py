@@ -194,6 +194,7 @@ def run(script: str) -> None:
 def test_the_directory_of_the_package_lists_public_names_that_exist() -> None:
     assert dir(hf_parallel) == sorted({"__version__", *hf_parallel.__all__})
     assert all(hasattr(hf_parallel, name) for name in dir(hf_parallel))
+    assert {*hf_parallel.generation.modes.__all__} <= {*hf_parallel.__all__}
 
 
 def test_importing_the_package_imports_no_torch() -> None:

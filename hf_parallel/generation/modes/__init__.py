@@ -1,7 +1,7 @@
 """The generation modes. Each is one module or package with its settings, rows, prompts, output and presets.
 
 Importing this package imports all modules in its folder, which registers their modes. The names in `__all__` are
-public in `hf_parallel`.
+public in `hf_parallel`, whose `__init__.pyi` lists them.
 """
 
 from importlib import import_module
