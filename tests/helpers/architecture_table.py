@@ -19,7 +19,7 @@ TEXT = """\
 
 Capabilities that `hf_parallel.enable` finds in tiny models of {works} supported and {refused} unsupported
 configurations. Probing does not depend on architecture names: it runs a few forward passes and compares queries and
-logits. A model that is not listed may work; an unsupported one raises `UnsupportedModelError` with the reason.
+logits. Models that are not listed may work. Unsupported models raise `UnsupportedModelError` with the reason.
 
 - **shared_prefix** needs keys and values of all tokens in a cache, and Transformers' attention interface. Tested:
   greedy output equals `generate`'s token for token.
@@ -28,7 +28,7 @@ logits. A model that is not listed may work; an unsupported one raises `Unsuppor
   rotated dimensions of a head if not all are, layers without RoPE, and the scaling of the frequencies.
 - **Attention**: a sliding window (in all layers or in some), soft-capped scores, attention sinks. All are supported.
 
-`python tests/helpers/architecture_table.py` writes this page; a test compares it with the models.
+`python tests/helpers/architecture_table.py` writes this page, and a test compares it with the models.
 
 {table}
 """
