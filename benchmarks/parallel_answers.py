@@ -1,15 +1,13 @@
 """Compares sequential and parallel answers (PDOS, section 4; Hogwild! Inference, section 4.1), all greedy.
 
-`python -m benchmarks.parallel_answers --help`. There are three parts:
+`python -m benchmarks.parallel_answers --help`. There are two parts:
 
-- `tasks`: problems with exact answers, by plain `generate`, PDOS with both joins, Skeleton-of-Thought, Chain-of-Draft,
-  and PDOS with the rules of Chain-of-Draft. Tokens per second are those of the returned answer per second of decoding.
 - `rotate_from_reencode`: KL(p || q) in nats for each token after a rotated block, whose branches did not attend to each
   other. q is the distribution that the token was chosen from, p that of a plain forward pass over the same text.
 - `branches`: ten branches of fixed length and a short conclusion, compared with sequential decoding of as many tokens.
 
-A small model does not open a block by itself and miscounts parts. With `--coach`, the answer therefore begins with the
-first title, and the number of parts is fixed. This is the default for the embedded model; part three always does it.
+A small model does not open a block by itself and miscounts parts. The answer therefore begins with the first title, and
+the number of parts is fixed. `hf-parallel evaluate` compares the accuracy of modes.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from hf_parallel import CHAIN_OF_DRAFT, PDOSConfig, chain_of_draft_prompt, pdos_prompt
+from hf_parallel import PDOSConfig, pdos_prompt
 from hf_parallel.cli.measure import StepClock, dense_bytes
 from hf_parallel.evaluation import GENERATED, ArithmeticProblem, PlanningProblem, RetrievalProblem
 from hf_parallel.generation.call import vocabulary_size
@@ -37,65 +34,17 @@ from .rounds import compare, targets_table
 Problem = RetrievalProblem | ArithmeticProblem | PlanningProblem
 PARTS = {"retrieval": 10, "arithmetic": 5, "planning": 5}
 """Number of students, questions and aspects of a problem."""
-SIZES: dict[str, Any] = {"parts": None, "branches": 10, "lengths": (24, 48), "conclusion": 24, "rounds": 3}
-QUICK: dict[str, Any] = {"parts": 2, "branches": 2, "lengths": (2,), "conclusion": 2, "rounds": 1}
-DRAFT_WORDS = 5
+SIZES: dict[str, Any] = {
+    "parts": None,
+    "part_tokens": 20,
+    "branches": 10,
+    "lengths": (24, 48),
+    "conclusion": 24,
+    "rounds": 3,
+}
+QUICK: dict[str, Any] = {"parts": 2, "part_tokens": 6, "branches": 2, "lengths": (2,), "conclusion": 2, "rounds": 1}
 LIMITS = (("branch_stage", "at least", 4.0), ("whole_answer", "at least", 2.5), ("kv_bytes", "at most", 1.01))
-"""Targets of the third part: tokens/s and KV bytes relative to sequential decoding."""
-
-
-def ways_of(problem: Problem, tokenizer: Any, branch_tokens: int | None) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Return prompt and settings of each method; `branch_tokens` are given for coached answers."""
-    coached = branch_tokens is not None
-    pdos: dict[str, Any] = {"generation_mode": "pdos", **(coaching(problem) if coached else {})}
-    points: dict[str, Any] = {"generation_mode": "skeleton_of_thought"}
-    if branch_tokens is not None:
-        pdos["branch_max_new_tokens"] = points["point_tokens"] = branch_tokens
-        points["outline_tokens"] = points["conclusion_tokens"] = 3 * branch_tokens
-    plain = pdos_prompt(problem.prompt, tokenizer, parallel_hint=False)
-    parallel = pdos_prompt(problem.prompt, tokenizer, parallel_hint=not coached)
-    drafts = f"{CHAIN_OF_DRAFT.format(max_words=DRAFT_WORDS)}\n\n{problem.prompt}"
-    return {
-        "sequential": (plain, {}),
-        "pdos_reencode": (parallel, pdos | {"join": "reencode"}),
-        "pdos_rotate": (parallel, pdos | {"join": "rotate"}),
-        "skeleton_of_thought": (plain, points),
-        "chain_of_draft": (chain_of_draft_prompt(problem.prompt, tokenizer, DRAFT_WORDS), {}),
-        "chain_of_draft_pdos": (pdos_prompt(drafts, tokenizer, parallel_hint=not coached), pdos | {"join": "reencode"}),
-    }
-
-
-def answer(model: Any, tokenizer: Any, problem: Problem, way: tuple[Any, dict[str, Any]], tokens: int) -> Any:
-    """Solve a problem by one method; return its score and cost."""
-    prompt, settings = way
-    clock, began = StepClock(), time.perf_counter()
-    helper = {"tokenizer": tokenizer} if settings else {"streamer": clock}
-    output = generate(model, prompt, max_new_tokens=tokens, **helper, **settings)
-    seconds = time.perf_counter() - began
-    new = output.sequences[0, prompt["input_ids"].shape[1] :]
-    text = tokenizer.decode(new, skip_special_tokens=True)
-    return {
-        "score": problem.score(text),
-        "text": text,
-        "answer_tokens": len(new) - len(tokenize(model, tokenizer, settings.get("opening", ""))),
-        "forward_passes": output.stats.forward_passes if settings else len(new),
-        "seconds": seconds,
-        "decode_seconds": output.stats.decode_seconds if settings else sum(clock.step_seconds),
-        "kv_bytes": output.stats.kv_bytes if settings else dense_bytes(output.past_key_values),
-        "fallback": output.fallback[0] if settings else None,
-    }
-
-
-def summary_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the entry of one method on one task."""
-    total = {name: sum(one[name] for one in answers) for name in ("forward_passes", "seconds", "decode_seconds")}
-    tokens = sum(one["answer_tokens"] for one in answers)
-    return {
-        **{"answers": answers, "score": statistics.mean(one["score"] for one in answers), **total},
-        "tokens_per_second": tokens / total["decode_seconds"] if total["decode_seconds"] else None,
-        "kv_bytes": max(one["kv_bytes"] for one in answers),
-        "fallbacks": sum(one["fallback"] is not None for one in answers),
-    }
+"""Targets of the second part: tokens/s and KV bytes relative to sequential decoding."""
 
 
 @torch.no_grad()
@@ -185,28 +134,30 @@ def endings(model: Any, tokenizer: Any) -> list[int]:
     return sorted(marked | vocabulary.special | set(eos if isinstance(eos, list) else [eos] if eos is not None else []))
 
 
-def run(model: Any, tokenizer: Any, sizes: dict[str, Any], problems: int, tokens: int, branch: int | None) -> Any:
-    """Run all parts; return the entries of the report."""
-    solved: dict[str, dict[str, Any]] = {}
-    diverged: dict[str, dict[str, Any]] = {}
-    for task, cls in GENERATED.items():
-        made = [cls.make(seed, sizes["parts"] or PARTS[task]) for seed in range(problems)]
-        found: dict[str, list[Any]] = {}
-        kept = []
-        for problem in made:
-            ways = ways_of(problem, tokenizer, branch)
-            for name, way in ways.items():
-                found.setdefault(name, []).append(answer(model, tokenizer, problem, way, tokens))
-            prompt, settings = ways["pdos_rotate"]
-            more = {"tokenizer": tokenizer, "max_new_tokens": tokens, "output_logits": True}
-            output = generate(model, prompt, **settings, **more)
-            kept.append(distance(model, output, prompt["input_ids"].shape[1]))
-        solved[task] = {name: summary_of(answers) for name, answers in found.items()}
-        divergence, same = (torch.cat(parts) for parts in zip(*kept, strict=True))
-        diverged[task] = {"positions": len(divergence)}
-        if len(divergence):
-            diverged[task] |= {"mean_kl": divergence.mean().item(), "median_kl": divergence.median().item()}
-            diverged[task] |= {"max_kl": divergence.max().item(), "same_best_token": same.double().mean().item()}
+def divergence_of(model: Any, tokenizer: Any, task: str, sizes: dict[str, Any], problems: int, tokens: int) -> Any:
+    """Return the divergence of rotated answers to the problems of a task from the same texts reencoded."""
+    kept = []
+    for seed in range(problems):
+        problem = GENERATED[task].make(seed, sizes["parts"] or PARTS[task])
+        prompt = pdos_prompt(problem.prompt, tokenizer, parallel_hint=False)
+        settings = coaching(problem) | {
+            "generation_mode": "pdos",
+            "join": "rotate",
+            "branch_max_new_tokens": sizes["part_tokens"],
+        }
+        more = {"tokenizer": tokenizer, "max_new_tokens": tokens, "output_logits": True}
+        kept.append(distance(model, generate(model, prompt, **settings, **more), prompt["input_ids"].shape[1]))
+    divergence, same = (torch.cat(of) for of in zip(*kept, strict=True))
+    if not len(divergence):
+        return {"positions": 0}
+    found = {"mean_kl": divergence.mean(), "median_kl": divergence.median(), "max_kl": divergence.max()}
+    found["same_best_token"] = same.double().mean()
+    return {"positions": len(divergence), **{name: value.item() for name, value in found.items()}}
+
+
+def run(model: Any, tokenizer: Any, sizes: dict[str, Any], problems: int, tokens: int) -> dict[str, Any]:
+    """Run both parts; return the entries of the report."""
+    diverged = {task: divergence_of(model, tokenizer, task, sizes, problems, tokens) for task in PARTS}
     compared = [
         branches_of(model, tokenizer, length, join, sizes)
         for length in sizes["lengths"]
@@ -216,18 +167,11 @@ def run(model: Any, tokenizer: Any, sizes: dict[str, Any], problems: int, tokens
     for one in compared:
         words = f"{one['length']} tokens, {one['join']}"
         targets += compare(one["ratios"], [(*limit, f"{words}: {limit[0].replace('_', ' ')}") for limit in LIMITS])
-    return {"tasks": solved, "rotate_from_reencode": diverged, "branches": compared, "targets": targets}
+    return {"rotate_from_reencode": diverged, "branches": compared, "targets": targets}
 
 
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print the tables."""
-    for task, ways in report["tasks"].items():
-        table = table_of(task, "score", "tokens/s", "passes", "seconds", "KV, MB", "fell back")
-        for name, way in ways.items():
-            cells = (f"{way['score']:.2f}", f"{way['tokens_per_second'] or 0:.1f}", str(way["forward_passes"]))
-            more = (f"{way['seconds']:.1f}", f"{way['kv_bytes'] / 1e6:.1f}", str(way["fallbacks"]))
-            table.add_row(name.replace("_", " "), *cells, *more)
-        console.print(table)
     table = table_of("rotate from reencode, nats", "positions", "mean", "median", "max", "same top token")
     for task, of in report["rotate_from_reencode"].items():
         table.add_row(task, *(f"{value:.4g}" for value in of.values()))
@@ -243,16 +187,14 @@ def main(arguments: list[str] | None = None) -> int:
     add_model_options(parser)
     parser.add_argument("--problems", type=int, default=2, metavar="N", help="problems per task (2)")
     parser.add_argument("--new-tokens", type=int, default=320, metavar="N", help="maximum tokens of an answer (320)")
-    parser.add_argument("--coach", action=argparse.BooleanOptionalAction, help="default: the embedded model only")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     options = parser.parse_args(arguments)
-    coached = options.model is None if options.coach is None else options.coach
     model, tokenizer = set_up(options)
-    sizes, branch = QUICK if options.quick else SIZES, (6 if options.quick else 20) if coached else None
+    sizes = QUICK if options.quick else SIZES
     problems, tokens = (1, 100) if options.quick else (options.problems, options.new_tokens)
-    settings = {**sizes, "problems": problems, "new_tokens": tokens, "branch_tokens": branch}
+    settings = {**sizes, "problems": problems, "new_tokens": tokens}
     report = about(model, options) | {"quick": options.quick, "settings": settings}
-    report |= run(model, tokenizer, sizes, problems, tokens, branch)
+    report |= run(model, tokenizer, sizes, problems, tokens)
     finish(Console(highlight=False), report, options.output or new_path("parallel-answers", options.quick), show)
     return 0
 

@@ -149,7 +149,7 @@ def of_builder(engine: Engine, given: Any, mode: str | None, template: Any) -> s
 def of_command(engine: Engine, given: Any, mode: str | None, template: Any) -> str:
     words = ["generate", TASK, *(["--chat-template-kwargs", json.dumps(template)] if template else [])]
     config = None if mode is None else make_config(mode, SETTINGS.get(mode))
-    tokens = encode([given], engine.tokenizer, config, make_parser().parse_args(words), "cpu")
+    tokens = encode([given], engine.tokenizer, config, make_parser("generate").parse_args(words), "cpu")
     return engine.tokenizer.decode(tokens["input_ids"][0])
 
 

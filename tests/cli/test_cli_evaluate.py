@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runs_of(*arguments: str) -> list[Run]:
-    options = cli.make_parser().parse_args(["evaluate", "--task", "planning", "-o", "folder", *arguments])
+    options = cli.make_parser("evaluate").parse_args(["evaluate", "--task", "planning", "-o", "folder", *arguments])
     return cli_evaluate.read_runs(options)[1]
 
 

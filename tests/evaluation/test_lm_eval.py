@@ -237,6 +237,7 @@ def test_thinking_is_removed(folder: Path) -> None:
     assert texts == [whole.split(marker)[-1].lstrip()]
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_the_backend(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = f"lm-eval --model hf-parallel --model_args pretrained={folder / 'model'},max_batch_tokens=100"
     tasks = f"--tasks cities,writing --include_path {folder} --device cpu --gen_kwargs generation_mode=shared_prefix"

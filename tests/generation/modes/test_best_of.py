@@ -93,7 +93,7 @@ def test_without_pruning_rows_are_those_of_shared_prefix_by_mean_log_probability
     count=st.integers(1, 2),
     salt=st.integers(0, 9),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_survivors_of_pruning_are_unpruned_rows_and_pruned_rows_cost_nothing_afterwards(
     every: int, keep: float, count: int, salt: int
 ) -> None:
