@@ -74,7 +74,12 @@ def script(name: str) -> ModuleType:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=name_of(page), marks=[pytest.mark.filterwarnings(*FALSE_WARNINGS)] * (page != SEQUENTIAL))
+        pytest.param(
+            page,
+            id=name_of(page),
+            marks=[pytest.mark.filterwarnings(*FALSE_WARNINGS)] * (page != SEQUENTIAL)
+            + [pytest.mark.slow] * (name_of(page) in SHOWN and page.parent != ROOT),
+        )
         for page in WITH_CODE
     ],
 )

@@ -201,7 +201,13 @@ def test_importing_the_package_imports_no_torch() -> None:
     run("import hf_parallel\nassert 'torch' not in sys.modules")
 
 
-@pytest.mark.parametrize("first", ["hf_parallel", "transformers.pipelines", "hf_parallel.pipelines"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "hf_parallel",
+        *(pytest.param(f"{name}.pipelines", marks=pytest.mark.slow) for name in ("transformers", "hf_parallel")),
+    ],
+)
 def test_importing_the_package_registers_the_pipeline(first: str) -> None:
     used = "PIPELINE_REGISTRY.check_task('parallel-text-generation')"
     run(f"import {first}, hf_parallel\nfrom transformers.pipelines import PIPELINE_REGISTRY\n{used}")
