@@ -49,21 +49,18 @@ class Recording:
             os.truncate(self.path, len(whole.encode()))
 
     def _load(self, lines: list[str], header: dict[str, object]) -> None:
-        for number, line in enumerate(lines, 1):
-            found = parse_json(line, f"{self.path}, line {number},")
-            if number == 1:
-                given = found if isinstance(found, dict) else {}
-                if None in (given.get("model"), header["model"]):  # older files lack it
-                    header["model"] = given["model"] = None
-                if given == {**header, "seed": given.get("seed")} != header:
-                    raise ValueError(f"{self.path} has the seed {given['seed']}, this Runtime {header['seed']}")
-                if given == {**header, "model": given["model"]} != header:
-                    raise ValueError(f"{self.path} was recorded with another model, or with other weights or adapters")
-                if given != header:
-                    raise ValueError(f"{self.path} must begin with {header}, got {found!r}")
-            else:
-                result = _check_result(found, f"{self.path}, line {number}")
-                self._results[result["key"]] = result
+        first, *results = (parse_json(line, f"{self.path}, line {n},") for n, line in enumerate(lines, 1))
+        given = first if isinstance(first, dict) else {}
+        if given.get("format") != FORMAT:
+            raise ValueError(f"{self.path} must begin with {header}, got {first!r}")
+        if given.get("seed") != header["seed"]:
+            raise ValueError(f"{self.path} has the seed {given.get('seed')!r:.80}, this Runtime {header['seed']}")
+        model = given.get("model")
+        if model != header["model"] and None not in (model, header["model"]):
+            raise ValueError(f"{self.path} was recorded with another model, or with other weights or adapters")
+        for number, found in enumerate(results, 2):
+            result = _check_result(found, f"{self.path}, line {number}")
+            self._results[result["key"]] = result
 
     def __len__(self) -> int:
         return len(self._results)

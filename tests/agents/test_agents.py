@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -150,26 +149,6 @@ def test_a_cancelled_agent_ends_with_those_that_it_has_spawned() -> None:
     assert scripted().run(cancels).value == [True]
 
 
-def test_agents_that_are_left_end_with_the_run() -> None:
-    ended = []
-
-    @agent
-    async def sleeps() -> Any:
-        try:
-            yield await tool(asyncio.sleep, 60)
-        finally:
-            ended.append(True)
-
-    @agent
-    async def leaves() -> Any:
-        spawn(sleeps)
-        await tool(asyncio.sleep, 0.02)
-        yield 1
-
-    assert scripted().run(leaves).value == 1
-    assert ended == [True]
-
-
 def test_agents_that_wait_for_each_other_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_parallel.agents.run.STALL_SECONDS", 0.2)
     here, there = asyncio.Event(), asyncio.Event()
@@ -247,21 +226,6 @@ def test_continuations_of_a_state_have_their_own_copies_of_a_spawned_agent() -> 
     values = scripted().run(all_of_them).value
     assert len({digit for digit, _ in values}) > 1
     assert all(digit == number for digit, number in values)
-
-
-def test_an_agent_that_departs_from_its_log_raises() -> None:
-    calls = []
-
-    @agent(supervisor=Paths(2))
-    async def changes() -> Any:
-        calls.append(1)
-        chat = Chat()
-        chat.user(f"question {len(calls)}")
-        yield await chat.gen()
-
-    with pytest.raises(AgentError, match="changes#0 departs from its log") as caught:
-        scripted().run(changes)
-    assert isinstance(caught.value.__cause__, ReplayError)
 
 
 def test_an_agent_that_catches_all_errors_cannot_hide_a_departure_from_its_log() -> None:
@@ -403,28 +367,6 @@ def test_a_killed_run_resumes_from_its_last_result(tmp_path: Path) -> None:
         assert model.passes == 2 - recorded
 
 
-def test_a_path_that_the_recording_lacks_is_no_dead_end(tmp_path: Path) -> None:
-    """Without a model, a part of a recording gives an error instead of another result."""
-    path = tmp_path / "run.jsonl"
-
-    @agent(supervisor=BestOfN(3, value=lambda state: len(str(state.yielded))))
-    async def twice() -> Any:
-        chat = Chat()
-        chat.user("Write.")
-        return [await chat.gen(), await chat.gen()]
-
-    whole = scripted().run(twice, record=path).value
-    lines = path.read_text().splitlines(keepends=True)
-    assert len(lines) == 7
-    for kept in range(2, len(lines)):
-        path.write_text("".join(lines[:kept]))
-        with pytest.raises(AgentError, match="the recording has no completion") as raised:
-            Runtime().run(twice, record=path)
-        assert isinstance(raised.value.__cause__, ReplayError)
-    path.write_text("".join(lines))
-    assert Runtime().run(twice, record=path).value == whole
-
-
 def test_a_completion_of_a_value_function_that_the_recording_lacks_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -534,20 +476,6 @@ def test_a_run_within_a_running_loop_works_as_in_a_notebook() -> None:
 def test_invalid_arguments_raise(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
-
-
-def test_the_trace_names_each_agent_and_what_it_did() -> None:
-    @agent
-    async def root() -> Any:
-        handle = spawn(research, "KV")
-        yield await next(handle)
-
-    trace = scripted().run(root).trace
-    kinds = {name: [e.kind for e in trace.events if e.agent == name and e.kind != "state"] for name in ("root#0",)}
-    assert kinds["root#0"] == ["spawn", "next", "yield", "end"]
-    child = [event.kind for event in trace.events if event.agent == "root#0/research#0" and event.kind != "state"]
-    assert child[:4] == ["gen", "tool", "gen", "yield"]
-    assert all(re.fullmatch(r"0(\.\d+)*", event.state) for event in trace.events if event.state)
 
 
 def test_an_agent_that_is_cancelled_while_it_generates_does_nothing_more() -> None:

@@ -231,15 +231,6 @@ def test_runs_are_reproducible_where_the_generation_config_samples() -> None:
     assert len(set(values)) > 1
 
 
-def test_gen_returns_one_text(engine: Engine) -> None:
-    @agent
-    async def several() -> Any:
-        return await Chat(**SAMPLED).user("q").gen(num_return_sequences=2)
-
-    with pytest.raises(AgentError, match=r"gen returns one text, got num_return_sequences=2: use chat.sample\(n\)"):
-        Runtime(engine).run(several)
-
-
 def test_several_samples_are_one_request_with_the_same_texts_each_time(engine: Engine, tmp_path: Path) -> None:
     @agent
     async def asks() -> Any:
