@@ -124,10 +124,17 @@ class Search:
         supervisor = copy.copy(root.agent.supervisor)
         supervisor.init(root)
         running: deque[tuple[State, State, asyncio.Task[None]]] = deque()
-        budget = _Budget(supervisor, self.runtime)
+        names = ("max_tokens", "max_passes", "max_seconds")
+        limits = {name: limit for name in names if (limit := getattr(supervisor, name)) is not None}
+        used = dict.fromkeys(names, 0.0)
+        passes, began = self.runtime.passes, time.monotonic()
         try:
             while True:
-                if not budget.is_used_up:
+                used["max_seconds"] = time.monotonic() - began
+                if "max_passes" in limits:
+                    used["max_passes"] = self.runtime.passes - passes
+                is_used_up = any(used[name] >= limit for name, limit in limits.items())
+                if not is_used_up:
                     for one in supervisor.select():
                         fire = one if isinstance(one, Fire) else Fire(one)
                         child = self._child(fire.state)
@@ -139,7 +146,7 @@ class Search:
                 await asyncio.wait([task])
                 running.popleft()
                 task.result()
-                budget.tokens += child.tokens
+                used["max_tokens"] += child.tokens
                 self._note(child, "committed")
                 supervisor.commit(parent, child)
         finally:
@@ -147,13 +154,12 @@ class Search:
                 task.cancel()
         final = supervisor.result()
         if final is None:
-            is_cut = budget.is_used_up and any(state.is_choice and not state.num_children for state in self._states)
+            is_cut = is_used_up and any(state.is_choice and not state.num_children for state in self._states)
             failed = next((state for state in self._states if state.error is not None), None)
             if failed is not None and not is_cut:
                 return failed
-            raise BudgetExceededError(
-                f"the search of agent {self.agent_id} has ended before a path has: {budget.describe()}"
-            )
+            budget = ", ".join(f"{name}={limit}" for name, limit in limits.items())
+            raise BudgetExceededError(f"the search of agent {self.agent_id} has ended before a path has: {budget}")
         self._note(final, "selected")
         return final
 
@@ -194,27 +200,3 @@ async def _value(supervisor: Supervisor, state: State) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the value of {state!r} must be a finite number, got {value!r}")
     return value
-
-
-class _Budget:
-    """Budget that a search has used."""
-
-    def __init__(self, supervisor: Supervisor, runtime: Any) -> None:
-        self._supervisor, self._runtime = supervisor, runtime
-        self.tokens = 0
-        self._passes = 0 if supervisor.max_passes is None else runtime.passes
-        self._began = time.monotonic()
-
-    @property
-    def is_used_up(self) -> bool:
-        limits = self._supervisor
-        used = (
-            (self.tokens, limits.max_tokens),
-            (0 if limits.max_passes is None else self._runtime.passes - self._passes, limits.max_passes),
-            (time.monotonic() - self._began, limits.max_seconds),
-        )
-        return any(limit is not None and amount >= limit for amount, limit in used)
-
-    def describe(self) -> str:
-        limits = self._supervisor
-        return f"max_tokens={limits.max_tokens}, max_passes={limits.max_passes}, max_seconds={limits.max_seconds}"
