@@ -153,6 +153,7 @@ def test_invalid_arguments_raise() -> None:
         simulate(trace, max_tokens=1000)
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_policies_at_the_budget_of_the_paper_and_beside_an_engine(model: Any) -> None:
     trace = FiveAgents(2, 0).trace()
     budget = benchmark.budget_of(trace, 0.85)
