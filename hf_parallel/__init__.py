@@ -8,9 +8,9 @@ import ast
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -39,11 +39,11 @@ class _PipelineFinder:
 
     name = "transformers.pipelines"
 
-    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

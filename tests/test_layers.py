@@ -210,7 +210,8 @@ def test_importing_the_package_imports_no_torch() -> None:
 )
 def test_importing_the_package_registers_the_pipeline(first: str) -> None:
     used = "PIPELINE_REGISTRY.check_task('parallel-text-generation')"
-    run(f"import {first}, hf_parallel\nfrom transformers.pipelines import PIPELINE_REGISTRY\n{used}")
+    looked_up = "import importlib.util\nimportlib.util.find_spec('transformers.pipelines')"  # does not import it
+    run(f"import {first}, hf_parallel\n{looked_up}\nfrom transformers.pipelines import PIPELINE_REGISTRY\n{used}")
 
 
 def test_core_needs_torch_and_transformers_only() -> None:
