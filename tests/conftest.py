@@ -30,7 +30,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # several processes share the cor
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 
 
-QUICK_CASES = 6
+QUICK_CASES = 4
 """Cases of a test in `make test`; `make test-all` runs the others."""
 
 

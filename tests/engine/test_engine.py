@@ -30,7 +30,7 @@ from hf_parallel.engine.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ARCHITECTURES = ["llama", "gemma3_text", "gpt_neox"]
+ARCHITECTURES = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "gpt_neox"))]
 
 
 def enabled(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
