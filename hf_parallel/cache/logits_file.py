@@ -72,40 +72,34 @@ def read_keys(text: str) -> list[str]:
 
 
 def check_arrays(arrays: dict[str, torch.Tensor], top_k: int | None) -> None:
-    """Raise `ValueError` unless the arrays are consistent."""
-    integers = ("tokens", "parents", "used", "places", "vocabulary")
-    types = {**dict.fromkeys(integers, torch.int64), **({"ids": torch.int32} if "ids" in arrays else {})}
-    if any(arrays[name].dtype != type_ for name, type_ in types.items()) or not arrays["rest"].is_floating_point():
-        raise ValueError("its arrays have other dtypes")
+    """Raise `ValueError` unless the arrays are consistent, so that a forged file fails here and not in a call."""
+    count, vocabulary, ids = len(arrays["tokens"]), int(arrays["vocabulary"]), arrays.get("ids")
     parents, places, rest = arrays["parents"], arrays["places"], arrays["rest"]
-    values = arrays["values"] if "values" in arrays else torch.empty(0, int(arrays["vocabulary"]))
-    ids, vocabulary, count = arrays.get("ids"), int(arrays["vocabulary"]), len(arrays["tokens"])
-    if any(arrays[name].shape != (count,) for name in ("parents", "used", "places")):
-        raise ValueError("its arrays are of unequal length")
-    if ((parents < 0) | (parents > torch.arange(count))).any():
-        raise ValueError("a node comes before its parent")
-    if len(set(zip(parents.tolist(), arrays["tokens"].tolist(), strict=True))) < count:
-        raise ValueError("a node occurs twice")
-    if values.ndim != 2 or rest.shape != values.shape[:1] or ((places < -1) | (places >= len(values))).any():
-        raise ValueError("nodes and logits do not match")
-    if values.shape[1] != vocabulary if ids is None else ids.shape != values.shape:
-        raise ValueError("logits and vocabulary do not match")
-    # Keys of Hogwild! states are negative, see `RowGroup.advance`.
-    if (arrays["tokens"] >= vocabulary).any() or (ids is not None and ((ids < 0) | (ids >= vocabulary)).any()):
-        raise ValueError("tokens are outside the vocabulary")
-    if ((arrays["used"] < 0) | (arrays["used"] > MAX_NUMBER)).any():
-        raise ValueError("times of use are not counts")
-    if not values.is_floating_point() or values.isnan().any() or (values == torch.inf).any():
-        raise ValueError("logits must be numbers or -inf")
-    has_any = (values > -torch.inf).any(1)  # only a tie of the highest of `top_k` logits keeps none
+    values = arrays["values"] if "values" in arrays else torch.empty(0, vocabulary)
     kept = vocabulary if top_k is None else min(top_k, vocabulary)
-    if (ids is None) != (kept == vocabulary) or values.shape[1] > kept:
-        raise ValueError("logits and top_k do not match")
-    is_valid = has_any
-    if ids is not None:
-        is_valid = torch.where(has_any, rest < 0, rest == 0)
-        different = ids.long().where(values > -torch.inf, -1 - torch.arange(ids.shape[1])).sort().values  # padding, too
-        if (different.diff() == 0).any():
-            raise ValueError("a token has two logits")
-    if not is_valid.all():
-        raise ValueError("logits and the probability of the dropped ones do not match")
+    types = dict.fromkeys(("tokens", "parents", "used", "places", "vocabulary"), torch.int64)
+    types |= {} if ids is None else {"ids": torch.int32}
+    _require("dtypes", *(arrays[name].dtype == type_ for name, type_ in types.items()))
+    _require("dtypes", rest.is_floating_point(), values.is_floating_point())
+    _require("lengths", *(arrays[name].shape == (count,) for name in ("parents", "used", "places")))
+    # Keys of Hogwild! states are negative, see `RowGroup.advance`.
+    _require("tokens", (arrays["tokens"] < vocabulary).all(), (arrays["used"] >= 0).all())
+    _require("times of use", (arrays["used"] <= MAX_NUMBER).all())
+    _require("parents", (parents >= 0).all(), (parents <= torch.arange(count)).all())
+    _require("nodes", len(set(zip(parents.tolist(), arrays["tokens"].tolist(), strict=True))) == count)
+    _require("places", (places >= -1).all(), (places < len(values)).all())
+    _require("shapes", values.ndim == 2, rest.shape == values.shape[:1], (ids is None) == (kept == vocabulary))
+    _require("logits", not values.isnan().any(), not (values == torch.inf).any())
+    has_any = (values > -torch.inf).any(1)  # only a tie of the highest of `top_k` logits keeps none
+    if ids is None:
+        _require("logits", values.shape[1] == vocabulary, has_any.all())
+        return
+    _require("shapes", ids.shape == values.shape, values.shape[1] <= kept)
+    _require("logits", torch.where(has_any, rest < 0, rest == 0).all(), (ids >= 0).all(), (ids < vocabulary).all())
+    different = ids.long().where(values > -torch.inf, -1 - torch.arange(ids.shape[1])).sort().values  # padding, too
+    _require("logits", (different.diff() != 0).all())
+
+
+def _require(name: str, *conditions: object) -> None:
+    if not all(conditions):
+        raise ValueError(f"its {name} are not those of a saved cache")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 from small_cache import BYTES_PER_TOKEN, HEAD_DIM, KV_HEADS, append, assert_holds, new_cache, unrotated
 
-from hf_parallel.cache import Arena, Block, BlockCache, Segment, view_length
+from hf_parallel.cache import Block, BlockCache, Segment, view_length
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -128,17 +127,6 @@ TestRandomOperations = CacheMachine.TestCase
 # Arena
 
 
-def test_released_extents_are_merged_and_reused() -> None:
-    arena = Arena()
-    a, b, c, d = arena.allocate([10] * 4)
-    for extent in (b, a, c):
-        arena.release(extent)
-    assert arena.allocate([30])[0].origin == a.origin
-    arena.release(d)
-    assert arena.allocate([50])[0].origin == d.origin  # free slots at the end are extended
-    assert arena.num_slots == d.origin + 50
-
-
 def test_an_extent_is_freed_with_its_last_owner() -> None:
     cache = new_cache()
     head = cache.pool.new_block(4)
@@ -183,16 +171,6 @@ def test_blocks_that_grow_together_stay_evenly_spaced() -> None:
         append(cache, *(([block], [7]) for block in blocks))
         assert evenly_spaced(blocks)
     assert cache.pool.new_blocks(5, 8)[0].extent.origin == 8 + 5 * 64  # no hole: they grew over their old extents
-
-
-def test_moving_to_other_positions_needs_the_rotary_embedding() -> None:
-    cache = BlockCache()
-    first, second, third = (cache.pool.new_block() for _ in range(3))
-    append(cache, ([first], [1, 2]), ([second], [3]))
-    with pytest.raises(ValueError, match="rotary"):
-        cache.pool.move(second, first)
-    cache.pool.move(second, third)  # from position 0 to position 0
-    assert_holds(cache, third, [3])
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["first pass", "following step"])
@@ -295,30 +273,3 @@ def test_positions_follow_from_lengths() -> None:
     ]  # positions in the own block, whatever the blocks before it
     assert forward.last_tokens == [1, 4]
     assert view_length([common, b, a]) == 10
-
-
-def test_reset_deletes_everything() -> None:
-    cache = new_cache()
-    view = [cache.pool.new_block()]
-    append(cache, (view, [1, 2]), ([cache.pool.new_block()], [3]))
-    append(cache, (view, [4]))
-    cache.prepare([Segment(view, 1)])
-    cache.reset()
-    assert (cache.kv_bytes, cache.pool.blocks, cache.get_seq_length()) == (0, set(), 0)
-    assert cache.pool.arena.reserved_bytes == 0
-    with pytest.raises(ValueError, match="no longer"):  # although it continues the last step
-        cache.prepare([Segment(view, 1)])
-
-
-def test_a_deep_copy_is_independent() -> None:
-    """As users of transformers reuse a prefilled prompt: they extend the copy, the original stays."""
-    cache = new_cache()
-    view = cache.pool.new_blocks(2)
-    append(cache, (view[:1], [1, 2]), (view, [3]))
-    cache.rows = [view]
-    twin = copy.deepcopy(cache)
-    append(twin, (twin.rows[0], [4]))
-    assert_holds(twin, twin.rows[0][1], [3, 4])
-    assert_holds(cache, view[1], [3])
-    with pytest.raises(ValueError, match="not .* a block of this cache"):
-        twin.prepare([Segment(view, 1)])

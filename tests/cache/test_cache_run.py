@@ -125,16 +125,6 @@ def test_passes_computed_as_one_equal_separate_passes(layout: str, num_workers: 
     run_and_steps(dense.in_float64(tiny.build("starcoder2"), num_layers=2), layout, num_workers)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_passes_may_be_computed_in_groups(layout: str) -> None:
-    run_and_steps(dense.in_float64(tiny.build("llama")), layout, 3, at_a_time=4)
-
-
-def test_the_dense_reference_has_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_PARALLEL_BACKEND", "reference")
-    run_and_steps(dense.in_float64(tiny.build("llama")), "combined", 2)
-
-
 def test_blocks_may_grow_beyond_their_extents_between_passes() -> None:
     model = dense.in_float64(tiny.build("llama"))
     steps, run = Problem(model, "combined", 2), Problem(model, "combined", 2, later=True)
@@ -147,26 +137,6 @@ def test_blocks_may_grow_beyond_their_extents_between_passes() -> None:
     run.compute(10**6)
     assert run.space.workers[0].extent.capacity > STEP_CAPACITY
     torch.testing.assert_close(torch.cat(run.logits), torch.cat(steps.logits), rtol=0, atol=1e-9)
-
-
-def test_block_names_are_stable_when_steps_end_and_move() -> None:
-    problem = Problem(tiny.build("llama"), "combined", 2)
-    cache, space = problem.cache, problem.space
-    blocks = [*space.headers, *space.workers, cache.pool.new_block()]
-    assert [space.block_name(block) for block in blocks] == [
-        *(f"header {i}" for i in range(4)), "worker 0", "worker 1", "reader",
-    ]  # fmt: skip
-    for worker in (1, 0, 1):
-        cache.end_step(space, worker)
-    assert [space.block_name(block) for block in space.pending_steps] == ["step 0", "step 1", "step 2"]
-    cache.move_ended(space)
-    cache.end_step(space, 0)
-    assert [space.block_name(block) for block in (*space.pending_steps, *space.workers)] == [
-        "step 3",
-        "worker 0",
-        "worker 1",
-    ]
-    assert space.step_workers == [1, 0, 1, 0]
 
 
 # Random layouts
@@ -231,18 +201,6 @@ def passes_of(block: Block, other: Block) -> list[list[Segment]]:
         [Segment([block, other], 2), Segment([block], 1)],
         [Segment([block], 2, write=False), Segment([other], 1)],
     ]
-
-
-def test_passes_are_packed_in_order() -> None:
-    cache = new_cache()
-    block, other = cache.pool.new_block(), cache.pool.new_block(base=10)
-    append(cache, ([block], [1, 2]))
-    forward = cache.prepare_run(passes_of(block, other))
-    assert forward.num_passes == 3
-    assert forward.position_ids.tolist() == [2, 3, 4, 10, 11, 5, 4, 5, 12]
-    assert forward.last_tokens == [2, 4, 5, 7, 8]
-    assert not forward.is_decode_step
-    assert (block.length, other.length) == (6, 3)
 
 
 def test_rollback_restores_the_state_before_the_first_pass() -> None:

@@ -73,15 +73,6 @@ def test_settings_that_need_more_logits_raise(model: PreTrainedModel, settings: 
     assert torch.equal(sample(model, None).sequences, sample(model, LogitsCache()).sequences)
 
 
-def test_the_first_of_several_truncating_processors_decides(model: PreTrainedModel) -> None:
-    """A user's `top_p` runs before `top_k` and needs more probability than is kept."""
-    cache, settings = LogitsCache(top_k=KEPT), {"top_k": 5, "logits_processor": [TopPLogitsWarper(0.9999)]}
-    for seed in (0, 0):
-        out = sample(model, cache, seed=seed, **settings)
-        assert torch.equal(out.sequences, sample(model, None, seed=seed, **settings).sequences)
-        assert out.stats.replayed_tokens == 0
-
-
 def test_a_node_with_too_few_logits_is_computed_and_counted_as_a_miss(model: PreTrainedModel) -> None:
     cache = LogitsCache(top_k=KEPT)
     for top_p, replays in ((0.1, True), (0.99, False), (0.1, True)):
@@ -125,11 +116,3 @@ def test_ties_are_kept_or_dropped_together() -> None:
         assert not cached.covers(len(kept) + 1, math.inf)
     assert not CachedLogits.from_logits(torch.ones(9), 4).covers(1, math.inf)
     assert CachedLogits.from_logits(torch.ones(9), None).covers(9, -math.inf)
-
-
-def test_dropped_logits_stay_below_kept_ones_however_small_their_probability() -> None:
-    logits = torch.full((50_000,), -12.0)
-    logits[:8] = torch.tensor([50, -9, -9.5, -9.6, -9.7, -9.8, -9.9, -10])
-    cached = CachedLogits.from_logits(logits, 8)
-    torch.testing.assert_close(cached.to_dense(), logits)
-    assert cached.log_tail == pytest.approx(math.log(50_000 - 8) - 12 - 50, rel=1e-6)

@@ -60,14 +60,6 @@ def scene() -> Scene:
     return scene
 
 
-def test_the_next_step_is_derived_from_the_last_one(scene: Scene) -> None:
-    """It shares the arrays that do not change."""
-    last = scene.forward.plan
-    scene.step(one_token_each(scene))
-    assert scene.forward.plan.pair_query is last.pair_query
-    torch.testing.assert_close(scene.attend(TorchBackend().attend, torch.float64), scene.truth())
-
-
 @pytest.mark.parametrize("change", ["truncate", "move", "another row", "order", "no room", "freed", "split"])
 def test_a_step_after_a_change_is_planned_from_scratch(scene: Scene, change: str) -> None:
     segments = one_token_each(scene)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,8 @@ import pytest
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
-from hypothesis import given
-from hypothesis import settings as examples
 from mode_cases import BUILT_IN, small_call
-from test_fingerprint import EDITS, SWITCHES, adapted_model, edit, with_config, with_module
+from test_fingerprint import with_config, with_module
 from test_malformed import failing
 from transformers import LogitsProcessor, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -62,18 +59,6 @@ def test_a_copy_is_reused_like_the_cache(
     assert torch.equal(again.sequences, expected.sequences)
     assert again.stats.reused_tokens == IDS.shape[1]
     assert again.stats.prefilled_tokens == 1
-
-
-def test_an_empty_cache_holds_no_memory_and_serves_another_model(
-    model: PreTrainedModel, cache: SharedPrefixCache
-) -> None:
-    cache.reset()
-    assert cache.pool.arena.reserved_bytes == 0
-    other = hf_parallel.enable(copy.deepcopy(tiny.build("gemma")))
-    assert torch.equal(generate(other, cache).sequences, generate(other, None).sequences)
-    cache.reset()
-    model.to(torch.bfloat16)
-    assert torch.equal(generate(model, cache).sequences, generate(model, None).sequences)
 
 
 @pytest.mark.parametrize("common", [0, 12], ids=["distinct", "shared start"])
@@ -147,27 +132,6 @@ def test_running_out_of_memory_leaves_the_cache_usable(
     assert output.stats.prefilled_tokens == 1
 
 
-def test_inserting_many_prompts_takes_a_linear_number_of_function_calls() -> None:
-    """A prompt is compared only with nodes that start with the same token, not with all others."""
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    cache, system = SharedPrefixCache(), np.arange(50)
-    prompts = [np.concatenate((system, [100 + row, 7, 8])) for row in range(300)]
-    sys.setprofile(count)
-    try:
-        leaves = [cache.insert(prompt) for prompt in prompts]
-        again = [cache.insert(prompt) for prompt in prompts]
-    finally:
-        sys.setprofile(None)
-    assert len(set(leaves)) == 300
-    assert again == leaves
-    assert calls <= 50 * 300
-
-
 def test_completions_with_a_common_start_are_distinguished() -> None:
     cache = SharedPrefixCache()
     root = cache.insert(np.arange(5))
@@ -178,45 +142,6 @@ def test_completions_with_a_common_start_are_distinguished() -> None:
     assert [node.tokens.tolist() for node in longer.path] == [[0, 1, 2, 3, 4], [7, 8, 9], [1]]
     cache.discard_uncached()
     assert list(cache.tree.nodes()) == []
-
-
-@pytest.mark.parametrize("switch", SWITCHES)
-def test_a_cache_filled_by_another_adapter_raises(switch: str) -> None:
-    model, layer = adapted_model(0)
-    cache, first = SharedPrefixCache(), dict(vars(layer))
-    before = generate(model, cache)
-    for name, value in SWITCHES[switch].items():
-        setattr(layer, name, value)
-    with pytest.raises(ValueError, match="weights changed"):
-        generate(model, cache)
-    for name in SWITCHES[switch]:
-        setattr(layer, name, first[name])
-    assert torch.equal(generate(model, cache).sequences, before.sequences)
-
-
-@examples(max_examples=8, deadline=None)
-@given(**EDITS)
-def test_no_change_of_a_weight_is_missed(**change: Any) -> None:
-    """Neither by a cache that was passed, nor one that was returned, nor one of logits."""
-    model = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
-    given, logits = SharedPrefixCache(), LogitsCache()
-    generate(model, given)
-    returned = generate(model, None, logits_cache=logits).past_key_values
-    edit(model, **change)
-    for cache in (given, returned, pickle.loads(pickle.dumps(given))):
-        with pytest.raises(ValueError, match="weights changed"):
-            generate(model, cache)
-    again = generate(model, None, logits_cache=logits)
-    assert again.stats.replayed_tokens == 0
-    assert torch.equal(again.sequences, generate(model, None).sequences)
-
-
-def test_equal_weights_keep_a_cache_valid(model: PreTrainedModel, cache: SharedPrefixCache) -> None:
-    twin = hf_parallel.enable(copy.deepcopy(hf_parallel.disable(copy.deepcopy(model))))
-    model.load_state_dict(model.state_dict(), assign=True)
-    model.load_state_dict(twin.state_dict())
-    for one in (model, twin):
-        assert generate(one, cache).stats.reused_tokens == IDS.shape[1]
 
 
 @pytest.mark.parametrize("prepare", [with_module(torch.nn.Dropout(0.5)), with_config], ids=["module", "config"])
@@ -238,11 +163,6 @@ def test_calls_with_dropout_neither_fill_nor_read_a_cache(
     model.train()
     again = generate(model, cache, logits_cache=logits).stats
     assert (again.reused_tokens, again.replayed_tokens) == (0, 0)
-
-
-def test_training_mode_without_dropout_uses_caches(model: PreTrainedModel, cache: SharedPrefixCache) -> None:
-    model.train()
-    assert generate(model, cache).stats.reused_tokens == IDS.shape[1]
 
 
 def test_a_cache_serves_one_call_at_a_time(model: PreTrainedModel) -> None:

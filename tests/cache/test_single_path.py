@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
-import time
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from test_logits_cache import VOCABULARY, counted, logits_of, read, write
@@ -32,26 +29,6 @@ def test_only_the_last_continuation_is_kept() -> None:
         assert torch.equal(found, logits_of(tokens))
     for tokens in ([4], [1, 2, 5, 6]):
         assert read(cache, tokens) is None
-
-
-def test_among_prompts_with_a_common_start_the_last_used_one_is_kept() -> None:
-    cache = LogitsCache()
-    for prompt in ([1, 7, 2], [1, 8, 2], [1, 9, 2], [1, 8, 2]):
-        write(cache, prompt, 5)
-    cache.keep_last_path()
-    assert len(cache) == 1
-    assert read(cache, [1, 8, 2]) is not None
-
-
-def test_each_model_keeps_its_own_path() -> None:
-    cache = LogitsCache()
-    for key in ("one", "two"):
-        for prompt in ([1], [2]):
-            write(cache, prompt, 5, key=key)
-    cache.keep_last_path()
-    assert len(cache) == 2
-    for key in ("one", "two"):
-        assert read(cache, [2], key) is not None
 
 
 def test_the_path_ends_at_the_last_used_node() -> None:
@@ -79,18 +56,6 @@ def test_deleted_nodes_are_freed_and_not_counted() -> None:
     assert cache.num_bytes == counted(cache) == 3 * NODE_BYTES + 2 * (VOCABULARY * 4 + TENSOR_BYTES)
 
 
-def test_kept_nodes_can_be_evicted() -> None:
-    cache = LogitsCache(12 * (VOCABULARY * 4 + NODE_BYTES + TENSOR_BYTES))
-    for taken in range(10, 15):
-        write(cache, [1], taken, 7)
-    write(cache, [1], 14)  # an inner node until now, which could not be evicted before its child
-    cache.keep_last_path()
-    write(cache, [9], *range(11))
-    assert len(cache) == 11
-    assert read(cache, [1, 14]) is None
-    assert cache.num_bytes == counted(cache) <= cache.max_bytes
-
-
 def test_cursors_on_deleted_nodes_continue_and_store_nothing() -> None:
     cache = LogitsCache()
     with cache.cursors() as cursors:
@@ -103,35 +68,3 @@ def test_cursors_on_deleted_nodes_continue_and_store_nothing() -> None:
         assert not cursors.store("first", logits_of([1, 2, 3]))
     assert len(cache) == 0
     assert cache.num_bytes == counted(cache) == NODE_BYTES
-
-
-def test_an_empty_cache_stays_empty() -> None:
-    cache = LogitsCache()
-    cache.keep_last_path()
-    assert (len(cache), cache.num_bytes) == (0, 0)
-
-
-def test_threads_may_write_concurrently() -> None:
-    cache, wrong = LogitsCache(200_000), []
-    stop = time.perf_counter() + 1
-
-    def work(number: int) -> None:
-        random = np.random.default_rng(number)
-        while time.perf_counter() < stop:
-            taken = random.integers(0, 4, 5).tolist()
-            write(cache, [1, 2], *taken)
-            found = read(cache, [1, 2, *taken[:2]])
-            if found is not None and not torch.equal(found, logits_of([1, 2, *taken[:2]])):
-                wrong.append(taken)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        cache.keep_last_path()
-        time.sleep(0.001)
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert cache.num_bytes == counted(cache)
-    assert all(node.pins == 0 for _, node in cache.nodes())

@@ -10,7 +10,7 @@ from scenes import Features, Scene
 
 from hf_parallel import TreeBranchCache
 from hf_parallel.cache import Segment, view_length
-from hf_parallel.cache.tree_branch import BRANCH_CAPACITY, Tree
+from hf_parallel.cache.tree_branch import Tree
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.kernels.torch_attention import TorchBackend
 
@@ -63,14 +63,6 @@ def test_branches_share_only_the_trunk() -> None:
     assert lengths(trees) == 7 + 4 + (2 + 5 + 3) + 3 * 3
 
 
-def test_branches_are_evenly_spaced_in_memory() -> None:
-    trees = Trees()
-    trees.write(Segment(trees.trees[0].view, 3))
-    trees.branch(trees.trees[0], 3, count=4)
-    origins = [block.extent.origin for block in trees.trees[0].branches]
-    assert origins == [origins[0] + i * BRANCH_CAPACITY for i in range(4)]
-
-
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("kept", [0, 1, 3])
 def test_joined_branches_are_seen_one_after_another_and_moved_there(kept: int, window: int | None) -> None:
@@ -106,15 +98,6 @@ def test_the_first_branch_is_joined_without_rotation() -> None:
     trees.write(pending, Segment(tree.view, 2))
     trees.move_joined(tree)
     trees.write(Segment(tree.view, 1))
-
-
-def test_pending_tokens_of_the_trunk_may_be_appended_together_with_those_of_branches() -> None:
-    trees = Trees()
-    (tree,) = trees.trees
-    trees.write(Segment(tree.view, 6))
-    trees.branch(tree, 5, count=2, pending=2)
-    assert [block.base for block in tree.branches] == [7 + 5 + 2] * 2
-    trees.write(Segment(tree.view, 2), *(Segment(tree.branch_view(block), 3) for block in tree.branches))
 
 
 @settings(max_examples=15, deadline=None)

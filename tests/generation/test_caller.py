@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tiny
-from commands import Tokenizer, loading
+from commands import loading
 from stories import tell
 from test_self_consistency import vote
 from workers import SETTINGS, TOKENIZER, small_model, write
@@ -113,38 +113,6 @@ def test_a_warning_points_at_the_line_of_the_call() -> None:
     (warning,) = [one for one in caught if "opened no block" in str(one.message)]
     assert warning.filename == __file__
     assert linecache.getline(__file__, warning.lineno).strip() == "small_model().generate(PROMPT, **call)"
-
-
-SPECS = {"collaboration_prompt": "{count:,} of {names[1]}, {names:<20}, share this task."}
-NAMED = {"collaboration_prompt": "The workers {names} ({count}) share this task."}
-
-
-@pytest.mark.parametrize(
-    ("of_prompt", "of_call", "message"),
-    [
-        ({"worker_names": ["Ann", "Ben"]}, {}, "names the workers Ann, Ben, but generate has Alice, Bob"),
-        ({"num_workers": 3}, {}, "names the workers Alice, Bob, Carol, but generate has Alice, Bob"),
-        ({}, {"worker_names": ["Ann", "Ben"]}, "names the workers Alice, Bob, but generate has Ann, Ben"),
-        ({}, {}, None),
-        ({"worker_names": ["Ann", "Ben"]}, {"worker_names": ["Ann", "Ben"]}, None),
-        ({"collaboration_prompt": "Dear {names}!"}, {"collaboration_prompt": "Dear {names}!"}, None),
-        ({"num_workers": 3, **SPECS}, SPECS, "names the workers Alice, Bob, Carol, but"),
-        (SPECS, SPECS, None),
-        (
-            {"collaboration_prompt": "{names!r} share this task."},
-            {"collaboration_prompt": "{names!r} share this task."},
-            None,
-        ),
-    ],
-)
-def test_a_prompt_that_names_other_workers_warns(
-    of_prompt: dict[str, Any], of_call: dict[str, Any], message: str | None
-) -> None:
-    prompt = hf_parallel.hogwild_prompt("P", Tokenizer(), **{**NAMED, **of_prompt})
-    settings = {**SETTINGS, **NAMED, **of_call, "max_new_tokens": 2, "finisher_tokens": 0, "do_sample": False}
-    said = warned(lambda: small_model().generate(**prompt, generation_mode="hogwild", **settings))
-    assert len(said) == (message is not None)
-    assert message is None or message in said[0]
 
 
 @pytest.mark.filterwarnings("always:nothing was generated")

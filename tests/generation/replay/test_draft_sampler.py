@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from test_drafts import ATTENTION_MASK, INPUT_IDS, TAILS, WIDTH, model, sample
 from transformers import PreTrainedModel
 
@@ -15,23 +14,12 @@ import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.generation.replay import drafts
-from hf_parallel.generation.replay.drafts import DraftSampler, acceptance_rates
-from hf_parallel.generation.rng import RowRNG, draw, draw_among, make_rngs
+from hf_parallel.generation.replay.drafts import DraftSampler
+from hf_parallel.generation.rng import make_rngs
 
 __all__ = ["model"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 7])
-def test_later_keys_of_a_row_are_available_without_advancing_it(ahead: int) -> None:
-    probs, tokens = torch.rand(1, 50), torch.arange(50)
-    peeked, drawing = RowRNG(3), RowRNG(3)
-    expected = draw_among(tokens, probs[0], peeked.key(ahead))
-    for _ in range(ahead):
-        drawing.skip()
-    assert draw(probs, [drawing]).tolist() == [expected]
-    assert peeked.next() == RowRNG(3).next()
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -64,15 +52,6 @@ def test_from_logits_of_the_model_it_samples_the_tokens_of_the_row(model: PreTra
     assert len(equal) >= 2 * 24
     # At a high temperature, others than the 8 highest of 128 logits are sampled, too.
     assert sum(equal) > len(equal) / 4 if case == "high temperature" else all(equal)
-
-
-@pytest.mark.parametrize("settings", [{"do_sample": False, "temperature": None}, {"seed": None}, {"seed": 0}], ids=str)
-def test_draft_tokens_are_sampled_only_with_an_rng_of_the_row(model: PreTrainedModel, settings: dict[str, Any]) -> None:
-    cache = LogitsCache()
-    sample(model, 1, logits_cache=cache, **settings)
-    rates = (item for by_source in acceptance_rates[cache].values() for item in by_source.items())
-    sampled = {drafts.CACHED, drafts.SAMPLED, drafts.AGREED} if settings.get("seed") == 0 else set()
-    assert {source for (_, source), rate in rates if rate.proposed != 4.0} == {drafts.ONLY_CACHED} | sampled
 
 
 def test_nearly_all_sampled_drafts_are_accepted_if_equal_ngrams_have_equal_logits(

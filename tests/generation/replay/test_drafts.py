@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -20,9 +18,8 @@ from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.logits import Cursors
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.generation.replay import drafts
-from hf_parallel.generation.replay.drafts import NgramDrafter, acceptance_rates
-from hf_parallel.kernels import native
-from hf_parallel.models.linear import LINEAR_VARIABLE, linear_backend, pass_cost
+from hf_parallel.generation.replay.drafts import NgramDrafter
+from hf_parallel.models.linear import LINEAR_VARIABLE, pass_cost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -94,13 +91,6 @@ def test_drafts_change_no_token(model: PreTrainedModel, settings: dict[str, Any]
         assert accepted > 0
 
 
-def test_samples_with_drafts_equal_those_of_shared_prefix(model: PreTrainedModel) -> None:
-    cache = LogitsCache()
-    for seed in range(3):
-        out = sample(model, logits_cache=cache, seed=seed)
-        assert torch.equal(out.sequences, sample(model, mode="shared_prefix", seed=seed).sequences)
-
-
 def test_rejected_draft_tokens_leave_no_keys_and_values(model: PreTrainedModel) -> None:
     """The KV cache of a completion with rejected draft tokens continues it like a recomputed one."""
     kv_cache, cache = SharedPrefixCache(), LogitsCache()
@@ -133,26 +123,6 @@ def test_the_record_marks_accepted_draft_tokens_and_counts_passes(model: PreTrai
     assert section["cards"][0]["end"] == out.record.passes
 
 
-def test_the_first_pass_after_a_replay_verifies_a_draft(model: PreTrainedModel) -> None:
-    cache, kv_cache = LogitsCache(), SharedPrefixCache()
-    drafted = 0
-    for seed in range(12):
-        out = sample(model, 1, logits_cache=cache, past_key_values=kv_cache, seed=seed)
-        origins = out.record.origins[0]
-        assert origins.count("m") == out.record.passes == out.stats.forward_passes
-        drafted += re.match("r+md", origins) is not None
-    assert drafted > 0
-
-
-def test_calls_with_the_same_settings_share_acceptance_rates(model: PreTrainedModel) -> None:
-    cache = LogitsCache()
-    for seed in range(3):  # the processor holds the padding of the rows, so each call has a new one
-        sample(model, logits_cache=cache, seed=seed, repetition_penalty=1.05)
-    assert len(acceptance_rates[cache]) == 1
-    sample(model, logits_cache=cache, seed=0, temperature=0.5)
-    assert len(acceptance_rates[cache]) == 2
-
-
 @pytest.mark.parametrize("length", [1, 2, 7])
 def test_drafts_do_not_exceed_max_new_tokens(model: PreTrainedModel, length: int) -> None:
     cache = LogitsCache()
@@ -178,20 +148,6 @@ def test_rows_draft_only_if_samples_do_not_depend_on_the_order_of_sampling(
 ) -> None:
     out = sample(model, logits_cache=LogitsCache(), **({"seed": 0} | settings))
     assert (out.stats.drafted_tokens > 0) == drafted
-
-
-def test_a_draft_has_at_most_draft_tokens_or_the_default_maximum(model: PreTrainedModel) -> None:
-    def longest_draft(**settings: Any) -> int:
-        lengths: list[int] = []
-        hook = model.register_forward_pre_hook(
-            lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-        )
-        sample(model, 1, logits_cache=LogitsCache(), seed=0, **settings)
-        hook.remove()
-        return max(lengths[1:]) - 1  # without the prefill, and without the pending token
-
-    assert longest_draft(draft_tokens=2) == 2
-    assert 2 < longest_draft() <= drafts.MAX_DRAFT_TOKENS
 
 
 # Lookup
@@ -268,24 +224,6 @@ def test_drafting_stops_after_rejections_and_resumes_once_proposals_match_again(
     assert [draft_before(33) for _ in range(60)][-1], "proposals match again, without being verified"
 
 
-def test_acceptance_rates_are_kept_per_cache_and_settings_for_the_most_recent_settings() -> None:
-    cache, other = LogitsCache(), LogitsCache()
-    make_drafter(cache, fill(cache, [1]), settings="cold")
-
-    def rates(cache: LogitsCache, settings: str) -> set[float]:
-        return {rate.value for rate in NgramDrafter(cache, settings=settings).rates.values()}
-
-    assert rates(cache, "cold") == {1.0}
-    initial = {0.25, 0.3, 0.5, 0.6, 0.7, 0.8}
-    assert rates(cache, "hot") == rates(other, "cold") == initial
-    for number in range(drafts.MAX_SETTINGS - 2):
-        NgramDrafter(cache, settings=number)
-    assert rates(cache, "cold") == {1.0}, "recently used"
-    for number in range(drafts.MAX_SETTINGS):
-        NgramDrafter(cache, settings=-number)
-    assert rates(cache, "cold") == initial
-
-
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.55, 0.8, 0.99])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 40])
 @pytest.mark.parametrize("backend", ["native", "onednn", "torch"])
@@ -307,53 +245,12 @@ def test_the_length_of_a_draft_saves_most_time(rate: float, num_rows: int, backe
     assert saved(length) == pytest.approx(most) if length else most <= drafts.MIN_GAIN
 
 
-@pytest.mark.parametrize("backend", ["native", "onednn", "torch"])
-def test_pass_cost_never_decreases_and_is_proportional_for_long_passes(backend: str) -> None:
-    costs = [pass_cost(tokens, backend) for tokens in range(1, 600)]
-    assert costs[0] == 1.0
-    assert costs == sorted(costs)
-    assert pass_cost(512, backend) == pytest.approx(2 * pass_cost(256, backend))
-
-
-def test_more_tokens_are_drafted_the_less_a_pass_costs_by_the_backend_of_the_model(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    has_onednn = torch.backends.mkldnn.is_available()
-    has_native = has_onednn and not native.unavailable_reason()
-    drafted = []
-    for backend in ["torch"] + ["onednn"] * has_onednn + ["native"] * has_native:
-        monkeypatch.setenv(LINEAR_VARIABLE, backend)
-        stats = [sample(model, 1, logits_cache=LogitsCache(), seed=seed, temperature=0.5).stats for seed in (0, 1)]
-        drafted.append(sum(each.drafted_tokens for each in stats))
-    assert drafted == sorted(set(drafted))
-    assert linear_backend(copy.deepcopy(model).bfloat16()) == "torch"
-
-
 def test_a_draft_that_reaches_the_end_of_a_match_continues_with_another_lookup() -> None:
     cursors = fill(cache := LogitsCache(), [1, 2, 3], [40, 41, 42, 43], [50, 40, 41], [60, 42, 43, 44, 45])
     drafter = make_drafter(cache, cursors)
     append(drafter, cursors, [70, 50])
     assert drafter.draft(0, cursors.node(0), 1, 100) == [40, 41, 42, 43, 44, 45]
     assert drafter.draft(0, cursors.node(0), 1, 3) == [40, 41, 42]
-
-
-def test_an_evicted_match_does_not_hide_a_shorter_one() -> None:
-    shared = [40, 41, 42]
-    cursors = fill(cache := LogitsCache(), [1, 2, 3], [10, *shared, 1], [11, *shared[1:], 2])
-    drafter = make_drafter(cache, cursors)
-    append(drafter, cursors, [15, *shared])
-    assert drafter.draft(0, cursors.node(0), 1, 1) == [1]
-    drafter.ngrams[tuple(shared)].children.clear()  # as if its continuation was evicted
-    assert drafter.draft(0, cursors.node(0), 1, 1) == [2]
-
-
-def test_a_draft_ends_with_an_eos_token() -> None:
-    cursors = fill(cache := LogitsCache(), [1, 9, 30, 31, 32], [40, 41, 9], [60, 9, 50])
-    drafter = make_drafter(cache, cursors, eos_token_ids=frozenset([9]))
-    endless = make_drafter(cache, cursors)
-    append(drafter, cursors, [70, 40])
-    assert drafter.draft(0, cursors.node(0), 1, 100) == [41, 9]
-    assert len(endless.draft(0, cursors.node(0), 1, 100)) > 2
 
 
 # Sampled draft tokens
@@ -385,38 +282,3 @@ def test_of_the_cached_and_the_sampled_token_the_one_with_the_higher_acceptance_
     assert predict.calls == [(0, 31, 0), (0, 50, 1), (0, 31, 0), (0, 32, 1)]
     drafter.rates[2, drafts.CACHED].accepted, drafter.rates[2, drafts.SAMPLED].accepted = 1e6, 0.9e6
     assert drafter.draft(0, cursors.node(0), 1, 2)[0] == 50, "the cached token"
-
-
-def test_one_token_updates_the_rates_of_both_sources() -> None:
-    cursors = fill(cache := LogitsCache(), [1, 2, 3], [30, 31, 32])
-    drafter = NgramDrafter(cache, predict=Fixed(77, 32))
-    drafter.add_prompt(cursors.node(0))
-    cursors.advance(0, 40)
-    cursors.advance(0, 30)
-    before = {key: rate.value for key, rate in drafter.rates.items()}
-    drafter.draft(0, cursors.node(0), 1, 100)
-    cursors.advance(0, 77)
-    drafter.observe(0, cursors.node(0))
-    changed = {key: rate.value - before[key] for key, rate in drafter.rates.items() if rate.value != before[key]}
-    assert changed.keys() == {(1, drafts.CACHED), (1, drafts.SAMPLED)}
-    assert changed[1, drafts.CACHED] < 0 < changed[1, drafts.SAMPLED]
-
-
-def test_no_draft_token_is_sampled_for_many_rows() -> None:
-    cursors = fill(cache := LogitsCache(), [1, 2, 3], [30, 31, 32])
-    predict = Fixed(31, 32)
-    drafter = make_drafter(cache, cursors, predict=predict)
-    cursors.advance(0, 30)
-    assert drafter.draft(0, cursors.node(0), drafts.MAX_SAMPLING_ROWS + 1, 2) == [31, 32]
-    assert not predict.calls
-    drafter.draft(0, cursors.node(0), drafts.MAX_SAMPLING_ROWS, 2)
-    assert predict.calls
-
-
-def test_the_number_of_indexed_nodes_is_bounded() -> None:
-    samples = [[first, *range(10, 30)] for first in range(50, 300)]
-    cursors = fill(cache := LogitsCache(), [1, 2, 3], *samples)
-    drafter = make_drafter(cache, cursors)
-    indexed = {tokens[0] for tokens in drafter.ngrams if len(tokens) == 8 and tokens[0] >= 50}
-    assert 299 in indexed, "the most recently used"
-    assert len(indexed) <= drafts.MAX_NODES / len(samples[0]) + 2

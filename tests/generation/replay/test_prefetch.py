@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
 from hf_parallel.generation.replay.policies import uncertainty_of
-from hf_parallel.generation.replay.prefetch import Prefetcher
 from hf_parallel.generation.sampling import Sampler
 from hf_parallel.generation.warpers import STAGES
 
@@ -115,32 +113,6 @@ def test_a_replay_computes_no_distribution_that_was_prefetched(
     assert computed == []
 
 
-def test_on_the_cpu_sampled_distributions_are_cached_without_prefetch(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = LogitsCache()
-    first = sample(model, cache, **CUT)
-    assert with_distribution(cache) == with_logits(cache) != []
-    computed = count_computed(monkeypatch)
-    assert torch.equal(sample(model, cache, **CUT), first)
-    assert computed == []
-
-
-@pytest.mark.usefixtures("not_host")
-def test_distributions_that_a_replay_computes_are_cached(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = LogitsCache()
-    first = sample(model, cache, **CUT)
-    assert with_distribution(cache) == []
-    computed = count_computed(monkeypatch)
-    assert torch.equal(sample(model, cache, **CUT), first)
-    assert sum(computed) == len(with_distribution(cache)) == len(with_logits(cache))
-    computed.clear()
-    assert torch.equal(sample(model, cache, **CUT), first)
-    assert computed == []
-
-
 def test_uncertainty_is_prefetched_for_hotspots(model: PreTrainedModel) -> None:
     cache = LogitsCache()
     pause = Pause(lambda: all(node.uncertainty is not None for node in with_logits(cache)))
@@ -207,26 +179,6 @@ def test_samples_are_equal_with_and_without_prefetch(model: PreTrainedModel, rep
     assert len(with_distribution(prefetched)) > 30
 
 
-def test_distributions_cached_on_the_cpu_change_no_sample(model: PreTrainedModel) -> None:
-    cache = LogitsCache()
-    for number in range(12):
-        settings = {"seed": number // 6} | SETTINGS[number % 6]
-        assert torch.equal(sample(model, cache, **settings), sample(model, None, **settings)), settings
-    assert with_distribution(cache)
-
-
-@pytest.mark.usefixtures("not_host")
-def test_samples_of_the_global_generator_are_equal_with_and_without_prefetch(model: PreTrainedModel) -> None:
-    caches, samples = [LogitsCache(), LogitsCache(), None], []
-    for cache in caches:
-        torch.manual_seed(3)
-        more = {} if cache is None else {"prefetch": cache is caches[0]}
-        samples.append([sample(model, cache, seed=None, streamer=Pause(), **CUT, **more) for _ in range(3)])
-    for one, other in zip(*samples[:2], strict=True):
-        assert torch.equal(one, other)
-    assert torch.equal(samples[0][0], samples[2][0])
-
-
 @pytest.mark.usefixtures("not_host")
 @pytest.mark.parametrize("settings", SETTINGS[:4], ids=lambda settings: next(iter(settings)))
 def test_prefetched_distributions_equal_those_of_a_replay_bit_for_bit(
@@ -246,20 +198,6 @@ def test_prefetched_distributions_equal_those_of_a_replay_bit_for_bit(
         assert one.distribution.settings == other.distribution.settings
         assert torch.equal(one.distribution.ids, other.distribution.ids)
         assert torch.equal(one.distribution.probs, other.distribution.probs)
-
-
-def test_min_length_counts_the_padding_of_each_call(model: PreTrainedModel) -> None:
-    """Both calls use the same nodes."""
-    settings = {"top_k": 4, "min_length": INPUT_IDS.shape[1] + 4, "eos_token_id": list(range(3, 128, 2))}
-    alone = {"inputs": INPUT_IDS[2:, -11:], "attention_mask": None, "seed": [2], "max_new_tokens": 2 * NEW}
-    assert ATTENTION_MASK[2].sum() == 11
-    cache, samples = LogitsCache(), []
-    for _ in range(2):
-        sample(model, cache, seed=[0, 1, 2], prefetch=True, streamer=Pause(), **settings)
-        samples.append(sample(model, cache, **settings, **alone))
-    plain = sample(model, None, **settings, **alone)
-    assert plain.shape[1] > INPUT_IDS.shape[1] + 3  # at least its own minimum
-    assert all(torch.equal(plain, ours) for ours in samples)
 
 
 class Custom(LogitsProcessor):
@@ -290,41 +228,7 @@ def test_distributions_that_depend_on_more_than_logits_are_not_cached(
     assert with_distribution(cache) == []
 
 
-def test_a_softmax_over_the_whole_vocabulary_is_not_cached(model: PreTrainedModel) -> None:
-    cache, pause = LogitsCache(), Pause()
-    sample(model, cache, prefetch=True, streamer=pause)
-    assert with_distribution(cache) == []
-    assert not pause.seen  # without work there is no thread
-
-
 # Threads, errors, memory
-
-
-def test_prefetch_is_off_by_default_on_the_cpu(model: PreTrainedModel) -> None:
-    for prefetch, runs in ((None, False), (False, False), (True, True)):
-        pause = Pause()
-        sample(model, LogitsCache(), prefetch=prefetch, streamer=pause, **CUT)
-        assert bool(pause.seen) == runs
-        assert workers() == []
-
-
-@pytest.mark.parametrize("prefetch", ["yes", 1, []])
-def test_an_invalid_setting_raises(model: PreTrainedModel, prefetch: Any) -> None:
-    with pytest.raises(ValueError, match=r"prefetch must be True, False or None, got"):
-        sample(model, LogitsCache(), prefetch=prefetch)
-
-
-@pytest.mark.usefixtures("not_host")
-def test_no_thread_outlives_a_call(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution_ahead = Sampler.distribution_ahead
-
-    def slow(self: Sampler, logits: torch.Tensor, length: int) -> torch.Tensor:
-        time.sleep(0.2)
-        return distribution_ahead(self, logits, length)
-
-    monkeypatch.setattr(Sampler, "distribution_ahead", slow)
-    sample(model, LogitsCache(), prefetch=True, **CUT)
-    assert workers() == []
 
 
 def test_no_thread_outlives_a_call_that_fails(model: PreTrainedModel) -> None:
@@ -374,33 +278,3 @@ def test_prefetched_distributions_are_counted_and_stay_within_the_budget(model: 
 
 def counted(cache: LogitsCache) -> int:
     return sum(node.num_bytes for _, node in cache.nodes() if node.parent is not None)
-
-
-@pytest.mark.usefixtures("not_host")
-def test_prefetch_visits_at_most_max_nodes(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_parallel.generation.replay.prefetch.MAX_NODES", 5)
-    cache = LogitsCache()
-    pause = Pause(lambda: len(with_distribution(cache)) >= min(5, len(with_logits(cache))))
-    sample(model, cache, prefetch=True, streamer=pause, **CUT)
-    assert len(with_distribution(cache)) == 5
-
-
-def test_no_distribution_is_stored_at_an_evicted_node() -> None:
-    cache = LogitsCache()
-    with cache.cursors() as cursors:
-        cursors.start(0, "model", [1, 2])
-        cursors.store(0, torch.randn(50))
-        node = cursors.node(0)
-    cache.clear()
-    distribution = CachedDistribution.from_probs(torch.eye(50)[3], "")
-    assert distribution is not None
-    assert not cache.store_distribution(node, distribution)
-    assert cache.num_bytes == 0
-
-
-def test_a_prefetcher_without_work_starts_and_joins_no_thread() -> None:
-    distributions: Any = SimpleNamespace(enabled=False)
-    prefetcher = Prefetcher(distributions, uncertainty=False)
-    with prefetcher.open({}):
-        prefetcher.start()
-    assert workers() == []

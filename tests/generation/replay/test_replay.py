@@ -19,8 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 
 import hf_parallel
 from hf_parallel import Hotspot, LogitsCache
-from hf_parallel.cache.logits_trie import CachedLogits, TrieNode
-from hf_parallel.generation.replay.replay import last_continuation
+from hf_parallel.cache.logits_trie import CachedLogits
 from hf_parallel.generation.warpers import STAGES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,15 +84,6 @@ def test_a_cached_token_that_the_settings_exclude_is_sampled_anew(model: PreTrai
     assert again.stats.replayed_tokens >= 5
 
 
-def test_min_new_tokens_excludes_a_cached_eos_token(model: PreTrainedModel) -> None:
-    cache = LogitsCache()
-    end = sample(model, cache).sequences[0, PROMPT.shape[1] + 3].item()
-    ended = sample(model, cache, replay=NO_HOTSPOTS, eos_token_id=end)
-    assert ended.sequences.shape[1] == PROMPT.shape[1] + 4
-    longer = sample(model, cache, replay=NO_HOTSPOTS, eos_token_id=end, min_new_tokens=8)
-    assert longer.sequences.shape[1] >= PROMPT.shape[1] + 8
-
-
 def test_tokens_sampled_under_the_same_settings_are_kept_without_processing_their_logits(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,34 +137,6 @@ def test_a_deleted_cache_frees_its_nodes_without_garbage_collection() -> None:
 
 
 # Threads
-
-
-@pytest.mark.usefixtures("frequent_switches")
-def test_a_cached_path_is_consistent_while_another_thread_adds_and_evicts_nodes() -> None:
-    cache, done = LogitsCache(40_000), threading.Event()
-    node = TrieNode(0, None)
-
-    def add() -> None:
-        try:
-            for _ in range(30):
-                with cache.cursors() as cursors:
-                    for token in range(60):
-                        cursors.start(0, "model", [1])
-                        cursors.store(0, torch.randn(8))
-                        cursors.advance(0, token)
-                        cursors.store(0, torch.randn(8))
-        finally:
-            done.set()
-
-    def follow() -> None:
-        while not done.is_set():
-            nodes, tokens, uncertainty = last_continuation(cache, node)
-            assert len(nodes) == len(tokens) == len(uncertainty)
-
-    with cache.cursors() as cursors:
-        cursors.start("pinned", "model", [1])
-        node = cursors.node("pinned")
-        run_threads(add, follow)
 
 
 @pytest.mark.usefixtures("frequent_switches")

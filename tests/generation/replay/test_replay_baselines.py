@@ -11,7 +11,7 @@ from test_self_consistency import Listener
 from test_skeleton_of_thought import POINTS, TEXTS, Replies
 from workers import TOKENIZER, encode, small_model
 
-from hf_parallel import Hotspot, LogitsCache, SharedPrefixCache
+from hf_parallel import LogitsCache, SharedPrefixCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,16 +108,6 @@ def test_replayed_and_computed_tokens_of_an_answer_are_kept_in_the_prefix_tree()
     assert partly
 
 
-def test_a_policy_without_hotspots_repeats_the_latest_output() -> None:
-    cache, no_hotspots = LogitsCache(), {"replay": Hotspot(threshold=1e9), "seed": 3}
-    first, again = outline(logits_cache=cache), outline(logits_cache=cache, **no_hotspots)
-    assert_same(again, first)  # each text has a prompt of its own
-    first, again = (answer(logits_cache=cache, vote="majority", **more) for more in ({}, no_hotspots))
-    assert again.stats.forward_passes == 0
-    assert again.texts == [[texts[0]] * 3 for texts in again.texts]
-    assert all(texts[0] in firsts for texts, firsts in zip(again.texts, first.texts, strict=True))
-
-
 @pytest.mark.parametrize("write", [answer, outline])
 def test_a_streamer_receives_the_same_from_a_replay(write: Any) -> None:
     cache, received = LogitsCache(), []
@@ -126,35 +116,3 @@ def test_a_streamer_receives_the_same_from_a_replay(write: Any) -> None:
         write(streamer=listener, **settings)
         received.append((listener.rows, listener.put_tokens, listener.ended))
     assert received[0] == received[1] == received[2]
-
-
-def test_a_replay_returns_the_same_scores_and_logits() -> None:
-    cache = LogitsCache()
-    settings: dict[str, Any] = {"output_scores": True, "output_logits": True}
-    first, again = (answer(logits_cache=cache, **settings) for _ in range(2))
-    assert again.stats.forward_passes == 0
-    for name in ("scores", "logits"):
-        for one, other in zip(getattr(first, name), getattr(again, name), strict=True):
-            assert torch.equal(one, other)
-
-
-def test_an_interrupt_in_a_replay_leaves_model_and_cache_usable() -> None:
-    cache, kept = LogitsCache(), SharedPrefixCache()
-    expected = answer(logits_cache=cache)
-
-    class Interrupting:
-        def put(self, value: torch.Tensor) -> None:
-            """Ignore tokens."""
-
-        def write_row(self, row: int, text: str, event: str) -> None:
-            if row == 3 and event == "token":
-                raise KeyboardInterrupt
-
-        def end(self) -> None:
-            """Do nothing."""
-
-    for settings in ({"logits_cache": cache}, {}):
-        with pytest.raises(KeyboardInterrupt):
-            answer(streamer=Interrupting(), past_key_values=kept, **settings)
-        assert {node.block for node in kept.tree.nodes()} == kept.pool.blocks
-    assert_same(answer(logits_cache=cache, past_key_values=kept), expected)

@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_parallel
-from hf_parallel import Hotspot, LogitsCache, ReplayPolicy, Stepwise
+from hf_parallel import Hotspot, LogitsCache, ReplayPolicy
 from hf_parallel.generation.replay.policies import POLICIES, make_policy, uncertainty_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,13 +49,6 @@ def test_uncertainty_is_entropy_times_one_minus_the_top_1_probability(dtype: tor
     for seed in range(20):
         logits = (torch.randn(300, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
         assert uncertainty_of(logits) == pytest.approx(score_by_definition(logits, 0, 1.0), rel=1e-12, abs=1e-14)
-
-
-def test_uncertainty_is_zero_for_a_certain_token_and_highest_for_equal_logits() -> None:
-    logits = torch.full((50,), -torch.inf)
-    logits[7] = 1.0
-    assert uncertainty_of(logits) == 0.0
-    assert uncertainty_of(torch.zeros(50)) == pytest.approx(math.log(50) * 0.98)
 
 
 @pytest.mark.parametrize("start", [0, 9])
@@ -135,13 +128,6 @@ def test_a_custom_policy_is_found_by_its_name(model: PreTrainedModel) -> None:
 def test_an_unknown_policy_raises(replay: Any) -> None:
     with pytest.raises(ValueError, match="replay must be one of .*'hotspot', 'stepwise'.* or a ReplayPolicy, got"):
         make_policy(replay)
-
-
-def test_a_name_gives_the_default_policy_and_an_object_is_returned_unchanged() -> None:
-    assert make_policy("stepwise") == Stepwise()
-    assert make_policy("hotspot") == Hotspot(threshold=0.6, top_k=None, decay=0.999)
-    policy = Hotspot(0.3)
-    assert make_policy(policy) is policy
 
 
 @pytest.mark.parametrize(

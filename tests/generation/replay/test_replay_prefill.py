@@ -54,16 +54,6 @@ def test_samples_that_continue_after_a_replay_equal_those_without_a_cache(model:
     assert all(continued.values())
 
 
-def test_a_deferred_last_token_counts_as_prefilled(model: PreTrainedModel) -> None:
-    cache, kv_cache = LogitsCache(), SharedPrefixCache()
-    sample(model, logits_cache=cache, past_key_values=kv_cache, seed=0)
-    for seed in range(1, 6):
-        stats = sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed).stats
-        if 0 < stats.replayed_tokens < NEW:
-            assert stats.prefilled_tokens == 1
-            assert stats.reused_tokens == PROMPT.shape[1] + stats.replayed_tokens - 1
-
-
 def test_a_completion_after_a_replay_can_be_continued_from_the_kv_cache(model: PreTrainedModel) -> None:
     cache, kv_cache = LogitsCache(), SharedPrefixCache()
     outs = [sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed) for seed in range(6)]
@@ -75,20 +65,6 @@ def test_a_completion_after_a_replay_can_be_continued_from_the_kv_cache(model: P
     assert torch.equal(again.sequences, fresh.sequences)
     for one, other in zip(again.logits, fresh.logits, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-
-
-def test_rows_with_equal_replayed_tokens_are_prefilled_once(model: PreTrainedModel) -> None:
-    cache, kv_cache = LogitsCache(), SharedPrefixCache()
-    sample(model, logits_cache=cache, past_key_values=kv_cache, seed=[0])
-    for seed in range(1, 9):
-        settings = {"seed": [seed] * 3, "num_return_sequences": 3}
-        out = sample(model, logits_cache=cache, past_key_values=kv_cache, **settings)
-        assert (out.sequences == out.sequences[0]).all()
-        assert_no_uncached_tokens(kv_cache)
-        if 0 < out.stats.replayed_tokens < out.stats.decoded_tokens:
-            assert out.stats.prefilled_tokens == 1
-            return
-    raise AssertionError("no sample left the cached tokens")
 
 
 def test_a_row_whose_prompt_includes_the_replayed_token_of_another_row_attends_to_it(model: PreTrainedModel) -> None:

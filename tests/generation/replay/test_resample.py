@@ -40,12 +40,6 @@ def sample(model: PreTrainedModel, mode: str = "resample", **settings: Any) -> A
     return model.generate(generation_mode=mode, **(defaults | settings))  # type: ignore[operator]
 
 
-def test_the_first_call_gives_the_samples_without_a_cache(model: PreTrainedModel) -> None:
-    out = sample(model, logits_cache=LogitsCache())
-    assert torch.equal(out.sequences, sample(model, "shared_prefix").sequences)
-    assert out.stats.replayed_tokens == 0
-
-
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"repetition_penalty": 1.3}, {"num_return_sequences": 4}])
 def test_the_same_seed_needs_no_forward_pass(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     cache = LogitsCache()
@@ -140,13 +134,6 @@ def test_logits_of_another_model_are_not_replayed(model: PreTrainedModel, other:
     again = sample(model, logits_cache=cache)
     assert again.stats.forward_passes == 0
     assert torch.equal(again.sequences, first)
-
-
-def test_logits_of_an_equal_model_are_replayed(model: PreTrainedModel) -> None:
-    cache = LogitsCache()
-    sample(model, logits_cache=cache)
-    twin = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
-    assert sample(twin, logits_cache=cache).stats.forward_passes == 0
 
 
 # Interrupts

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from string import Formatter
 from typing import Any, ClassVar
 
-import regex
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
@@ -15,7 +14,7 @@ from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ModePrompt, ModeRows, ModeTraits, RowPlace
-from hf_parallel.generation.modes.final_answers import BOXED, check_pattern, find_matches
+from hf_parallel.generation.modes.final_answers import BOXED, check_pattern
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput
 from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
@@ -28,16 +27,10 @@ from hf_parallel.transcript.sections import TranscriptStyle
 
 NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
 """Default names of the first workers."""
-RECOGNIZABLE = 12
-"""Least number of characters around the names of a collaboration prompt by which it is recognized in a prompt."""
 MAX_WORKERS = 1000
 """Limit of `num_workers` that holds its checks below a second."""
 LATE_STEP = 1234567890
 """Step number for checks of step prefixes: it has every digit, and more digits than any step of a call."""
-
-
-FIELD = "\x01"
-"""Stands for a field in the text of a template."""
 
 
 def default_name(index: int) -> str:
@@ -53,21 +46,6 @@ class _Names(list[str]):
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(index % len(self))
-
-
-def _around(template: str, field: str) -> tuple[str, str]:
-    """Return the text of a template before a field, and from there to the next field of that name."""
-    text = "".join(
-        literal + ("" if name is None else "\x00" if name == field and not conversion else FIELD)
-        for literal, name, _, conversion in Formatter().parse(template)
-    )
-    before, _, after = text.partition("\x00")
-    return before, after.partition("\x00")[0]
-
-
-def _pattern(text: str) -> str:
-    """Return a regular expression for text of a template, in which a field may have any value and format."""
-    return regex.escape(text).replace(FIELD, r"[^\n]{1,100}?")
 
 
 class HogwildRows(ModeRows["HogwildConfig"]):
@@ -89,9 +67,9 @@ class HogwildRows(ModeRows["HogwildConfig"]):
         """Return the text of a step without its `step_prefix`; a worker that joined a session may have any name."""
         if index < self.config.num_workers:
             return text.removeprefix(self.config.step_prefix_of(self.name(index), step))
-        before, after = _around(self.config.step_prefix, "name")
-        found = find_matches(f"{_pattern(before)}.*{_pattern(after)}", text)
-        return text[found[0].end() :] if found and found[0].start() == 0 else text
+        prefix = re.escape(self.config.step_prefix_of("\0", step)).replace("\0", "[^\n]*?")
+        found = re.match(prefix, text)
+        return text[found.end() :] if found else text
 
     @property
     def style(self) -> TranscriptStyle:  # type: ignore[override]
@@ -283,17 +261,6 @@ class HogwildConfig(ReplayConfig[HogwildOutput]):
     def prompt_fields(self) -> dict[str, object]:
         """Return the fields of `collaboration_prompt`."""
         return {"names": _Names(self.names), "count": self.num_workers}
-
-    def names_in(self, prompt: str) -> str | None:
-        """Return the workers' names in a prompt that contains `collaboration_prompt`.
-
-        None: they cannot be determined.
-        """
-        before, after = _around(self.collaboration_prompt, "names")
-        if not after.replace(FIELD, "").strip() or len(before + after) < RECOGNIZABLE:
-            return None
-        found = find_matches(rf"{_pattern(before)}([^\n]{{1,500}}?){_pattern(after)}", prompt)
-        return found[0].group(1).strip() if found else None
 
     def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer and the streamer before `generate` prepares the call."""

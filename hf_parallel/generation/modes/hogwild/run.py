@@ -139,24 +139,18 @@ class HogwildRun:
             reader.decode(finishers, logits, Finisher.advance, self.move_ended_steps)
 
     def _warn_other_prompts(self) -> None:
-        """Warn if a prompt was built for workers with other names, or has no rules for workers."""
+        """Warn if a prompt does not contain the rules of these workers."""
         tokenizer, config = self.loop.call.tokenizer, self.config
         encoded = encode(tokenizer, config.prompt.rules() or " ")
         rules = _words(tokenizer.decode(encoded, skip_special_tokens=True))
         for prompt in self.loop.call.prompts:
             head = tokenizer.decode(prompt[: 2 * len(encoded) + PREAMBLE].tolist(), skip_special_tokens=True)
-            names = config.names_in(head)
-            if names is None and rules not in _words(head):
+            if rules not in _words(head):
                 logger.warning_once(
-                    "the workers of hogwild have no rules, as the prompt does not contain their collaboration_prompt: "
-                    "build it with hogwild_prompt(task, tokenizer), with the settings that generate has"
+                    "the workers of hogwild have no rules, as the prompt does not contain the collaboration_prompt for "
+                    f"{', '.join(config.names)}: build it with hogwild_prompt(task, tokenizer), with the settings that "
+                    "generate has"
                 )
-            given = ", ".join(config.names)
-            if names is not None and not names.endswith(given):  # other text of the template may precede them
-                warn_caller(
-                    f"the prompt names the workers {names}, but generate has {given}; give both the same settings"
-                )
-                return
 
     def move_ended_steps(self) -> None:
         """Move steps that have ended into the histories."""

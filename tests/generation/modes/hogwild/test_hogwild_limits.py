@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from talks import SHORT, WORDY, begin, change_at_random, tokens_held
+from talks import WORDY, begin, change_at_random, tokens_held
 from transformers import LogitsProcessor
 from transformers.utils import logging
-from workers import SETTINGS, TOKENIZER, Recording, encode, slow_model, small_model
+from workers import SETTINGS, TOKENIZER, Recording, encode, small_model
 
 from hf_parallel import HogwildSession, LogitsCache
 from hf_parallel.cache.hogwild import LAYOUTS
@@ -52,32 +52,11 @@ def test_a_minimum_length_counts_generated_tokens(limit: dict[str, int], num_wor
     assert [step.forward_pass for step in output.history[0]] == [7] * num_workers
 
 
-def test_an_end_is_forced_in_the_last_pass() -> None:
-    sequences = generate(forced_eos_token_id=tiny.EOS, **ENDS).sequences
-    for row, name in zip(sequences, ("Alice", "Bob"), strict=True):
-        last = len(PROMPT) + len(f"{name} 1: ") + 4 - 1
-        assert (row == tiny.EOS).nonzero().flatten().tolist() == [last]
-
-
 def test_a_step_cut_off_by_max_time_is_not_finished() -> None:
     output = generate(max_time=1e-9)
     assert [(len(step.tokens) > 0, step.forward_pass) for step in output.history[0]] == [(True, None)] * 2
     output = generate(logits_processor=[Tired()], max_time=1e-9, **ENDS)
     assert [step.forward_pass for step in output.history[0]] == [1, 1]  # ended by an eos
-
-
-def test_a_huge_budget_reserves_no_memory() -> None:
-    output = generate(max_new_tokens=10**9, max_time=0.01)
-    assert output.sequences.shape[1] < 1000
-
-
-def test_every_forward_pass_is_in_the_seconds_of_prefill_or_decode() -> None:
-    """Also the pass of the headers, and the one in which the finisher reads all steps."""
-    pause = 0.05
-    with slow_model(pause):
-        stats = generate(finisher_tokens=2).stats
-    assert stats.prefill_seconds >= 3 * pause
-    assert stats.prefill_seconds + stats.decode_seconds >= stats.forward_passes * pause
 
 
 # The model's positions
@@ -121,15 +100,6 @@ def test_workers_stop_at_the_same_pass_in_a_replay() -> None:
     assert again.stats.replayed_tokens == again.stats.decoded_tokens
 
 
-def test_a_session_without_a_length_stops_there_too(recorded: Recording) -> None:
-    with HogwildSession(small_model(), TOKENIZER, torch.tensor([LONG]), **WORDY) as session:
-        session.run()
-        assert session.writing == []
-        assert session.passes < tiny.MAX_POSITIONS - len(LONG)
-        session.finish()
-    assert longest_view(recorded) <= tiny.MAX_POSITIONS
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_positions_are_counted_correctly_after_any_changes(layout: str, tmp_path: Path) -> None:
     """Workers stop when the text in memory leaves no capacity, in a loaded session too."""
@@ -145,13 +115,6 @@ def test_positions_are_counted_correctly_after_any_changes(layout: str, tmp_path
         # Without a history, finished steps of removed workers count too.
         assert tokens_held(one) > tiny.MAX_POSITIONS - 150 or layout == "contiguous"
     assert stopped[0] == stopped[1]
-
-
-def test_rows_may_exceed_the_models_positions_if_their_length_does(recorded: Recording) -> None:
-    """As in `generate`."""
-    output = generate(prompts=[LONG * 2], max_new_tokens=20)
-    assert output.record.passes == 20
-    assert longest_view(recorded) > tiny.MAX_POSITIONS
 
 
 def test_a_prompt_that_leaves_no_position_for_the_workers_raises() -> None:
@@ -174,18 +137,3 @@ def test_prefix_allowed_tokens_fn_receives_the_index_of_the_prompt(num_workers: 
     written = [text.split(": ")[1] for text in output.texts]
     assert written == ["pppp"] * num_workers + ["qqqq"] * num_workers
     assert output.conclusions == [SETTINGS["finisher_prompt"] + letter * 3 for letter in "pq"]
-
-
-def test_prefix_allowed_tokens_fn_receives_the_same_index_for_added_workers() -> None:
-    settings = {**SHORT, "max_new_tokens": 9, "do_sample": False}
-    session = HogwildSession(
-        small_model(),
-        TOKENIZER,
-        torch.tensor([PROMPT]),
-        prefix_allowed_tokens_fn=lambda prompt, ids: encode("pq"[prompt]),
-        **settings,
-    )
-    session.run(2)
-    session.add_worker()
-    session.run(2)
-    assert session.texts == {"Alice": "Alice 1: pppp", "Bob": "Bob 1: pppp", "Carol": "Carol 1: pp"}

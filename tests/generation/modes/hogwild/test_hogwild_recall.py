@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from transformers import StoppingCriteria
-from workers import SETTINGS, Listener, Recording, slow_model, small_model
+from workers import SETTINGS, Recording, small_model
 
-import hf_parallel
 from hf_parallel import Hotspot, LogitsCache
 from hf_parallel.cache import Segment
 from hf_parallel.cache.hogwild import LAYOUTS
@@ -90,17 +87,6 @@ def test_another_seed_leaves_the_cached_passes_and_continues_exactly(layout: str
     assert left > 0
 
 
-def test_steps_that_end_in_a_replay_are_moved_once_they_are_computed() -> None:
-    cache = LogitsCache()
-    short = write(logits_cache=cache, max_new_tokens=10, finisher_tokens=0)
-    assert any(step.forward_pass for step in short.history[0])
-    longer = write(logits_cache=cache, finisher_tokens=0)
-    assert_same(longer, plain(finisher_tokens=0))
-    assert longer.stats.replayed_tokens == short.stats.decoded_tokens
-    assert longer.stats.forward_passes == 1 + PASSES - 10  # the prompts; the first pass computes all replayed ones
-    assert len(longer.past_key_values.pool.blocks) == len(plain(finisher_tokens=0).past_key_values.pool.blocks)
-
-
 def test_replayed_passes_are_computed_in_chunks() -> None:
     cache = LogitsCache()
     short = write(logits_cache=cache, max_new_tokens=10, finisher_tokens=0)
@@ -121,14 +107,6 @@ def test_each_prompt_of_a_batch_is_replayed_by_itself() -> None:
     alone = plain(PROMPTS[0][None])
     assert both.stats.replayed_tokens == alone.stats.decoded_tokens
     assert both.stats.prefilled_tokens == expected.stats.prefilled_tokens - alone.stats.prefilled_tokens
-
-
-def test_several_groups_of_one_prompt_are_replayed() -> None:
-    cache, ids = LogitsCache(), PROMPTS[0][None]
-    for seed in range(2):
-        settings = {"num_return_sequences": 3, "seed": seed}
-        assert_same(write(ids, logits_cache=cache, **settings), plain(ids, **settings))
-    assert write(ids, logits_cache=cache, **settings).stats.forward_passes == 0
 
 
 @pytest.mark.parametrize(
@@ -157,38 +135,6 @@ def test_generation_settings_apply_in_replays(settings: dict[str, Any]) -> None:
     assert replayed > 0
 
 
-def test_calls_that_stop_workers_differently_share_cached_passes_correctly() -> None:
-    """A stopped worker appends no token, so that the tokens of others take the same positions."""
-    cache = LogitsCache()
-    ends: list[Any] = [None, [ord("e")], [ord("t"), ord("o")], [ord("s")]]
-    for eos in ends:
-        settings = {"eos_token_id": eos, "pad_token_id": tiny.PAD}
-        assert_same(write(logits_cache=cache, **settings), plain(**settings))
-    assert cache.hits > 0
-
-
-class StopsAt(StoppingCriteria):
-    """Ends rows of a given length."""
-
-    keeps_rows = False
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] == self.length)
-
-
-def test_a_worker_ended_by_a_criterion_is_distinguished_from_an_active_one() -> None:
-    cache = LogitsCache()
-    lengths = [BATCH.shape[1] + extra for extra in (13, 15, 17, 10**6)]
-    for length in lengths:
-        given = {"finisher_tokens": 0, "num_workers": 3}
-        stopped = write(logits_cache=cache, stopping_criteria=[StopsAt(length)], **given)
-        assert_same(stopped, write(stopping_criteria=[StopsAt(length)], **given))
-    assert cache.hits > 0
-
-
 def test_with_hotspots_only_these_are_sampled_anew() -> None:
     cache = LogitsCache()
     first = write(logits_cache=cache)
@@ -199,15 +145,6 @@ def test_with_hotspots_only_these_are_sampled_anew() -> None:
     assert_same(drawn, plain(seed=5))
     some = [write(logits_cache=copy.copy(cache), seed=7, replay="hotspot") for _ in range(2)]
     assert_same(*some)
-
-
-def test_hotspots_replay_more_than_stepwise() -> None:
-    replayed = []
-    for replay in ("stepwise", Hotspot(threshold=3.5), Hotspot(top_k=1)):
-        cache = LogitsCache()
-        stats = [write(logits_cache=cache, seed=seed, replay=replay, temperature=1.0).stats for seed in range(3)]
-        replayed.append(sum(one.replayed_tokens for one in stats[1:]))
-    assert min(replayed[1:]) > 1.5 * replayed[0]
 
 
 # Cache hits and misses
@@ -232,17 +169,6 @@ def test_other_settings_never_hit() -> None:
         assert_same(out, plain(ids, **given))
 
 
-def test_another_model_or_prompt_never_hits() -> None:
-    cache = LogitsCache()
-    write(logits_cache=cache)
-    hits = cache.hits
-    other = hf_parallel.enable(copy.deepcopy(tiny.build("llama", seed=1)))
-    assert_same(write(logits_cache=cache, model=other), write(model=other))
-    prompt = tiny.make_prompts([11], seed=9)[0][None]
-    assert_same(write(prompt, logits_cache=cache), plain(prompt))
-    assert cache.hits == hits
-
-
 def test_a_cache_serves_several_modes() -> None:
     cache = LogitsCache()
     settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "seed": 0, "return_dict_in_generate": True}
@@ -253,35 +179,6 @@ def test_a_cache_serves_several_modes() -> None:
             BATCH, attention_mask=MASK, generation_mode="resample", logits_cache=cache, **settings
         )
         assert torch.equal(out.sequences, expected.sequences)
-    assert out.stats.forward_passes == 0
-
-
-def test_missing_logits_are_computed_and_the_replay_continues() -> None:
-    """Also if the logits of only one worker are missing."""
-    cache = LogitsCache()
-    write(logits_cache=cache)
-    nodes = sorted((node for _, node in cache.nodes() if node.logits is not None), key=lambda node: node.last_used)
-    for node in nodes[5::7]:
-        node.logits = None
-    out = write(logits_cache=cache)
-    assert_same(out, plain())
-    assert 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
-    assert write(logits_cache=cache).stats.forward_passes == 0
-
-
-@pytest.mark.parametrize("max_bytes", [1, 60_000])
-def test_a_cache_without_capacity_changes_nothing(max_bytes: int) -> None:
-    cache = LogitsCache(max_bytes)
-    for seed in (0, 1, 0):
-        assert_same(write(logits_cache=cache, seed=seed), plain(seed=seed))
-    assert cache.num_bytes <= max_bytes
-
-
-def test_a_cache_can_be_saved_and_loaded(tmp_path: Any) -> None:
-    cache = LogitsCache()
-    write(logits_cache=cache)
-    cache.save(tmp_path / "logits.safetensors")
-    out = write(logits_cache=LogitsCache.load(tmp_path / "logits.safetensors"))
     assert out.stats.forward_passes == 0
 
 
@@ -305,15 +202,6 @@ def test_a_failing_pass_after_a_replay_leaves_model_and_cache_usable() -> None:
     assert_same(out, plain())
 
 
-def test_a_streamer_receives_the_same_from_a_replay() -> None:
-    cache, received = LogitsCache(), []
-    for settings in ({}, {"logits_cache": cache}, {"logits_cache": cache}):
-        listener = Listener()
-        write(streamer=listener, **settings)
-        received.append(listener.received)
-    assert received[0] == received[1] == received[2]
-
-
 def test_stats_count_computed_tokens() -> None:
     cache = LogitsCache()
     write(logits_cache=cache, max_new_tokens=10, finisher_tokens=0)
@@ -325,22 +213,6 @@ def test_stats_count_computed_tokens() -> None:
     assert out.stats.kv_bytes == expected.stats.kv_bytes
     assert out.stats.prefill_seconds > 0
     assert out.stats.decode_seconds > 0
-
-
-def test_no_second_is_counted_as_prefill_and_as_decoding() -> None:
-    cache, pause = LogitsCache(), 0.03
-    write(logits_cache=cache, max_new_tokens=10)
-    with slow_model(pause):
-        began = time.perf_counter()
-        stats = write(logits_cache=cache).stats
-        seconds = time.perf_counter() - began
-    assert stats.prefill_seconds >= 2 * pause  # the prompts, and the replayed passes
-    assert pause * stats.forward_passes <= stats.prefill_seconds + stats.decode_seconds <= seconds
-
-
-def test_prefetch_raises() -> None:
-    with pytest.raises(ValueError, match="prefetch must be None or False for hogwild"):
-        write(prefetch=True)
 
 
 # Cache keys of a group

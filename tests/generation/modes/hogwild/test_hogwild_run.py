@@ -11,7 +11,6 @@ from transformers import TextStreamer
 from workers import SETTINGS, TOKENIZER, Recording, Scripted, encode, small_model, write
 
 import hf_parallel
-from hf_parallel import HogwildConfig, HogwildOutput
 
 EOS = tiny.EOS
 STOP_BLANK, BLANKS = 4, 5
@@ -59,25 +58,6 @@ def test_outputs_contain_everything_that_was_written(layout: str) -> None:
     assert out.transcripts == ["\n\n".join(step.text.rstrip() for step in out.history[0])]
 
 
-def test_without_return_dict_the_sequences_are_returned() -> None:
-    out = write("aaa", "bb.\n\nb", prompts=["P"])
-    plain = write("aaa", "bb.\n\nb", prompts=["P"], return_dict_in_generate=False)
-    assert isinstance(out, HogwildOutput)
-    assert torch.equal(plain, out.sequences)
-    longer = write("aaa", "bb.\n\nb", prompts=["P"], return_dict_in_generate=False, finisher="1}")
-    assert torch.equal(longer, out.sequences)  # the finisher is not a row of the batch
-
-
-def test_output_logits_holds_the_logits_of_every_pass() -> None:
-    ids = tiny.make_prompts([12])[0][None]
-    out = generate(ids, num_workers=2, output_logits=True, output_scores=True, step_prefix="{name}: ", max_new_tokens=9)
-    chosen = out.sequences[:, 12:]
-    assert len(out.logits) == len(out.scores) == 9
-    for worker, name in enumerate(("Alice: ", "Bob: ")):
-        best = torch.stack([step[worker].argmax() for step in out.logits])
-        assert best.tolist() == chosen[worker, len(name) : len(name) + 9].tolist()
-
-
 # Budgets and costs
 
 
@@ -112,21 +92,6 @@ def test_a_long_prompt_is_held_once_whatever_the_number_of_workers() -> None:
     assert tokens[8] - tokens[1] < 200
 
 
-def test_moved_steps_free_their_blocks() -> None:
-    blocks = write("a.\n\n" * 5 + "a", "b.\n\n" * 3).past_key_values.pool.blocks
-    assert len(blocks) == len(["prompt", "history"]) + 4 + 2  # headers and gap, steps
-
-
-def test_a_call_without_return_dict_frees_its_cache() -> None:
-    caches = []
-    hook = small_model().register_forward_pre_hook(
-        lambda module, args, kwargs: caches.append(kwargs["past_key_values"]), with_kwargs=True
-    )
-    write("aa", "bb", return_dict_in_generate=False)
-    hook.remove()
-    assert [cache.kv_bytes for cache in set(caches)] == [0]
-
-
 # Batches
 
 
@@ -147,28 +112,6 @@ def test_two_prompts_in_a_batch_give_the_text_of_each_alone() -> None:
     assert len(finished) > 6
 
 
-def test_prompts_of_a_batch_end_independently() -> None:
-    recording = Recording()
-    out = write("\\boxed{1}zz", "aa", "b" * 20, "c" * 20, prompts=["P", "Q"], finisher="7}")
-    assert out.answers == ["1", "7"]
-    assert [p.num_tokens for p in recording.passes[2:]][8:19] == [2] * 11
-
-
-def test_identical_prompts_are_computed_once() -> None:
-    prompt = tiny.make_prompts([40])[0]
-    one = generate(prompt[None], num_workers=2)
-    two = generate(prompt.repeat(2, 1), num_workers=2)
-    assert two.stats.prefilled_tokens == 2 * one.stats.prefilled_tokens - 40
-    assert two.history[0] == two.history[1] == one.history[0]
-
-
-def test_num_return_sequences_makes_independent_groups_of_workers() -> None:
-    prompt = tiny.make_prompts([10])[0]
-    out = generate(prompt[None], num_workers=2, num_return_sequences=3, do_sample=True, seed=1)
-    assert out.sequences.shape[0] == 6
-    assert len({out.texts[0], out.texts[2], out.texts[4]}) == 3
-
-
 @pytest.mark.parametrize("num_workers", [1, 8, 10])
 def test_any_number_of_workers(num_workers: int) -> None:
     out = write(*["abc"] * num_workers)
@@ -177,23 +120,7 @@ def test_any_number_of_workers(num_workers: int) -> None:
     assert out.sequences.shape[0] == num_workers
 
 
-def test_worker_names_are_configurable() -> None:
-    out = write("a", "b", worker_names=["Ada", "Bea"])
-    assert [step.text for step in out.history[0]] == ["Ada 1: a", "Bea 1: b"]
-
-
 # Randomness
-
-
-def test_a_seed_makes_a_call_repeatable() -> None:
-    ids = tiny.make_prompts([10])[0][None]
-    settings = {"num_workers": 3, "do_sample": True, "max_new_tokens": 15, "finisher_tokens": 3, **WORDY}
-    first, again, other = (generate(ids, seed=seed, **settings).history for seed in (5, 5, 6))
-    assert first == again
-    assert first != other
-    for make in (lambda worker: worker, lambda worker: torch.Generator().manual_seed(worker)):
-        one, two = (generate(ids, seed=[make(worker) for worker in range(3)], **settings).history for _ in range(2))
-        assert one == two
 
 
 def test_a_seed_gives_the_same_text_in_any_batch() -> None:
@@ -247,11 +174,6 @@ def test_a_streamer_of_one_row_raises_for_several_workers() -> None:
         write("aa", "bb", streamer=TextStreamer(TOKENIZER))
 
 
-def test_a_streamer_of_one_row_works_with_one_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    write("hello there", streamer=TextStreamer(TOKENIZER, skip_prompt=True))
-    assert capsys.readouterr().out.strip() == "Alice 1: hello there"
-
-
 # A real tokenizer
 
 
@@ -283,20 +205,6 @@ def test_a_stop_string_ends_its_worker(embedded: tuple[Any, Any]) -> None:
 # Settings
 
 
-def test_settings_can_be_passed_as_one_object() -> None:
-    config = HogwildConfig(num_workers=2, layout="interleaved", step_prefix="{name} {step}: ", finisher_tokens=0)
-    ids = torch.tensor([encode("P")])
-    out = small_model().generate(
-        ids,
-        parallel_config=config,
-        tokenizer=TOKENIZER,
-        max_new_tokens=3,
-        return_dict_in_generate=True,
-        logits_processor=[Scripted(["abc", "def"])],
-    )
-    assert out.texts == ["Alice 1: abc", "Bob 1: def"]
-
-
 @pytest.mark.parametrize("layout", ["combined", "interleaved", "contiguous"])
 def test_every_header_may_be_empty(layout: str) -> None:
     recording = Recording()
@@ -308,8 +216,3 @@ def test_every_header_may_be_empty(layout: str) -> None:
         "contiguous": "PAlice 1: a.\n\nAlice 2: Carol 1: dxxxBob 1: cxxx",
     }
     assert recording.passes[-1].seen[-2] == seen[layout]
-
-
-def test_an_empty_step_prefix_raises() -> None:
-    with pytest.raises(ValueError, match="step_prefix must not be empty"):
-        HogwildConfig(step_prefix="")

@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 import tiny
-from workers import FILLER, SETTINGS, TOKENIZER, Recording, Script, encode, write
-
-from hf_parallel import HogwildConfig
-from hf_parallel.generation.modes.final_answers import find_answer
+from workers import FILLER, TOKENIZER, Recording, Script, encode, write
 
 EOS = tiny.EOS
 BLANK, STOP_BLANK, BLANKS, FENCE, TWO_BLANKS = 3, 4, 5, 6, 7  # tokens that contain a separator or a code fence
@@ -71,18 +68,6 @@ def test_a_step_continues_after_other_separators(script: Script) -> None:
     assert steps(out) == [(f"Alice 1: {TOKENIZER.decode(encode(script))}Next", False)]
 
 
-def test_a_step_is_never_empty() -> None:
-    """A step prefix may end a sentence; a separator that directly follows it ends nothing."""
-    out = write(["A.\n\n", "\n\nB.\n\n", "C"], step_prefix="{name}? ")
-    assert steps(out) == [("Alice? A.\n\n", True), ("Alice? \n\nB.\n\n", True), ("Alice? C", False)]
-
-
-def test_the_end_of_a_step_is_configurable() -> None:
-    out = write("One.\n\nTwo;##Three;\n\n```four;##..", separator="##", sentence_ends=[";"], code_fence="")
-    texts = [text for text, _ in steps(out)]
-    assert texts == ["Alice 1: One.\n\nTwo;##", "Alice 2: Three;\n\n```four;##", "Alice 3: .."]
-
-
 # The history
 
 
@@ -135,14 +120,6 @@ def test_each_layout_shows_the_steps_of_appendix_a(layout: str, seen_by_alice: s
     assert recording.passes[-1].seen[-2:] == [seen_by_alice, seen_by_bob]
 
 
-def test_the_latest_token_of_a_worker_is_visible_in_the_same_pass() -> None:
-    recording = Recording()
-    write("ab", "cd")
-    first, second = recording.passes[-2:]
-    assert first.seen[-2:] == ["P[DONE][OTHERS]Bob 1: [ME]Alice 1: ", "P[DONE][OTHERS]Alice 1: [ME]Bob 1: "]
-    assert second.seen == ["P[DONE][OTHERS]Bob 1: c[ME]Alice 1: a", "P[DONE][OTHERS]Alice 1: a[ME]Bob 1: c"]
-
-
 def test_the_redundancy_prompt_begins_the_next_step_after_the_interval() -> None:
     """Counted over all workers: the first to end a step 10 tokens after the last prompt gets the next one."""
     out = write("aaa.\n\nbbbbb.\n\nc", "dd.\n\nee.\n\nf", redundancy_interval=10, redundancy_prompt="Again? ")
@@ -174,16 +151,6 @@ def test_an_answer_may_contain_balanced_braces(text: str, answer: str | None) ->
     assert write(text).answers == [answer]
 
 
-def test_the_last_answer_of_a_text_counts() -> None:
-    assert find_answer(HogwildConfig().answer_pattern, f"{BOX}1}}, no, {BOX}2}}") == "2"
-
-
-def test_the_answer_pattern_is_configurable() -> None:
-    assert write("The answer is 17.", answer_pattern=r"answer is (\d+)\.").answers == ["17"]
-    assert write("The answer is 17.", answer_pattern=r"\d+\.").answers == ["17."]
-    assert write(BOX + "4}", answer_pattern="", finisher="5}").answers == [None]
-
-
 def test_any_answer_stops_all_workers_of_the_prompt() -> None:
     out = write("hello world hello world", f"so {BOX}7}} and more", "zz")
     passes = len(f"so {BOX}7}}")
@@ -195,19 +162,6 @@ def test_any_answer_stops_all_workers_of_the_prompt() -> None:
     ]
     assert [step.forward_pass for step in out.history[0]] == [passes, None, None]
     assert out.stats.decoded_tokens == 3 * passes
-
-
-def test_with_all_each_worker_stops_at_its_own_answer() -> None:
-    out = write(f"{BOX}1}}zzzz", f"more {BOX}2}}zzzz", stop_on_answer="all")
-    assert out.answers == ["1"]
-    assert steps(out) == [(f"Alice 1: {BOX}1}}", True), (f"Bob 1: more {BOX}2}}", True)]
-
-
-def test_with_never_no_worker_stops_at_an_answer() -> None:
-    out = write(f"{BOX}1}}zzzz", "more", stop_on_answer="never", finisher="9}")
-    assert out.answers == ["1"]
-    assert steps(out) == [(f"Alice 1: {BOX}1}}zzzz", False), ("Bob 1: more" + FILLER * 9, False)]
-    assert out.conclusions == [""]
 
 
 # The early finisher
@@ -228,31 +182,10 @@ def test_the_finisher_reads_everything_and_answers(layout: str) -> None:
     assert out.stats.decoded_tokens == 3 * 9 + 3
 
 
-def test_the_finisher_reads_a_step_that_ended_with_the_budget() -> None:
-    recording = Recording()
-    out = write("ab.\n\n", ["cc", EOS], finisher="1}")
-    assert recording.passes[-2].seen[-1] == f"P[DONE]Bob 1: cc\n\nAlice 1: ab.\n\n[OTHERS][ME]So {BOX}"
-    assert steps(out) == [("Bob 1: cc", True), ("Alice 1: ab.\n\n", True)]
-
-
-def test_finishers_start_when_all_prompts_have_stopped() -> None:
-    recording = Recording()
-    out = write(["a", EOS], ["bb", EOS], "c.\n\ncc", "d", prompts=["P", "Q"], finisher="1}")
-    assert out.answers == ["1", "1"]
-    seen = recording.passes[-2].seen
-    assert f"P[DONE]Alice 1: a\n\nBob 1: bb\n\n[OTHERS][ME]So {BOX}" in seen
-    assert f"Q[DONE]Alice 1: c.\n\n[OTHERS]Alice 2: cc[ME]Bob 1: dxxxxxSo {BOX}" in seen
-
-
 def test_the_finisher_gets_finisher_tokens_and_no_more() -> None:
     out = write("a", "b", finisher="1234567")
     assert (out.answers, out.conclusions) == ([None], [f"So {BOX}1234567"])
     assert out.stats.decoded_tokens == 2 + 7
-
-
-def test_the_finisher_ends_at_eos() -> None:
-    out = write("a", "b", finisher=["12", EOS, "345}"])
-    assert (out.answers, out.conclusions) == ([None], [f"So {BOX}12"])
 
 
 def test_only_prompts_without_an_answer_get_a_finisher() -> None:
@@ -282,19 +215,3 @@ def test_a_stopped_worker_costs_nothing_while_the_others_continue(layout: str) -
     assert tokens == [3, 3, 2 + closing, 2, 2, 2, 2]
     assert steps(out)[0] == ("Alice 1: aa", True)
     assert out.stats.decoded_tokens == 3 + 8 + 8
-
-
-def test_the_text_of_a_stopped_worker_stays_visible() -> None:
-    recording = Recording()
-    write(["aa", EOS], "bbbbbbbb")
-    assert recording.passes[-1].seen == ["P[DONE]Alice 1: aa\n\n[OTHERS][ME]Bob 1: bbbbbbb"]
-
-
-def test_a_call_ends_when_all_workers_have_stopped() -> None:
-    out = write(["a", EOS], ["bbb", EOS], max_new_tokens=50)
-    assert steps(out) == [("Alice 1: a", True), ("Bob 1: bbb", True)]
-    assert out.stats.decoded_tokens == 2 + 4
-
-
-def test_the_settings_of_the_tests_are_settings_of_the_mode() -> None:
-    assert set(SETTINGS) - {"tokenizer"} <= set(HogwildConfig.fields())

@@ -51,24 +51,6 @@ def test_a_character_over_several_tokens_appears_when_it_is_complete(tokenizer: 
     assert [piece for piece in (detokenizer.add([token]) for token in tokens) if piece] == ["a", "😀", "b"]
 
 
-def test_invalid_bytes_do_not_hold_back_the_text_after_them(tokenizer: Any) -> None:
-    half = tokenizer("😀", add_special_tokens=False).input_ids[:1]
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    assert detokenizer.add(half) == ""
-    assert detokenizer.add(tokenizer("abc", add_special_tokens=False).input_ids).endswith("abc")
-
-
-def test_a_run_of_invalid_bytes_is_shown_after_three_tokens(tokenizer: Any) -> None:
-    """Each token is held back for at most three others."""
-    (half,) = tokenizer("😀", add_special_tokens=False).input_ids[:1]
-    detokenizer, shown = IncrementalDetokenizer(tokenizer), []
-    for _ in range(40):
-        detokenizer.add([half])
-        shown.append(len(detokenizer.text))
-    assert shown == [0, 0, 0, *range(1, 38)]
-    assert detokenizer.add(tokenizer("😀", add_special_tokens=False).input_ids) == "\ufffd" * 3 + "😀"
-
-
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=60), cuts=st.lists(st.integers(1, 5), max_size=30))
 def test_any_text_can_be_added_in_any_pieces(tokenizer: Any, text: str, cuts: list[int]) -> None:
@@ -92,11 +74,6 @@ class Words:
     def decode(self, tokens: Sequence[int], **kwargs: Any) -> str:
         self.decoded += len(tokens)
         return "".join(f" w{token}" for token in tokens)[1:]
-
-
-def test_spaces_survive_a_decoder_that_drops_the_first() -> None:
-    detokenizer = IncrementalDetokenizer(Words())
-    assert [detokenizer.add([token]) for token in range(20)] == ["w0", *(f" w{i}" for i in range(1, 20))]
 
 
 def test_each_token_is_decoded_a_bounded_number_of_times() -> None:
@@ -153,24 +130,6 @@ def test_a_step_ends(text: str, added: str) -> None:
 )
 def test_a_step_does_not_end(text: str, added: str) -> None:
     assert not step_ends(text, added)
-
-
-@pytest.mark.parametrize("text", ["Done.\n\n", "Done.\n\n\n", "It is 4. \n\n", "So?\n\n\n\n", "$$x$$\n\n    "])
-def test_a_step_ends_at_the_last_token_of_a_real_tokenizer(tokenizer: Any, text: str) -> None:
-    detokenizer, ended = IncrementalDetokenizer(tokenizer), []
-    for token in tokenizer(text, add_special_tokens=False).input_ids:
-        added = detokenizer.add([token])
-        ended.append(step_ends(detokenizer.text, added))
-    assert ended == [False] * (len(ended) - 1) + [True]
-
-
-def test_code_fences_can_be_disabled() -> None:
-    assert step_ends("```\nx.\n\n", "\n\n", fence="")
-
-
-def test_a_separator_of_one_character() -> None:
-    assert step_ends("Done.\n", "\n", separator="\n")
-    assert not step_ends("Done.\nmore", "more", separator="\n")
 
 
 @given(st.lists(st.sampled_from(["a", ".", "\n", "\n\n", "```", ",", ".\n\n", " "]), max_size=12))
@@ -230,34 +189,6 @@ def test_the_task_goes_through_the_template(tokenizer: Any, template: str | None
     assert prompt_text(tokenizer, template, num_workers=3) == expected.format(rules=RULES)
 
 
-def test_the_collaboration_prompt_names_the_workers(tokenizer: Any) -> None:
-    text = prompt_text(tokenizer, SYSTEM, worker_names=["Ada", "Bea"], collaboration_prompt="{count}: {names}!")
-    assert text == "[system]2: Ada, Bea![user]Add 2 and 2.[me]"
-    config = HogwildConfig(worker_names=["Ada", "Bea"], collaboration_prompt="{count}: {names}!")
-    assert prompt_text(tokenizer, SYSTEM, config=config) == text
-
-
-def test_the_embedded_models_template_is_used(tokenizer: Any) -> None:
-    text = tokenizer.decode(hogwild_prompt("Add 2 and 2.", tokenizer)["input_ids"][0])
-    assert text.startswith("<|im_start|>system\n2 assistants, Alice, Bob, work on the task")
-    assert text.endswith("<|im_start|>user\nAdd 2 and 2.<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_the_embedded_model_has_a_prompt_of_its_own(embedded: tuple[Any, Any], tokenizer: Any) -> None:
-    marked = embedded[1]
-    text = marked.decode(hogwild_prompt("Add 2 and 2.", marked)["input_ids"][0])
-    assert "Alice, Bob solve tasks together. They talk in short sentences" in text
-    assert text.endswith("<|im_start|>user\nTask: Add 2 and 2.<|im_end|>\n<|im_start|>assistant\n")
-    for talk in ({"config": HogwildConfig(collaboration_prompt="Talk.")}, {"collaboration_prompt": "Talk."}):
-        text = marked.decode(hogwild_prompt("Add.", marked, **talk)["input_ids"][0])
-        assert text.startswith("<|im_start|>system\nTalk.<|im_end|>\n<|im_start|>user\nTask: Add.")
-    default_texts = {name: getattr(HogwildConfig, name) for name in ("collaboration_prompt", "task_prompt")}
-    default = hogwild_prompt("Add.", tokenizer)["input_ids"]
-    assert torch.equal(hogwild_prompt("Add.", marked, **default_texts)["input_ids"], default)
-    chat = [{"role": "user", "content": "Add."}]
-    assert "user\nAdd." in marked.decode(hogwild_prompt(chat, marked)["input_ids"][0])
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_the_example_of_the_embedded_models_prompt_has_all_workers(embedded: tuple[Any, Any], count: int) -> None:
     tokenizer = embedded[1]
@@ -273,8 +204,3 @@ def test_the_example_of_the_embedded_models_prompt_has_all_workers(embedded: tup
 def test_a_missing_task_raises(tokenizer: Any, task: Any) -> None:
     with pytest.raises(ValueError, match="task must be a non-empty string"):
         hogwild_prompt(task, tokenizer)
-
-
-def test_unknown_settings_raise(tokenizer: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="number_of_workers"):
-        hogwild_prompt("Add 2 and 2.", tokenizer, number_of_workers=2)

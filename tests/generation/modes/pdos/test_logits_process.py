@@ -19,7 +19,7 @@ from workers import TOKENIZER
 
 import hf_parallel
 from hf_parallel import BlockFormat, ParallelBlockLogitsProcessor
-from hf_parallel.generation.modes.pdos.format_processor import BlockMask, force, get_block_mask
+from hf_parallel.generation.modes.pdos.format_processor import BlockMask, get_block_mask
 from hf_parallel.generation.modes.pdos.parser import SkeletonParser
 from hf_parallel.generation.modes.pdos.token_text import Vocabulary, get_vocabulary
 
@@ -71,18 +71,6 @@ def test_spans_of_a_block(text: str, titles: list[str]) -> None:
     assert raw[reader.terminator_start : reader.offset] == b"####%%%%"
 
 
-def test_a_marker_may_begin_inside_a_partial_marker() -> None:
-    reader = read("aaabT:......aabU:......aab!", BlockFormat(branch_marker="aab", terminator="aab!"))
-    assert (reader.phase, reader.titles, reader.spans[0][0]) == ("done", ("T", "U"), 1)
-
-
-def test_markers_are_settings() -> None:
-    fmt = BlockFormat("<part>", "->", "…", "</parts>", min_branches=1)
-    reader = read("See <part>A - B>-> …<part>C->…</parts> end", fmt)
-    assert reader.titles == ("A - B>", "C")
-    assert reader.phase == "done"
-
-
 # Masks
 
 
@@ -90,17 +78,6 @@ def allowed_texts(mask: BlockMask, reader: SkeletonParser) -> set[str]:
     allowed = mask.allowed(reader)
     assert allowed is not None
     return {mask.vocabulary.texts[token].decode() for token in allowed.nonzero()[:, 0].tolist()}
-
-
-def test_a_marker_may_be_a_special_token() -> None:
-    tokenizer = copy.deepcopy(small_tokenizers.make("split_marker"))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<part>", "</parts>"]})
-    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
-    fmt = BlockFormat(branch_marker="<part>", terminator="</parts>", min_branches=1)
-    mask = get_block_mask(fmt, vocabulary)
-    assert len(vocabulary.encode(b"<part>")) == 1
-    assert {"<part>", "</parts>"} <= allowed_texts(mask, read("<part>A:......", fmt))
-    assert not {"<part>", "</s>"} & allowed_texts(mask, read("<part>A", fmt))
 
 
 @pytest.mark.parametrize(
@@ -152,11 +129,6 @@ def test_no_token_leads_to_a_dead_end() -> None:
     assert allowed_texts(mask, read("####a:")) == {"......"}
 
 
-def test_a_whole_title_in_one_token_is_not_allowed_as_it_might_be_repeated() -> None:
-    mask = BlockMask(BlockFormat(), Vocabulary(Fixed("a", "####", "####a", "####abcd:", ":", "......", "%%%%"), 7))
-    assert allowed_texts(mask, read("####b:......")) == {"####", "####a"}
-
-
 def test_titles_have_bounds() -> None:
     vocabulary = get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE)
     mask = BlockMask(BlockFormat(min_title_tokens=2, max_title_tokens=4), vocabulary)
@@ -195,25 +167,6 @@ def test_characters_of_titles(text: str, character: Any, may: bool) -> None:
     mask = BlockMask(BlockFormat(), get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE), banned=[tiny.EOS])
     token = character if isinstance(character, int) else ord(character)
     assert bool(mask.allowed(read(text))[token]) is may
-
-
-def test_the_last_branch_is_followed_by_the_terminator() -> None:
-    mask = BlockMask(BlockFormat(max_branches=2), get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE))
-    assert allowed_texts(mask, read("####A:......####B:......####", BlockFormat(max_branches=2))) == {"%"}
-
-
-def test_text_outside_of_blocks_is_not_forced() -> None:
-    mask = BlockMask(BlockFormat(), get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE))
-    for text in ("", "Hi ###", "####A: text", "####A:......####B:......####%%%%"):
-        assert mask.allowed(read(text)) is None
-
-
-def test_the_format_overrides_processors_that_forbid_all_of_its_tokens() -> None:
-    scores = torch.tensor([[1.0, -torch.inf, 3.0], [1.0, 2.0, -torch.inf], [1.0, 2.0, 3.0]])
-    allowed = [torch.tensor([True, True, False]), torch.tensor([False, False, True]), None]
-    forced = force(scores, allowed).tolist()
-    inf = float("inf")
-    assert forced == [[1.0, -inf, -inf], [-inf, -inf, 0.0], [1.0, 2.0, 3.0]]
 
 
 def test_a_marker_that_the_tokenizer_cannot_encode_raises() -> None:
@@ -266,33 +219,6 @@ def test_plain_generate_gives_a_well_formed_skeleton_in_40_of_40_runs(name: str)
     assert_well_formed(tokenizer.batch_decode(out), at_most=4)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_the_mode_gives_a_well_formed_skeleton_in_20_of_20_runs(name: str) -> None:
-    tokenizer = small_tokenizers.make(name)
-    model = copy.deepcopy(tiny.build("llama"))
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    ids = torch.tensor([tokenizer.encode("Hi")])
-    for fill_in in (True, False):  # 20 runs in all
-        out = hf_parallel.enable(model).generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_mode="pdos",
-            tokenizer=tokenizer,
-            opening=" ####",
-            fill_in=fill_in,
-            max_blocks=1,
-            max_branches=3,
-            max_title_tokens=3,
-            branch_max_new_tokens=2,
-            max_new_tokens=80,
-            do_sample=True,
-            num_return_sequences=10,
-            return_dict_in_generate=True,
-        )
-        assert out.fallback == [None] * 10
-        assert_well_formed((skeleton for (skeleton,) in out.skeletons), at_most=3)
-
-
 @pytest.mark.slow
 def test_the_embedded_model_gives_a_well_formed_skeleton_in_12_of_12_runs(embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
@@ -315,31 +241,6 @@ def test_the_embedded_model_gives_a_well_formed_skeleton_in_12_of_12_runs(embedd
     finally:
         hf_parallel.disable(model)
     assert_well_formed(tokenizer.batch_decode(out[:, ids.shape[1] - 1 :]), at_most=2)
-
-
-def test_blocks_of_the_prompt_are_ignored() -> None:
-    tokenizer = small_tokenizers.make("split_marker")
-    model = tiny.build("llama")
-    ids = torch.tensor([tokenizer.encode("As in ####A:")])
-    settings: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
-    processor = ParallelBlockLogitsProcessor(tokenizer)
-    plain = model.generate(ids, **settings)
-    assert torch.equal(model.generate(ids, logits_processor=[processor], **settings), plain)
-    forced = model.generate(
-        ids, logits_processor=[ParallelBlockLogitsProcessor(tokenizer, prompt_length=0)], **settings
-    )
-    assert tokenizer.decode(forced[0]).startswith("As in ####A:......")
-
-
-def test_a_second_block_is_forced_like_the_first() -> None:
-    tokenizer = small_tokenizers.make("split_marker")
-    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
-    processor = ParallelBlockLogitsProcessor(tokenizer, prompt_length=0)
-    text = "####A:......####B:......####%%%% and ####C:"
-    ids = torch.tensor([vocabulary.encode(text.encode())])
-    scores = processor(ids, torch.zeros(1, len(tokenizer)))[0]
-    texts = {vocabulary.texts[token] for token in scores.isfinite().nonzero()[:, 0].tolist()}
-    assert texts == {b".", b"..", b"..."}
 
 
 def test_a_processor_parses_reordered_rows_from_the_beginning() -> None:

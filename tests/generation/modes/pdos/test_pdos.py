@@ -12,7 +12,7 @@ import small_tokenizers
 import tiny
 import torch
 from dense import DenseOracle
-from stories import after_blocks, answer, before_passes, tell
+from stories import after_blocks, answer, tell
 from test_hogwild import VARIANTS
 from transformers import PreTrainedModel
 from workers import TOKENIZER, encode
@@ -98,14 +98,6 @@ def test_every_branch_equals_greedy_generate(name: str, join: str) -> None:
     assert_free_branches_equal_generate(tiny.build(name), trunk_of(out, block), block)
 
 
-@pytest.mark.parametrize("others", [("a####", "b####"), ("a" * 40, "b####"), ([EOS], "b" * 7 + "####")])
-def test_a_branch_does_not_depend_on_the_other_branches(others: tuple[Any, Any]) -> None:
-    out = tell(STORY, branches=[others[0], None, others[1]], branch_max_new_tokens=40)
-    (block,) = out.blocks[0]
-    block.branches = block.branches[1:2]
-    assert_free_branches_equal_generate(tiny.build("llama"), trunk_of(out, block), block)
-
-
 @pytest.mark.parametrize("join", ["reencode", "rotate"])
 def test_branches_of_a_later_block_equal_generate_after_the_earlier_one(join: str) -> None:
     """With `rotate` a joined block differs from plain text, so its later block is not compared."""
@@ -145,18 +137,6 @@ def test_an_answer_that_opens_with_a_block_is_as_exact(name: str) -> None:
     assert len(span) > 10
     found = torch.cat([out.logits[place] for place in span])
     torch.testing.assert_close(found, plain[span.start : span.stop], rtol=0, atol=bound)
-
-
-def test_prompts_of_a_batch_may_be_in_different_stages() -> None:
-    prompts = ["Tell: ", "Tell: more than that. ", "Say: "]
-    stories = [STORY, "Long before it begins, it begins. " + STORY, "No block at all."]
-    settings: dict[str, Any] = {"branch_max_new_tokens": 17, "max_new_tokens": 130}
-    together = tell(*stories, prompts=prompts, **settings)
-    for row, (prompt, story) in enumerate(zip(prompts, stories, strict=True)):
-        alone = tell(story, prompts=[prompt], **settings)
-        assert answer(together, row, prompts) == answer(alone, 0, [prompt])
-        assert together.blocks[row] == alone.blocks[0]
-    assert together.stats.forward_passes < sum(len(answer(together, row, prompts)) for row in range(3)) * 2 // 3
 
 
 @pytest.mark.slow
@@ -254,17 +234,6 @@ def test_only_reencoding_computes_branches_again() -> None:
     titles = len("####A:####B b:####C 3:")
     assert given["rotate"] == len("Tell: ") + titles + len("####%%%%")
     assert given["reencode"] == given["rotate"] + again["reencode"]
-
-
-@pytest.mark.parametrize("join", ["reencode", "rotate"])
-def test_the_cache_holds_no_more_than_sequential_decoding(join: str) -> None:
-    held: list[int] = []
-    with before_passes(lambda ids, cache: held.append(cache.kv_bytes)):
-        out = tell(STORY + "Then.", branches=["aa\n####", "b####", ["cc", EOS]], join=join, max_new_tokens=90)
-    per_token = out.past_key_values.pool.arena.bytes_per_token
-    assert out.stats.kv_bytes == (out.sequences.shape[1] - 1) * per_token
-    assert max(held) <= out.stats.kv_bytes
-    assert len(out.past_key_values.pool.blocks) == 2  # prompt and answer
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}])

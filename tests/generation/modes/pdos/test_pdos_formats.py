@@ -9,7 +9,6 @@ import small_tokenizers
 import tiny
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from small_tokenizers import Fixed
 from stories import tell
 from transformers import SynthIDTextWatermarkingConfig
 from workers import TOKENIZER
@@ -17,7 +16,7 @@ from workers import TOKENIZER
 from hf_parallel import BlockFormat, PDOSConfig
 from hf_parallel.generation.modes.pdos.format_processor import BlockMask, get_block_mask
 from hf_parallel.generation.modes.pdos.parser import DONE, SkeletonParser
-from hf_parallel.generation.modes.pdos.token_text import Vocabulary, get_vocabulary
+from hf_parallel.generation.modes.pdos.token_text import get_vocabulary
 
 EOS = tiny.EOS
 
@@ -55,37 +54,6 @@ def test_any_format_can_be_completed(name: str, fmt: BlockFormat, data: st.DataO
     assert 2 <= len(reader.titles) <= 3
 
 
-SPACED = {"branch_marker": "# #", "title_end": "- >", "ellipsis": ". . .", "terminator": "# # end"}
-
-
-@pytest.mark.parametrize("fill_in", [True, False])
-def test_markers_may_have_spaces_inside(fill_in: bool) -> None:
-    story = ["So, # #A- >B- > end", EOS] if fill_in else ["So, # #A- >. . .\n# #B- >. . .\n# # end", EOS]
-    out = tell(story, branches=["aa\n# #", "bb\n# #"], parallel_hint=True, fill_in=fill_in, max_branches=2, **SPACED)
-    assert out.transcripts == ["So, # #A- >aa\n# #B- >bb\n# # end" + " end" * fill_in]
-    assert out.fallback == [None]
-
-
-def test_only_the_whitespace_of_a_marker_may_follow_inside_it() -> None:
-    vocabulary = get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE)
-    mask = get_block_mask(BlockFormat(**SPACED), vocabulary)
-    for text, expected in (("# #A- >.", " "), ("# #A- >. . .#", " "), ("# #A- >. . .# #B- >. . .# # ", "e")):
-        reader = SkeletonParser(BlockFormat(**SPACED))
-        reader.feed(text.encode())
-        allowed = mask.allowed(reader)
-        assert {vocabulary.texts[token].decode() for token in allowed.nonzero()[:, 0].tolist()} == {expected}
-
-
-def test_no_token_begins_a_terminator_before_min_branches() -> None:
-    fmt = BlockFormat(branch_marker="<part>", terminator="</parts>")
-    mask = BlockMask(fmt, Vocabulary(Fixed("a", "<part>", ":", "......", "</", "parts>", "<", "part>"), 8))
-    reader = SkeletonParser(fmt)
-    reader.feed(b"<part>a:......")
-    assert mask.allowed(reader).nonzero()[:, 0].tolist() == [1, 6]
-    reader.feed(b"<part>b:......")
-    assert mask.allowed(reader).nonzero()[:, 0].tolist() == [1, 4, 6]
-
-
 @pytest.mark.parametrize("terminator", ["#####", "########", "####  #"])
 def test_a_terminator_may_continue_like_a_marker_one_byte_later(terminator: str) -> None:
     fmt = BlockFormat(terminator=terminator, max_branches=2)
@@ -97,16 +65,6 @@ def test_a_terminator_may_continue_like_a_marker_one_byte_later(terminator: str)
         assert allowed is None or allowed[ord(character)], reader.offset
         reader.feed(character.encode())
     assert reader.phase == DONE
-
-
-def test_masks_after_different_titles_are_shared() -> None:
-    """A mask is cached as long as its tokenizer exists, so it must not be stored per title."""
-    mask = BlockMask(BlockFormat(), Vocabulary(Fixed("a", "####", ":", "..", "......", "%%%%", "b"), 7))
-    for text in (":", ":..", ":......"):
-        readers = [SkeletonParser(BlockFormat()) for _ in range(2)]
-        for reader, title in zip(readers, "ab", strict=True):
-            reader.feed(f"####{title}{text}".encode())
-        assert mask.allowed(readers[0]) is mask.allowed(readers[1])
 
 
 @pytest.mark.parametrize("join", ["reencode", "rotate"])

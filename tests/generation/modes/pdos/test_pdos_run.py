@@ -45,24 +45,6 @@ def test_an_answer_is_trunk_branches_terminator_and_what_follows(join: str) -> N
     assert out.fallback == [None]
 
 
-def test_blocks_follow_each_other() -> None:
-    out = tell([STORY + " And " + SKELETON.replace("A", "X") + "!", EOS], branches=(*BODIES, "xx####", "y####"))
-    assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%% And ####X:xx\n####B:y\n####%%%%!"]
-    assert out.titles == [[["A", "B"], ["X", "B"]]]
-
-
-def test_a_block_may_be_all_of_an_answer() -> None:
-    out = tell([SKELETON, EOS], branches=BODIES)
-    assert out.transcripts == ["####A:aa\n####B:bb\n####%%%%"]
-    assert out.blocks[0][0].start == 0
-
-
-def test_after_the_last_block_the_answer_is_sequential() -> None:
-    out = tell([STORY + SKELETON, EOS], branches=BODIES, max_blocks=1)
-    assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%%" + SKELETON]
-    assert out.fallback == [None]
-
-
 def test_text_that_is_forced_is_filled_in_at_once() -> None:
     branches = (*BODIES, "cc####")
     out = tell(["Now. ####A:B:C: So.", EOS], branches=branches, parallel_hint=True, max_branches=3)
@@ -75,12 +57,6 @@ def test_text_that_is_forced_is_filled_in_at_once() -> None:
     slow = tell([STORY, EOS], branches=BODIES, parallel_hint=True, fill_in=False)
     assert slow.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%%"]
     assert out.stages["skeleton"].forward_passes < slow.stages["skeleton"].forward_passes
-
-
-def test_an_answer_may_begin_with_a_given_opening() -> None:
-    out = tell(["A:B:%.", EOS], branches=BODIES, parallel_hint=True, opening="Now. ####")
-    assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%%."]
-    assert out.stages["branches"].computed_again == len("####A:####B:")
 
 
 @pytest.mark.parametrize("hint", [True, False])
@@ -109,24 +85,6 @@ def test_titles_force_the_parts_of_an_answer(opening: str, begins: str, hint: bo
     assert out.stages["skeleton"].decoded_tokens == 0
 
 
-def test_all_prompts_get_the_titles() -> None:
-    out = tell([EOS], [EOS], prompts=["Tell: ", "Say it: "], branches=["a\n####", "b\n####"] * 2, titles=["A", "B"])
-    assert out.titles == [[["A", "B"]]] * 2
-
-
-def test_an_answer_continues_after_an_opening_whose_branches_exceed_the_budget() -> None:
-    out = tell([" So.", EOS], opening=STORY, max_new_tokens=len(STORY) + 4, branch_separator="\n---" * 9)
-    assert out.fallback == ["the budget is too small for the branches"]
-    assert out.transcripts == [STORY + " So."]
-
-
-def test_all_prompts_get_the_opening() -> None:
-    prompts = ["Tell: ", "Say it: "]
-    out = tell(["A:B:.", EOS], ["Long:Way:.", EOS], prompts=prompts, branches=[*BODIES, "c\n####", "d\n####"],
-               opening="Now. ####", parallel_hint=True, max_branches=2)  # fmt: skip
-    assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%%.", "Now. ####Long:c\n####Way:d\n####%%%%."]
-
-
 def test_the_opening_counts_as_prefill() -> None:
     passes: list[int] = []
 
@@ -141,37 +99,7 @@ def test_the_opening_counts_as_prefill() -> None:
     assert sum(stage.seconds for stage in out.stages.values()) < out.stats.decode_seconds * 1.01
 
 
-def test_an_opening_is_encoded_by_its_tokenizer() -> None:
-    tokenizer = small_tokenizers.make("merged_colon")
-    opening = "r:\n#"
-    out = tell(tokenizer.encode("So."), tokenizer=tokenizer, opening=opening, max_new_tokens=12)
-    assert answer(out)[: len(tokenizer.encode(opening))] == tokenizer.encode(opening)
-
-
-def test_without_return_dict_the_sequences_come_back() -> None:
-    out = tell([STORY, EOS], branches=BODIES)
-    assert isinstance(out, PDOSOutput)
-    assert torch.equal(tell([STORY, EOS], branches=BODIES, return_dict_in_generate=False), out.sequences)
-
-
 # Tokens that hold markers and more
-
-
-def test_whitespace_in_a_token_is_not_split_off() -> None:
-    script = [
-        "Now",
-        STOP_BLANK,
-        "####A:",
-        BLANK_LINE,
-        "......",
-        BLANK_LINE,
-        "####B:......",
-        BLANK_LINE,
-        "####%%%%",
-        EOS,
-    ]
-    out = tell(script, branches=[["aa", STOP_BLANK, "####"], ["bb", BLANK_LINE, "####"]])
-    assert out.transcripts == ["Now.\n\n####A:aa.\n\n####B:bb\n\n####%%%%"]
 
 
 @pytest.mark.parametrize("join", ["reencode", "rotate"])
@@ -246,13 +174,6 @@ def test_what_ends_a_branch(body: Script, settings: dict[str, Any], ended: tuple
     assert branch.prefix == encode("####A:")
 
 
-def test_the_separator_is_a_setting() -> None:
-    out = tell([STORY, EOS], branches=["aa####", "bb; ####"], branch_separator="; ")
-    assert out.transcripts == ["Now. ####A:aa; ####B:bb; ####%%%%"]
-    out = tell([STORY, EOS], branches=["aa####", "bb\n####"], branch_separator="")
-    assert out.transcripts == ["Now. ####A:aa####B:bb\n####%%%%"]
-
-
 class EndsAt(StoppingCriteria):
     """Ends rows whose last token is a given one."""
 
@@ -275,14 +196,6 @@ def test_a_criterion_ends_a_branch_or_an_answer(kind: str) -> None:
     assert out.transcripts == ["Now. ####A:aaz\n####B:bb\n####%%%% So z"]
     out = tell(tokenizer.encode("Now. ####Az:......"), tokenizer=tokenizer, **criterion)
     assert out.transcripts == ["Now. ####Az"]
-    assert out.fallback == ["the answer ended inside a block"]
-
-
-def test_nothing_is_filled_in_after_the_end_of_an_answer() -> None:
-    tokenizer = small_tokenizers.make("split_marker")
-    story = tokenizer.encode("Now. ####A:")
-    out = tell(story, tokenizer=tokenizer, stop_strings=[":"], parallel_hint=True)
-    assert out.transcripts == ["Now. ####A:"]
     assert out.fallback == ["the answer ended inside a block"]
 
 
@@ -311,11 +224,6 @@ def test_the_budget_is_that_of_the_joined_answer() -> None:
         assert len(one) - len(other) in (0, 1)  # the first branch gets the odd token
 
 
-def test_a_branch_that_ends_leaves_its_budget_to_the_others() -> None:
-    out = tell(STORY, branches=["a####", "b" * 50], max_new_tokens=60)
-    assert [len(text) for text in out.branch_texts[0][0]] == [1, 60 - len("Now. ####A:a\n####B:\n####%%%%") - 4]
-
-
 @pytest.mark.parametrize(("hint", "budget"), [*zip(itertools.cycle([True, False]), range(1, len(STORY)))])
 def test_a_budget_that_ends_inside_a_block_falls_back(hint: bool, budget: int) -> None:
     out = tell(STORY, max_new_tokens=budget, parallel_hint=hint, fill_in=False)
@@ -323,13 +231,6 @@ def test_a_budget_that_ends_inside_a_block_falls_back(hint: bool, budget: int) -
     inside = budget >= len("Now. ####")
     assert out.fallback == ["the budget ended inside a block" if inside else None]
     assert out.blocks == [[]]
-
-
-def test_a_budget_too_small_for_branches_falls_back() -> None:
-    story = STORY.replace("......", "...")
-    long = tell(story, branches=("a" * 9, "b" * 9), ellipsis="...", branch_separator="\n---", max_new_tokens=len(story))
-    assert long.fallback == ["the budget is too small for the branches"]
-    assert long.transcripts == [story]
 
 
 @pytest.mark.parametrize("join", ["reencode", "rotate"])
