@@ -7,7 +7,6 @@ Under a stock attention implementation, it returns each row's keys and values de
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -70,7 +69,7 @@ class BlockCache(Cache):
         """Record passes, samples and copies in a log, until there is another one."""
         self.log, self.pool.on_copy = log, log.add_copy
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_pass": None, "_last": None, "log": None}  # plans of passes hold kernel buffers
 
     @property

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -77,7 +75,7 @@ def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
         yield from _of_state(f"{name}.quant_state", getattr(tensor, "quant_state", None))
 
 
-def _of_state(name: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _of_state(name: str, state: object) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of the quantization state of a bitsandbytes parameter, and of the state nested in it."""
     for key, value in sorted(getattr(state, "__dict__", {}).items()):
         if isinstance(value, torch.Tensor):
@@ -86,9 +84,9 @@ def _of_state(name: str, state: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _of_state(f"{name}.{key}", value)
 
 
-def active_adapters(model: nn.Module) -> list[Any]:
+def active_adapters(model: nn.Module) -> list[object]:
     """Return the active and merged adapters of each PEFT layer and their scales; switching them changes no weight."""
-    layers: list[Any] = []
+    layers: list[nn.Module] = []
     for module in model.modules():  # `hasattr(module, ...)` is slow for most modules
         if "active_adapters" in vars(module) or hasattr(type(module), "active_adapters"):
             layers += [module] if hasattr(module, "merged_adapters") else []
@@ -97,10 +95,9 @@ def active_adapters(model: nn.Module) -> list[Any]:
 
 
 def active_dropout(model: nn.Module) -> list[str]:
-    """Return the names of modules in training mode whose results are random, or depend on the other rows of a batch.
+    """Return the names of modules in training mode whose results are random.
 
-    These are dropout modules, modules and configs with positive settings of dropout or jitter, functional dropout, and
-    batch normalization.
+    These are dropout modules, and modules and configs with positive settings of dropout or jitter.
     """
     return [name for name, module in model.named_modules() if module.training and _is_random(module)]
 
@@ -108,14 +105,6 @@ def active_dropout(model: nn.Module) -> list[str]:
 def _is_random(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
-    if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.RReLU)):
-        return True
     settings = {**getattr(getattr(module, "config", None), "__dict__", {}), **vars(module)}
     names = [name for name, value in settings.items() if isinstance(value, float | int) and 0 < value < 1]
-    if any(_RANDOM.search(name) and not _UNUSED.search(name) for name in names):
-        return True
-    if _RANDOM.search(type(module).__name__.lower()) and any(name in vars(module) for name in names):
-        return True
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    used = () if code is None else code.co_names  # `F.dropout` with a constant: no other name says dropout
-    return "dropout" in used and not hasattr(module, "dropout") and sum("drop" in name for name in used) == 1
+    return any(_RANDOM.search(name) and not _UNUSED.search(name) for name in names)

@@ -68,7 +68,7 @@ class LogitsCache:
     def __copy__(self) -> LogitsCache:
         return self  # `generate` copies settings; copies share the cache
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LogitsCache:
+    def __deepcopy__(self, memo: dict[int, object]) -> LogitsCache:
         return self
 
     def __reduce__(self) -> NoReturn:

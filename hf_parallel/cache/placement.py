@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +39,6 @@ def weight_devices(model: nn.Module) -> set[torch.device]:
     return {weight.device for weight in weights if weight is not None}
 
 
-def cpu_as_default() -> AbstractContextManager[Any]:
+def cpu_as_default() -> AbstractContextManager[object]:
     """Create tensors without a device on the CPU, whatever default device the caller has set."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -81,7 +80,7 @@ class Pool:
         """Number that changes with every change after which a decode step does not follow from the step before."""
         return self._root._version
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"on_copy": None}
 
     def clear(self) -> None:

@@ -169,7 +169,7 @@ class SharedPrefixCache(BlockCache):
         pinned = () if self.owner is None else self.tree.pinned(self.owner)
         return self.pool.kv_bytes + sum(node.num_cached for node in pinned) * self.pool.arena.bytes_per_token
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_user": None}
 
     def _evict(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import LogitsProcessor
@@ -133,7 +132,7 @@ def _name(processor: LogitsProcessor) -> str:
     return kind.__name__ if known else ""
 
 
-def _describe(processor: LogitsProcessor) -> tuple[Any, ...]:
+def _describe(processor: LogitsProcessor) -> tuple[object, ...]:
     """Return a processor's class and settings; for an unknown class the class alone."""
     name = _name(processor)
     if not name:

@@ -6,7 +6,7 @@ Subclassing `ReplayPolicy` with a `name` registers a policy, so that `replay="na
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ class ReplayPolicy:
     looks_ahead: ClassVar[bool] = True
     """Whether `draws` must be called; False for a policy that samples every token."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if cls.name:
             POLICIES[cls.name] = cls
@@ -122,7 +122,7 @@ def uncertainty_at(node: TrieNode, logits: CachedLogits) -> float:
     return node.uncertainty
 
 
-def make_policy(replay: Any) -> ReplayPolicy:
+def make_policy(replay: object) -> ReplayPolicy:
     """Return the policy of a name; return a policy unchanged."""
     if isinstance(replay, ReplayPolicy):
         return replay

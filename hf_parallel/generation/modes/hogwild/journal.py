@@ -8,13 +8,12 @@ from pathlib import Path
 
 from hf_parallel.files import COUNT, OBJECT, TEXT, Field, JSONObject, check_fields, read_json, write_atomically
 
-FORMAT = "hf_parallel.HogwildSession"
-VERSION = 1
+HEAD = {"format": "hf_parallel.HogwildSession", "version": 1}
 
 
 def write_journal(path: str | Path, state: JSONObject) -> None:
     """Write the state of a session, plain data, to a JSON file, atomically."""
-    write_atomically(path, json.dumps({"format": FORMAT, "version": VERSION, "digest": _digest(state), **state}))
+    write_atomically(path, json.dumps({**HEAD, "digest": _digest(state), **state}))
 
 
 def read_journal(path: str | Path) -> JSONObject:
@@ -24,16 +23,13 @@ def read_journal(path: str | Path) -> JSONObject:
     used.
     """
     state = read_json(path)
-    if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
-        raise ValueError(f"{path} is not a saved session: it must be a JSON object whose 'format' is {FORMAT!r}")
-    version = state.pop("version", None)
-    if version != VERSION:
-        raise ValueError(f"{path} is a session of version {version!r}, but only version {VERSION} can be read")
+    if not isinstance(state, dict) or {name: state.pop(name, None) for name in HEAD} != HEAD:
+        raise ValueError(f"{path} is not a saved session: it must be a JSON object with {HEAD}")
     if state.pop("digest", None) != _digest(state):
         raise ValueError(f"{path} is damaged: its content does not match its digest")
-    check_fields({"given": None, **state}, _FIELDS, f"{path} is damaged")  # older files lack it
+    check_fields(state, _FIELDS, f"{path} is damaged")
     for number, event in enumerate(state["journal"]):
-        if not _is_event(event):
+        if not isinstance(event, dict) or not any(_has(event, fields) for fields in _EVENTS):
             raise ValueError(f"{path} is damaged: journal[{number}] must be a pass or a change, got {event!r:.200}")
     return state
 
@@ -42,24 +38,23 @@ def _list_of(field: Field, description: str) -> Field:
     return Field(lambda value: isinstance(value, list) and all(map(field.is_valid, value)), description)
 
 
-_TOKENS = _list_of(COUNT, "a list of tokens")
-_TEXTS = _list_of(TEXT, "a list of strings")
-_STEP = Field(lambda value: _TOKENS.is_valid(value) and len(value) == 3, "three integers")
+_TOKENS, _TEXTS = _list_of(COUNT, "a list of tokens"), _list_of(TEXT, "a list of strings")
+_SAMPLED = _list_of(Field(lambda value: _TOKENS.is_valid(value) and len(value) == 3, "three integers"), "rows")
 _FIELDS = {
     "model": TEXT,
     "transformers": TEXT,
     "prompt": _TOKENS,
     "settings": OBJECT,
-    "given": Field(lambda value: value is None or _TEXTS.is_valid(value), "a list of strings or null"),
+    "given": _TEXTS,
     "generation": OBJECT,
     "helpers": _TEXTS,
     "journal": Field(lambda value: isinstance(value, list), "a list"),
     "tokens": _list_of(_TOKENS, "a list of lists of tokens"),
 }
-"""Fields of a file."""
+_ROW = Field(lambda value: value is None or COUNT.is_valid(value), "a row or null")
 _EVENTS: tuple[dict[str, Field], ...] = (
-    {"pass": Field(lambda value: bool(value) and _list_of(_STEP, "").is_valid(value), "rows of a pass")},
-    {"tell": Field(lambda value: value is None or COUNT.is_valid(value), "a row"), "text": TEXT, "tokens": _TOKENS},
+    {"pass": _SAMPLED},
+    {"tell": _ROW, "text": TEXT, "tokens": _TOKENS},
     {"add": TEXT},
     {"remove": COUNT},
     {"forget": COUNT},
@@ -67,11 +62,8 @@ _EVENTS: tuple[dict[str, Field], ...] = (
 """Fields of the events of a journal, see `SteppedRun.apply`."""
 
 
-def _is_event(event: object) -> bool:
-    return isinstance(event, dict) and any(
-        event.keys() == checks.keys() and all(field.is_valid(event[name]) for name, field in checks.items())
-        for checks in _EVENTS
-    )
+def _has(event: JSONObject, fields: dict[str, Field]) -> bool:
+    return event.keys() == fields.keys() and all(field.is_valid(event[name]) for name, field in fields.items())
 
 
 def _digest(state: JSONObject) -> str:

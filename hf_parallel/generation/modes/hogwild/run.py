@@ -55,7 +55,7 @@ _LENGTH_PROCESSORS = (
 """Processors of Transformers that depend only on the length of a row."""
 
 
-logger: Any = logging.get_logger(__name__)
+logger = logging.get_logger(__name__)
 
 
 def _words(text: str) -> str:

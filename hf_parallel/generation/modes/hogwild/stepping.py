@@ -260,7 +260,7 @@ class SteppedRun(HogwildRun):
         self.group.move_ended_steps()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return int(value) if is_int(value) else value

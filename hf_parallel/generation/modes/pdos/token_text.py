@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ class Vocabulary:
         return best[-1]
 
 
-_vocabularies: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
+_vocabularies: WeakKeyDictionary[PreTrainedTokenizerBase, Vocabulary] = WeakKeyDictionary()
 
 
 def get_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
