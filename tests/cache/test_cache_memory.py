@@ -118,19 +118,6 @@ def test_growth_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.Monk
     assert_holds(cache, other, [5, 6, 7, 8, 9, 10])
 
 
-def test_a_failed_allocation_is_not_attempted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = new_cache()
-    append(cache, ([cache.pool.new_block(4)], [1, 2]))
-    limit_memory(monkeypatch, 100)
-    large = cache.pool.new_block(1000)
-    with pytest.raises(torch.OutOfMemoryError):
-        append(cache, ([large], [3]))
-    cache.pool.free(large)
-    small = cache.pool.new_block(10)
-    append(cache, ([small], [4]))
-    assert_holds(cache, small, [4])
-
-
 def test_a_dropped_cache_is_freed_without_the_garbage_collector() -> None:
     cache = SharedPrefixCache()
     cache.pool.new_block(4)

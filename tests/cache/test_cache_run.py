@@ -17,7 +17,7 @@ from small_cache import append, assert_holds, new_cache
 from transformers import PreTrainedModel
 
 from hf_parallel.cache import Block, Segment
-from hf_parallel.cache.hogwild import LAYOUTS, STEP_CAPACITY, HogwildCache
+from hf_parallel.cache.hogwild import LAYOUTS, HogwildCache
 from hf_parallel.kernels import reference, torch_attention
 from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.capabilities import probe_capabilities
@@ -123,20 +123,6 @@ def run_and_steps(model: PreTrainedModel, layout: str, num_workers: int, at_a_ti
 def test_passes_computed_as_one_equal_separate_passes(layout: str, num_workers: int) -> None:
     """Under a sliding window, with steps that end and move, and blocks that grow beyond their extents."""
     run_and_steps(dense.in_float64(tiny.build("starcoder2"), num_layers=2), layout, num_workers)
-
-
-def test_blocks_may_grow_beyond_their_extents_between_passes() -> None:
-    model = dense.in_float64(tiny.build("llama"))
-    steps, run = Problem(model, "combined", 2), Problem(model, "combined", 2, later=True)
-    source = RandomPasses("long")
-    source.start(steps, run)
-    for _ in range(3):
-        own = [source.tokens(STEP_CAPACITY // 2) for _ in range(2)]
-        for problem in (steps, run):
-            problem.add([(problem.space.view(worker), own[worker]) for worker in range(2)])
-    run.compute(10**6)
-    assert run.space.workers[0].extent.capacity > STEP_CAPACITY
-    torch.testing.assert_close(torch.cat(run.logits), torch.cat(steps.logits), rtol=0, atol=1e-9)
 
 
 # Random layouts

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scenes import Features, Scene, scenes
 
 from hf_parallel.cache import ForwardPass, Segment
-from hf_parallel.kernels import AttentionPlan, RotarySpec
+from hf_parallel.kernels import AttentionPlan
 from hf_parallel.kernels.torch_attention import TorchBackend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,29 +85,6 @@ def test_a_step_after_a_change_is_planned_from_scratch(scene: Scene, change: str
     forward = scene.cache.prepare(segments)
     for name in ARRAYS:
         assert np.array_equal(getattr(forward.plan, name), getattr(planned.plan, name)), name
-
-
-@pytest.mark.parametrize(
-    ("roots", "lengths", "schedules"),
-    [([30], [1, 1, 1], 2), ([30], [1, 3], 4), ([30], [1, 3, 40], 16), ([30], [20, 30, 40], 1), ([30, 5], [1, 1], 2)],
-    ids=["even", "nearly even", "ragged", "beyond", "two roots"],
-)
-def test_few_steps_under_a_window_need_a_new_schedule(roots: list[int], lengths: list[int], schedules: int) -> None:
-    """The first step, steps in which the window of 17 leaves a root, and steps in which it has left the start of some
-    of the suffixes that one call reads: its keys do not move evenly then. Derived schedules share their `merge`."""
-    made: list[np.ndarray] = []
-    scene = Scene(Features(window=17, rotary=RotarySpec((1.0, 0.3))))
-    blocks = [scene.cache.pool.new_block(length) for length in roots]
-    views = [[blocks[i % len(roots)], own] for i, own in enumerate(scene.cache.pool.new_blocks(len(lengths), 80))]
-    scene.step([Segment([block], length) for block, length in zip(blocks, roots, strict=True)])
-    scene.step([Segment(view, n) for view, n in zip(views, lengths, strict=True)])
-    for _ in range(35):
-        scene.step(one_token_each(scene))
-        out = scene.attend(TorchBackend().attend, torch.float64)
-        torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-11)
-        merge = scene.forward.plan.windowed(17).derived["schedule"].merge
-        made += [] if made and made[-1] is merge else [merge]
-    assert len(made) == schedules
 
 
 def test_a_step_that_was_rolled_back_can_be_repeated(scene: Scene) -> None:

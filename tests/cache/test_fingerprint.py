@@ -115,16 +115,6 @@ def test_the_memory_layout_does_not_change_the_fingerprint(view: Any, shape: tup
     assert fingerprint(model) == name
 
 
-def test_offloaded_weights_raise() -> None:
-    model = copy.deepcopy(tiny.build("llama"))
-    mlp = model.model.layers[1].mlp
-    mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight.to("meta"))
-    with pytest.raises(
-        ValueError, match=r"logits_cache identifies models .*layers\.1\.mlp\.up_proj\.weight is offloaded"
-    ):
-        fingerprint(model)
-
-
 PARTS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "element": lambda values, at: values.view(-1)[at % values.numel()],
     "row": lambda values, at: values[at % len(values)],
@@ -166,6 +156,16 @@ def varied_model() -> Any:
     model.register_buffer("numbers", torch.arange(5, dtype=torch.int64))
     model.model.layers[1].mlp.half()
     return model
+
+
+def test_offloaded_weights_raise() -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight.to("meta"))
+    with pytest.raises(
+        ValueError, match=r"logits_cache identifies models .*layers\.1\.mlp\.up_proj\.weight is offloaded"
+    ):
+        fingerprint(model)
 
 
 @settings(max_examples=60, deadline=None)

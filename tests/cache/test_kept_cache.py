@@ -132,18 +132,6 @@ def test_running_out_of_memory_leaves_the_cache_usable(
     assert output.stats.prefilled_tokens == 1
 
 
-def test_completions_with_a_common_start_are_distinguished() -> None:
-    cache = SharedPrefixCache()
-    root = cache.insert(np.arange(5))
-    first, second = (cache.add(root, np.array(tokens)) for tokens in ([7, 8, 9], [7, 8, 3, 4]))
-    assert cache.insert(np.array([0, 1, 2, 3, 4, 7, 8, 3, 4])) is second
-    longer = cache.insert(np.array([0, 1, 2, 3, 4, 7, 8, 9, 1]))
-    assert longer.parent is first
-    assert [node.tokens.tolist() for node in longer.path] == [[0, 1, 2, 3, 4], [7, 8, 9], [1]]
-    cache.discard_uncached()
-    assert list(cache.tree.nodes()) == []
-
-
 @pytest.mark.parametrize("prepare", [with_module(torch.nn.Dropout(0.5)), with_config], ids=["module", "config"])
 def test_calls_with_dropout_neither_fill_nor_read_a_cache(
     prepare: Callable[[Any], None], model: PreTrainedModel, caplog: pytest.LogCaptureFixture

@@ -179,14 +179,6 @@ def test_a_truncated_file_raises(tmp_path: Path) -> None:
         LogitsCache.load(tmp_path)
 
 
-def test_invalid_arguments_of_load_raise(tmp_path: Path) -> None:
-    LogitsCache().save(tmp_path / "cache")
-    with pytest.raises(ValueError, match="max_bytes must be a positive int, got 0"):
-        LogitsCache.load(tmp_path / "cache", max_bytes=0)
-    with pytest.raises(FileNotFoundError, match="elsewhere"):
-        LogitsCache.load(tmp_path / "elsewhere")
-
-
 # Threads
 
 
@@ -256,14 +248,6 @@ def test_nodes_cleared_under_a_cursor_use_no_budget() -> None:
     assert cache.num_bytes == counted(cache)
 
 
-def test_a_model_without_nodes_is_removed() -> None:
-    cache = LogitsCache(5000)
-    for number in range(100):
-        write(cache, [1], 2, key=f"after {number} steps of training")
-    assert 0 < len({key for key, _ in cache.nodes()}) < 10
-    assert read(cache, [1], key="after 99 steps of training") is not None
-
-
 def test_eviction_on_load_is_by_last_use_across_models(tmp_path: Path) -> None:
     cache = LogitsCache()
     for key in ("one", "two", "one"):
@@ -274,28 +258,6 @@ def test_eviction_on_load_is_by_last_use_across_models(tmp_path: Path) -> None:
     assert [key for key, node in loaded.nodes() if node.logits is not None] == ["one"] * 5
     write(loaded, [7], 2, key="three")
     assert read(loaded, [7], key="three") is not None
-
-
-def test_top_k_logits_of_unequal_lengths_are_saved(tmp_path: Path) -> None:
-    cache = LogitsCache(top_k=3)
-    given = [torch.tensor([5.0, 4, 3, 2, 1]), torch.tensor([5.0, 4, 4, 4, 1]), torch.ones(5)]
-    with cache.cursors() as cursors:
-        for number, logits in enumerate(given):
-            cursors.start(number, "model", [number])
-            cursors.store(number, logits)
-    cache.save(tmp_path / "cache")
-    loaded = LogitsCache.load(tmp_path / "cache")
-    assert loaded.num_bytes == cache.num_bytes
-    with loaded.cursors() as cursors:
-        for number, kept in enumerate((3, 1, 0)):
-            cursors.start(number, "model", [number])
-            logits = cursors.node(number).logits
-            assert logits is not None
-            assert logits.covers(kept, np.inf)
-            assert not logits.covers(kept + 1, np.inf)
-            torch.testing.assert_close(
-                logits.to_dense().double().softmax(-1)[:kept], given[number].double().softmax(-1)[:kept]
-            )
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory of the process is read from /proc")

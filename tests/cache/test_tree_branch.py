@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scenes import Features, Scene
 
 from hf_parallel import TreeBranchCache
@@ -98,26 +96,3 @@ def test_the_first_branch_is_joined_without_rotation() -> None:
     trees.write(pending, Segment(tree.view, 2))
     trees.move_joined(tree)
     trees.write(Segment(tree.view, 1))
-
-
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_consecutive_branchings_in_several_answers(data: st.DataObject) -> None:
-    """Random numbers of branchings, kept branches and lengths; every pass equals dense attention over all tokens."""
-
-    def few() -> int:
-        return data.draw(st.integers(1, 4))
-
-    trees = Trees(prompts=2)
-    for tree in trees.trees:
-        trees.write(Segment(tree.view, few()))
-    for _ in range(few()):
-        tree, other = data.draw(st.permutations(trees.trees))
-        count = few()
-        trees.branch(tree, data.draw(st.integers(0, tree.trunk.length)), count)
-        writing = [Segment(tree.branch_view(block), few()) for block in tree.branches]
-        trees.write(*writing, Segment(other.view, 1))
-        trees.cache.join(tree, data.draw(st.integers(0, count)))
-        trees.write(Segment(tree.view, few()), Segment(other.view, 1))
-        trees.move_joined(tree)
-    assert lengths(trees) == 7 + sum(tree.trunk.length for tree in trees.trees)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from hf_parallel.cache.logits import Cursors
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.generation.replay import drafts
 from hf_parallel.generation.replay.drafts import NgramDrafter
-from hf_parallel.models.linear import LINEAR_VARIABLE, pass_cost
+from hf_parallel.models.linear import LINEAR_VARIABLE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -203,54 +202,6 @@ def test_a_longer_match_precedes_a_shorter_and_a_later_one_an_earlier() -> None:
     assert drafter.draft(0, cursors.node(0), 2, 1) == [1]
     append(drafter, cursors, [14, 80, 81, 82])
     assert drafter.draft(0, cursors.node(0), 2, 1) == [4]
-
-
-def test_drafting_stops_after_rejections_and_resumes_once_proposals_match_again() -> None:
-    tokens = [30, 31, 32, 33, 34, 35, 36, 37]
-    cursors = fill(cache := LogitsCache(), [1, 2, 3], tokens)
-    drafter = NgramDrafter(cache)
-    drafter.add_prompt(cursors.node(0))
-
-    def draft_before(token: int) -> list[int]:
-        """Return the draft after known tokens; the row then appends `token`."""
-        append(drafter, cursors, tokens[:3])
-        draft = drafter.draft(0, cursors.node(0), 1, 4)
-        cursors.advance(0, token)
-        drafter.observe(0, cursors.node(0))
-        return draft
-
-    assert [draft_before(33) for _ in range(60)][-1], "accepted each time"
-    assert not [draft_before(60 + i) for i in range(60)][-1], "always rejected"
-    assert [draft_before(33) for _ in range(60)][-1], "proposals match again, without being verified"
-
-
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.55, 0.8, 0.99])
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 40])
-@pytest.mark.parametrize("backend", ["native", "onednn", "torch"])
-def test_the_length_of_a_draft_saves_most_time(rate: float, num_rows: int, backend: str) -> None:
-    tokens = list(range(30, 50))
-    cursors = fill(cache := LogitsCache(), [1, 2, 3], tokens)
-    drafter = make_drafter(cache, cursors, rate, linear_backend=backend)
-    cursors.advance(0, tokens[0])
-
-    cost = partial(pass_cost, linear_backend=backend)
-
-    def saved(length: int) -> float:
-        accepted = sum(rate**step for step in range(1, length + 1))
-        return accepted * cost(num_rows) - (cost(num_rows * (1 + length)) - cost(num_rows))
-
-    length = len(drafter.draft(0, cursors.node(0), num_rows, 100))
-    lengths = [n for n in range(drafts.MAX_DRAFT_TOKENS + 1) if rate ** (n - 1) >= drafts.MIN_PROBABILITY]
-    most = max(map(saved, lengths))
-    assert saved(length) == pytest.approx(most) if length else most <= drafts.MIN_GAIN
-
-
-def test_a_draft_that_reaches_the_end_of_a_match_continues_with_another_lookup() -> None:
-    cursors = fill(cache := LogitsCache(), [1, 2, 3], [40, 41, 42, 43], [50, 40, 41], [60, 42, 43, 44, 45])
-    drafter = make_drafter(cache, cursors)
-    append(drafter, cursors, [70, 50])
-    assert drafter.draft(0, cursors.node(0), 1, 100) == [40, 41, 42, 43, 44, 45]
-    assert drafter.draft(0, cursors.node(0), 1, 3) == [40, 41, 42]
 
 
 # Sampled draft tokens

@@ -93,21 +93,6 @@ def test_other_seeds_give_the_outputs_without_a_cache(write: Any, settings: dict
     assert replayed > 0
 
 
-def test_replayed_and_computed_tokens_of_an_answer_are_kept_in_the_prefix_tree() -> None:
-    cache, partly = LogitsCache(), 0
-    for seed in range(4):
-        kept = SharedPrefixCache()
-        out = answer(logits_cache=cache, past_key_values=kept, seed=seed, vote="majority")
-        partly += 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
-        for leaf in (node for node in kept.tree.nodes() if not node.all_children()):
-            tokens = [token for node in leaf.path for token in node.tokens.tolist()]
-            row = next(row for row, prompt in enumerate(PROMPTS) if tokens[: len(prompt)] == prompt.tolist())
-            answered = tokens[len(PROMPTS[row]) :]
-            assert len(answered) == NEW - 1, "the last token of an answer is not computed"
-            assert any(text.startswith(TOKENIZER.decode(answered)) for text in out.texts[row])
-    assert partly
-
-
 @pytest.mark.parametrize("write", [answer, outline])
 def test_a_streamer_receives_the_same_from_a_replay(write: Any) -> None:
     cache, received = LogitsCache(), []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_parallel
 from hf_parallel import Hotspot, LogitsCache, ReplayPolicy
@@ -75,32 +75,6 @@ def test_hotspots_are_the_steps_of_the_equations(policy: Hotspot, start: int) ->
     draws = policy.draws(np.array([uncertainty_of(row) for row in logits]), start)
     assert set(np.flatnonzero(draws)) == expected
     assert 0 < len(expected) <= 30
-
-
-@pytest.mark.parametrize("policy", [Hotspot(threshold=1.5, decay=0.97), Hotspot(top_k=4)], ids=str)
-def test_only_hotspots_of_the_models_own_logits_are_sampled_anew(model: PreTrainedModel, policy: Hotspot) -> None:
-    """If sampling always chooses another token, the first change is at the first hotspot."""
-    cache = LogitsCache()
-    first = sample(model, cache, output_logits=True, temperature=0.5)
-    scores = [score_by_definition(step[0], t, policy.decay) for t, step in enumerate(first.logits)]
-    if policy.top_k is None:
-        hotspots = [t for t, score in enumerate(scores) if score > policy.threshold]
-    else:
-        hotspots = sorted(sorted(range(NEW), key=lambda t: -scores[t])[: policy.top_k])
-    assert 0 < len(hotspots) < NEW
-    cached = first.sequences[0, PROMPT.shape[1] :]
-
-    class Avoid(LogitsProcessor):
-        """Makes the cached token unlikely without excluding it."""
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            step = input_ids.shape[1] - PROMPT.shape[1]
-            return scores.index_add(1, cached[step : step + 1], scores.new_full((1, 1), -30.0))
-
-    again = sample(model, cache, replay=policy, logits_processor=LogitsProcessorList([Avoid()]), top_k=0, seed=1)
-    changed = (again.sequences[0, PROMPT.shape[1] :] != cached).nonzero()[0, 0]
-    assert changed == hotspots[0]
-    assert again.stats.replayed_tokens == hotspots[0] + 1
 
 
 # Names and settings

@@ -54,19 +54,6 @@ def test_samples_that_continue_after_a_replay_equal_those_without_a_cache(model:
     assert all(continued.values())
 
 
-def test_a_completion_after_a_replay_can_be_continued_from_the_kv_cache(model: PreTrainedModel) -> None:
-    cache, kv_cache = LogitsCache(), SharedPrefixCache()
-    outs = [sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed) for seed in range(6)]
-    out = next(out for out in reversed(outs) if 0 < out.stats.replayed_tokens < NEW)
-    more: dict[str, Any] = {"mode": "shared_prefix", "do_sample": False, "max_new_tokens": 8, "output_logits": True}
-    again = sample(model, ids=out.sequences, past_key_values=kv_cache, **more)
-    fresh = sample(model, ids=out.sequences, **more)
-    assert again.stats.prefilled_tokens == 1
-    assert torch.equal(again.sequences, fresh.sequences)
-    for one, other in zip(again.logits, fresh.logits, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-
-
 def test_a_row_whose_prompt_includes_the_replayed_token_of_another_row_attends_to_it(model: PreTrainedModel) -> None:
     """Row 1's prompt is row 0's prompt plus the token that row 0 replays; the KV cache has neither last token."""
     cache, kv_cache = LogitsCache(), SharedPrefixCache()

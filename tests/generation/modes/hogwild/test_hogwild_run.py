@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from transformers import TextStreamer
-from workers import SETTINGS, TOKENIZER, Recording, Scripted, encode, small_model, write
+from workers import SETTINGS, TOKENIZER, Scripted, encode, small_model, write
 
 import hf_parallel
 
@@ -67,29 +67,6 @@ def test_the_budget_counts_passes_and_not_inserted_tokens(budget: int) -> None:
     assert out.stats.decoded_tokens == 2 * budget
     assert out.stats.forward_passes == 2 + budget - 1  # prompt; headers and prefixes; one pass per token
     assert max(step.forward_pass or 0 for step in out.history[0]) <= budget
-
-
-def test_stats_count_inserted_and_generated_tokens() -> None:
-    recording = Recording()
-    out = write("a.\n\nb.\n\nc", ["dd", EOS], "e", finisher="12}", redundancy_interval=5, redundancy_prompt="Again? ")
-    passes = recording.passes
-    assert out.stats.forward_passes == len(passes)
-    assert out.stats.decoded_tokens == 3 + 2 * 9 + 3
-    # All generated tokens are read but an eos and the last token of each row; all others were inserted.
-    unread = 1 + 1
-    assert sum(p.num_tokens for p in passes) == out.stats.prefilled_tokens + out.stats.decoded_tokens - unread
-    assert (out.stats.reused_tokens, out.stats.replayed_tokens) == (0, 0)
-    cache = out.past_key_values
-    assert out.stats.kv_bytes == cache.kv_bytes == sum(p.num_tokens for p in passes) * cache.pool.arena.bytes_per_token
-    assert out.stats.prefill_seconds > 0
-    assert out.stats.decode_seconds > out.stats.plan_seconds > 0
-
-
-def test_a_long_prompt_is_held_once_whatever_the_number_of_workers() -> None:
-    ids = tiny.make_prompts([200])[0][None]
-    held = {n: generate(ids, num_workers=n, max_new_tokens=4).past_key_values for n in (1, 8)}
-    tokens = {n: cache.kv_bytes // cache.pool.arena.bytes_per_token for n, cache in held.items()}
-    assert tokens[8] - tokens[1] < 200
 
 
 # Batches
@@ -203,16 +180,3 @@ def test_a_stop_string_ends_its_worker(embedded: tuple[Any, Any]) -> None:
 
 
 # Settings
-
-
-@pytest.mark.parametrize("layout", ["combined", "interleaved", "contiguous"])
-def test_every_header_may_be_empty(layout: str) -> None:
-    recording = Recording()
-    none = dict.fromkeys(["history_header", "others_header", "own_header", "step_gap"], "")
-    write("a.\n\nb", "c", "d", layout=layout, **none)
-    seen = {
-        "combined": "PAlice 1: a.\n\nAlice 2: Carol 1: dxxxBob 1: cxxx",
-        "interleaved": "PAlice 1: a.\n\nBob 1: cxxx",
-        "contiguous": "PAlice 1: a.\n\nAlice 2: Carol 1: dxxxBob 1: cxxx",
-    }
-    assert recording.passes[-1].seen[-2] == seen[layout]

@@ -84,19 +84,6 @@ def test_every_worker_counts_its_own_steps() -> None:
     assert [step.forward_pass for step in out.history[0]] == [4, 8, 9, 12, None]
 
 
-def test_steps_that_end_in_the_same_pass_are_in_the_order_of_workers() -> None:
-    recording = Recording()
-    out = write("a.\n\nA", "b.\n\nB", "c", step_prefix="{name}:")
-    assert [step.text for step in out.history[0]][:2] == ["Alice:a.\n\n", "Bob:b.\n\n"]
-    assert recording.passes[-1].seen == [
-        "P[DONE]Alice:a.\n\n",
-        "P[DONE]Alice:a.\n\nBob:b.\n\n",
-        "P[DONE]Alice:a.\n\nBob:b.\n\n[OTHERS]Bob:|Carol:cxxx[ME]Alice:",
-        "P[DONE]Alice:a.\n\nBob:b.\n\n[OTHERS]Alice:|Carol:cxxx[ME]Bob:",
-        "P[DONE]Alice:a.\n\nBob:b.\n\n[OTHERS]Alice:|Bob:[ME]Carol:cxxx",
-    ]
-
-
 @pytest.mark.parametrize(
     ("layout", "seen_by_alice", "seen_by_bob"),
     [
@@ -135,20 +122,6 @@ def test_the_redundancy_prompt_begins_the_next_step_after_the_interval() -> None
 
 
 # Answers
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (BOX + "42}", "42"),
-        (BOX + "\\frac{1}{2}}", "\\frac{1}{2}"),
-        (BOX + "\\frac{\\sqrt{2}}{\\sqrt{3^{4}}}}", "\\frac{\\sqrt{2}}{\\sqrt{3^{4}}}"),
-        (BOX + "42", None),
-        ("boxed{42}", None),
-    ],
-)
-def test_an_answer_may_contain_balanced_braces(text: str, answer: str | None) -> None:
-    assert write(text).answers == [answer]
 
 
 def test_any_answer_stops_all_workers_of_the_prompt() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -187,20 +186,3 @@ RULES = HogwildConfig(num_workers=3).collaboration_prompt.format(names="Alice, B
 )
 def test_the_task_goes_through_the_template(tokenizer: Any, template: str | None, expected: str) -> None:
     assert prompt_text(tokenizer, template, num_workers=3) == expected.format(rules=RULES)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_the_example_of_the_embedded_models_prompt_has_all_workers(embedded: tuple[Any, Any], count: int) -> None:
-    tokenizer = embedded[1]
-    text = tokenizer.decode(hogwild_prompt("Add.", tokenizer, num_workers=count)["input_ids"][0])
-    assert set(re.findall(r"(?m)^(?!Task)(\w+): ", text)) == set(HogwildConfig(num_workers=count).names)
-    names = [f"Nora {i}" for i in range(count)]
-    text = tokenizer.decode(hogwild_prompt("Add.", tokenizer, num_workers=count, worker_names=names)["input_ids"][0])
-    assert set(re.findall(r"(?m)^(Nora \d): ", text)) == set(names)
-    assert not re.search("Alice|Bob", text)
-
-
-@pytest.mark.parametrize("task", ["", "  \n", None, 3, ["Add"]])
-def test_a_missing_task_raises(tokenizer: Any, task: Any) -> None:
-    with pytest.raises(ValueError, match="task must be a non-empty string"):
-        hogwild_prompt(task, tokenizer)

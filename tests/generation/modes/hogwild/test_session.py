@@ -240,16 +240,6 @@ def test_removing_a_worker_removes_its_unfinished_step(recorded: Recording) -> N
     assert (6, 1, "", "end") in session.output().record.events
 
 
-def test_a_stopped_worker_with_pending_tokens_can_be_removed(recorded: Recording) -> None:
-    session = scripted("\\boxed{3}", "Unounouno", answer_pattern=r"boxed\{(\d)\}")
-    session.run()
-    assert (session.answer, session.writing) == ("3", [])
-    session.remove_worker("Bob")
-    session.add_worker()
-    session.step()
-    assert recorded.passes[-1].seen[-1] == "P[DONE]Alice 1: \\boxed{3}\n\n[OTHERS][ME]Carol 1: "
-
-
 def test_logits_of_added_workers_begin_at_their_first_pass() -> None:
     session = begin(num_workers=2, output_logits=True)
     session.step()
@@ -266,29 +256,6 @@ def test_logits_of_added_workers_begin_at_their_first_pass() -> None:
         [True, False, True],
         [True, False, True],
     ]
-
-
-def test_the_name_of_a_removed_worker_can_be_used_again() -> None:
-    session = scripted("One", "Uno")
-    session.step()
-    session.remove_worker("Bob")
-    assert session.add_worker() == "Carol"
-    assert session.add_worker("Bob") == "Bob"
-    session.step()
-    assert session.texts == {"Alice": "Alice 1: On", "Carol": "Carol 1: x", "Bob": "Bob 1: x"}
-    for name in ("Alice", "Bob", "Carol"):
-        session.remove_worker(name)
-    assert session.step() == {}
-
-
-def test_all_workers_share_the_budget_of_passes() -> None:
-    session = scripted("One.\n\n", "Uno", max_new_tokens=8, num_workers=1, separator="\n\n")
-    session.run(3)
-    session.add_worker()
-    session.run()
-    assert session.passes == 8
-    assert session.history[0].forward_pass == 6
-    assert session.texts["Bob"] == "Bob 1: " + "x" * 5
 
 
 def test_a_transcript_shows_all_workers_and_injected_texts() -> None:

@@ -128,45 +128,6 @@ def test_a_failing_processor_or_streamer_leaves_the_session_unchanged() -> None:
         assert state(session) == state(undisturbed)
 
 
-def test_a_change_that_fails_leaves_the_session_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = begin(num_workers=2)
-    session.run(12)
-    before = state(session)
-    changes: list[tuple[Any, str, Callable[[], Any]]] = [
-        (Arena, "copy", lambda: session.forget(0)),
-        (Arena, "allocate", lambda: session.forget(0)),
-        (HogwildCache, "remove_step", lambda: session.forget(0)),
-        (HogwildCache, "add_step", lambda: session.inject("common", "Hi.")),
-        (DecodeLoop, "extend", lambda: session.inject("Alice", "Hi.")),
-        (DecodeLoop, "extend", lambda: session.add_worker()),
-        (HogwildCache, "add_worker", lambda: session.add_worker()),
-        (HogwildCache, "remove_worker", lambda: session.remove_worker("Bob")),
-    ]
-    for owner, name, change in changes:
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, Fails(getattr(owner, name), 0))
-            with pytest.raises(MemoryError):
-                change()
-        assert state(session) == before
-    copies = iter([1])
-    copy = Arena.copy
-
-    def second_fails(*given: Any) -> None:
-        if next(copies, None) is None:
-            raise MemoryError("out of memory")
-        copy(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Arena, "copy", second_fails)
-        with pytest.raises(MemoryError):
-            session.forget(0)
-    assert state(session) == before
-    undisturbed = begin(num_workers=2)
-    undisturbed.run(20)
-    session.run(8)
-    assert state(session) == state(undisturbed)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -198,15 +159,6 @@ def test_changes_of_stopped_or_full_sessions_raise() -> None:
         session.inject("Alice", "Hi.")
     with pytest.raises(ValueError, match="max_new_tokens=3 is used up"):
         session.add_worker()
-
-
-def test_a_layout_without_a_history_raises() -> None:
-    session = begin(layout="contiguous")
-    session.run(12)
-    with pytest.raises(ValueError, match="has no history"):
-        session.inject("common", "Hi.")
-    with pytest.raises(ValueError, match="has no history"):
-        session.forget(0)
 
 
 @pytest.mark.parametrize(
@@ -300,17 +252,6 @@ def test_a_finished_session_can_be_read() -> None:
     assert "So \\boxed{" in out.conclusions[0]
     with pytest.raises(RuntimeError, match="has been finished"):
         session.step()
-
-
-def test_a_task_and_a_chat_get_the_prompt_of_the_mode(embedded: tuple[Any, Any]) -> None:
-    model, tokenizer = embedded
-    config = hf_parallel.HogwildConfig(num_workers=2)
-    chat = [{"role": "user", "content": "Name a river."}]
-    for prompt in ("Name a river.", chat):
-        expected = hf_parallel.hogwild_prompt(prompt, tokenizer, config)["input_ids"]
-        session = HogwildSession(model, tokenizer, prompt, num_workers=2)
-        assert torch.equal(session.output().sequences[:1, : expected.shape[1]], expected)
-    hf_parallel.disable(model)
 
 
 def test_other_threads_can_change_a_running_session() -> None:

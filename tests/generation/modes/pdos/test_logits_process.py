@@ -17,7 +17,6 @@ from small_tokenizers import Fixed
 from transformers import StoppingCriteria, StoppingCriteriaList
 from workers import TOKENIZER
 
-import hf_parallel
 from hf_parallel import BlockFormat, ParallelBlockLogitsProcessor
 from hf_parallel.generation.modes.pdos.format_processor import BlockMask, get_block_mask
 from hf_parallel.generation.modes.pdos.parser import SkeletonParser
@@ -217,41 +216,6 @@ def test_plain_generate_gives_a_well_formed_skeleton_in_40_of_40_runs(name: str)
         tokenizer=tokenizer,
     )
     assert_well_formed(tokenizer.batch_decode(out), at_most=4)
-
-
-@pytest.mark.slow
-def test_the_embedded_model_gives_a_well_formed_skeleton_in_12_of_12_runs(embedded: tuple[Any, Any]) -> None:
-    model, tokenizer = embedded
-    ids = tokenizer("####Noise:......####Time:......####%%%%\n####", return_tensors="pt").input_ids
-    processor = ParallelBlockLogitsProcessor(
-        tokenizer, prompt_length=ids.shape[1] - 1, max_branches=2, max_title_tokens=1
-    )
-    hf_parallel.enable(model)
-    try:
-        out = model.generate(
-            ids,
-            generation_mode="shared_prefix",
-            logits_processor=[processor],
-            stopping_criteria=StoppingCriteriaList([Closed(tokenizer, ids.shape[1] - 1)]),
-            do_sample=True,
-            num_return_sequences=12,
-            seed=0,
-            max_new_tokens=60,
-        )
-    finally:
-        hf_parallel.disable(model)
-    assert_well_formed(tokenizer.batch_decode(out[:, ids.shape[1] - 1 :]), at_most=2)
-
-
-def test_a_processor_parses_reordered_rows_from_the_beginning() -> None:
-    tokenizer = small_tokenizers.make("split_marker")
-    vocabulary = get_vocabulary(tokenizer, len(tokenizer))
-    processor = ParallelBlockLogitsProcessor(tokenizer, prompt_length=0)
-    rows = torch.tensor([vocabulary.encode(b"####A:"), vocabulary.encode(b"ABCD")])
-    scores = torch.zeros(2, len(tokenizer))
-    first = processor(rows, scores)
-    swapped = processor(rows.flip(0), scores)
-    assert torch.equal(first, swapped.flip(0))
 
 
 @pytest.mark.parametrize("given", [{"fmt": 3}, {"fmt": BlockFormat(), "max_branches": 3}])

@@ -139,32 +139,6 @@ def test_an_answer_that_opens_with_a_block_is_as_exact(name: str) -> None:
     torch.testing.assert_close(found, plain[span.start : span.stop], rtol=0, atol=bound)
 
 
-@pytest.mark.slow
-def test_the_embedded_models_branches_equal_greedy_generate(embedded: tuple[Any, Any]) -> None:
-    model, tokenizer = embedded
-    text = "Let us check.\n####Cost of wood:......\n####Noise:......\n####Travel time:......\n####%%%%"
-    ids = tokenizer("Should the town build a tram line?\n", return_tensors="pt").input_ids
-    hf_parallel.enable(model)
-    try:
-        out = model.generate(
-            ids,
-            generation_mode="pdos",
-            tokenizer=tokenizer,
-            opening=text,
-            parallel_hint=False,
-            max_new_tokens=50,
-            branch_max_new_tokens=7,
-            do_sample=False,
-            return_dict_in_generate=True,
-        )
-    finally:
-        hf_parallel.disable(model)
-    (block,) = out.blocks[0]
-    assert out.titles == [[["Cost of wood", "Noise", "Travel time"]]]
-    trunk = out.sequences[0, : ids.shape[1] + block.start].tolist()
-    assert_free_branches_equal_generate(model, trunk, block)
-
-
 # Joined answers
 
 
@@ -219,21 +193,6 @@ def test_a_rotated_answer_equals_its_branches_with_keys_rotated_to_their_final_p
     assert len(span) > 10
     found = torch.cat([out.logits[place] for place in span])
     torch.testing.assert_close(found, logits[len("####%%%%") - 1 : -1], rtol=0, atol=1e-3)
-
-
-def test_only_reencoding_computes_branches_again() -> None:
-    costs = {}
-    for join in ("reencode", "rotate"):
-        out = tell(STORY + "Then.", branches=["aa\n####", "b\n####", "cc\n####"], join=join, max_new_tokens=90)
-        costs[join] = out
-        assert out.stages["branches"].computed_again == len("####A:####B b:####C 3:")
-    assert costs["rotate"].transcripts == costs["reencode"].transcripts
-    again = {join: out.stages["continuation"].computed_again for join, out in costs.items()}
-    assert again == {"reencode": len("####B b:b\n####C 3:cc\n"), "rotate": 0}
-    given = {join: out.stats.prefilled_tokens for join, out in costs.items()}
-    titles = len("####A:####B b:####C 3:")
-    assert given["rotate"] == len("Tell: ") + titles + len("####%%%%")
-    assert given["reencode"] == given["rotate"] + again["reencode"]
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}])

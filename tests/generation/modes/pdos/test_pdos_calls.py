@@ -16,7 +16,7 @@ from transformers import TextStreamer
 from workers import TOKENIZER, encode, small_model
 
 import hf_parallel
-from hf_parallel import BlockFormat, PDOSConfig, PDOSOutput, UnsupportedModelError
+from hf_parallel import BlockFormat, PDOSConfig, PDOSOutput
 from hf_parallel.generation.modes.pdos.parser import SkeletonParser
 from hf_parallel.generation.modes.pdos.token_text import get_vocabulary
 
@@ -58,13 +58,6 @@ def test_a_malformed_skeleton_is_decoded_sequentially_and_says_so(story: Any, wh
     assert answer(out) == tokens
     assert out.blocks == [[]]
     assert out.stages["branches"].forward_passes == 0
-
-
-def test_a_fallback_keeps_the_blocks_before_it() -> None:
-    out = tell([SKELETON + "####A: text", EOS], branches=BODIES)
-    assert out.transcripts == ["####A:aa\n####B:bb\n####%%%%####A: text"]
-    assert out.fallback == ["no ellipsis follows the title 'A'"]
-    assert len(out.blocks[0]) == 1
 
 
 # Anything
@@ -232,22 +225,6 @@ def test_a_plain_streamer_gets_the_joined_answer_in_order(capsys: pytest.Capture
     assert capsys.readouterr().out.strip() == out.transcripts[0] + "<eos>"
 
 
-def test_text_that_may_still_change_is_not_streamed() -> None:
-    shown: list[int] = []
-
-    class Checking(Listener):
-        def put(self, value: torch.Tensor) -> None:
-            super().put(value)
-            shown.append(len(script.drawn[0]))
-
-    script = Scripted([f"No ##, {SKELETON}"], BODIES)
-    tell(script=script, streamer=Checking(), max_new_tokens=60)
-    drawn_when_shown = shown[1:]
-    opened = len("No ##, ")
-    assert drawn_when_shown[:opened] == [1, 2, 3, 6, 6, 6, 7]  # the two # might have been a marker
-    assert set(drawn_when_shown[opened:]) & set(range(opened + 1, opened + len(SKELETON))) == set()
-
-
 def test_a_parallel_streamer_receives_skeletons_branches_and_joins() -> None:
     listener = TextListener()
     out = tell([SKELETON + "So.", EOS], branches=["aa\n####", ["b", EOS]], streamer=listener)
@@ -352,14 +329,6 @@ def test_a_call_that_cannot_be_honoured_says_why(given: dict[str, Any], error: t
     with pytest.raises(error, match=message):
         tell("a", **given)
     assert tell(["Now.", EOS]).transcripts == ["Now."]
-
-
-def test_rotating_needs_a_model_whose_keys_can_be_turned() -> None:
-    model = hf_parallel.enable(copy.deepcopy(tiny.build("gpt2")))
-    with pytest.raises(UnsupportedModelError, match="join='rotate' rotates keys"):
-        tell("a", model=model, join="rotate")
-    out = tell([SKELETON, EOS], branches=BODIES, model=model)
-    assert out.transcripts == ["####A:aa\n####B:bb\n####%%%%"]
 
 
 @pytest.mark.parametrize("drawn", [3, 30, 36])

@@ -67,16 +67,6 @@ def test_a_terminator_may_continue_like_a_marker_one_byte_later(terminator: str)
     assert reader.phase == DONE
 
 
-@pytest.mark.parametrize("join", ["reencode", "rotate"])
-def test_a_terminator_of_its_own_ends_a_branch_too(join: str) -> None:
-    """Models write the terminator after the last branch; it need not begin with the branch marker."""
-    story = ["Now. <part>A:......\n<part>B:......\n</parts> So.", EOS]
-    branches = ["aa\n<part>", "bb\n</parts> and more"]
-    out = tell(story, branches=branches, branch_marker="<part>", terminator="</parts>", join=join)
-    assert out.transcripts == ["Now. <part>A:aa\n<part>B:bb\n</parts> So."]
-    assert [branch.ended_by for branch in out.blocks[0][0].branches] == ["marker", "marker"]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Any
 
 import pytest
 import small_tokenizers
 import tiny
 import torch
-from stories import answer, before_passes, pass_sizes, tell
+from stories import answer, pass_sizes, tell
 from transformers import StoppingCriteria, StoppingCriteriaList
 from workers import TOKENIZER, Script, encode
 
@@ -85,20 +84,6 @@ def test_titles_force_the_parts_of_an_answer(opening: str, begins: str, hint: bo
     assert out.stages["skeleton"].decoded_tokens == 0
 
 
-def test_the_opening_counts_as_prefill() -> None:
-    passes: list[int] = []
-
-    def delay(ids: torch.Tensor, cache: Any) -> None:
-        passes.append(ids.shape[1])
-        time.sleep(0.2 * (len(passes) == 2))  # after the pass of the prompt
-
-    with before_passes(delay):
-        out = tell(["x", EOS], opening="Now. ")
-    assert passes[:2] == [len("Tell: "), len("Now. ")]
-    assert out.stats.prefill_seconds > 0.2
-    assert sum(stage.seconds for stage in out.stages.values()) < out.stats.decode_seconds * 1.01
-
-
 # Tokens that hold markers and more
 
 
@@ -117,29 +102,6 @@ def test_markers_in_several_tokens_or_merged_with_other_text(name: str, join: st
     assert out.branch_texts == [[["aa.\n", "bb\n"]]]
     began = "\n####Tar:" if name == "merged_colon" else "####Tar:"
     assert tokenizer.decode(out.blocks[0][0].branches[0].prefix) == began
-
-
-def test_whitespace_that_shares_a_token_with_a_marker_stays_with_it() -> None:
-    """Such tokens are not encoded anew, and no part of them is computed for the trunk."""
-    tokenizer = small_tokenizers.make("merged_colon")
-    line = tokenizer.convert_tokens_to_ids("\n#")
-    story, bodies = "So,\n####A:...... \n####B:...... \n####%%%%!", ["aa####", "bb####"]
-    script = tokenizer.encode(story)
-    assert script.count(line) == 3
-    out = tell(
-        [*script, EOS],
-        branches=[tokenizer.encode(body) for body in bodies],
-        tokenizer=tokenizer,
-        branch_separator="",
-        output_scores=True,
-    )
-    assert out.transcripts == ["So,\n####A:aa\n####B:bb\n####%%%%!"]
-    assert answer(out).count(line) == 3
-    spelled = [token for token, scores in zip(answer(out), out.scores, strict=True) if not scores.any()]
-    assert tokenizer.decode(spelled) == "::"  # of the tokens `:..`
-    assert out.stats.prefilled_tokens == len("Tell: ") + sum(
-        len(branch.prefix) for branch in out.blocks[0][0].branches
-    ) + len(out.blocks[0][0].branches[1].prefix) + len("bb") + len(tokenizer.encode("\n####%%%%"))
 
 
 # Ends of branches
@@ -197,18 +159,6 @@ def test_a_criterion_ends_a_branch_or_an_answer(kind: str) -> None:
     out = tell(tokenizer.encode("Now. ####Az:......"), tokenizer=tokenizer, **criterion)
     assert out.transcripts == ["Now. ####Az"]
     assert out.fallback == ["the answer ended inside a block"]
-
-
-def test_the_callers_logits_processor_is_applied_to_branches_too() -> None:
-    received: list[list[str]] = []
-
-    def listen(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        received.append([TOKENIZER.decode(row, skip_special_tokens=True).strip("\0") for row in input_ids.tolist()])
-        return scores
-
-    tell([STORY, EOS], branches=BODIES, logits_processor=[listen])
-    rows = {text.replace("<pad>", "") for texts in received for text in texts}
-    assert {"Tell: Now. ####A:aa", "Tell: Now. ####B:bb", "Tell: Now. ####A:aa\n####B:bb\n####%%%%"} <= rows
 
 
 # Budgets
