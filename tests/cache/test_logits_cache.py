@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -177,6 +179,50 @@ def test_a_truncated_file_raises(tmp_path: Path) -> None:
             LogitsCache.load(path)
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         LogitsCache.load(tmp_path)
+
+
+# The last path
+
+
+def test_keep_last_path_keeps_only_the_last_continuation() -> None:
+    cache = LogitsCache()
+    write(cache, [1, 2], 5, 6, 7)
+    write(cache, [1, 2], 5, 9, 7)
+    write(cache, [4], 5, 6)
+    write(cache, [1, 2], 5, 9, 8)
+    cache.keep_last_path()
+    assert len(cache) == 3
+    for tokens in ([1, 2], [1, 2, 5], [1, 2, 5, 9]):
+        found = read(cache, tokens)
+        assert found is not None
+        assert torch.equal(found, logits_of(tokens))
+    for tokens in ([4], [1, 2, 5, 6]):
+        assert read(cache, tokens) is None
+
+
+def test_keep_last_path_ends_at_the_last_used_node() -> None:
+    cache = LogitsCache()
+    write(cache, [1], 2, 3, 4, 5)
+    write(cache, [1], 2, 3)
+    cache.keep_last_path()
+    assert len(cache) == 3
+    assert read(cache, [1, 2, 3]) is not None
+    assert read(cache, [1, 2, 3, 4]) is None
+
+
+def test_keep_last_path_frees_the_other_nodes() -> None:
+    cache = LogitsCache()
+    for taken in range(10, 15):
+        write(cache, [1], taken, 7)
+    nodes = [weakref.ref(node) for _, node in cache.nodes()]
+    held = next(node for _, node in cache.nodes() if node.token == 10)
+    assert held.logits is not None
+    cache.keep_last_path()
+    assert (held.alive, held.logits) == (False, None)
+    del held
+    gc.collect()
+    assert sum(node() is not None for node in nodes) == 4  # the root, the prompt, and two tokens
+    assert cache.num_bytes == counted(cache) == 3 * NODE_BYTES + 2 * (VOCABULARY * 4 + TENSOR_BYTES)
 
 
 # Threads

@@ -36,21 +36,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         ("####%%%% So.", "there are no branches"),
         ("####A:......\n####%%%% So.", "there is 1 branch"),
         ("####A:......\n####A:......\n####%%%%", "the title 'A' is repeated"),
-        ("####A b:......\n#### a  B :......\n####%%%%", "the title ' a  B ' is repeated"),
         ("####:......\n####B:......\n####%%%%", "a title is empty"),
-        ("#### :......\n####B:......\n####%%%%", "a title is empty"),
         ("####A####B:......\n####%%%%", "a title contains the branch marker"),
-        ("########", "a title contains the branch marker"),
         ("#### Heading\nText", "a title does not end on its line"),
         ("####A: the text itself\n####B:", "no ellipsis follows the title 'A'"),
-        ("####A:...\n####B:", "no ellipsis follows the title 'A'"),
         ("####A:.......\n####B:", "neither a branch nor the terminator follows the title 'A'"),
-        ("####A:......B:......\n####%%%%", "neither a branch nor the terminator follows the title 'A'"),
         ("####A:......####B:......####C:......####D:......####%%%%", "there are more than 3 branches"),
         (["####A:......\n####", EOS], "the answer ended inside a block"),
     ],
 )
-def test_a_malformed_skeleton_is_decoded_sequentially_and_says_so(story: Any, why: str) -> None:
+def test_malformed_skeletons_are_decoded_sequentially(story: Any, why: str) -> None:
     tokens = encode(story)
     tokens += [EOS] * (tokens[-1] != EOS)
     out = tell(tokens, max_branches=3)
@@ -279,59 +274,37 @@ def test_the_prompt_shows_the_format_with_its_markers() -> None:
     ("setting", "value", "message"),
     [
         ("branch_marker", "", "branch_marker must be one line of text without spaces at its ends, got ''"),
-        ("title_end", ": ", "title_end must be one line"),
-        ("ellipsis", "..\n..", "ellipsis must be one line"),
-        ("terminator", 3, "terminator must be one line of text without spaces at its ends, got 3"),
         ("terminator", "####", "terminator must not be a prefix of branch_marker '####', got '####'"),
         ("min_branches", 0, "min_branches must be an int of at least 1, got 0"),
-        ("max_branches", 1, "max_branches must be an int of at least 2, got 1"),
-        ("max_title_tokens", 0, "max_title_tokens must be an int of at least 1"),
         ("join", "glue", r"join must be one of \['reencode', 'rotate'\], got 'glue'"),
-        ("parallel_hint", 1, "parallel_hint must be True or False, got 1"),
-        ("fill_in", None, "fill_in must be True or False, got None"),
-        ("max_blocks", 0, "max_blocks must be an int of at least 1, got 0"),
-        ("branch_max_new_tokens", 0, "branch_max_new_tokens must be an int of at least 1, got 0"),
         ("branch_stops", "\n", r"branch_stops must be a list of non-empty strings, got '\\n'"),
-        ("branch_stops", [""], "branch_stops must be a list of non-empty strings"),
-        ("branch_separator", None, "branch_separator must be a string, got None"),
-        ("opening", 5, "opening must be a string, got 5"),
-        ("titles", "A", "titles must be a list of non-empty strings, got 'A'"),
         ("titles", ["A"], r"titles must form one block after opening, got \['A'\]: there is 1 branch"),
-        ("titles", ["A", "a "], "the title 'a ' is repeated"),
-        ("titles", ["A", "B\n"], "a title does not end on its line"),
         ("titles", ["A", "B: C"], r"got \['A', 'B: C'\]: no ellipsis follows the title 'B'"),
-        ("titles", ["A", "B####"], "a title contains the branch marker"),
-        ("titles", [f"T{n}" for n in range(17)], "there are more than 16 branches"),
         ("format_prompt", "{what}", r"format_prompt may hold {branch_marker} and"),
     ],
 )
-def test_a_bad_setting_is_named_with_what_is_allowed(setting: str, value: Any, message: str) -> None:
+def test_invalid_settings_raise(setting: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PDOSConfig(**{setting: value})
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("given", "message"),
     [
-        ({"tokenizer": None}, ValueError, "pass generate.*tokenizer=tokenizer"),
-        ({"tokenizer": "gpt2"}, ValueError, "tokenizer must be"),
-        ({"branch_marker": "§"}, ValueError, "branch_marker must be text that the tokenizer can encode, got '§'"),
-        ({"branch_separator": "é"}, ValueError, "branch_separator must be text that the tokenizer can encode"),
-        ({"opening": "x" * 200}, ValueError, "opening must be shorter than the 200 new tokens"),
-        ({"past_key_values": hf_parallel.SharedPrefixCache()}, ValueError, "pdos makes its own cache"),
-        ({"num_beams": 2}, ValueError, "num_beams=2 is not supported"),
-        ({"branches_max": 2}, ValueError, "'pdos' has no setting 'branches_max'"),
-        ({"seed": [1, 2]}, ValueError, "seed must have one entry per row"),
-        ({"streamer": object()}, TypeError, "streamer must have the methods put"),
+        ({"tokenizer": None}, "pass generate.*tokenizer=tokenizer"),
+        ({"branch_marker": "§"}, "branch_marker must be text that the tokenizer can encode, got '§'"),
+        ({"opening": "x" * 200}, "opening must be shorter than the 200 new tokens"),
+        ({"past_key_values": hf_parallel.SharedPrefixCache()}, "pdos makes its own cache"),
+        ({"seed": [1, 2]}, "seed must have one entry per row"),
     ],
 )
-def test_a_call_that_cannot_be_honoured_says_why(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_unsupported_arguments_raise(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         tell("a", **given)
     assert tell(["Now.", EOS]).transcripts == ["Now."]
 
 
-@pytest.mark.parametrize("drawn", [3, 30, 36])
+@pytest.mark.parametrize("drawn", [3, 36])
 def test_a_model_works_as_before_after_a_failure(drawn: int) -> None:
     class Fails(Scripted):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
