@@ -111,7 +111,6 @@ class TrieNode:
     logits: CachedLogits | None = None  # of the next token
     distribution: CachedDistribution | None = None  # of the next token, under the latest sampling settings
     uncertainty: float | None = None  # score of a replay policy
-    sampled_with: str | None = None  # `CachedDistribution.settings` under which `token` was sampled last
     last_used: int = 0
     pins: int = 0  # number of cursors; a pinned node is not evicted
     alive: bool = True  # False once evicted or cleared

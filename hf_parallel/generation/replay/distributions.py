@@ -45,8 +45,8 @@ class DistributionCache:
         processors = sampler.processors
         names = [_name(processor) for processor in processors]
         returns_scores = sampler.scores is not None or sampler.logits is not None
-        self._is_pure = all(name in _PURE for name in names) and not returns_scores
-        self.enabled = sampler.do_sample and self._is_pure and any(name in _TRUNCATING for name in names)
+        is_pure = all(name in _PURE for name in names) and not returns_scores
+        self.enabled = sampler.do_sample and is_pure and any(name in _TRUNCATING for name in names)
         self.settings = repr((str(self._device), [_describe(processor) for processor in processors]))
         self._min_lengths = [p.min_length for p in processors if isinstance(p, MinLengthProcessor)]
         # Interned, as every node holds a reference.
@@ -105,15 +105,6 @@ class DistributionCache:
         distribution = CachedDistribution.from_probs(probs, self._key(length)) if self.enabled else None
         if distribution is not None:
             self.cache.store_distribution(node, distribution)
-
-    def note_token(self, node: TrieNode, length: int) -> None:
-        """Store that a row of `length` tokens has appended the last token of a node under the call's settings."""
-        if self._is_pure:
-            node.sampled_with = self._key(length)
-
-    def is_possible(self, node: TrieNode | None, length: int) -> bool:
-        """Whether the last token of a node is known to be possible: a row has appended it under the same settings."""
-        return self._is_pure and node is not None and node.sampled_with == self._key(length)
 
     def _key(self, length: int) -> str:
         return self._keys[tuple(length >= minimum for minimum in self._min_lengths)]

@@ -121,21 +121,19 @@ class Replayer:
         if computed:
             assert logits is not None, "the model has run for rows without cached logits"
             self._store(computed, logits)
-        kept = {} if computed else self._kept_unchecked(rows)
-        undecided = [row for row in rows if row not in kept]
+        kept: dict[int, int] = {}
+        distribution: Any = self._sparse(rows)
+        if distribution is None:
+            distribution = self._distribution(rows, logits)
+            kept = self._kept(rows, distribution)
         sampled: dict[int, tuple[int, bool]] = {}
-        if undecided:
-            distribution: Any = self._sparse(undecided)
-            if distribution is None:
-                distribution = self._distribution(undecided, logits)
-                kept |= self._kept(undecided, distribution)
-            indices = [i for i, row in enumerate(undecided) if row not in kept]
-            drawing = [undecided[i] for i in indices]
-            if drawing:
-                if len(drawing) < len(undecided):
-                    distribution = distribution[indices]
-                tokens, ended = self.sampler.draw(drawing, distribution)()
-                sampled.update(zip(drawing, zip(tokens, ended, strict=True), strict=True))
+        indices = [i for i, row in enumerate(rows) if row not in kept]
+        if indices:
+            drawing = [rows[i] for i in indices]
+            if kept:
+                distribution = distribution[indices]
+            tokens, ended = self.sampler.draw(drawing, distribution)()
+            sampled.update(zip(drawing, zip(tokens, ended, strict=True), strict=True))
         if kept:
             keeping = sorted(kept)
             _, ended = self.sampler.append(keeping, [kept[row] for row in keeping])()
@@ -154,27 +152,17 @@ class Replayer:
             self._cached.update(rows)
         return all(found)
 
-    def _kept_unchecked(self, rows: Sequence[int]) -> dict[int, int]:
-        """Return cached tokens that were sampled under the same settings, so that no distribution is needed."""
-        lengths, node, is_possible = self.sampler.table.lengths, self._cursors.node, self.distributions.is_possible
-        kept = self._keeping(rows)
-        return {row: token for row, token in kept.items() if is_possible(node(row).children.get(token), lengths[row])}
-
     def _kept(self, rows: Sequence[int], distribution: torch.Tensor) -> dict[int, int]:
-        """Return the cached tokens that are kept, except those that the call's settings exclude."""
-        kept = self._keeping([row for row in rows if row in self._cached])
+        """Return the cached tokens that the policy does not sample again, except those that the settings exclude."""
+        if not self.policy.looks_ahead:
+            return {}
+        steps = {row: self._path(row).step for row in rows if row in self._cached}
+        kept = {row: token for row, (token, draws) in steps.items() if token is not None and not draws}
         if not kept:
             return {}
         probs = distribution[[i for i, row in enumerate(rows) if row in kept], list(kept.values())]
         possible = (probs > (0.0 if self.sampler.do_sample else -torch.inf)).tolist()
         return {row: token for (row, token), ok in zip(kept.items(), possible, strict=True) if ok}
-
-    def _keeping(self, rows: Sequence[int]) -> dict[int, int]:
-        """Return the cached tokens of rows that the policy does not sample again."""
-        if not self.policy.looks_ahead:
-            return {}
-        steps = {row: self._path(row).step for row in rows}
-        return {row: token for row, (token, draws) in steps.items() if token is not None and not draws}
 
     def _sparse(self, rows: Sequence[int]) -> list[Candidates] | None:
         """Return the cached distributions of rows, if no other is needed, and no dense one."""
@@ -226,7 +214,6 @@ class Replayer:
             origin = HOTSPOT if draws and token_before is not None else REPLAYED
         self.origins.setdefault(row, []).append(origin)
         self._cursors.advance(row, token)
-        self.distributions.note_token(self._cursors.node(row), self.sampler.table.lengths[row] - 1)
         if is_cached:
             self.stats.replayed_tokens += 1
             self._num_replayed[row] = self._num_replayed.get(row, 0) + 1

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
+from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_parallel
 from hf_parallel import Hotspot, LogitsCache
 from hf_parallel.cache.logits_trie import CachedLogits
-from hf_parallel.generation.warpers import STAGES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,35 +80,6 @@ def test_a_cached_token_that_the_settings_exclude_is_sampled_anew(model: PreTrai
     assert tokens[:4] == first[:4]
     assert first[4] not in tokens
     assert again.stats.replayed_tokens >= 5
-
-
-def test_tokens_sampled_under_the_same_settings_are_kept_without_processing_their_logits(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = LogitsCache()
-    settings: dict[str, Any] = {"eos_token_id": 5, "min_new_tokens": NEW, "temperature": 0.7}
-    first = sample(model, cache, **settings)
-    processed: list[int] = []
-    number, scale = STAGES[TemperatureLogitsWarper]
-
-    def counting(scores: torch.Tensor, step: Any) -> torch.Tensor:
-        processed.append(len(scores))
-        return scale(scores, step)
-
-    monkeypatch.setitem(STAGES, TemperatureLogitsWarper, (number, counting))
-
-    def processed_rows(**other: Any) -> int:
-        processed.clear()
-        out = sample(model, cache, replay=NO_HOTSPOTS, seed=1, **(settings | other))
-        assert torch.equal(out.sequences, first.sequences)
-        assert out.stats.replayed_tokens == NEW
-        return sum(processed)
-
-    assert processed_rows() == 0
-    assert processed_rows(temperature=0.8) == NEW, "other settings"
-    assert processed_rows(temperature=0.8) == 0, "known from the last call"
-    assert processed_rows(temperature=0.8, output_scores=True) == NEW, "the caller receives them"
-    assert processed_rows(temperature=0.8, logits_processor=LogitsProcessorList([Custom()])) == NEW
 
 
 class Custom(LogitsProcessor):

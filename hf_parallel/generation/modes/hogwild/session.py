@@ -116,13 +116,8 @@ class HogwildSession:
         self.close()
 
     def __repr__(self) -> str:
-        workers = []
-        for worker in self._run.present:
-            writes = "" if worker in self._run.active else " (stopped)"
-            workers.append(f"{worker.name}: step {worker.current_step().step}{writes}")
-        state = self._ended_by or ("writing" if self._run.active else "all stopped")
-        counts = f"passes={self.passes}, tokens={self.stats.decoded_tokens}, state={state!r}"
-        return f"<{type(self).__name__} {', '.join(workers) or 'no workers'}; {counts}>"
+        state = self._ended_by or (f"{', '.join(self.writing)} writing" if self._run.active else "all stopped")
+        return f"<{type(self).__name__} of {', '.join(self.names)}: {self.passes} passes, {state}>"
 
     @property
     def names(self) -> list[str]:

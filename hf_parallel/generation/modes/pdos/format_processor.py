@@ -123,19 +123,13 @@ class BlockMask:
         """Whether a token makes progress in a well-formed block that can still be completed."""
         text, in_title = self.vocabulary.texts[token], parser.phase == TITLE
         after = parser.after(text)
-        ended = len(after.titles) - len(parser.titles)
         if after.error or token in self._banned or not (text.strip(WHITESPACE) or _is_inside(parser, after)):
             return False
         if not _is_utf8_prefix(_incomplete_character(parser.title if in_title else parser.matched) + text):
             return False
-        if ended > in_title or not _is_unambiguous(
-            parser, after, text
-        ):  # a whole title in a token may be a repeated one
+        whole_title = len(after.titles) - len(parser.titles) > in_title  # which may be a repeated one
+        if whole_title or not _is_unambiguous(parser, after, text):
             return False
-        if ended:
-            adds_text = bool(after.titles[-1].encode()[len(parser.title) :].strip())
-            if parser.title_tokens + adds_text < parser.format.min_title_tokens:
-                return False
         if not after.expected:  # any text may follow; in another phase, a marker begins that may not occur
             return after.phase in (TITLE, DONE)
         return any(self.vocabulary.encode(rest) for rest in after.expected)

@@ -37,8 +37,8 @@ class BlockFormat:
         Closes a block. It may begin with the branch marker.
     min_branches, max_branches : int
         Limits of the number of branches of a block.
-    min_title_tokens, max_title_tokens : int
-        Limits of the length of a title. It exceeds the maximum only while it repeats an earlier title.
+    max_title_tokens : int
+        Limit of the length of a title, which exceeds it only while it repeats an earlier title.
     """
 
     branch_marker: str = "####"
@@ -47,7 +47,6 @@ class BlockFormat:
     terminator: str = "####%%%%"
     min_branches: int = 2
     max_branches: int = 16
-    min_title_tokens: int = 1
     max_title_tokens: int = 24
 
     def __post_init__(self) -> None:
@@ -73,8 +72,7 @@ class BlockFormat:
             )
         check_int("min_branches", self.min_branches, at_least=1)
         check_int("max_branches", self.max_branches, at_least=self.min_branches)
-        check_int("min_title_tokens", self.min_title_tokens, at_least=1)
-        check_int("max_title_tokens", self.max_title_tokens, at_least=self.min_title_tokens)
+        check_int("max_title_tokens", self.max_title_tokens, at_least=1)
 
 
 class SkeletonParser:

@@ -31,7 +31,6 @@ EVERY_SETTING: dict[str, Any] = {
     "terminator": "@@%",
     "min_branches": 3,
     "max_branches": 9,
-    "min_title_tokens": 2,
     "max_title_tokens": 11,
     "join": "rotate",
     "parallel_hint": False,
