@@ -75,13 +75,10 @@ _vocabularies: WeakKeyDictionary[PreTrainedTokenizerBase, Vocabulary] = WeakKeyD
 def get_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
     """Return the vocabulary of a tokenizer, cached until tokens are added.
 
-    The tokenizer is one of transformers, or any object that encodes when called and has `decode`. `size` is the number
-    of tokens of the model; those that the tokenizer lacks have no text.
+    The tokenizer is one of transformers, or any hashable object that encodes when called and has `decode`. `size` is
+    the number of tokens of the model; those that the tokenizer lacks have no text.
     """
-    try:
-        found = _vocabularies.get(tokenizer)
-    except TypeError:  # not hashable, or without weak references
-        return Vocabulary(tokenizer, size)
+    found = _vocabularies.get(tokenizer)
     if found is None or found.state != _state_of(tokenizer, size):
         found = _vocabularies[tokenizer] = Vocabulary(tokenizer, size)
     return found
