@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from hf_parallel.agents.state import joined_contents
-from hf_parallel.cache.fingerprint import fingerprint_of_present
+from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine, QueueFullError, RequestHandle
 from hf_parallel.engine.hints import AgentHints
@@ -72,7 +72,7 @@ class EngineModel:
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the engine's model; offloaded weights are not read."""
-        return fingerprint_of_present(self.engine.model)
+        return fingerprint(self.engine.model)
 
     @property
     def contributions(self) -> Mapping[str, Contribution]:

@@ -22,29 +22,19 @@ _UNUSED = re.compile("classifier|summary")
 """Names of settings of heads that generate nothing."""
 
 
-def fingerprint(model: PreTrainedModel, caller: str = "logits_cache") -> str:
+def fingerprint(model: PreTrainedModel, caller: str = "") -> str:
     """Return a hash of the function that a model computes.
 
     The hash covers the class, the config, the active PEFT adapters, active dropout, and all bytes of every parameter
     and buffer. The parts of quantized tensors count, too. Equal models have equal fingerprints, in any
     memory layout and on any device; of a `DTensor`, only the part of this process counts. It does not cover hooks, nor
     the version of transformers, although logits may differ in their last bits between versions; fields that a version
-    adds to the config change it. Raises a `ValueError` that names the `caller` if weights are offloaded.
+    adds to the config change it. Raises a `ValueError` that names the `caller` if weights are offloaded; without a
+    caller, their values do not count.
     """
-    require_present(model, caller)
-    return fingerprint_of_present(model)
-
-
-def require_present(model: nn.Module, caller: str) -> None:
-    """Raise a `ValueError` that names the `caller` if weights are offloaded."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(f"{caller} identifies models by their weights, but {name} is offloaded (meta device)")
-
-
-def fingerprint_of_present(model: nn.Module) -> str:
-    """Return the `fingerprint` of a model, without the values of its offloaded weights."""
-    config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}  # type: ignore[union-attr,operator]
+    if caller:
+        require_present(model, caller)
+    config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
     config.pop("transformers_version", None)
     kind = execution_device(model).type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -57,6 +47,13 @@ def fingerprint_of_present(model: nn.Module) -> str:
     for checksum in checksums(present):
         digest.update(checksum)
     return digest.hexdigest()
+
+
+def require_present(model: nn.Module, caller: str) -> None:
+    """Raise a `ValueError` that names the `caller` if weights are offloaded."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(f"{caller} identifies models by their weights, but {name} is offloaded (meta device)")
 
 
 def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

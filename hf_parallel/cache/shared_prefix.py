@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_parallel.cache.base import BlockCache
-from hf_parallel.cache.fingerprint import fingerprint_of_present
+from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.pool import Block, Pool
 from hf_parallel.cache.tree import Node, Owner, PrefixTree
@@ -61,14 +61,12 @@ class SharedPrefixCache(BlockCache):
         self.filled_by: tuple[str, str] | None = None  # fingerprint and device of the model; None: not known
         self._user: Any = None  # the call that claimed the cache last
 
-    def claim(
-        self, model: PreTrainedModel, user: Any = None, kept: bool = True, fingerprint: str | None = None
-    ) -> None:
+    def claim(self, model: PreTrainedModel, user: Any = None, kept: bool = True, weights: str | None = None) -> None:
         """Start a call of `model`: check that the cache was filled by it, and evict down to `max_bytes`.
 
         `user` represents the call: while its `active` is true, no other call can claim the cache. `kept` says whether
-        the cache outlives the call. If so, the fingerprint of the model is compared, which reads all its weights once
-        if it is not given. Values of offloaded weights do not count. Does nothing in an engine, which holds the model.
+        the cache outlives the call. If so, the fingerprint of the model is compared: `weights`, or if it is not given
+        that of all weights now. Values of offloaded weights do not count. Does nothing in an engine.
 
         Raises
         ------
@@ -85,7 +83,7 @@ class SharedPrefixCache(BlockCache):
             self._user = user
         if not self.pool.blocks and not self._has_device:
             self.device = execution_device(model)
-        key = (fingerprint or fingerprint_of_present(model), str(execution_device(model))) if kept else None
+        key = (weights or fingerprint(model), str(execution_device(model))) if kept else None
         if kept and key != self.filled_by and any(self.root.children.values()):
             raise ValueError(
                 "past_key_values was filled by another model, or before the model's weights changed: reset() it first, "
@@ -95,9 +93,9 @@ class SharedPrefixCache(BlockCache):
         self.tree.clock += 1
         self._evict()
 
-    def record_weights(self, model: PreTrainedModel, fingerprint: str) -> None:
+    def record_weights(self, model: PreTrainedModel, weights: str) -> None:
         """Record the fingerprint of the weights that filled the cache, for calls that receive it later."""
-        self.filled_by = fingerprint, str(execution_device(model))
+        self.filled_by = weights, str(execution_device(model))
 
     def insert(self, tokens: np.ndarray, root: Node | None = None, gap: int = 0) -> Node:
         """Insert tokens, int64 `[length]`, after `root` (default: the root of the tree). Return the last token's node.

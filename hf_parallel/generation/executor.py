@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_parallel.cache import BlockCache, Segment
-from hf_parallel.cache.fingerprint import fingerprint_of_present
+from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.sampling import Sampled, Sampler
@@ -153,7 +153,7 @@ class LocalExecutor:
 
     def fingerprint(self) -> str:
         """See `Executor.fingerprint`. Offloaded weights do not count."""
-        return fingerprint_of_present(self.model)
+        return fingerprint(self.model)
 
     def wait(self) -> None:
         """Return at once: there are no other calls."""

@@ -165,7 +165,7 @@ def test_offloaded_weights_raise() -> None:
     with pytest.raises(
         ValueError, match=r"logits_cache identifies models .*layers\.1\.mlp\.up_proj\.weight is offloaded"
     ):
-        fingerprint(model)
+        fingerprint(model, "logits_cache")
 
 
 @settings(max_examples=60, deadline=None)
