@@ -89,10 +89,11 @@ def test_another_seed_leaves_the_cached_passes_and_continues_exactly(layout: str
 
 def test_replayed_passes_are_computed_in_chunks() -> None:
     cache = LogitsCache()
+    expected = plain(finisher_tokens=0)
     short = write(logits_cache=cache, max_new_tokens=10, finisher_tokens=0)
     recording = Recording()
     out = write(logits_cache=cache, finisher_tokens=0, prefill_chunk_size=30)
-    assert_same(out, plain(finisher_tokens=0))
+    assert_same(out, expected)
     assert out.stats.replayed_tokens == short.stats.decoded_tokens
     assert out.stats.forward_passes > 1 + PASSES - 10 + 2
     larger = [one.num_tokens for one in recording.passes if one.num_tokens > 30]
