@@ -142,7 +142,7 @@ def test_the_view_shows_the_text_and_cache_size_of_hogwild(embedded: tuple[Any, 
     assert steps == moved
     assert any(moved.values())
     assert view.tokens == output.stats.decoded_tokens
-    assert view.kv_tokens * output.past_key_values.arena.bytes_per_token == output.stats.kv_bytes
+    assert view.kv_tokens * output.past_key_values.pool.arena.bytes_per_token == output.stats.kv_bytes
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 12), (60, 20), (80, 24), (250, 50)])

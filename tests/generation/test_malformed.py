@@ -339,7 +339,7 @@ def test_unknown_modes_raise(bench: Bench) -> None:
         (PLAIN, {"generation_config": config(generation_mode="hogwild", num_workers=0)}, "num_workers"),
         *(
             (PLAIN, {"generation_config": config(generation_mode="shared_prefix", parallel_config=value)}, says)
-            for value, says in (("fast", "parallel_config"), ({"speed": 9}, "speed"), ({"prefetch": 2}, "prefetch"))
+            for value, says in (("fast", "parallel_config"), ({"speed": 9}, "speed"), ({"replay": 2}, "replay"))
         ),
     ],
 )
