@@ -45,7 +45,7 @@ LAYERS: dict[str, set[str]] = {
 """
 
 OPTIONAL = [
-    *("accelerate", "datasets", "fastapi", "flash_attn", "gguf", "greenlet", "hypothesis", "llguidance"),
+    *("accelerate", "datasets", "evaluate", "fastapi", "flash_attn", "gguf", "greenlet", "hypothesis", "llguidance"),
     *("lm_eval", "math_verify", "matplotlib", "peft", "prometheus_client", "psutil", "pytest", "ray", "rich", "triton"),
     *("trl", "uvicorn"),
 ]

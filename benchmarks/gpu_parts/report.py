@@ -18,7 +18,8 @@ def print_stage(name: str, stage: dict[str, Any]) -> None:
     print(f"\n{name}: {len(measured)} of {len(cases)} measured in {stage['seconds']:.0f} s")
     rows = [_cells(case) for case in measured]
     headings = list(dict.fromkeys(heading for row in rows for heading in row))
-    print_columns([headings, *([row.get(heading, "") for heading in headings] for row in rows)])
+    if measured:
+        print_columns([headings, *([row.get(heading, "") for heading in headings] for row in rows)])
     reasons: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
         if case not in measured:

@@ -1,10 +1,14 @@
 """Dense attention that also returns the log-sum-exp, computed by the fastest kernel available on the device.
 
-PyTorch's fused kernels serve most calls: on a GPU, FlashAttention those without a mask, or cuDNN long prefills if
-PyTorch prefers it there. Plain matrix products serve the rest, for example soft-capping.
+PyTorch's fused kernels serve most calls. On a GPU, FlashAttention serves calls without a mask: the flash-attn package
+where it is installed, PyTorch's own otherwise. cuDNN computes long prefills if PyTorch prefers it on that GPU. Calls
+that no fused kernel supports (for example with soft-capping) are computed by plain matrix products.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +46,7 @@ def dense_attention(
             if q.shape[2] * k.shape[2] >= CUDNN_SCORES and _cudnn_is_preferred(q, k, v, causal, scale):
                 out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
                 return out, lse.squeeze(-1)
-            out, lse, *_ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-            return out, lse
+            return _flash(q, k, v, causal, scale)
         if q.device.type == "cuda" and q.dtype in (torch.float32, torch.bfloat16, torch.float16):
             k, v = _repeat_heads(q, k, v)
             bias = None if mask is None else mask.expand(*q.shape[:3], -1)
@@ -65,6 +68,26 @@ def _cudnn_is_preferred(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: fl
     grouped = q.shape[1] != k.shape[1]
     chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped)
     return chosen == SDPBackend.CUDNN_ATTENTION.value
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    function = flash_package()
+    if function is None:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse, _ = function(q, k, v, softmax_scale=scale, causal=causal, return_attn_probs=True)
+    return out.transpose(1, 2), lse
+
+
+@lru_cache
+def flash_package() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    """Return `flash_attn_func` of the flash-attn package; None if it is not installed."""
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError:
+        return None
+    return flash_attn_func
 
 
 def _repeat_heads(q: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_parallel.kernels.backend import AttentionBackend
+from hf_parallel.kernels.dense import flash_package
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.reference import ReferenceBackend
 from hf_parallel.kernels.torch_attention import TorchBackend
@@ -22,7 +23,7 @@ from hf_parallel.kernels.torch_attention import TorchBackend
 BACKEND_VARIABLE = "HF_PARALLEL_BACKEND"
 
 _NAMES = ("reference", "torch", "triton")
-LEAST_CAPABILITY = (8, 0)
+_LEAST_CAPABILITY = (8, 0)
 _logger = logging.get_logger(__name__)
 
 
@@ -41,9 +42,11 @@ class Backend:
 
 def backends() -> tuple[Backend, ...]:
     """Return the backends of block attention and their availability on this machine, fastest first."""
-    reason = _triton_unavailable(_default_device(), _interpreted())
+    device = _default_device()
+    no_triton, no_flash = _triton_unavailable(device, _interpreted()), _flash_unavailable(device)
     return (
-        Backend("triton", not reason, reason or "decode steps and short appends on a GPU"),
+        Backend("triton", not no_triton, no_triton or "decode steps and short appends on a GPU"),
+        Backend("flash", not no_flash, no_flash or "long prefills on a GPU, by the flash-attn package"),
         Backend("torch", True, "any device, by PyTorch's own attention and the compiled CPU kernel"),
         Backend("reference", True, f"the oracle of the tests, slow: only if {BACKEND_VARIABLE} selects it"),
     )
@@ -55,7 +58,7 @@ def select_backend(device: torch.device | str | None = None) -> str:
     Raises
     ------
     ValueError
-        If `HF_PARALLEL_BACKEND` names an unknown backend, or one unavailable on the device.
+        If `HF_PARALLEL_BACKEND` names no backend, or one that is not available on the device.
     """
     device = _default_device() if device is None else torch.device(device)
     name = os.environ.get(BACKEND_VARIABLE, "")
@@ -77,14 +80,27 @@ def _triton_unavailable(device: torch.device, interpreted: bool) -> str:
     """Reason why the Triton kernels cannot run on a device; empty if they can."""
     if device.type != "cuda" and not interpreted:
         return "Triton needs a CUDA device (TRITON_INTERPRET=1 runs it on a CPU, slowly)"
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
-        needed, has = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, found))
-        return f"it needs compute capability {needed}, {torch.cuda.get_device_name(device)} has {has}"
+    if device.type == "cuda" and (reason := _too_old(device)):
+        return reason
     try:
         importlib.import_module("triton")
     except ImportError as error:
         return f"Triton cannot be imported ({error}): pip install triton"
     return ""
+
+
+def _flash_unavailable(device: torch.device) -> str:
+    if reason := _too_old(device) if device.type == "cuda" else "flash-attn needs a CUDA device":
+        return reason
+    return "" if flash_package() else "PyTorch's FlashAttention is used until you pip install 'hf_parallel[flash-attn]'"
+
+
+def _too_old(device: torch.device) -> str:
+    found, (major, minor) = torch.cuda.get_device_capability(device), _LEAST_CAPABILITY
+    if found >= _LEAST_CAPABILITY:
+        return ""
+    name = torch.cuda.get_device_name(device)
+    return f"it needs compute capability {major}.{minor}, {name} has {found[0]}.{found[1]}"
 
 
 def _default_device() -> torch.device:

@@ -121,6 +121,21 @@ def test_long_blocks_under_a_window_equal_oracle(window: int | None) -> None:
     check(scene)
 
 
+@pytest.mark.parametrize(("keys", "launches_of_kernel"), [(9, [16]), (200, [32]), (700, [16, 32])])
+def test_one_launch_computes_all_blocks_if_that_reads_few_keys_again(
+    monkeypatch: pytest.MonkeyPatch, keys: int, launches_of_kernel: list[int]
+) -> None:
+    """Blocks with few rows and a block with many: all in small tiles, all in large ones, or each kind in its own."""
+    monkeypatch.setattr(launches, "num_processors", lambda device: 4 if keys < 700 else 1)
+    monkeypatch.setattr(launches, "select_tilings", lambda *_: (Tiling(16, 16, 4, 2, 2), Tiling(32, 16, 4, 2, 2)))
+    scene = Scene(Features(groups=8, rotary=ROTARY))
+    root, *own = scene.cache.pool.new_blocks(4, 1)
+    scene.step([Segment([root], keys)])
+    scene.step([Segment([root, block], 1) for block in own])
+    check(scene)
+    assert [constants["BLOCK_M"] for _, _, constants in attention(scene).calls] == launches_of_kernel
+
+
 def test_the_keys_of_a_block_are_split_among_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs get equal parts of 700 keys; there are more partial results than are merged at once."""
     monkeypatch.setattr(launches, "num_processors", lambda device: 30)

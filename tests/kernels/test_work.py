@@ -162,7 +162,7 @@ def test_selecting_triton_where_it_cannot_run_raises_the_reason(monkeypatch: pyt
 def test_backends_report_their_purpose_or_why_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     known = {backend.name: backend for backend in backends()}
-    assert list(known) == ["triton", "torch", "reference"]
+    assert list(known) == ["triton", "flash", "torch", "reference"]
     assert known["torch"].available
     assert all(backend.reason for backend in known.values())
     if not torch.cuda.is_available():
@@ -196,6 +196,16 @@ def test_triton_serves_gpus_from_compute_capability_8(gpu: Callable[..., None], 
 # FlashAttention, with replacements for its kernels
 
 
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool, return_attn_probs: bool
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Interface of the flash-attn package: `[N, M, heads, head_dim]`, and the log-sum-exp `[N, heads, M]`."""
+    assert return_attn_probs
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = dense.matmul_attention(q, k, v, None, causal, softmax_scale, None)
+    return out.transpose(1, 2), lse, None
+
+
 def flash_of_pytorch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, causal: bool, debug: bool, *, scale: float
 ) -> tuple[torch.Tensor | None, ...]:
@@ -204,7 +214,8 @@ def flash_of_pytorch(
     return (*dense.matmul_attention(q, k, v, None, causal, scale, None), *[None] * 7)
 
 
-def test_prefill_uses_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("installed", [True, False])
+def test_prefill_is_the_same_with_and_without_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     """In float64, which the compiled CPU kernel does not support."""
     calls = []
 
@@ -213,6 +224,7 @@ def test_prefill_uses_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     monkeypatch.setattr(dense, "flash_supports", supports)
+    monkeypatch.setattr(dense, "flash_package", lambda: flash_attn_func if installed else None)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash_of_pytorch)
     monkeypatch.setattr(dense, "FLASH_CPU_DTYPES", ())  # as on a GPU
     scene = Scene(Features(kv_heads=2, groups=2))
@@ -250,6 +262,7 @@ def test_long_prefills_use_cudnn_where_pytorch_prefers_it(monkeypatch: pytest.Mo
         return (SDPBackend.CUDNN_ATTENTION if preferred else SDPBackend.FLASH_ATTENTION).value
 
     monkeypatch.setattr(dense, "flash_supports", lambda q: True)
+    monkeypatch.setattr(dense, "flash_package", lambda: None)
     monkeypatch.setattr(dense, "FLASH_CPU_DTYPES", ())  # as on a GPU
     monkeypatch.setattr(dense, "CUDNN_SCORES", 2001)
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
