@@ -21,6 +21,7 @@ from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_the_quick_demo_gets_the_tokens_of_generate(monkeypatch: pytest.MonkeyPatch, embedded: tuple[Any, Any]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(demo, "load_model", lambda name: embedded)

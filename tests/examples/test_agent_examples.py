@@ -64,6 +64,7 @@ def test_an_example_says_how_it_is_run(example: Path) -> None:
     assert "\nMODEL = None  # " in source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "small"),
     [
