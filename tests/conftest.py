@@ -22,6 +22,9 @@ from hub_server import Hub, constants, running_hub
 
 import hf_parallel
 
+for _name in hf_parallel.__all__:  # all modules, before a test patches a name that others import
+    getattr(hf_parallel, _name)
+
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 

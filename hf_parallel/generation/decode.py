@@ -234,8 +234,10 @@ class DecodeLoop:
             if not (executor.is_shared and may_wait and self._wait_for_others(self.replayer, list(active))):
                 break
             indices = list(active)
-        if active and executor.is_shared:
-            self.replayer.start_computing(list(active), executor)
+        if active:
+            if executor.is_shared:
+                self.replayer.start_computing(list(active), executor)
+            self.replayer.start_prefetch()
         self.stats.decode_seconds += time.perf_counter() - began
         return [active[index] for index in sorted(active)]
 

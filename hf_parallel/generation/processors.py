@@ -70,6 +70,7 @@ class MinLengthProcessor(LogitsProcessor):
         indices = self._indices
         if indices is None or indices[0] != vocabulary:
             tokens = [token for token in self.eos_token_ids if 0 <= token < vocabulary]
+            # A blocking copy, as prefetch calls the processor on another CUDA stream.
             indices = self._indices = vocabulary, torch.tensor(tokens, dtype=torch.int64, device=scores.device)
         return indices[1]
 

@@ -101,6 +101,17 @@ class RowProcessors(list[LogitsProcessor]):
         batch[index] = scores
         return _call(processors, table.whole_batch(rows), batch)[index]
 
+    def ahead(self, scores: torch.Tensor, length: int) -> torch.Tensor:
+        """Apply the processors, which do not depend on the tokens, to scores `[1, vocabulary]` of a row of `length`
+        tokens. Writes to the scores. Thread-safe."""
+        ids = self.table.ids.new_zeros(1, 1).expand(1, length)
+        for _, function, processors in self.stages:
+            if function is None:
+                scores = _call(processors, ids, scores)
+            else:
+                scores = function(scores, Step(processors, [0], [length]))
+        return scores
+
 
 class Rows(NamedTuple):
     """Rows of one call, with its processors; `is_fused`: but for the last warpers, see `RowProcessors.fused`."""

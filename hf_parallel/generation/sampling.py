@@ -125,6 +125,12 @@ class Sampler:
         self.record_scores(rows, logits, scores)
         return _softmax(scores) if self.do_sample else scores
 
+    def distribution_ahead(self, logits: torch.Tensor, length: int) -> torch.Tensor:
+        """Return the probabilities `[vocabulary]` for a row of `length` tokens, given logits `[vocabulary]`.
+        Requires processors that do not depend on the tokens. Thread-safe."""
+        scores = logits[None].to(copy=True, dtype=torch.float32, device=self.table.ids.device)
+        return _softmax(self.processors.ahead(scores, length))[0]
+
     def draw(self, rows: Sequence[int], distribution: torch.Tensor | Sequence[Candidates]) -> Read:
         """Sample one token for each row and append it to the table; `Candidates` if rows have RNGs of their own."""
         if not isinstance(distribution, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Re-sampling from cached logits (Hive, section 6): replay policies, replay, speculative decoding."""
+"""Re-sampling from cached logits (Hive, section 6): replay policies, replay, speculative decoding, prefetch."""
 
 from hf_parallel.generation.replay.policies import Hotspot, ReplayPolicy, Stepwise
 

@@ -27,10 +27,15 @@ class ReplayConfig(ParallelConfig[OutputT]):
         samples agree (see `ResampleConfig`).
     replay : str or ReplayPolicy
         Which replayed tokens are sampled again: `stepwise` all of them, `hotspot` the uncertain ones.
+    prefetch : bool, optional
+        Whether a background thread computes the sampling distributions of later replays (`top_p` and the like) and the
+        uncertainty that finds hotspots while the model decodes. Samples do not change. Default: True unless the model
+        is on the CPU.
     """
 
     logits_cache: LogitsCache | None = field(default=None, metadata=NOT_STORED)
     replay: str | ReplayPolicy = "stepwise"
+    prefetch: bool | None = None
 
     def validate(self) -> None:
         """See `ParallelConfig.validate`."""
@@ -38,6 +43,8 @@ class ReplayConfig(ParallelConfig[OutputT]):
         if self.logits_cache is not None and not isinstance(self.logits_cache, LogitsCache):
             raise ValueError(f"logits_cache must be a LogitsCache, got {type(self.logits_cache).__name__}")
         make_policy(self.replay)
+        if self.prefetch is not None and not isinstance(self.prefetch, bool):
+            raise ValueError(f"prefetch must be True, False or None, got {self.prefetch!r}")
 
 
 @contextmanager
@@ -46,13 +53,13 @@ def replaying(
 ) -> Iterator[None]:
     """Let a decode loop replay and cache logits, if the config has a `logits_cache`.
 
-    `prompts` are those of rows 0, 1, ... (see `with_gaps`). Rows of groups need none.
+    `prompts` are those of rows 0, 1, ... (see `with_gaps`). Rows of groups need none: nothing is prefetched for them.
     """
     if config.logits_cache is None or has_dropout(loop.call.model, "logits_cache"):
         yield
         return
-    policy = make_policy(config.replay)
-    loop.replayer = replayer = Replayer(loop.call, loop.sampler, config.logits_cache, policy)
+    policy, prefetch = make_policy(config.replay), config.prefetch if len(prompts) else False
+    loop.replayer = replayer = Replayer(loop.call, loop.sampler, config.logits_cache, policy, prefetch)
     with replayer.tracking(prompts):
         decoder = SpeculativeDecoder(loop, replayer, draft_tokens)
         if decoder.start():

@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessor
 
 from hf_parallel.cache.logits import LogitsCache
-from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
+from hf_parallel.cache.logits_trie import CachedDistribution, CachedLogits, TrieNode
 from hf_parallel.generation.processors import MinLengthProcessor
 from hf_parallel.generation.rng import Candidates
 from hf_parallel.generation.sampling import Sampler
@@ -100,11 +100,17 @@ class DistributionCache:
         cached = node.distribution if self.enabled else None
         return cached if cached is not None and cached.settings in self._keys.values() else None
 
-    def store(self, node: TrieNode, length: int, probs: torch.Tensor) -> None:
-        """Store probabilities `[vocabulary]`, if memory suffices and few are non-zero."""
+    def store(self, node: TrieNode, length: int, probs: torch.Tensor) -> CachedDistribution | None:
+        """Store probabilities `[vocabulary]` if memory suffices and return them; None if many are non-zero."""
         distribution = CachedDistribution.from_probs(probs, self._key(length)) if self.enabled else None
         if distribution is not None:
             self.cache.store_distribution(node, distribution)
+        return distribution
+
+    def precompute(self, node: TrieNode, logits: CachedLogits, length: int) -> CachedDistribution | None:
+        """Return the distribution as `find`, computing and storing it if needed. Thread-safe."""
+        found = self.find(node, length)
+        return found or self.store(node, length, self.sampler.distribution_ahead(logits.to_dense(), length))
 
     def _key(self, length: int) -> str:
         return self._keys[tuple(length >= minimum for minimum in self._min_lengths)]

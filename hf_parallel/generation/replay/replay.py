@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,13 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from hf_parallel.cache.fingerprint import require_present
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.executor import Executor
 from hf_parallel.generation.log_probs import LogProbs
-from hf_parallel.generation.replay.distributions import DistributionCache, dense
+from hf_parallel.generation.replay.distributions import HOST, DistributionCache, dense
 from hf_parallel.generation.replay.policies import ReplayPolicy, uncertainty_at
+from hf_parallel.generation.replay.prefetch import Prefetcher
 from hf_parallel.generation.rng import Candidates
 from hf_parallel.generation.sampling import Sampler
 from hf_parallel.kernels import to_device
@@ -49,7 +51,9 @@ class Replayer:
     Tokens are sampled by `sampler` with the same processors, criteria and random noise as without a cache.
     """
 
-    def __init__(self, call: GenerationCall, sampler: Sampler, cache: LogitsCache, policy: ReplayPolicy) -> None:
+    def __init__(
+        self, call: GenerationCall, sampler: Sampler, cache: LogitsCache, policy: ReplayPolicy, prefetch: bool | None
+    ) -> None:
         self.cache, self.policy, self.sampler, self.stats = cache, policy, sampler, call.stats
         self._required = _required_logits(cache, call)
         require_present(call.model, "logits_cache")
@@ -63,6 +67,8 @@ class Replayer:
         self._num_replayed: dict[int, int] = {}  # tokens by row
         self._tracked: set[int] = set()  # rows that have a cursor
         self._cached: set[int] = set()  # rows whose next token is sampled from cached logits
+        prefetch = execution_device(call.model).type not in HOST if prefetch is None else prefetch
+        self._prefetcher = Prefetcher(self.distributions, policy.looks_ahead) if prefetch else None
 
     @contextmanager
     def tracking(self, prompts: Sequence[list[int]] = ()) -> Iterator[None]:
@@ -71,8 +77,10 @@ class Replayer:
             for row, prompt in enumerate(prompts):
                 self._cursors.start(row, self.model_key, prompt)
                 self._tracked.add(row)
-            self.prompts = list(dict.fromkeys(self._cursors.node(row) for row in self._tracked))
-            yield
+            roots = {self._cursors.node(row): self.sampler.table.lengths[row] for row in self._tracked}
+            self.prompts = list(roots)
+            with nullcontext() if self._prefetcher is None else self._prefetcher.open(roots):
+                yield
 
     def node(self, row: int) -> TrieNode:
         """Return the trie node of a row."""
@@ -108,6 +116,11 @@ class Replayer:
         """Note that rows have ended: other calls wait for them no more."""
         for row in rows:
             self._cursors.stop_computing(row)
+
+    def start_prefetch(self) -> None:
+        """Start the prefetcher, if there is one."""
+        if self._prefetcher is not None:
+            self._prefetcher.start()
 
     def sample(
         self, rows: Sequence[int], logits: torch.Tensor | None = None, drafted: bool = False
@@ -208,6 +221,8 @@ class Replayer:
 
     def _advance(self, row: int, token: int, drafted: bool) -> None:
         is_cached, path = row in self._cached, self._paths.get(row)
+        if self._prefetcher is not None and not is_cached:
+            self._prefetcher.add(self._cursors.node(row))
         origin = DRAFTED if drafted else COMPUTED
         if is_cached:
             token_before, draws = (None, False) if path is None else path.step

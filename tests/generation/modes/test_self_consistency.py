@@ -32,6 +32,7 @@ EVERY_SETTING: dict[str, Any] = {
     "cuda_graph": False,
     "compile": False,
     "replay": "hotspot",
+    "prefetch": True,
     "num_answers": 3,
     "vote": "final",
     "weights": "log_prob",

@@ -25,6 +25,7 @@ EVERY_SETTING: dict[str, Any] = {
     "compile": False,
     "keep_completions": False,
     "replay": "hotspot",
+    "prefetch": True,
     "draft_tokens": 4,
     "levels": [[5, 6], [7], [8, 9]],
 }

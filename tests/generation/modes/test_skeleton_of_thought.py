@@ -20,6 +20,7 @@ EVERY_SETTING: dict[str, Any] = {
     "cuda_graph": False,
     "compile": False,
     "replay": "hotspot",
+    "prefetch": True,
     "outline_prompt": "Outline:\n",
     "outline_start": "* ",
     "point_pattern": "\\* (.+)",

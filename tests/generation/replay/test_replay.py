@@ -104,7 +104,7 @@ def test_calls_stay_exact_while_another_thread_clears_saves_and_loads_the_cache(
         twin = hf_parallel.enable(copy.deepcopy(model))
         try:
             for seed in range(12):
-                out = sample(twin, cache, seed=seed % 4, replay=replay)
+                out = sample(twin, cache, seed=seed % 4, replay=replay, prefetch=bool(seed % 2))
                 replayed.append(out.stats.replayed_tokens)
                 assert replay == "hotspot" or torch.equal(out.sequences, plain[seed % 4])
         finally:
@@ -141,7 +141,7 @@ def test_logits_in_memory_stay_within_the_budget_at_every_pass(model: PreTrained
     gc.freeze()  # excludes all older objects from `gc.get_objects`
     try:
         for seed in range(2):
-            settings = {"max_new_tokens": 60, "min_new_tokens": 60, "replay": replay}
+            settings = {"max_new_tokens": 60, "min_new_tokens": 60, "prefetch": True, "replay": replay}
             sample(model, cache, seed=seed, streamer=Measure(), **settings)
             gc.collect()
     finally:

@@ -192,6 +192,8 @@ class HogwildConfig(ReplayConfig[HogwildOutput]):
     def validate(self) -> None:
         """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
+        if self.prefetch:
+            raise ValueError("prefetch must be None or False for hogwild, whose workers decode in lockstep, got True")
         check_int("num_workers", self.num_workers, at_least=1)
         if self.num_workers > MAX_WORKERS:
             raise ValueError(f"num_workers must be at most {MAX_WORKERS}, got {self.num_workers!r}")

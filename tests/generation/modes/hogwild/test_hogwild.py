@@ -28,6 +28,7 @@ EVERY_SETTING: dict[str, Any] = {
     "cuda_graph": False,
     "compile": False,
     "replay": "hotspot",
+    "prefetch": False,
     "num_workers": 3,
     "layout": "interleaved",
     "worker_names": ["Ann", "Ben", "Cy"],
