@@ -24,6 +24,7 @@ from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_int, check_text, is_int
+from hf_parallel.models.compiled import InstalledCall
 
 _UNSUPPORTED_ARGUMENTS = (
     "adapter_names",
@@ -156,7 +157,8 @@ def check_not_compiled(model: nn.Module) -> None:
     for module in all_modules(model):
         forward = vars(module).get("forward")
         compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
-        if module._compiled_call_impl is not None or compiled:
+        installed = module._compiled_call_impl
+        if (installed is not None and not isinstance(installed, InstalledCall)) or compiled:
             name = next(name for name, one in model.named_modules() if one is module)
             part = f"its module {name!r} was" if name else "the model was"
             raise ValueError(f"generation modes run uncompiled models, but {part} compiled with torch.compile")

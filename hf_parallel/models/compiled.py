@@ -48,6 +48,10 @@ _in_use: ContextVar[bool] = ContextVar("hf_parallel_compiled_layers", default=Fa
 _logger = logging.getLogger(__name__)
 
 
+class InstalledCall(partial[object]):
+    """Compiled call of a layer, installed only while decode steps run; other threads may see it then."""
+
+
 class CompiledLayers:
     """The compiled decoder layers of one model. They are compiled at their first use."""
 
@@ -123,7 +127,7 @@ class CompiledLayers:
         token = _in_use.set(True)
         try:
             for layer in self.layers:
-                vars(layer)["_compiled_call_impl"] = partial(self._call, layer)
+                vars(layer)["_compiled_call_impl"] = InstalledCall(self._call, layer)
             with (
                 ExitStack() as stack,
                 dynamo_config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MAX_GRAPHS),

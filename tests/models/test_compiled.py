@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 import hf_parallel
 from hf_parallel.cache import BlockCache
 from hf_parallel.generation import enabled as state
+from hf_parallel.generation.arguments import check_not_compiled
 from hf_parallel.models import compiled
 from hf_parallel.models.cached_model import CachedModel
 from hf_parallel.models.compiled import CompiledLayers, compiled_layers
@@ -133,6 +134,16 @@ def test_other_threads_run_the_layers_as_they_are_meanwhile() -> None:
     assert num_graphs() == before
     assert torch.equal(results[0], model(PROMPT[None]).logits)
     assert all("_compiled_call_impl" not in vars(layer) for layer in layers.layers)
+
+
+def test_a_call_may_be_prepared_while_compiled_layers_run() -> None:
+    """As by `Engine.submit` in another thread."""
+    model = enabled()
+    with CompiledLayers(model)._installed():
+        check_not_compiled(model)
+    model.model.layers[0].compile()
+    with pytest.raises(ValueError, match="model.layers.0"):
+        check_not_compiled(model)
 
 
 def test_the_check_of_a_capture_does_not_undo_compilation() -> None:
