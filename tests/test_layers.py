@@ -23,7 +23,7 @@ SCHEMA = (ROOT / "hf_parallel/engine/server/schema.py").read_text(encoding="utf-
 REQUEST_FIELDS = set(re.findall(r"^    (\w+): ", SCHEMA, re.MULTILINE))
 """Names that OpenAI's API defines; a mode may have the same."""
 MODE_NAMES = {name for name, mode in MODES.items() if mode.__module__.startswith("hf_parallel.")} - REQUEST_FIELDS
-"""Modes of the package, without those that other tests define. A look-up of an unknown name searches installed packages."""
+"""Modes of the package, without those of other tests. A look-up of an unknown name would search installed packages."""
 PACKAGE = "hf_parallel"
 MAX_LINES = 450
 
