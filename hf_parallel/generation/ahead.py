@@ -7,19 +7,20 @@ from collections.abc import Sequence
 import torch
 
 from hf_parallel.cache import Segment
+from hf_parallel.generation.parts import Part
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.runner import Runner
 from hf_parallel.kernels import to_device
 
 
 class PassAhead:
-    """A decode pass that appends one token to each row, `ids`, `int64 [rows]` on the device, and nothing else.
+    """A decode pass that appends one token to each row, `ids`, on the device, and nothing else.
 
     The cache does not hold its tokens until `keep` confirms that these are the inputs of the next pass: a token may
     have ended a row, or changed what rows attend to. `tokens` are set once they have been read.
     """
 
-    def __init__(self, runner: Runner, rows: Sequence[Row], ids: torch.Tensor) -> None:
+    def __init__(self, runner: Runner, rows: Sequence[Row], ids: Part) -> None:
         self.tokens: Sequence[int] = ()
         self._rows, self._ids, self._cache = rows, ids, runner.cache
         self._segments = [Segment(row.current_view(), 1) for row in rows]
@@ -50,7 +51,7 @@ class PassAhead:
         for place in kept:
             self._rows[place].last_segment = self._segments[place]
         if self._cache.log is not None:
-            self._cache.log.add_pass([self._segments], self._step, self._ids)
+            self._cache.log.add_pass([self._segments], self._step, self._ids.tensor)
         if len(kept) == len(self._rows):
             return self._logits
         return self._logits.index_select(0, to_device(kept, self._logits.device))

@@ -46,7 +46,7 @@ class RowCriteria:
             if not self.needs_batch:
                 return self._judge(self.table.left_padded(rows), scores)
             return self._judge(self.table.whole_batch(rows), scores)[self.table.index(rows)]
-        ended = torch.empty(len(rows), dtype=torch.bool, device=self.table.ids.device)
+        ended = torch.empty(len(rows), dtype=torch.bool, device=self.table.device)
         for same in group_by(range(len(rows)) if self.needs_batch else lengths):
             index = to_device(same, ended.device)  # a list would be copied while the host waits
             ended[index] = self._judge(self.table.left_padded([rows[i] for i in same]), scores)

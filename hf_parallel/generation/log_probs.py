@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from transformers import LogitsProcessor
 
+from hf_parallel.generation.parts import ALL
 from hf_parallel.kernels import HostCopy, to_device
 
 
-@dataclass(frozen=True, eq=False)
 class LogProbs:
-    """Log-probabilities of one sampled token per row, float32 `[rows]` each.
+    """Log-probabilities of one sampled token per row, float32 `[rows]` each: the `rows` of what is given.
 
     `model` is the log-softmax of the model's unprocessed logits. `sampling` is that of the scores that were sampled,
     after processors and warpers; NaN for tokens that were not sampled from scores of this call, such as replayed ones.
     `top`: log-probabilities `[rows, k]` under the model, and tokens int64 `[rows, k]`, of the most probable tokens.
     """
 
-    model: torch.Tensor
-    sampling: torch.Tensor
-    top: tuple[torch.Tensor, torch.Tensor] | None = None
+    __slots__ = ("_model", "_rows", "_sampling", "top")
+
+    def __init__(
+        self,
+        model: torch.Tensor,
+        sampling: torch.Tensor,
+        top: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rows: slice = ALL,
+    ) -> None:
+        self._model, self._sampling, self.top, self._rows = model, sampling, top, rows
+
+    @property
+    def model(self) -> torch.Tensor:
+        """See the class."""
+        return self._model[self._rows]
+
+    @property
+    def sampling(self) -> torch.Tensor:
+        """See the class."""
+        return self._sampling[self._rows]
 
 
 class Drawn(NamedTuple):
     """Tokens that rows of a table sampled in one step: their columns in the table, and how many the rows had before."""
 
-    rows: list[int]
-    columns: list[int]
-    draws: list[int]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    draws: tuple[int, ...]
     log_probs: LogProbs
 
 

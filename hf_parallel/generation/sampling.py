@@ -5,16 +5,16 @@ Rows of several calls are sampled at once, whatever their settings, and get the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
+from functools import cached_property
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hf_parallel.generation.criteria import RowCriteria
 from hf_parallel.generation.log_probs import Drawn, LogProbs, TopLogProbs, model_log_probs
+from hf_parallel.generation.parts import Part, join
 from hf_parallel.generation.processors import is_stateful
 from hf_parallel.generation.rng import (
     Candidates,
@@ -32,18 +32,39 @@ from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.kernels import HostCopy, to_device
 from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, sample
 
-Read: TypeAlias = Callable[[], tuple[list[int], list[bool]]]
-"""Returns sampled tokens, and whether rows have ended. Waits for the device, but not for work that was queued later.
-Raises a `RuntimeError` if a row cannot be drawn."""
 
 
-@dataclass(frozen=True, eq=False)
 class Sampled:
-    """Sampled tokens `int64 [rows]` on the device, and their log-probabilities if requested."""
+    """Sampled tokens of a call: `tokens`, a part of `int64 [rows of all calls]` on the device; and `log_probs`."""
 
-    tokens: torch.Tensor
-    log_probs: LogProbs | None
-    read: Read
+    __slots__ = ("_ends", "_full", "_host", "log_probs", "tokens")
+
+    def __init__(
+        self,
+        tokens: Part,
+        log_probs: LogProbs | None,
+        host: HostCopy,  # of the tokens of all calls, or with marks `[2, rows]` of those that have ended or failed
+        ends: RowCriteria,
+        full: Sequence[int] = (),
+    ) -> None:
+        self.tokens, self.log_probs, self._host, self._ends, self._full = tokens, log_probs, host, ends, full
+
+    def read(self) -> tuple[list[int], list[bool]]:
+        """Return tokens, and whether rows have ended. Waits for the device, but not for work that was queued later.
+
+        Raises `RuntimeError` if a row cannot be drawn.
+        """
+        values, part = self._host.values, self.tokens.rows
+        has_marks = bool(values) and isinstance(values[0], list)
+        tokens = values[0][part] if has_marks else values[part]
+        ended = list(map(self._ends.end_tokens.__contains__, tokens))
+        if has_marks:
+            marks = values[1][part]
+            check_drawn(marks)
+            ended = [end or mark != 0 for end, mark in zip(ended, marks, strict=True)]
+        for place in self._full:
+            ended[place] = True
+        return tokens, ended
 
 
 class Sampler:
@@ -75,6 +96,7 @@ class Sampler:
         self.returns_log_probs = bool(returned or self.top_log_probs)
         self.scores: list[torch.Tensor] | None = [] if returned and config.output_scores else None
         self.logits: list[torch.Tensor] | None = [] if returned and config.output_logits else None
+        self.records_scores = self.scores is not None or self.logits is not None
         self.drawn: list[Drawn] = []  # sampled tokens with log-probabilities
         self._draws = [0] * self.num_rows  # number of tokens sampled, by row
 
@@ -115,23 +137,23 @@ class Sampler:
 
     def sample(self, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
         """Sample one token for each row, given their logits `[len(rows), vocabulary]`, and append it to the table."""
-        (sampled,) = _Batch([SamplingTask(self, rows, logits, with_log_probs)]).sample()
+        (sampled,) = _Batch([SamplingTask(self, rows, Part(logits), with_log_probs)]).sample()
         return sampled
 
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Return probabilities `float32 [len(rows), vocabulary]`, or scores under greedy decoding, from logits of rows
         in ascending order."""
-        scores = process(logits.to(self.table.ids.device), [Rows(self.processors, rows)])
+        scores = process(logits.to(self.table.device), [Rows(self.processors, rows)])
         self.record_scores(rows, logits, scores)
         return _softmax(scores) if self.do_sample else scores
 
     def distribution_ahead(self, logits: torch.Tensor, length: int) -> torch.Tensor:
         """Return the probabilities `[vocabulary]` for a row of `length` tokens, given logits `[vocabulary]`.
         Requires processors that do not depend on the tokens. Thread-safe."""
-        scores = logits[None].to(copy=True, dtype=torch.float32, device=self.table.ids.device)
+        scores = logits[None].to(copy=True, dtype=torch.float32, device=self.table.device)
         return _softmax(self.processors.ahead(scores, length))[0]
 
-    def draw(self, rows: Sequence[int], distribution: torch.Tensor | Sequence[Candidates]) -> Read:
+    def draw(self, rows: Sequence[int], distribution: torch.Tensor | Sequence[Candidates]) -> Sampled:
         """Sample one token for each row and append it to the table; `Candidates` if rows have RNGs of their own."""
         if not isinstance(distribution, torch.Tensor):
             tokens = draw_among_each(distribution, self.rngs_of(rows))
@@ -141,12 +163,12 @@ class Sampler:
             tokens = _draw_tokens(distribution, [] if self.rngs is None else self.rngs_of(rows))
         return self._finish(rows, tokens)
 
-    def append(self, rows: Sequence[int], tokens: Sequence[int]) -> Read:
+    def append(self, rows: Sequence[int], tokens: Sequence[int]) -> Sampled:
         """Append one given token to each row, and advance its RNG as if the token had been sampled."""
         if self.rngs is not None and self.do_sample:
             for row in rows:
                 self.rngs[row].skip()
-        return self._finish(rows, to_device(tokens, self.table.ids.device))
+        return self._finish(rows, to_device(tokens, self.table.device))
 
     def log_probs(self, logits: torch.Tensor, tokens: torch.Tensor, sampling: torch.Tensor | None = None) -> LogProbs:
         """Return the log-probabilities of tokens int64 `[n]`, given unprocessed logits `[n, vocabulary]`.
@@ -159,17 +181,17 @@ class Sampler:
         model, most = model_log_probs(logits, tokens, top)
         return LogProbs(model, model if sampling is None else sampling, most)
 
-    def add_drawn(self, rows: list[int], output_rows: list[int], log_probs: LogProbs) -> None:
+    def add_drawn(self, rows: Sequence[int], output_rows: Sequence[int], log_probs: LogProbs) -> None:
         """Keep the log-probabilities of the last token of each row; `output_rows` are the numbers for streamers."""
         columns, draws = [], []
         for row in rows:
             columns.append(self.table.lengths[row] - 1)
             draws.append(self._draws[row] - 1)
-        self.drawn.append(Drawn(rows, columns, draws, log_probs))
+        self.drawn.append(Drawn(tuple(rows), tuple(columns), tuple(draws), log_probs))
         for collector in self.top_log_probs:
             collector.add(output_rows, log_probs)
 
-    @property
+    @cached_property
     def is_joint(self) -> bool:
         """Whether it can sample together with other calls: row by row, and without a generator that they share."""
         has_generators = self.rngs is not None or not self.do_sample
@@ -184,13 +206,13 @@ class Sampler:
         assert self.rngs is not None, "rows have RNGs"
         return [self.rngs[row] for row in rows]
 
-    def _finish(self, rows: Sequence[int], tokens: torch.Tensor) -> Read:
+    def _finish(self, rows: Sequence[int], tokens: torch.Tensor) -> Sampled:
         """Append tokens that rows have drawn."""
-        ended, full = self.append_drawn(rows, tokens)
+        ended, full = self.append_drawn(rows, Part(tokens))
         host = HostCopy(tokens if ended is None else torch.stack((tokens, ended)))
-        return partial(_read, host, slice(None), ended is not None, self.ends.end_tokens, full)
+        return Sampled(Part(tokens), None, host, self.ends, full)
 
-    def append_drawn(self, rows: Sequence[int], tokens: torch.Tensor) -> tuple[torch.Tensor | None, list[int]]:
+    def append_drawn(self, rows: Sequence[int], tokens: Part) -> tuple[torch.Tensor | None, Sequence[int]]:
         """Append one token `int64 [len(rows)]` to each row, for which its RNG has advanced.
 
         Return whether the criteria end each row, `int64 [len(rows)]`, or None if they are row-wise; and in this case
@@ -212,7 +234,7 @@ class Sampler:
 
     def _record(self, record: list[torch.Tensor], rows: Sequence[int], values: torch.Tensor) -> None:
         """Store values `[rows, vocabulary]` at index n for rows of n new tokens; rows without a value hold zeros."""
-        draws, values = [self._draws[row] for row in rows], values.to(self.table.ids.device)
+        draws, values = [self._draws[row] for row in rows], values.to(self.table.device)
         for step in sorted(set(draws)):
             while len(record) <= step:
                 record.append(values.new_zeros((self.num_rows, values.shape[-1]), dtype=torch.float32))
@@ -226,13 +248,13 @@ class Sampler:
                 record[step][of_rows] = values[index].float()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class SamplingTask:
     """Rows of one call that need their next token; their logits are `[len(rows), vocabulary]`; see `Sampler.sample`."""
 
     sampler: Sampler
     rows: Sequence[int]
-    logits: torch.Tensor
+    logits: Part
     with_log_probs: bool
 
 
@@ -250,7 +272,7 @@ def sample_together(tasks: Sequence[SamplingTask]) -> list[Sampled | BaseExcepti
     for task in tasks:
         if task not in done:
             try:
-                done[task] = task.sampler.sample(task.rows, task.logits, task.with_log_probs)
+                (done[task],) = _Batch([task]).sample()
             except BaseException as error:
                 done[task] = error
     return [done[task] for task in tasks]
@@ -261,7 +283,7 @@ class _Batch:
 
     def __init__(self, tasks: Sequence[SamplingTask]) -> None:
         self.tasks, self.parts = tasks, []
-        self.device = tasks[0].sampler.table.ids.device
+        self.device = tasks[0].sampler.table.device
         self.num_rows = 0
         for task in tasks:
             self.parts.append(slice(self.num_rows, self.num_rows + len(task.rows)))
@@ -298,18 +320,8 @@ class _Batch:
         return self._finish(logits, scores, tokens, marks, log_probs)
 
     def _logits(self) -> torch.Tensor:
-        """Return the logits of all rows: without a copy if they are successive parts of one tensor."""
-        first = self.tasks[0].logits
-        if len(self.tasks) > 1:
-            storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
-            for task in self.tasks:
-                logits = task.logits
-                is_next = logits.storage_offset() == end and logits.is_contiguous() and logits.dtype == first.dtype
-                if not is_next or logits.untyped_storage().data_ptr() != storage:
-                    return torch.cat([task.logits.to(self.device) for task in self.tasks])
-                end += logits.numel()
-            first = first.as_strided((self.num_rows, first.shape[1]), (first.shape[1], 1))
-        return first.to(self.device)
+        """Return the logits of all rows."""
+        return join([task.logits for task in self.tasks]).to(self.device)
 
     def _can_fuse(self, drawing: Sequence[SamplingTask]) -> bool:
         """Whether one operation applies the warpers of the tasks that draw, and draws."""
@@ -364,7 +376,7 @@ class _Batch:
             if task.sampler.top_log_probs:
                 found.append(task.sampler.log_probs(logits[part], tokens[part], sampling[part]))
             else:
-                found.append(LogProbs(model[part], sampling[part]) if task.with_log_probs else None)
+                found.append(LogProbs(model, sampling, None, part) if task.with_log_probs else None)
         return found
 
     def _finish(
@@ -376,19 +388,17 @@ class _Batch:
         log_probs: Sequence[LogProbs | None],
     ) -> list[Sampled]:
         """Append the tokens of all rows, and record their scores."""
-        fulls, ended = [], None
-        for task, part in zip(self.tasks, self.parts, strict=True):
-            task.sampler.record_scores(task.rows, logits[part], scores[part])
-            ended, full = task.sampler.append_drawn(task.rows, tokens[part])
+        fulls, ended, taken = [], None, [Part(tokens, part) for part in self.parts]
+        for task, part, own in zip(self.tasks, self.parts, taken, strict=True):
+            if task.sampler.records_scores:
+                task.sampler.record_scores(task.rows, logits[part], scores[part])
+            ended, full = task.sampler.append_drawn(task.rows, own)
             fulls.append(full)
         if ended is not None:  # of a call alone
             marks = ended if marks is None else marks + ended
         host = HostCopy(tokens if marks is None else torch.stack((tokens, marks)))
-        sampled = []
-        for task, part, full, own in zip(self.tasks, self.parts, fulls, log_probs, strict=True):
-            read = partial(_read, host, part, marks is not None, task.sampler.ends.end_tokens, full)
-            sampled.append(Sampled(tokens[part], own, read))
-        return sampled
+        found = zip(self.tasks, taken, log_probs, fulls, strict=True)
+        return [Sampled(own, known, host, task.sampler.ends, full) for task, own, known, full in found]
 
     def _index(self, flags: Sequence[bool]) -> torch.Tensor:
         """Return the rows of some of the tasks."""
@@ -396,22 +406,6 @@ class _Batch:
         for flag, part in zip(flags, self.parts, strict=True):
             rows += range(part.start, part.stop) if flag else ()
         return to_device(rows, self.device)
-
-
-def _read(
-    host: HostCopy, part: slice, has_marks: bool, end_tokens: frozenset[int], full: Sequence[int]
-) -> tuple[list[int], list[bool]]:
-    """See `Read`."""
-    tokens, marks = host.values if has_marks else (host.values, ())
-    tokens = tokens[part]
-    ended = list(map(end_tokens.__contains__, tokens))
-    if has_marks:
-        check_drawn(marks[part])
-        for place, mark in enumerate(marks[part]):
-            ended[place] = ended[place] or mark != 0
-    for place in full:
-        ended[place] = True
-    return tokens, ended
 
 
 def _draw_tokens(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:

@@ -6,52 +6,73 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from hf_parallel.generation.parts import Part, join
 from hf_parallel.kernels import to_device
+
+_UNWRITTEN = 64
+"""Most appended tokens of a row that are not in the table yet."""
 
 
 class TokenTable:
     """Tokens of each row with its left-padded prompt: `ids` is `int64 [rows, capacity]`, row i has `lengths[i]` tokens.
 
-    It is reallocated if a row gets more than `capacity` new tokens.
+    It is reallocated if a row gets more than `capacity` new tokens. Appended tokens are written when `ids` is read.
     """
 
     def __init__(self, input_ids: torch.Tensor, pad_token_id: int, capacity: int) -> None:
         rows, length = input_ids.shape
         self.pad_token_id = pad_token_id
         with torch.inference_mode(False):  # a session may go on outside of inference mode
-            self.ids = input_ids.new_full((rows, length + max(capacity, 1)), pad_token_id)
-            self.ids[:, :length] = input_ids
+            self._ids = input_ids.new_full((rows, length + max(capacity, 1)), pad_token_id)
+            self._ids[:, :length] = input_ids
+        self.device = input_ids.device
         self.lengths = [length] * rows
+        self._unwritten: list[tuple[Sequence[int], list[int], Part]] = []  # rows, columns and tokens of each step
         self._indexed: tuple[list[int], torch.Tensor] | None = None
 
     def index(self, rows: Sequence[int]) -> torch.Tensor:
         """Return row indices on the device; the last result is cached, so that decode steps do not wait for a copy."""
         if self._indexed is None or self._indexed[0] != list(rows):
-            self._indexed = list(rows), to_device(rows, self.ids.device)
+            self._indexed = list(rows), to_device(rows, self.device)
         return self._indexed[1]
 
-    def append(self, rows: Sequence[int], tokens: torch.Tensor) -> None:
+    def append(self, rows: Sequence[int], tokens: Part) -> None:
         """Append one token `int64 [len(rows)]` to each of `rows`."""
-        lengths = []
+        columns = []
         for row in rows:
-            lengths.append(self.lengths[row])
-        longest = max(lengths)
-        if longest >= self.ids.shape[1]:
-            self._reserve(longest + 1)
-        if min(lengths) < longest:
-            self.ids[self.index(rows), to_device(lengths, self.ids.device)] = tokens
-        elif len(rows) == len(self.lengths):
-            self.ids[:, longest] = tokens
-        else:
-            self.ids[self.index(rows), longest] = tokens
-        for row in rows:
+            columns.append(self.lengths[row])
             self.lengths[row] += 1
+        self._unwritten.append((rows, columns, tokens))
+        if len(self._unwritten) >= _UNWRITTEN:
+            self._write()
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Tokens `int64 [rows, capacity]`."""
+        if self._unwritten:
+            self._write()
+        return self._ids
+
+    def _write(self) -> None:
+        steps, self._unwritten = self._unwritten, []
+        self._reserve(1 + max(max(columns) for _, columns, _ in steps))
+        rows, columns, tokens = steps[0]
+        if len(steps) > 1:
+            rows = [row for step in steps for row in step[0]]
+            columns = [column for step in steps for column in step[1]]
+            self._ids[to_device(rows, self.device), to_device(columns, self.device)] = join([step[2] for step in steps])
+        elif min(columns) < max(columns):
+            self._ids[self.index(rows), to_device(columns, self.device)] = tokens.tensor
+        elif len(rows) == len(self.lengths):
+            self._ids[:, columns[0]] = tokens.tensor
+        else:
+            self._ids[self.index(rows), columns[0]] = tokens.tensor
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         """Append tokens that were not sampled to a row."""
         length = self.lengths[row]
         self._reserve(length + len(tokens))
-        self.ids[row, length : length + len(tokens)] = to_device(tokens, self.ids.device)
+        self.ids[row, length : length + len(tokens)] = to_device(tokens, self.device)
         self.lengths[row] += len(tokens)
 
     def truncate(self, row: int, length: int) -> None:
@@ -63,7 +84,7 @@ class TokenTable:
         """Append `count` copies of a row; return their indices."""
         first = len(self.lengths)
         with torch.inference_mode(False):
-            self.ids = torch.cat((self.ids, self.ids[row].expand(count, -1)))
+            self._ids = torch.cat((self.ids, self.ids[row].expand(count, -1)))
         self.lengths += [self.lengths[row]] * count
         return list(range(first, first + count))
 
@@ -92,11 +113,11 @@ class TokenTable:
         return self.ids[list(rows), : max(self.lengths[row] for row in rows)]
 
     def _reserve(self, length: int) -> None:
-        if length > self.ids.shape[1]:
+        if length > self._ids.shape[1]:
             with torch.inference_mode(False):
-                ids = self.ids.new_full((self.ids.shape[0], max(length, 2 * self.ids.shape[1])), self.pad_token_id)
-                ids[:, : self.ids.shape[1]] = self.ids
-            self.ids = ids
+                ids = self._ids.new_full((self._ids.shape[0], max(length, 2 * self._ids.shape[1])), self.pad_token_id)
+                ids[:, : self._ids.shape[1]] = self._ids
+            self._ids = ids
 
 
 def group_by(keys: Iterable[int]) -> list[list[int]]:

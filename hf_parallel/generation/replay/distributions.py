@@ -41,7 +41,7 @@ class DistributionCache:
 
     def __init__(self, cache: LogitsCache, sampler: Sampler) -> None:
         self.cache, self.sampler = cache, sampler
-        self._device = sampler.table.ids.device
+        self._device = sampler.table.device
         processors = sampler.processors
         names = [_name(processor) for processor in processors]
         returns_scores = sampler.scores is not None or sampler.logits is not None

@@ -66,7 +66,7 @@ class Prefetcher:
             self._queue.put(node)
 
     def _run(self) -> None:
-        device = self._distributions.sampler.table.ids.device
+        device = self._distributions.sampler.table.device
         stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
         try:
             with torch.no_grad(), stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -145,11 +145,11 @@ class Replayer:
             drawing = [rows[i] for i in indices]
             if kept:
                 distribution = distribution[indices]
-            tokens, ended = self.sampler.draw(drawing, distribution)()
+            tokens, ended = self.sampler.draw(drawing, distribution).read()
             sampled.update(zip(drawing, zip(tokens, ended, strict=True), strict=True))
         if kept:
             keeping = sorted(kept)
-            _, ended = self.sampler.append(keeping, [kept[row] for row in keeping])()
+            _, ended = self.sampler.append(keeping, [kept[row] for row in keeping]).read()
             sampled.update((row, (kept[row], end)) for row, end in zip(keeping, ended, strict=True))
         tokens = [sampled[row][0] for row in rows]
         log_probs = self._log_probs(rows, tokens, logits) if self.sampler.returns_log_probs else None
@@ -200,7 +200,7 @@ class Replayer:
 
     def _log_probs(self, rows: Sequence[int], tokens: Sequence[int], logits: torch.Tensor | None) -> LogProbs:
         """Return the log-probabilities of the next tokens of rows; see `sample`."""
-        nodes, device = [self._cursors.node(row) for row in rows], self.sampler.table.ids.device
+        nodes, device = [self._cursors.node(row) for row in rows], self.sampler.table.device
         sampling = torch.full((len(rows),), torch.nan, device=device)
         if logits is None and not self.sampler.top_log_probs:
             cached = [node.logits.log_prob(token) for node, token in zip(nodes, tokens, strict=True) if node.logits]
@@ -210,7 +210,8 @@ class Replayer:
             pairs = zip(rows, nodes, strict=True)
             logits = torch.stack([dense(n).to(device) if row in self._cached else next(given) for row, n in pairs])
         assert logits is not None, "the model has run for rows without cached logits"
-        return replace(self.sampler.log_probs(logits, to_device(tokens, device)), sampling=sampling)
+        found = self.sampler.log_probs(logits, to_device(tokens, device))
+        return LogProbs(found.model, sampling, found.top)
 
     def _store(self, rows: Sequence[int], logits: torch.Tensor) -> None:
         new = [i for i, row in enumerate(rows) if not self._cursors.has_logits(row)]
