@@ -88,12 +88,12 @@ class SamplingStage:
         """Return the seconds of sampling with a backend, and the first tokens."""
         with _backend(backend):
             torch.manual_seed(0)
-            first = make_sampler(len(logits), logits.device, way).sample(range(len(logits)), logits, False).tokens
+            first = make_sampler(len(logits), logits.device, way).sample(range(len(logits)), logits).tokens.tensor
             sampler = make_sampler(len(logits), logits.device, way)
 
             def run() -> None:
                 sampler.table.lengths = [1] * len(logits)  # the same column of the table in every run
-                sampler.sample(range(len(logits)), logits, False)
+                sampler.sample(range(len(logits)), logits)
 
             return timer.median(run), first
 

@@ -80,16 +80,12 @@ class CompiledLog:
 
 
 class PassLog:
-    """Forward passes and copies of blocks in order, and the tokens that were sampled.
+    """Forward passes and copies of blocks in order, and the tokens that were sampled."""
 
-    `on_sample` receives row and token of each sample, which is then not recorded.
-    """
-
-    def __init__(self, on_sample: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._events: list[_Pass | BlockCopy] = []
         self._samples: list[_Sample] = []
         self._run: DecodeRun | None = None  # of the last pass
-        self._on_sample = on_sample
 
     def add_pass(self, passes: Sequence[Sequence[Segment]], forward: ForwardPass, ids: torch.Tensor) -> None:
         """Record a forward pass over packed tokens `ids`, int64 `[T]`, computed for the given consecutive passes."""
@@ -122,9 +118,6 @@ class PassLog:
 
     def add_sample(self, row: int, token: int, segment: Segment | None, view: View) -> None:
         """Record a token that a row sampled after the last token of `segment`, or of `view` if it has none yet."""
-        if self._on_sample is not None:
-            self._on_sample(row, token)
-            return
         held = () if segment is not None else tuple((block, block.length) for block in view)
         self._samples.append(_Sample(row, token, segment, held))
 

@@ -30,6 +30,7 @@ from hf_parallel.engine.storage import KVStorage, WeightsChangedError
 from hf_parallel.generation.claim import ENGINE_OPEN, Claim
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.mixin import enable, unwrap
+from hf_parallel.generation.parts import Part
 from hf_parallel.generation.sampling import sample_together
 from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.attention import gradient_checkpointing_disabled
@@ -416,16 +417,23 @@ class Engine:
             return
         pending = [request.pending for request in batch if request.pending is not None]
         self._decode_run = record_passes(batch, pending, joined, forward, self._decode_run)
-        for request, one, part in zip(batch, pending, logits, strict=True):
-            if request.pending is one or request.preempted:  # else it was restarted by one before it
-                self._call(request, request.resume, part, one)
+        reuses_logits = self._cached_model.graphs is not None  # a graph overwrites its last output
+        for request, one, rows in zip(batch, pending, joined.rows, strict=True):
+            if request.pending is not one and not request.preempted:
+                continue  # it was restarted by one before it
+            if one.sampling is not None:
+                request.take_logits(one, Part(logits, rows))
+            else:
+                own = logits[rows]
+                self._call(request, request.resume, own.clone() if reuses_logits else own, one)
 
     def _sample(self) -> bool:
         """Sample the next tokens of all requests that wait for them; continue each. Return whether there were any."""
         has_sampled = False
-        while waiting := {r: r.sampling for r in self._scheduler.running if r.sampling is not None}:
+        while waiting := [request for request in self._scheduler.running if request.sampling is not None]:
             began = time.perf_counter()
-            sampled = sample_together(list(waiting.values()))
+            tasks, logits = zip(*[r.sampling for r in waiting if r.sampling is not None], strict=True)
+            sampled = sample_together(tasks, logits)
             self._work.request_seconds += time.perf_counter() - began
             for request, result in zip(waiting, sampled, strict=True):
                 request.sampling = None
@@ -436,13 +444,11 @@ class Engine:
             has_sampled = True
         return has_sampled
 
-    def _forward(self, joined: JoinedPasses, forward: ForwardPass) -> Sequence[torch.Tensor]:
-        """Run a pass that is planned. Return the logits of each request; raise an error for NaN."""
+    def _forward(self, joined: JoinedPasses, forward: ForwardPass) -> torch.Tensor:
+        """Run a pass that is planned. Return its logits; raise an error for NaN."""
         logits = self._cached_model.logits(forward, joined.ids, joined.keep)
         self._work.steps += 1
         if not bool(logits.amax(-1).isfinite().all()):
             raise NonFiniteLogitsError("the model's logits are not finite")
         self._storage.commit()
-        if self._cached_model.graphs is not None:
-            logits = logits.clone()  # a graph reuses its output buffer
-        return joined.split(logits)
+        return logits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sized
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence, Sized
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,7 +107,8 @@ class RequestHandle:
         self._on_cancel, self._check_wait, self._decoder = on_cancel, check_wait, decoder
         self._lock = threading.Lock()
         self._waiters: list[_Waiter] = []
-        self._tokens: list[StreamedToken] = []
+        self._tokens: list[int] = []
+        self._rows: list[int] = []  # of the tokens
         self._texts: list[RowText] = []
         self._output: Any = None
         self._error: BaseException | None = None
@@ -143,19 +144,23 @@ class RequestHandle:
 
     def __iter__(self) -> Iterator[StreamedToken]:
         """Yield tokens as they are generated, those of all rows."""
-        return self._read(self._tokens)
+        return self._read(self._tokens, self._token)
 
     def __aiter__(self) -> AsyncIterator[StreamedToken]:
         """Yield tokens in asyncio."""
-        return self._read_async(self._tokens)
+        return self._read_async(self._tokens, self._token)
 
     def texts(self) -> Iterator[RowText]:
         """Yield text as it is generated, with its row and event; see `ParallelStreamer.write_row`."""
-        return self._read(self._texts) if self._decoder is None else self._decode(self._decoder.rows())
+        if self._decoder is None:
+            return self._read(self._texts, self._texts.__getitem__)
+        return self._decode(self._decoder.rows())
 
     def texts_async(self) -> AsyncIterator[RowText]:
         """Yield text in asyncio; see `texts`."""
-        return self._read_async(self._texts) if self._decoder is None else self._decode_async(self._decoder.rows())
+        if self._decoder is None:
+            return self._read_async(self._texts, self._texts.__getitem__)
+        return self._decode_async(self._decoder.rows())
 
     def _decode(self, rows: _RowDecoder) -> Iterator[RowText]:
         for token in self:
@@ -168,23 +173,26 @@ class RequestHandle:
         for text in rows.flush():
             yield text
 
-    def _read(self, items: list[T]) -> Iterator[T]:
+    def _token(self, index: int) -> StreamedToken:
+        return StreamedToken(self._tokens[index], self._rows[index])
+
+    def _read(self, items: Sized, item: Callable[[int], T]) -> Iterator[T]:
         for index in count():
             if not self._has(items, index):
                 self._wait(partial(self._has, items, index))
             if index == len(items):
                 self._finished()
                 return
-            yield items[index]
+            yield item(index)
 
-    async def _read_async(self, items: list[T]) -> AsyncIterator[T]:
+    async def _read_async(self, items: Sized, item: Callable[[int], T]) -> AsyncIterator[T]:
         for index in count():
             if not self._has(items, index):
                 await self._wait_async(partial(self._has, items, index))
             if index == len(items):
                 self._finished()
                 return
-            yield items[index]
+            yield item(index)
 
     def _has(self, items: Sized, index: int) -> bool:
         """Return whether there is an item with this index, or will never be one."""
@@ -224,11 +232,12 @@ class RequestHandle:
 
     # Writing, by the engine
 
-    def add_token(self, row: int, token: int) -> None:
-        """Append a token."""
+    def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Append a token of each row."""
         if self.times.first_token is None:
             self.times.first_token = time.perf_counter()
-        self._tokens.append(StreamedToken(token, row))
+        self._rows += rows
+        self._tokens += tokens
 
     def add_text(self, row: int, text: str, event: str) -> None:
         """Append text."""

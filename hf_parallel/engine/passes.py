@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
@@ -11,32 +10,39 @@ import torch
 
 from hf_parallel.cache import Segment
 from hf_parallel.cache.pool import parts_of
+from hf_parallel.generation.parts import Part, join
+from hf_parallel.generation.sampling import SamplingTask
 
 MAX_DECODED = 4
 """Most new tokens of a row in a decode pass, such as draft tokens; passes with more are prefills."""
 _PARTS = attrgetter("parts")
 
 
-@dataclass(eq=False, slots=True)
 class PendingPass:
-    """A forward pass that a request waits for: consecutive passes over packed tokens `ids`, `int64 [T]`."""
+    """A forward pass that a request waits for: consecutive passes over packed tokens `ids`, `int64 [T]`.
 
-    original: Sequence[Sequence[Segment]]  # with the views that the mode made
-    ids: torch.Tensor
-    ends: Sequence[int] | None  # see `Executor.run`
-    passes: Sequence[Sequence[Segment]]  # with the parts of blocks that were split
-    num_tokens: int = field(init=False)
-    is_prefill: bool = field(init=False)
-    """Whether it may wait for another step: a row has many new tokens, or passes that were missed are computed."""
-    keeps_all: bool = field(init=False)
-    """Whether the logits of all tokens of a single pass are wanted, in their order."""
+    `original` are the passes with the views that the mode made, and `passes` with the parts of blocks that were split.
+    `ends` and `sampling`: see `Executor.run`.
+    """
 
-    def __post_init__(self) -> None:
-        self.num_tokens, is_single = len(self.ids), len(self.original) == 1
-        self.keeps_all = is_single and (self.ends is None or len(self.ends) == self.num_tokens)
+    __slots__ = ("ends", "ids", "is_prefill", "keeps_all", "num_tokens", "original", "passes", "sampling")
+
+    def __init__(
+        self,
+        passes: Sequence[Sequence[Segment]],
+        ids: Part,
+        ends: Sequence[int] | None,
+        sampling: SamplingTask | None = None,
+    ) -> None:
+        self.original = self.passes = passes
+        self.ids, self.ends, self.sampling = ids, ends, sampling
+        self.num_tokens, is_single = ids.size, len(passes) == 1
+        self.keeps_all = is_single and (ends is None or len(ends) == self.num_tokens)
+        """Whether the logits of all tokens of a single pass are wanted, in their order."""
         self.is_prefill = self.num_tokens > MAX_DECODED and (
-            not is_single or any(segment.num_tokens > MAX_DECODED for segment in self.original[0])
+            not is_single or any(segment.num_tokens > MAX_DECODED for segment in passes[0])
         )
+        """Whether it may wait for another step: a row has many new tokens, or passes that were missed are computed."""
 
     def expand_views(self) -> None:
         """Replace blocks that were split by their parts. Runs for each row and step, so that it makes few calls."""
@@ -61,38 +67,42 @@ class PendingPass:
         Logits that are not finite show that keys and values before them are not.
         """
         if self.ends is None:
-            return np.arange(len(self.ids))
+            return np.arange(self.num_tokens)
         last = np.cumsum([segment.num_tokens for segments in self.passes for segment in segments]) - 1
         return last[[*self.ends, *({len(last) - 1} - set(self.ends))]]
 
 
-@dataclass(frozen=True, eq=False)
 class JoinedPasses:
     """The passes of several requests as those of one, over packed tokens `ids`, `int64 [T]`.
 
-    `keep` are the indices of the tokens whose logits are computed (None: all), `counts` their number for each
-    request, and `wanted` the number of those that the request receives (None: all).
+    `keep` are the indices of the tokens whose logits are computed (None: all), and `rows` those of the logits that each
+    request receives.
     """
 
-    passes: Sequence[Sequence[Segment]]
-    ids: torch.Tensor
-    keep: list[int] | None
-    counts: list[int]
-    wanted: list[int] | None = None
+    __slots__ = ("ids", "keep", "passes", "rows")
 
-    def split(self, logits: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the logits that each request receives."""
-        parts = logits.split(self.counts)
-        return parts if self.wanted is None else [part[:n] for part, n in zip(parts, self.wanted, strict=True)]
+    def __init__(
+        self,
+        passes: Sequence[Sequence[Segment]],
+        ids: torch.Tensor,
+        keep: list[int] | None,
+        computed: Sequence[int],
+        wanted: Sequence[int],
+    ) -> None:
+        self.passes, self.ids, self.keep, self.rows, begin = passes, ids, keep, list[slice](), 0
+        for count, num_wanted in zip(computed, wanted, strict=True):
+            self.rows.append(slice(begin, begin + num_wanted))
+            begin += count
 
 
 def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
     """Join the passes of several requests. The last pass of each becomes the last one of all."""
-    if all(one.keeps_all for one in pending):  # such as decode steps
-        segments = [segment for one in pending for segment in one.passes[0]]
-        return JoinedPasses(
-            [segments], _packed([one.ids for one in pending]), None, [one.num_tokens for one in pending]
-        )
+    if not [one for one in pending if not one.keeps_all]:  # such as decode steps
+        segments: list[Segment] = []
+        for one in pending:
+            segments += one.passes[0]
+        counts = [one.num_tokens for one in pending]
+        return JoinedPasses([segments], join([one.ids for one in pending]), None, counts, counts)
     depth = max(len(one.passes) for one in pending)
     passes: list[list[Segment]] = [[] for _ in range(depth)]
     ids: list[torch.Tensor] = []
@@ -105,7 +115,7 @@ def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
                 continue
             joined.extend(one.passes[own])
             count = sum(segment.num_tokens for segment in one.passes[own])
-            ids.append(one.ids[taken[index] : taken[index] + count])
+            ids.append(one.ids.tensor[taken[index] : taken[index] + count])
             places[index].append(np.arange(total, total + count))
             taken[index] += count
             total += count
@@ -114,8 +124,4 @@ def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
     is_all = len(keep) == total and bool((np.diff(keep) == 1).all())
     counts = [len(one) for one in kept]
     wanted = [count if one.ends is None else len(one.ends) for one, count in zip(pending, counts, strict=True)]
-    return JoinedPasses(passes, _packed(ids), None if is_all else keep.tolist(), counts, wanted)
-
-
-def _packed(ids: list[torch.Tensor]) -> torch.Tensor:
-    return ids[0] if len(ids) == 1 else torch.cat(ids)
+    return JoinedPasses(passes, torch.cat(ids), None if is_all else keep.tolist(), counts, wanted)

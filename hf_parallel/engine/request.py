@@ -28,7 +28,8 @@ from hf_parallel.engine.passes import JoinedPasses, PendingPass
 from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
-from hf_parallel.generation.sampling import Sampled, Sampler, SamplingTask
+from hf_parallel.generation.parts import Part
+from hf_parallel.generation.sampling import Sampled, SamplingTask
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.cached_model import PREFILL_CHUNK
@@ -46,8 +47,8 @@ class NonFiniteLogitsError(RuntimeError):
 class Request:
     """A request in an engine. It is the `Executor` of its call, see there.
 
-    `pending` is the pass that it waits for, `sampling` what it waits to sample; `preempted` says that it has lost its
-    keys and values.
+    `pending` is the pass that it waits for, `sampling` what it waits to sample and the logits; `preempted` says that it
+    has lost its keys and values.
     """
 
     is_shared, runs_ahead = True, False  # the engine waits for each pass: tokens would only arrive later
@@ -73,7 +74,7 @@ class Request:
         self.num_tokens = 0  # tokens generated
         self.has_started = False  # whether it samples or has shown something, so that it cannot start again
         self.pending: PendingPass | None = None
-        self.sampling: SamplingTask | None = None
+        self.sampling: tuple[SamplingTask, Part] | None = None
         self.preempted = self.is_waiting = self.is_done = False
         self._suspended: tuple[PendingPass | None, bool] = None, False  # `pending` and `is_waiting` while preempted
         self.open_nodes: dict[Node, int] = {}  # nodes that it was computing when it was preempted, with their lengths
@@ -84,7 +85,7 @@ class Request:
         self._lengths: dict[Block, int] = {}  # of the blocks that it had when it was preempted
         self._coroutine: greenlet.greenlet | None = None
         self._rebuilding: greenlet.greenlet | None = None
-        self.log = PassLog(self._on_sample)
+        self.log = PassLog()
 
     @property
     def stats(self) -> GenerationStats:
@@ -132,18 +133,29 @@ class Request:
         """See `Executor.release`: graphs belong to the engine."""
 
     def run(
-        self, cache: BlockCache, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None
-    ) -> torch.Tensor:
+        self,
+        cache: BlockCache,
+        passes: Sequence[Sequence[Segment]],
+        ids: Part,
+        ends: Sequence[int] | None,
+        sampling: SamplingTask | None = None,
+    ) -> Any:
         """See `Executor.run`."""
-        return self._submit(passes, ids, ends)
+        return self._wait_for(PendingPass(passes, ids, ends, sampling))
 
-    def sample(self, sampler: Sampler, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
+    def sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
         """See `Executor.sample`."""
-        self.sampling, self.has_started = SamplingTask(sampler, rows, logits, with_log_probs), True
+        self.sampling, self.has_started = (task, Part(logits)), True
         try:
             return self._hub.switch()
         finally:
             self.sampling = None
+
+    def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """See `Executor.add_tokens`."""
+        self.num_tokens += len(tokens)
+        self.has_started = True
+        self.handle.add_tokens(rows, tokens)
 
     def fingerprint(self) -> str:
         """See `Executor.fingerprint`."""
@@ -164,12 +176,12 @@ class Request:
                 self._fill()
                 is_own = True
 
-    def _submit(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> Any:
-        self.pending = PendingPass(passes, ids, ends, passes)
+    def _wait_for(self, pending: PendingPass) -> Any:
+        self.pending = pending
         try:
             return self._hub.switch()
         finally:
-            self.pending = None
+            self.pending = self.sampling = None
 
     @property
     def is_rebuilding(self) -> bool:
@@ -200,6 +212,14 @@ class Request:
         running = self._rebuilding or self._coroutine
         assert running is not None
         running.switch(value)
+
+    def take_logits(self, computed: PendingPass, logits: Part) -> None:
+        """Wait for the tokens that the engine samples from the logits of a pass."""
+        assert computed.sampling is not None
+        self.sampling, self.has_started = (computed.sampling, logits), True
+        self.pending = None
+        if self.preempted:
+            self._suspended = None, False
 
     def fail(self, error: BaseException) -> None:
         """Raise an error in the request, which ends it."""
@@ -257,7 +277,7 @@ class Request:
         if coroutine is not None:
             _throw(coroutine, greenlet.GreenletExit())
         self.is_waiting = False
-        self.log = PassLog(self._on_sample)
+        self.log = PassLog()
         vars(self.stats).update(vars(GenerationStats()))  # in place, as the handle and the call share them
 
     def preempt(self) -> None:
@@ -324,7 +344,7 @@ class Request:
                 while len(tokens := self._missing(node)[: self.chunk_size]):
                     segment = Segment(node.view, len(tokens))
                     ids = torch.from_numpy(tokens).to(self.call.input_ids.device)
-                    self._submit([[segment]], ids, [0])
+                    self._wait_for(PendingPass([[segment]], Part(ids), [0]))
 
     def _missing(self, node: Node) -> np.ndarray:
         """Return the tokens of a node, int64, that were computed before the request was preempted and are not now."""
@@ -354,7 +374,7 @@ class Request:
 
     def _run_again(self, passes: list[list[Segment]], ids: torch.Tensor) -> None:
         self._storage.pool.touch()  # the log sets the lengths of blocks
-        self._submit(passes, ids, [-1])
+        self._wait_for(PendingPass(passes, Part(ids), [-1]))
 
     def _copy(self, event: BlockCopy) -> None:
         pool, count = self._storage.pool, event.stop - event.start
@@ -366,11 +386,6 @@ class Request:
         event.target.length = event.at + count
 
     # Streaming
-
-    def _on_sample(self, row: int, token: int) -> None:
-        self.num_tokens += 1
-        self.has_started = True
-        self.handle.add_token(row, token)
 
     def _on_text(self, row: int, text: str, event: str) -> None:
         self.has_started = True
@@ -399,7 +414,7 @@ def record_passes(
         if run is not None:
             request.log.add_run(one.original, run, begin)
         elif not request.is_rebuilding:
-            request.log.add_run(one.original, DecodeRun([one.ids]))
+            request.log.add_run(one.original, DecodeRun([one.ids.tensor]))
         begin += one.num_tokens
     return run
 

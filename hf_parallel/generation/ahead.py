@@ -26,7 +26,9 @@ class PassAhead:
         self._segments = [Segment(row.current_view(), 1) for row in rows]
         log = self._cache.log
         recorded = None if log is None else log.state
-        self._logits = runner.run([self._segments], ids, range(len(rows)))
+        logits = runner.run([self._segments], ids, range(len(rows)))
+        assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
+        self._logits = logits
         self._step = self._cache.take_back()
         if log is not None and recorded is not None:
             log.restore(recorded)

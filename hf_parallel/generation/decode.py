@@ -25,7 +25,7 @@ from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.runner import Runner
-from hf_parallel.generation.sampling import Sampled, Sampler
+from hf_parallel.generation.sampling import Sampled, Sampler, SamplingTask
 from hf_parallel.generation.token_table import TokenTable
 
 VOID_COST = 8
@@ -61,9 +61,10 @@ class DecodeLoop:
     ) -> None:
         self.call, self.cache, self.table = call, cache, table
         self._texts: dict[Row, IncrementalDetokenizer] = {}
+        self._trace: PassLog | None = None
         if call.is_traced:
-            call.record.trace = call.record.trace or PassLog()
-            cache.record(call.record.trace)
+            call.record.trace = self._trace = call.record.trace or PassLog()
+            cache.record(self._trace)
         self.stats = call.stats
         self.runner = Runner(call, cache)
         criteria = call.stopping_criteria if criteria is None else criteria
@@ -95,7 +96,7 @@ class DecodeLoop:
     def decode(
         self,
         rows: Sequence[Row],
-        logits: torch.Tensor | None,
+        logits: torch.Tensor | Sampled | None,
         on_token: OnToken | None = None,
         after_pass: Callable[[], None] | None = None,
         schedule: Schedule | None = None,
@@ -123,7 +124,10 @@ class DecodeLoop:
                 active = self.draft(active)
             logits = None if ahead is None else self._kept(ahead, active)
             if logits is None and active:
-                logits = self.step(active)
+                sampling = None
+                if self.replayer is None:
+                    sampling = SamplingTask(self.sampler, [row.index for row in active])
+                logits = self.runner.step(active, self.replayer, sampling)
             if after_pass is not None and logits is not None:
                 after_pass()
         self.stats.decode_seconds += time.perf_counter() - began - (self.stats.prefill_seconds - prefilling)
@@ -131,18 +135,20 @@ class DecodeLoop:
     def step(self, rows: Sequence[Row], after_pass: Callable[[], None] | None = None) -> torch.Tensor:
         """Run one forward pass over the pending tokens of rows; see `Runner.step`."""
         logits = self.runner.step(rows, self.replayer)
+        assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
         if after_pass is not None:
             after_pass()
         return logits
 
-    def sample(self, rows: Sequence[R], logits: torch.Tensor, on_token: OnToken | None = None) -> list[R]:
+    def sample(self, rows: Sequence[R], logits: torch.Tensor | Sampled, on_token: OnToken | None = None) -> list[R]:
         """Sample and append the next token of each row; `logits` as returned by `step`. Return the active rows."""
-        indices = [row.index for row in rows]
-        if self.replayer is not None:
-            tokens, ended, log_probs = self.replayer.sample(indices, logits)
+        if self.replayer is not None and isinstance(logits, torch.Tensor):
+            tokens, ended, log_probs = self.replayer.sample([row.index for row in rows], logits)
             return self.append(rows, tokens, ended, on_token, log_probs=log_probs)
-        sampled = self._sample(indices, logits)
-        return self.append(rows, *sampled.read(), on_token, log_probs=sampled.log_probs)
+        sampled = self._sample(rows, logits)
+        tokens, ended = sampled.read()
+        self.runner.sampled = tokens, sampled.tokens
+        return self.append(rows, tokens, ended, on_token, log_probs=sampled.log_probs)
 
     def append(
         self,
@@ -167,12 +173,13 @@ class DecodeLoop:
             indices.append(row.index)
             output_rows.append(row.output_row)
         if self.call.generation_config.return_dict_in_generate:
-            record.log_probs.append((output_rows, log_probs))
+            record.log_probs.append((tuple(output_rows), log_probs))
         if log_probs is not None:
             self.sampler.add_drawn(indices, output_rows, log_probs)
-        if self.cache.log is not None:
+        if self._trace is not None:
             for row, token in zip(rows, tokens, strict=True):
-                self.cache.log.add_sample(row.output_row, token, row.last_segment, row.view)
+                self._trace.add_sample(row.output_row, token, row.last_segment, row.view)
+        self.call.executor.add_tokens(output_rows, tokens)
         if self.streamer is not None:
             shown = torch.full((len(self.table.lengths),), self.table.pad_token_id)
             shown[indices] = torch.tensor(tokens)
@@ -255,9 +262,11 @@ class DecodeLoop:
             return left
         return self.call.max_length - self.table.lengths[row.index]
 
-    def _sample(self, rows: Sequence[int], logits: torch.Tensor) -> Sampled:
+    def _sample(self, rows: Sequence[Row], logits: torch.Tensor | Sampled) -> Sampled:
         """Sample the next token of each row; in an engine, together with the rows of other calls."""
-        return self.call.executor.sample(self.sampler, rows, logits, self.sampler.returns_log_probs)
+        if isinstance(logits, Sampled):
+            return logits
+        return self.call.executor.sample(SamplingTask(self.sampler, [row.index for row in rows]), logits)
 
     def _can_overlap(self, rows: Sequence[Row]) -> bool:
         """Whether the next pass may be queued before its tokens have been copied to the CPU.
@@ -275,10 +284,10 @@ class DecodeLoop:
         return self.sampler.stays_on_device and any(self.num_tokens_left(row) > 1 for row in rows)
 
     def _sample_and_step(
-        self, rows: Sequence[R], logits: torch.Tensor, on_token: OnToken | None
+        self, rows: Sequence[R], logits: torch.Tensor | Sampled, on_token: OnToken | None
     ) -> tuple[list[R], PassAhead]:
         """Sample, and queue the next pass before the tokens are read. Return the active rows and the pass."""
-        sampled = self._sample([row.index for row in rows], logits)  # queues the copy of the tokens before the pass
+        sampled = self._sample(rows, logits)  # queues the copy of the tokens before the pass
         ahead = PassAhead(self.runner, rows, sampled.tokens)
         ahead.tokens, ended = sampled.read()
         return self.append(rows, ahead.tokens, ended, on_token, log_probs=sampled.log_probs), ahead

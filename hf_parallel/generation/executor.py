@@ -18,7 +18,8 @@ from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
-from hf_parallel.generation.sampling import Sampled, Sampler
+from hf_parallel.generation.parts import Part
+from hf_parallel.generation.sampling import Sampled, SamplingTask
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import gradient_checkpointing_disabled
@@ -56,16 +57,25 @@ class Executor(Protocol):
         """Return the maximum number of new tokens in a pass of a prefill; `asked` is the caller's setting."""
 
     def run(
-        self, cache: BlockCache, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None
-    ) -> torch.Tensor:
+        self,
+        cache: BlockCache,
+        passes: Sequence[Sequence[Segment]],
+        ids: Part,
+        ends: Sequence[int] | None,
+        sampling: SamplingTask | None = None,
+    ) -> torch.Tensor | Sampled:
         """Run consecutive passes over packed tokens `ids`, `int64 [T]`, as one forward pass.
 
         Return the logits `[len(ends), vocabulary]` after the segments with these indices (None: after all tokens). The
-        next pass may overwrite them.
+        next pass may overwrite them. `sampling` says what the caller will sample from them: an executor that has done
+        so returns what was sampled instead.
         """
 
-    def sample(self, sampler: Sampler, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
+    def sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
         """Sample the next token of each row; see `Sampler.sample`."""
+
+    def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Receive the tokens that rows have got in a step; rows as `ParallelStreamer.write_row` numbers them."""
 
     def release(self) -> None:
         """Free what the executor holds besides the caches: captured decode steps."""
@@ -126,30 +136,38 @@ class LocalExecutor:
         self._cached_model = None
 
     def run(
-        self, cache: BlockCache, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None
+        self,
+        cache: BlockCache,
+        passes: Sequence[Sequence[Segment]],
+        ids: Part,
+        ends: Sequence[int] | None,
+        sampling: SamplingTask | None = None,
     ) -> torch.Tensor:
         """See `Executor.run`."""
-        model = self.model_over(cache)
+        model, tokens = self.model_over(cache), ids.tensor
         began = time.perf_counter()
         try:
             forward, keep = cache.prepare_run(passes), None
-            if ends is not None and len(ends) != len(ids):
+            if ends is not None and len(ends) != len(tokens):
                 last = forward.last_tokens
                 keep = [last[end] for end in ends]
             self.stats.plan_seconds += time.perf_counter() - began
-            logits = model.logits(forward, ids, keep)
+            logits = model.logits(forward, tokens, keep)
         except BaseException:
             cache.rollback()
             raise
         cache.commit()
         self.stats.compiled_passes += keep is None and model.compiles(forward)
         if cache.log is not None:
-            cache.log.add_pass(passes, forward, ids)
+            cache.log.add_pass(passes, forward, tokens)
         return logits
 
-    def sample(self, sampler: Sampler, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
+    def sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
         """See `Executor.sample`."""
-        return sampler.sample(rows, logits, with_log_probs)
+        return task.sampler.sample(task.rows, logits)
+
+    def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """See `Executor.add_tokens`: a call of its own has nobody who reads them."""
 
     def fingerprint(self) -> str:
         """See `Executor.fingerprint`. Offloaded weights do not count."""

@@ -17,6 +17,11 @@ class Part(NamedTuple):
     rows: slice = ALL
 
     @property
+    def size(self) -> int:
+        """Number of rows."""
+        return len(self.whole) if self.rows is ALL else self.rows.stop - self.rows.start
+
+    @property
     def tensor(self) -> torch.Tensor:
         """The rows."""
         return self.whole if self.rows is ALL else self.whole[self.rows]

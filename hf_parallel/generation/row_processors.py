@@ -104,7 +104,7 @@ class RowProcessors(list[LogitsProcessor]):
     def ahead(self, scores: torch.Tensor, length: int) -> torch.Tensor:
         """Apply the processors, which do not depend on the tokens, to scores `[1, vocabulary]` of a row of `length`
         tokens. Writes to the scores. Thread-safe."""
-        ids = self.table.ids.new_zeros(1, 1).expand(1, length)
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=self.table.device).expand(1, length)
         for _, function, processors in self.stages:
             if function is None:
                 scores = _call(processors, ids, scores)

@@ -9,8 +9,10 @@ import torch
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.parts import Part
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import PassInputs, Row, RowGroup, collect_inputs
+from hf_parallel.generation.sampling import Sampled, SamplingTask
 from hf_parallel.kernels import to_device
 
 
@@ -21,16 +23,20 @@ class Runner:
         self.executor, self.cache, self.stats, self.device = call.executor, cache, call.stats, call.input_ids.device
         self.chunk_size = call.executor.prefill_chunk(call.generation_config.prefill_chunk_size)
         """Maximum number of new tokens in a pass of a prefill."""
+        self.sampled: tuple[list[int], Part] = [], Part(torch.empty(0, dtype=torch.int64))
+        """Tokens that were sampled last, which often are the next inputs; on the device they are already there."""
 
-    def step(self, rows: Sequence[Row], replayer: Replayer | None = None) -> torch.Tensor:
+    def step(
+        self, rows: Sequence[Row], replayer: Replayer | None = None, sampling: SamplingTask | None = None
+    ) -> torch.Tensor | Sampled:
         """Run one forward pass over the inputs of rows, which all belong to groups or none does.
 
         Backlogs of the groups are computed as well. The inputs of a group whose next logits are all cached join its
-        backlog instead. Return the logits `[n, vocabulary]` of the n other rows.
+        backlog instead. Return the logits `[n, vocabulary]` of the n other rows; `sampling`: see `Executor.run`.
         """
         if not rows or rows[0].group is None:
             inputs, ends = collect_inputs(rows)
-            return self.forward(inputs, ends=ends)
+            return self.run(*self._packed([inputs]), ends, sampling)
         groups: dict[RowGroup, list[Row]] = {}
         for row in rows:
             assert row.group is not None
@@ -53,7 +59,10 @@ class Runner:
         if not ends:
             return torch.empty(0, 0, device=self.device)
         backlog = self._take_backlog(computed)
-        logits = self._catch_up([*backlog, inputs], ends) if backlog else self.forward(inputs, ends=ends)
+        if backlog:
+            logits: torch.Tensor | Sampled = self._catch_up([*backlog, inputs], ends)
+        else:
+            logits = self.run(*self._packed([inputs]), ends, sampling)
         self.stats.prefilled_tokens += inserted
         for group in computed:
             group.backlog.clear()
@@ -104,6 +113,27 @@ class Runner:
 
         Return the logits `[len(ends), vocabulary]` after segments of the last pass (None: after all tokens).
         """
+        if ends is not None and len(passes) > 1:
+            first = sum(len(inputs) for inputs in passes[:-1])
+            ends = [first + end for end in ends]
+        logits = self.run(*self._packed(passes), ends)
+        assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
+        return logits
+
+    def run(
+        self,
+        passes: Sequence[Sequence[Segment]],
+        ids: Part,
+        ends: Sequence[int] | None,
+        sampling: SamplingTask | None = None,
+    ) -> torch.Tensor | Sampled:
+        """Run one forward pass over packed tokens `ids`, `int64 [T]` on the device; see `Executor.run`."""
+        logits = self.executor.run(self.cache, passes, ids, ends, sampling)
+        self.stats.forward_passes += 1
+        return logits
+
+    def _packed(self, passes: Sequence[PassInputs]) -> tuple[list[list[Segment]], Part]:
+        """Return the segments of passes, and their tokens on the device."""
         tokens: list[int] = []
         segments: list[list[Segment]] = []
         for inputs in passes:
@@ -111,16 +141,9 @@ class Runner:
             for segment, own in inputs:
                 segments[-1].append(segment)
                 tokens += own
-        if ends is not None and len(passes) > 1:
-            first = sum(len(inputs) for inputs in passes[:-1])
-            ends = [first + end for end in ends]
-        return self.run(segments, to_device(tokens, self.device), ends)
-
-    def run(self, passes: Sequence[Sequence[Segment]], ids: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
-        """Run one forward pass over packed tokens `ids`, `int64 [T]` on the device; see `Executor.run`."""
-        logits = self.executor.run(self.cache, passes, ids, ends)
-        self.stats.forward_passes += 1
-        return logits
+        if tokens == self.sampled[0]:
+            return segments, self.sampled[1]
+        return segments, Part(to_device(tokens, self.device))
 
     def _take_backlog(self, groups: Sequence[RowGroup]) -> list[PassInputs]:
         """Return the skipped passes of groups, after their prompts have been computed."""

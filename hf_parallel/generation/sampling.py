@@ -6,8 +6,8 @@ Rows of several calls are sampled at once, whatever their settings, and get the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -31,7 +31,6 @@ from hf_parallel.generation.row_processors import RowProcessors, Rows, process
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.kernels import HostCopy, to_device
 from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, sample
-
 
 
 class Sampled:
@@ -135,9 +134,9 @@ class Sampler:
         self._draws[row] = draws
         return row
 
-    def sample(self, rows: Sequence[int], logits: torch.Tensor, with_log_probs: bool) -> Sampled:
+    def sample(self, rows: Sequence[int], logits: torch.Tensor) -> Sampled:
         """Sample one token for each row, given their logits `[len(rows), vocabulary]`, and append it to the table."""
-        (sampled,) = _Batch([SamplingTask(self, rows, Part(logits), with_log_probs)]).sample()
+        (sampled,) = _Batch([SamplingTask(self, rows)], [Part(logits)]).sample()
         return sampled
 
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
@@ -248,41 +247,42 @@ class Sampler:
                 record[step][of_rows] = values[index].float()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class SamplingTask:
-    """Rows of one call that need their next token; their logits are `[len(rows), vocabulary]`; see `Sampler.sample`."""
+class SamplingTask(NamedTuple):
+    """Rows of one call that need their next token; see `Sampler.sample`."""
 
     sampler: Sampler
     rows: Sequence[int]
-    logits: Part
-    with_log_probs: bool
 
 
-def sample_together(tasks: Sequence[SamplingTask]) -> list[Sampled | BaseException]:
-    """Sample the next tokens of several calls. Return for each what was sampled, or the error that it raised."""
-    joint = [task for task in tasks if task.sampler.is_joint]
-    done: dict[SamplingTask, Sampled | BaseException] = {}
+def sample_together(tasks: Sequence[SamplingTask], logits: Sequence[Part]) -> list[Sampled | BaseException]:
+    """Sample the next tokens of several calls, given the logits of each, `[rows of the task, vocabulary]`.
+
+    Return for each what was sampled, or the error that it raised.
+    """
+    joint = [index for index, task in enumerate(tasks) if task.sampler.is_joint]
+    done: dict[int, Sampled | BaseException] = {}
     if len(joint) > 1:
         try:
-            done.update(zip(joint, _Batch(joint).sample(), strict=True))
+            batch = _Batch([tasks[index] for index in joint], [logits[index] for index in joint])
+            done.update(zip(joint, batch.sample(), strict=True))
         except CannotDrawError:  # no generator has advanced: each by itself, to find out which
             pass
         except Exception as error:  # generators may have advanced, so that no task can be repeated
             done = dict.fromkeys(joint, error)
-    for task in tasks:
-        if task not in done:
+    for index, (task, own) in enumerate(zip(tasks, logits, strict=True)):
+        if index not in done:
             try:
-                (done[task],) = _Batch([task]).sample()
+                (done[index],) = _Batch([task], [own]).sample()
             except BaseException as error:
-                done[task] = error
-    return [done[task] for task in tasks]
+                done[index] = error
+    return [done[index] for index in range(len(tasks))]
 
 
 class _Batch:
     """The rows of one call, or of several whose samplers are `is_joint`."""
 
-    def __init__(self, tasks: Sequence[SamplingTask]) -> None:
-        self.tasks, self.parts = tasks, []
+    def __init__(self, tasks: Sequence[SamplingTask], logits: Sequence[Part]) -> None:
+        self.tasks, self.logits, self.parts = tasks, logits, list[slice]()
         self.device = tasks[0].sampler.table.device
         self.num_rows = 0
         for task in tasks:
@@ -294,7 +294,7 @@ class _Batch:
         drawing = [task for task in self.tasks if task.sampler.do_sample]
         try:
             fuse = bool(drawing) and self._can_fuse(drawing)
-            logits = self._logits()
+            logits = join(self.logits).to(self.device)
             calls = [Rows(t.sampler.processors, t.rows, fuse and t.sampler.do_sample) for t in self.tasks]
             scores = process(logits, calls)
             is_mixed = 0 < len(drawing) < len(self.tasks)
@@ -318,10 +318,6 @@ class _Batch:
                     marks = torch.zeros_like(tokens).index_copy_(0, index, some_marks)
         log_probs = self._log_probs(logits, scores, tokens, probs)
         return self._finish(logits, scores, tokens, marks, log_probs)
-
-    def _logits(self) -> torch.Tensor:
-        """Return the logits of all rows."""
-        return join([task.logits for task in self.tasks]).to(self.device)
 
     def _can_fuse(self, drawing: Sequence[SamplingTask]) -> bool:
         """Whether one operation applies the warpers of the tasks that draw, and draws."""
@@ -356,7 +352,7 @@ class _Batch:
         self, logits: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None
     ) -> list[LogProbs | None]:
         """Return the log-probabilities of each task that requests them; `probs` are NaN for greedy rows."""
-        requested = [task.with_log_probs for task in self.tasks]
+        requested = [task.sampler.returns_log_probs for task in self.tasks]
         if True not in requested:
             return [None] * len(requested)
         sampling = None if probs is None else probs.log()
@@ -376,7 +372,7 @@ class _Batch:
             if task.sampler.top_log_probs:
                 found.append(task.sampler.log_probs(logits[part], tokens[part], sampling[part]))
             else:
-                found.append(LogProbs(model, sampling, None, part) if task.with_log_probs else None)
+                found.append(LogProbs(model, sampling, None, part) if task.sampler.returns_log_probs else None)
         return found
 
     def _finish(

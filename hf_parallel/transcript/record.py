@@ -44,7 +44,7 @@ class Record:
     end_reasons: dict[int, str] = field(default_factory=dict)  # why the mode dropped rows, such as "pruned"
     returned: list[int] = field(default_factory=list)  # rows of `sequences`, if they are not rows 0, 1, ...
     origins: dict[int, str] = field(default_factory=dict)  # a letter per new token of a row, with a LogitsCache
-    log_probs: list[tuple[list[int], Any]] = field(default_factory=list)
+    log_probs: list[tuple[Sequence[int], Any]] = field(default_factory=list)
     """Rows that sampled a token in a step, and the `LogProbs` of these tokens, or None."""
     trace: Any = None  # a PassLog of the forward passes, if the call returns this record and its cache began empty
 

@@ -31,6 +31,7 @@ from hf_parallel import enable  # noqa: E402
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine import engine as engine_module  # noqa: E402
 from hf_parallel.generation import sampling  # noqa: E402
+from hf_parallel.generation.parts import Part  # noqa: E402
 from hf_parallel.generation.row_processors import RowProcessors  # noqa: E402
 from hf_parallel.generation.sampling import Sampler, SamplingTask, sample_together  # noqa: E402
 from hf_parallel.generation.token_table import TokenTable  # noqa: E402
@@ -111,22 +112,25 @@ def test_calls_that_sample_together_get_the_tokens_and_scores_of_each_alone(seed
     samplers = [random_sampler(rng) for _ in range(rng.randint(2, 7))]
     alone = copy.deepcopy(samplers)
     for _ in range(3):
-        tasks, expected = [], []
+        tasks, given, expected = [], [], []
         for together, by_itself in zip(samplers, alone, strict=True):
             rows = sorted(rng.sample(range(together.num_rows), rng.randint(1, together.num_rows)))
             logits = 3 * torch.randn(len(rows), VOCABULARY, generator=generator)
             logits = (2 * logits).round() / 2 if rng.random() < 0.5 else logits  # with ties
-            tasks.append(SamplingTask(together, rows, logits, True))
+            together.returns_log_probs = by_itself.returns_log_probs = True
+            tasks.append(SamplingTask(together, rows))
+            given.append(logits)
             processed = copy.deepcopy(by_itself).distribution(rows, logits.clone())
             assert torch.equal(processed, stock_distribution(by_itself, rows, logits))
-            expected.append(by_itself.sample(rows, logits.clone(), True))
-        for task, found, one in zip(tasks, sample_together(tasks), expected, strict=True):
+            expected.append(by_itself.sample(rows, logits.clone()))
+        results = sample_together(tasks, [Part(logits) for logits in given])
+        for task, logits, found, one in zip(tasks, given, results, expected, strict=True):
             assert not isinstance(found, Exception)
             assert found.read() == one.read()
-            assert torch.equal(found.tokens, one.tokens)
+            assert torch.equal(found.tokens.tensor, one.tokens.tensor)
             assert (found.log_probs.model - one.log_probs.model).abs().max() < 1e-5
             assert (found.log_probs.sampling - one.log_probs.sampling).abs().max() < 1e-5
-            model = task.logits.log_softmax(-1).gather(1, found.tokens[:, None])[:, 0]
+            model = logits.log_softmax(-1).gather(1, found.tokens.tensor[:, None])[:, 0]
             torch.testing.assert_close(found.log_probs.model, model)
             assert task.sampler.table.lengths == alone[samplers.index(task.sampler)].table.lengths
     for together, by_itself in zip(samplers, alone, strict=True):
@@ -195,6 +199,7 @@ def test_rows_that_cannot_be_drawn_fail_alone(monkeypatch: pytest.MonkeyPatch) -
         sampler.processors, sampler.do_sample = RowProcessors([], sampler.table), True
     logits = [torch.zeros(sampler.num_rows, VOCABULARY) for sampler in samplers]
     logits[1][:] = -torch.inf
-    tasks = [SamplingTask(s, range(s.num_rows), one, False) for s, one in zip(samplers, logits, strict=True)]
-    assert [isinstance(result, Exception) for result in sample_together(tasks)] == [False, True, False]
+    tasks = [SamplingTask(sampler, range(sampler.num_rows)) for sampler in samplers]
+    results = sample_together(tasks, list(map(Part, logits)))
+    assert [isinstance(result, Exception) for result in results] == [False, True, False]
     assert engine_module.sample_together is sample_together

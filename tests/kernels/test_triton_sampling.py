@@ -29,6 +29,7 @@ from transformers import (
 
 from hf_parallel import enable
 from hf_parallel.generation import sampling as sampling_of_calls
+from hf_parallel.generation.parts import Part
 from hf_parallel.generation.rng import exponential_noise, make_rngs, mix
 from hf_parallel.generation.sampling import SamplingTask, sample_together
 from hf_parallel.generation.warpers import split_warpers
@@ -221,20 +222,24 @@ def test_calls_that_sample_together_get_the_tokens_of_each_alone(seed: int, monk
     for sampler in samplers[: 4 * joins]:
         sampler.scores, sampler.rngs = None, make_rngs(seed, sampler.num_rows)
     alone = copy.deepcopy(samplers)
-    tasks, expected = [], []
+    tasks, given, expected = [], [], []
     for together, by_itself in zip(samplers, alone, strict=True):
+        together.returns_log_probs = by_itself.returns_log_probs = True
         logits = 3 * torch.randn(together.num_rows, test_joint_sampling.VOCABULARY, generator=generator)
-        tasks.append(SamplingTask(together, range(together.num_rows), logits, True))
+        tasks.append(SamplingTask(together, range(together.num_rows)))
+        given.append(Part(logits))
         with monkeypatch.context() as plain:
             plain.setenv(BACKEND_VARIABLE, "torch")
-            expected.append(by_itself.sample(range(together.num_rows), logits.clone(), True))
+            expected.append(by_itself.sample(range(together.num_rows), logits.clone()))
     calls: list[int] = []
     monkeypatch.setattr(sampling_of_calls, "sample", lambda *args: calls.append(len(args[0])) or sample(*args))
-    results = sample_together(tasks)
+    results = sample_together(tasks, given)
     rows = [sampler.num_rows for sampler in samplers if sampler.do_sample and sampler.is_joint]
     assert (sum(rows) in calls) == (joins or len(rows) == 1), "one operation for all calls"
     for found, one in zip(results, expected, strict=True):
         assert not isinstance(found, BaseException)
         assert found.read() == one.read()
         assert found.log_probs is not None
-        torch.testing.assert_close(vars(found.log_probs), vars(one.log_probs), atol=1e-4, rtol=1e-4)
+        for name in ("model", "sampling"):
+            values = getattr(found.log_probs, name), getattr(one.log_probs, name)
+            torch.testing.assert_close(*values, atol=1e-4, rtol=1e-4, equal_nan=True)
