@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -247,12 +246,8 @@ class Engine:
     def _main(self, started: threading.Event, opener: threading.Thread) -> None:
         claim = Claim(ENGINE_OPEN, opener)
         try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
-                stack.enter_context(cpu_as_default())
-                stack.enter_context(self.model.claimed(claim))
-                stack.enter_context(gradient_checkpointing_disabled(self.model))
-                stack.enter_context(linear_layers(self.model))
+            prepared = gradient_checkpointing_disabled(self.model), linear_layers(self.model)
+            with torch.no_grad(), cpu_as_default(), self.model.claimed(claim), prepared[0], prepared[1]:
                 self._claim = claim
                 self._open_storage()
                 started.set()

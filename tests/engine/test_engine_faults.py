@@ -644,7 +644,7 @@ def test_a_submitter_that_changes_or_raises_is_served_beside_others(model: Any) 
         assert engine.submit(prompt, max_new_tokens=2, submitter="other").result(600)
 
 
-@pytest.mark.parametrize("part", ["_logits", "_draw", "_finish"])
+@pytest.mark.parametrize("part", ["_can_fuse", "_draw", "_finish"])
 def test_an_engine_goes_on_where_joint_sampling_runs_out_of_memory(
     model: Any, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -666,7 +666,7 @@ def test_an_engine_goes_on_where_joint_sampling_runs_out_of_memory(
     with Engine(model) as engine:
         handles = [engine.submit(prompt, seed=seed, **settings) for seed in range(3)]
         for handle, tokens in zip(handles, expected, strict=True):
-            if part == "_logits":
+            if part == "_can_fuse":
                 assert handle.result(600).sequences[0].tolist() == tokens
             else:
                 with pytest.raises(torch.OutOfMemoryError):
