@@ -412,15 +412,13 @@ class Engine:
             return
         pending = [request.pending for request in batch if request.pending is not None]
         self._decode_run = record_passes(batch, pending, joined, forward, self._decode_run)
-        reuses_logits = self._cached_model.graphs is not None  # a graph overwrites its last output
         for request, one, rows in zip(batch, pending, joined.rows, strict=True):
             if request.pending is not one and not request.preempted:
                 continue  # it was restarted by one before it
             if one.sampling is not None:
                 request.take_logits(one, Part(logits, rows))
             else:
-                own = logits[rows]
-                self._call(request, request.resume, own.clone() if reuses_logits else own, one)
+                self._call(request, request.resume, logits[rows], one)
 
     def _sample(self) -> bool:
         """Sample the next tokens of all requests that wait for them; continue each. Return whether there were any."""
@@ -446,4 +444,5 @@ class Engine:
         if not bool(logits.amax(-1).isfinite().all()):
             raise NonFiniteLogitsError("the model's logits are not finite")
         self._storage.commit()
-        return logits
+        # A graph overwrites its last output, from which a request may sample after another pass (preemption, failures).
+        return logits if self._cached_model.graphs is None else logits.clone()
