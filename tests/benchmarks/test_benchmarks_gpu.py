@@ -141,12 +141,12 @@ def test_a_replay_with_stale_logits_is_detected(monkeypatch: pytest.MonkeyPatch,
     assert right["compared"] > 0
     usual, before = Runner.run, dict[int, torch.Tensor]()
 
-    def stale(runner: Runner, passes: Any, ids: torch.Tensor, ends: Any) -> torch.Tensor:
-        logits = usual(runner, passes, ids, ends)
+    def stale(runner: Runner, passes: Any, ids: Any, *given: Any) -> Any:
+        logits = usual(runner, passes, ids, *given)
         assert isinstance(runner.executor, LocalExecutor)
         if not runner.executor.cuda_graph or any(segment.num_tokens > 1 for segment in passes[0]):
             return logits
-        earlier, before[len(ids)] = before.get(len(ids), logits), logits
+        earlier, before[ids.size] = before.get(ids.size, logits), logits
         return earlier
 
     monkeypatch.setattr(Runner, "run", stale)

@@ -61,9 +61,9 @@ def computed_logits() -> Iterator[list[torch.Tensor]]:
     computed: list[torch.Tensor] = []
     plain = Sampler.sample
 
-    def spy(sampler: Sampler, rows: Any, logits: torch.Tensor, with_log_probs: bool) -> Any:
+    def spy(sampler: Sampler, rows: Any, logits: torch.Tensor) -> Any:
         computed.append(logits)
-        return plain(sampler, rows, logits, with_log_probs)
+        return plain(sampler, rows, logits)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sampler, "sample", spy)
