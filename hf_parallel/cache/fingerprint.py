@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -92,9 +93,10 @@ def active_adapters(model: nn.Module) -> list[object]:
 
 
 def active_dropout(model: nn.Module) -> list[str]:
-    """Return the names of modules in training mode whose results are random.
+    """Return the names of modules in training mode whose results are random, or depend on the other rows of a batch.
 
-    These are dropout modules, and modules and configs with positive settings of dropout or jitter.
+    These are dropout modules, modules and configs with positive settings of dropout or jitter, functional dropout, and
+    batch normalization.
     """
     return [name for name, module in model.named_modules() if module.training and _is_random(module)]
 
@@ -102,6 +104,14 @@ def active_dropout(model: nn.Module) -> list[str]:
 def _is_random(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
+    if isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.RReLU)):
+        return True
     settings = {**getattr(getattr(module, "config", None), "__dict__", {}), **vars(module)}
     names = [name for name, value in settings.items() if isinstance(value, float | int) and 0 < value < 1]
-    return any(_RANDOM.search(name) and not _UNUSED.search(name) for name in names)
+    if any(_RANDOM.search(name) and not _UNUSED.search(name) for name in names):
+        return True
+    if _RANDOM.search(type(module).__name__.lower()) and any(name in vars(module) for name in names):
+        return True
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    used = () if code is None else code.co_names  # `F.dropout` with a constant: no other name says dropout
+    return "dropout" in used and not hasattr(module, "dropout") and sum("drop" in name for name in used) == 1

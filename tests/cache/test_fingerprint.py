@@ -203,6 +203,25 @@ def test_inner_values_of_special_tensors_count(kind: str) -> None:
     assert names[0] == names[1] != names[2]
 
 
+class ConstantDropout(nn.Module):
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(states, 0.5, self.training)
+
+
+class NamedOtherwise(nn.Module):
+    """Settings of a dropout layer under any name."""
+
+    rate = 0.0
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate, self.dropout = rate, nn.Identity()
+
+
+class DropBranch(NamedOtherwise):
+    pass
+
+
 def with_module(module: nn.Module) -> Callable[[Any], None]:
     return lambda model: model.model.layers[1].mlp.add_module("more", module)
 
@@ -219,9 +238,15 @@ def with_attribute(model: Any) -> None:
     ("prepare", "is_active"),
     [
         (with_module(nn.Dropout(0.1)), True),
+        (with_module(nn.Dropout(1.0)), True),
         (with_module(nn.Dropout(0.0)), False),
         (with_module(nn.Dropout2d(0.1)), True),
         (with_module(nn.MultiheadAttention(4, 2, dropout=0.2)), True),
+        (with_module(nn.BatchNorm1d(4)), True),
+        (with_module(ConstantDropout()), True),
+        (with_module(DropBranch(0.2)), True),
+        (with_module(DropBranch(0.0)), False),
+        (with_module(NamedOtherwise(0.2)), False),
         (with_attribute, True),
         (with_config, True),
         (lambda model: None, False),
