@@ -1,0 +1,185 @@
+"""Mixers: modules that keep a state instead of keys, such as linear attention, SSMs and short convolutions.
+
+They reach the cache by `get_conv_state`, `update_recurrent_state` and the like, and see a batch of rows. They are found
+by probing, not by their class: the innermost module that is running when a state is read or written is a mixer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_parallel.cache.placement import execution_device
+from hf_parallel.models.attention import UnsupportedModelError
+
+_READS = ("get_conv_state", "get_recurrent_state", "has_previous_state")
+_WRITES = ("update_conv_state", "update_recurrent_state")
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A module that keeps a state."""
+
+    name: str  # in `model.named_modules()`
+    layer_idx: int
+    argument: str  # of its forward, that takes the cache
+
+
+MixerCall = Callable[[Mixer, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""(mixer, module, args, kwargs) -> what the call of the module returns."""
+
+
+class MixerStates:
+    """Stand-in for the cache in one call of a mixer, with the states of the rows of its batch.
+
+    `conv` and `recurrent` are `[rows, ...]` by `state_idx`; none at all if the rows start. After the call they are the
+    new states. `in_place`: whether the mixer may write to `conv`, as fused kernels for a single token do.
+    """
+
+    def __init__(
+        self,
+        conv: dict[int, torch.Tensor] | None = None,
+        recurrent: dict[int, torch.Tensor] | None = None,
+        in_place: bool = True,
+    ) -> None:
+        self.conv, self.recurrent, self._in_place = dict(conv or {}), dict(recurrent or {}), in_place
+        self._has_previous = bool(conv or recurrent)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the state of the convolution, `[rows, channels, kernel_size]`."""
+        return self.conv.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the recurrent state, `[rows, ...]`."""
+        return self.recurrent.get(state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether the rows continue from a state."""
+        return self._has_previous
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return whether `conv` must not be written to."""
+        return not self._in_place
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> torch.Tensor:
+        """Return the state followed by the new inputs `[rows, channels, tokens]`, and keep the last of them."""
+        held = self.conv.get(state_idx)
+        size = conv_kernel_size or (conv_states if held is None else held).shape[-1]
+        if held is not None:
+            full = torch.cat([held, conv_states], dim=-1)
+        else:
+            full = F.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
+        self.conv[state_idx] = full[..., -size:]
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        """Keep a recurrent state and return it."""
+        self.recurrent[state_idx] = recurrent_states
+        return recurrent_states
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name of the argument of `model.forward` that takes the cache."""
+    known = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in known), "past_key_values")
+
+
+def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
+    """Find the mixers of a model in two forward passes over its stock cache, of three tokens and of one.
+
+    Raises `UnsupportedModelError` if a module reaches a state of a cache that it was not given by name.
+    """
+    recorder = _Recorder(model)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = (vocabulary // 2 + torch.arange(4, device=execution_device(model))) % vocabulary
+    with torch.no_grad(), ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(recorder.begin, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(recorder.end, always_call=True).remove)
+        for tokens in (ids[:3], ids[3:]):
+            model(input_ids=tokens[None], use_cache=True, **{cache_argument(model): recorder})
+    names = {module: name for name, module in model.named_modules()}
+    found = []
+    for (module, layer_idx), argument in recorder.found.items():
+        if not argument:
+            reached = f"reaches the state of layer {layer_idx} in {names[module] or 'its forward'}, without an argument"
+            raise UnsupportedModelError(f"{type(model).__name__} {reached} that holds the cache")
+        found.append(Mixer(names[module], layer_idx, argument))
+    return tuple(found)
+
+
+class _Recorder(DynamicCache):
+    """A stock cache that records which module reaches its states, and the argument by which it got the cache."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(config=model.config)
+        self.found: dict[tuple[nn.Module, int], str] = {}
+        self._running: list[tuple[nn.Module, str]] = []
+        for name in _READS + _WRITES:
+            setattr(self, name, partial(self._record, getattr(super(), name), name in _WRITES))
+
+    def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Note that a module starts, and which argument holds the cache."""
+        names = inspect.signature(module.forward).parameters
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        self._running.append((module, next((name for name, value in given.items() if value is self), "")))
+
+    def end(self, module: nn.Module, *results: object) -> None:
+        """Note that a module has ended."""
+        self._running.pop()
+
+    def _record(self, method: Callable[..., Any], writes: bool, *args: Any, **kwargs: Any) -> Any:
+        layer_idx = kwargs.get("layer_idx", args[writes] if len(args) > writes else None)
+        if layer_idx is not None:
+            module, argument = self._running[-1]
+            self.found.setdefault((module, layer_idx), argument)
+        return method(*args, **kwargs)
+
+
+# Calls
+
+_calls: ContextVar[MixerCall | None] = ContextVar("hf_parallel_mixer_calls", default=None)
+
+
+class _MixerImpl(partial[object]):
+    """Call of a mixer, installed on the module. Copies and pickles of a module do not have it."""
+
+
+@contextmanager
+def mixers_wrapped(model: nn.Module, mixers: Sequence[Mixer], call: MixerCall) -> Iterator[None]:
+    """Pass calls of the mixers in this context to `call`; those of other threads run as before."""
+    for mixer in mixers:
+        module = model.get_submodule(mixer.name)
+        if not isinstance(vars(module).get("_compiled_call_impl"), _MixerImpl):
+            vars(module)["_compiled_call_impl"] = _MixerImpl(_dispatch, mixer, module)
+    token = _calls.set(call)
+    try:
+        yield
+    finally:
+        _calls.reset(token)
+
+
+def unwrap_mixers(model: nn.Module) -> None:
+    """Remove what `mixers_wrapped` has installed."""
+    for module in model.modules():
+        if isinstance(vars(module).get("_compiled_call_impl"), _MixerImpl):
+            del vars(module)["_compiled_call_impl"]
+
+
+def _dispatch(mixer: Mixer, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    call = _calls.get()
+    return module._call_impl(*args, **kwargs) if call is None else call(mixer, module, args, kwargs)

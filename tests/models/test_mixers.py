@@ -1,0 +1,47 @@
+"""Mixers, the modules that keep a state, are found by probing and called over states of their rows."""
+
+from __future__ import annotations
+
+import copy
+
+import hybrids
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_parallel.models.mixers import Mixer, MixerStates, find_mixers, mixers_wrapped, unwrap_mixers
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "falcon_h1", "mamba2"])
+def test_a_mixer_continues_from_the_state_it_left(name):
+    model = hybrids.build(name)
+    mixers = find_mixers(model)
+    states = {mixer: MixerStates() for mixer in mixers}
+
+    def call(mixer: Mixer, module, args, kwargs):
+        states[mixer] = MixerStates(states[mixer].conv, states[mixer].recurrent)
+        return module._call_impl(*args, **{**kwargs, mixer.argument: states[mixer]})
+
+    ids = torch.randint(3, hybrids.VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        cache, logits = DynamicCache(config=model.config), []
+        with mixers_wrapped(model, mixers, call):
+            argument = "cache_params" if name == "mamba2" else "past_key_values"
+            for part in ids.split([2, 5, 1, 1], dim=1):
+                logits.append(model(part, use_cache=True, **{argument: cache}).logits)
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_wrapped_mixers_leave_no_trace():
+    model = copy.deepcopy(hybrids.build("lfm2"))
+    mixers = find_mixers(model)
+    assert [mixer.layer_idx for mixer in mixers] == [0, 1, 3]
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model(ids).logits
+    with mixers_wrapped(model, mixers, lambda *_: pytest.fail("only in the context")):
+        pass
+    torch.testing.assert_close(model(ids).logits, expected)
+    copied = copy.deepcopy(model)
+    unwrap_mixers(model)
+    assert not any("_compiled_call_impl" in vars(module) for one in (model, copied) for module in one.modules())
