@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 
-if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # several processes share the cores
-    torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+torch.set_num_threads(1)  # more only slow models of a test's size down, eightfold where the cores are shared
+hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+hypothesis.settings.load_profile("tests")  # no test depends on the speed of the machine
 
 
-QUICK_CASES = 4
+QUICK_CASES = 3
 """Cases of a test in `make test`; `make test-all` runs the others."""
 
 
@@ -96,12 +98,8 @@ _embedded: list[Any] = []
 
 
 @pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads only slow models of a test's size down, eightfold where the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def one_thread() -> None:
+    """One thread, as everywhere."""
 
 
 @pytest.fixture(scope="session")

@@ -15,11 +15,9 @@ import benchmarks.__main__
 import benchmarks.generate
 from benchmarks.rounds import Times, prefill_ratio, step_ratio
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[str, Any]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the report of `python -m benchmarks --quick` for a tiny model."""
     folder = tmp_path_factory.mktemp("benchmarks")
     model, path = str(folder / "model"), folder / "new" / "result.json"

@@ -14,7 +14,7 @@ import benchmarks.report
 import hf_parallel
 from benchmarks import agents_tot
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 
 def test_all_ways_do_the_same_work_and_only_the_cache_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from benchmarks import engine as benchmark  # noqa: E402
 from benchmarks import engine_figure  # noqa: E402
 from benchmarks import engine_servers as servers  # noqa: E402
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 Run = Callable[..., dict[str, Any]]
 

@@ -28,8 +28,6 @@ from hf_parallel.generation.runner import Runner
 from hf_parallel.kernels import BACKEND_VARIABLE
 from hf_parallel.models import attention, compiled
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = torch.device("cpu")
 
 

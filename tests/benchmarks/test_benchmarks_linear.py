@@ -11,8 +11,6 @@ import torch
 import hf_parallel
 from benchmarks.linear import PROMPT, run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 def test_all_libraries_are_timed_on_the_same_passes() -> None:

@@ -14,8 +14,6 @@ from small_tokenizers import small_llama
 
 from benchmarks import lm_eval
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.slow
 def test_the_smallest_form_runs(embedded: tuple[Any, Any], tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ from workers import small_model
 from benchmarks import parallel_answers
 from hf_parallel.evaluation import GENERATED
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.slow
 def test_the_smallest_form_runs(tmp_path: Path) -> None:

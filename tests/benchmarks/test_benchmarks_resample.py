@@ -22,8 +22,6 @@ from benchmarks.resample import WAYS, ResampleBenchmark, makes, solvable
 from hf_parallel import Hotspot
 from hf_parallel.generation.replay.policies import uncertainty_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SAMPLES, LENGTH = 6, 6
 
 

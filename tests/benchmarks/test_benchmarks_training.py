@@ -16,7 +16,7 @@ pytest.importorskip("trl")
 
 from benchmarks import training as benchmark  # noqa: E402
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 
 def test_all_ways_are_measured(monkeypatch: Any) -> None:

@@ -16,9 +16,6 @@ from hf_parallel.cache import Arena, Segment
 from hf_parallel.cache import arena as arena_module
 from hf_parallel.kernels import LayerStorage
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # Copies
 
 

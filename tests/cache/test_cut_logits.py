@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,20 +10,11 @@ import tiny
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
-import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.cache.logits_trie import CachedLogits
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 KEPT, NEW = 24, 10
 INPUT_IDS, ATTENTION_MASK = tiny.left_pad(tiny.make_prompts([24, 20, 11], seed=8))
-
-
-@pytest.fixture
-def model() -> Iterator[PreTrainedModel]:
-    yield hf_parallel.enable(tiny.build("llama"))
-    hf_parallel.disable(tiny.build("llama"))
 
 
 def sample(model: PreTrainedModel, cache: LogitsCache | None, **settings: Any) -> Any:

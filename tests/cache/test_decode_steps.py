@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scenes import Features, Scene, scenes
 
@@ -16,10 +16,8 @@ from hf_parallel.cache import ForwardPass, Segment
 from hf_parallel.kernels import AttentionPlan
 from hf_parallel.kernels.torch_attention import TorchBackend
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ARRAYS = [f.name for f in fields(AttentionPlan) if f.type == "np.ndarray"]
-EXACT = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+EXACT = settings(max_examples=60)
 
 
 def one_token_each(scene: Scene) -> list[Segment]:

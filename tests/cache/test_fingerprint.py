@@ -21,8 +21,6 @@ import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.cache.fingerprint import active_dropout, fingerprint
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPT = tiny.make_prompts([16])[0][None]
 
 
@@ -168,7 +166,7 @@ def test_offloaded_weights_raise() -> None:
         fingerprint(model, "logits_cache")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**EDITS)
 def test_every_change_of_a_weight_changes_the_fingerprint(**change: Any) -> None:
     model = varied_model()

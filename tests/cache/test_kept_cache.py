@@ -21,10 +21,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
-from hf_parallel.cache.arena import Arena
-from hf_parallel.kernels import LayerStorage
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = tiny.make_prompts([30], seed=2)[0][None]
 
@@ -112,24 +108,6 @@ def test_a_cache_of_earlier_weights_raises(
         generate(model, held)
     held.reset()
     assert torch.equal(generate(model, held).sequences, generate(model, None).sequences)
-
-
-def test_running_out_of_memory_leaves_the_cache_usable(
-    model: PreTrainedModel, cache: SharedPrefixCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grow, limit = Arena._grow, 1000
-
-    def limited(arena: Arena, layer: LayerStorage) -> None:
-        if layer.keys.shape[0] < arena.num_slots * layer.num_kv_heads > limit * layer.num_kv_heads:
-            raise torch.OutOfMemoryError(f"no memory for {arena.num_slots} slots")
-        grow(arena, layer)
-
-    monkeypatch.setattr(Arena, "_grow", limited)
-    with pytest.raises(torch.OutOfMemoryError):
-        generate(model, cache, num_return_sequences=20, do_sample=True, max_new_tokens=100)
-    output = generate(model, cache)
-    assert torch.equal(output.sequences, generate(model, None).sequences)
-    assert output.stats.prefilled_tokens == 1
 
 
 @pytest.mark.parametrize("prepare", [with_module(torch.nn.Dropout(0.5)), with_config], ids=["module", "config"])

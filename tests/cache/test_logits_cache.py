@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from pathlib import Path
 from random import Random
@@ -17,8 +16,6 @@ import torch
 from hf_parallel import LogitsCache
 from hf_parallel.cache.logits import Cursors
 from hf_parallel.cache.logits_trie import NODE_BYTES, TENSOR_BYTES, CachedDistribution
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY = 50
 
@@ -198,16 +195,9 @@ def test_keep_last_path_keeps_only_the_last_continuation() -> None:
         assert torch.equal(found, logits_of(tokens))
     for tokens in ([4], [1, 2, 5, 6]):
         assert read(cache, tokens) is None
-
-
-def test_keep_last_path_ends_at_the_last_used_node() -> None:
-    cache = LogitsCache()
-    write(cache, [1], 2, 3, 4, 5)
-    write(cache, [1], 2, 3)
+    write(cache, [1, 2], 5)
     cache.keep_last_path()
-    assert len(cache) == 3
-    assert read(cache, [1, 2, 3]) is not None
-    assert read(cache, [1, 2, 3, 4]) is None
+    assert (len(cache), read(cache, [1, 2, 5, 9])) == (2, None), "it ends at the node that was used last"
 
 
 def test_keep_last_path_frees_the_other_nodes() -> None:
@@ -231,11 +221,10 @@ def test_keep_last_path_frees_the_other_nodes() -> None:
 def test_concurrent_threads_read_correct_logits_and_keep_the_byte_count() -> None:
     """Eight threads write and read the same few thousand nodes; benchmarks/cache_stress.py runs for longer."""
     cache, wrong = LogitsCache(400_000), []
-    stop = time.perf_counter() + 1
 
     def work(number: int) -> None:
         random = np.random.default_rng(number)
-        while time.perf_counter() < stop and not wrong:
+        for _ in range(60):
             with cache.cursors() as cursors:
                 tokens = [1, 2]
                 cursors.start(number, "model", tokens)

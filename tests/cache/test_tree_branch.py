@@ -12,8 +12,6 @@ from hf_parallel.cache.tree_branch import Tree
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.kernels.torch_attention import TorchBackend
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROTARY = RotarySpec((1.0, 0.3), interleaved=False)
 
 

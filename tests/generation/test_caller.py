@@ -20,8 +20,6 @@ import hf_parallel
 from hf_parallel.cli import main as cli
 from hf_parallel.generation.modes.final_answers import BOXED
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 EOS = tiny.EOS
 PROMPT = tiny.make_prompts([9], seed=4)[0][None]
 

@@ -19,7 +19,7 @@ import hf_parallel
 from hf_parallel import HogwildConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 IDS = torch.stack(tiny.make_prompts([9, 9], seed=1))
 SKIPPED = "torch.*,numpy.*,transformers.*,jinja2.*,hf_parallel.kernels.*,hf_parallel.cache.*,hf_parallel.models.*"

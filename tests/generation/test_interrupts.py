@@ -17,10 +17,8 @@ from workers import SETTINGS, small_model
 import hf_parallel
 from hf_parallel import HogwildSession, SharedPrefixCache
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # interrupted in a generator's end
-]
+# interrupted in a generator's end
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 IDS = tiny.make_prompts([9], seed=4)[0][None]
 FILES = ("mixin.py", "attention.py", "linear.py", "contextlib.py", "session.py", "prefill.py", "decode.py", "runner.py")

@@ -36,8 +36,6 @@ from hf_parallel.generation.row_processors import RowProcessors  # noqa: E402
 from hf_parallel.generation.sampling import Sampler, SamplingTask, sample_together  # noqa: E402
 from hf_parallel.generation.token_table import TokenTable  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 VOCABULARY = 300
 EOS = torch.tensor([2, 5])
 
@@ -170,27 +168,6 @@ def test_requests_of_different_settings_sample_together(monkeypatch: pytest.Monk
         for name in ("scores", "logits"):
             for ours, theirs in zip(getattr(output, name) or (), getattr(expected, name) or (), strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
-
-
-class _Failing(LogitsProcessor):
-    keeps_rows = False
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] > 7:
-            raise ArithmeticError("processor")
-        return scores
-
-
-def test_a_processor_that_raises_ends_its_request_alone() -> None:
-    model = enable(copy.deepcopy(tiny.build("llama")))
-    (prompt,) = tiny.make_prompts([5])
-    with Engine(model) as engine:
-        failing = engine.submit(prompt, max_new_tokens=9, do_sample=False, logits_processor=[_Failing()])
-        others = [engine.submit(prompt, max_new_tokens=9, do_sample=False) for _ in range(2)]
-        with pytest.raises(ArithmeticError, match="processor"):
-            failing.result()
-        lengths = {handle.result().sequences.shape[1] for handle in others}
-    assert lengths == {14}
 
 
 def test_rows_that_cannot_be_drawn_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mode_cases import BUILT_IN
 from tiny import PAD, REFUSED, VOCAB_SIZE, build, left_pad, make_prompts
@@ -60,7 +60,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
 ]
-any_example = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+any_example = settings(max_examples=50)
 
 
 class OwnError(RuntimeError):
@@ -83,13 +83,11 @@ def describe(model: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _quiet() -> Iterator[None]:
-    """Suppress warnings about intended errors, and use one thread for the small models."""
-    level, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
+    """Suppress warnings about intended errors."""
+    level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.CRITICAL)
-    torch.set_num_threads(1)
     yield
     transformers.logging.set_verbosity(level)
-    torch.set_num_threads(threads)
 
 
 class Bench:

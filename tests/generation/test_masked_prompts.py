@@ -17,8 +17,6 @@ from hf_parallel import HogwildSession, LogitsCache, SharedPrefixCache
 from hf_parallel.engine import Engine
 from hf_parallel.training import ParallelExample
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WINDOWED = ("mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "gpt_oss")))
 LENGTH, NEW = 36, 6
 IDS = torch.stack(tiny.make_prompts([LENGTH] * 2)).repeat_interleave(2, dim=0)
@@ -44,7 +42,7 @@ MASKS = st.lists(
 
 
 @given(holes=MASKS, chunk=st.sampled_from([None, 5]), turn=st.integers(0, 9))
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 def test_greedy_rows_of_masked_prompts_equal_generate(
     kept: tuple[Any, SharedPrefixCache, LogitsCache], holes: list[list[tuple[int, int]]], chunk: int | None, turn: int
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mode_cases import BUILT_IN, small_call
 from workers import TOKENIZER
@@ -22,7 +22,7 @@ import hf_parallel
 from hf_parallel import HogwildOutput, ParallelOutput
 from hf_parallel.cache import BlockCache
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 NOT_SAVED = {"past_key_values", "scores", "logits", "attentions", "hidden_states", "record"}
 
@@ -89,7 +89,7 @@ def test_a_copy_shares_what_the_output_holds(outputs: dict[str, Any], mode: str)
     assert out.stats is not None
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.recursive(st.text(max_size=300) | st.integers(), lambda x: st.lists(x, max_size=300), max_leaves=500))
 def test_representations_are_bounded_and_escaped_whatever_a_field_holds(value: Any) -> None:
     out = HogwildOutput(
@@ -130,7 +130,7 @@ def test_damaged_files_raise_value_errors_or_load_an_output_that_works(
     by_depth = sorted(places(content), key=len)
     found = st.sampled_from(by_depth[:60]) | st.sampled_from(by_depth)
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=150)
     @given(found, VALUES, st.booleans())
     def check(path: tuple[Any, ...], value: Any, deletes: bool) -> None:
         damaged = copy.deepcopy(content)

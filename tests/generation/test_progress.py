@@ -20,7 +20,6 @@ import hf_parallel
 from hf_parallel import HogwildSession
 from hf_parallel.engine import Engine
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = tiny.make_prompts([9], seed=4)[0][None]
 
 
@@ -40,11 +39,6 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def last_state(bar: Any) -> str:
     return bar.fp.getvalue().rstrip().rpartition("\r")[2]
-
-
-@pytest.fixture
-def model() -> Any:
-    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
 
 
 def check(bars: list[Any], record: Any, stats: Any) -> None:

@@ -18,8 +18,6 @@ import hf_parallel
 from hf_parallel.generation import decode, executor
 from hf_parallel.generation.sampling import Sampler
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPTS, MASK = tiny.left_pad(tiny.make_prompts([23, 11]))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,8 +19,6 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
-    TextIteratorStreamer,
-    TextStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -35,15 +33,6 @@ ROOT, TAIL, OTHER, LONE = tiny.make_prompts([20, 6, 9, 8], seed=8)
 ROWS = [torch.cat((ROOT, TAIL)), torch.cat((ROOT, OTHER)), torch.cat((ROOT, TAIL)), LONE]
 INPUT_IDS, ATTENTION_MASK = tiny.left_pad(ROWS)
 WIDTH = INPUT_IDS.shape[1]
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def model() -> Iterator[PreTrainedModel]:
-    yield hf_parallel.enable(tiny.build("llama"))
-    hf_parallel.disable(tiny.build("llama"))
 
 
 def run(model: PreTrainedModel, mode: str | None, global_seed: int = 0, **settings: Any) -> Any:
@@ -222,15 +211,6 @@ PROCESSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESSED)
-def test_processor_acts_as_under_generate(model: PreTrainedModel, name: str) -> None:
-    settings = PROCESSED[name]
-    plain, ours = both(model, **settings)
-    assert torch.equal(plain, ours)
-    without = run(model, None, **({"do_sample": True} if settings.get("do_sample") else {}))
-    assert plain.shape != without.shape or not torch.equal(plain, without), "the processor changes nothing here"
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -248,13 +228,6 @@ def test_processor_sees_the_batch_when_rows_have_ended(model: PreTrainedModel, n
     plain, ours = both(model, eos_token_id=ends, **settings)
     assert torch.equal(plain, ours)
     assert (plain[:, WIDTH:] == tiny.PAD).any(dim=1).sum() not in (0, len(ROWS))
-
-
-def test_min_new_tokens(model: PreTrainedModel) -> None:
-    settings = {"eos_token_id": some_token(model, 0, 2), "min_new_tokens": 9}
-    plain, ours = both(model, **settings)
-    assert torch.equal(plain, ours)
-    assert not torch.equal(plain[0], run(model, None, eos_token_id=settings["eos_token_id"])[0])
 
 
 @pytest.mark.parametrize("ends", [[5], [5, 90, 5], [90, 10**6, -1], [10**6]], ids=str)
@@ -323,14 +296,6 @@ def test_criterion_acts_as_under_generate(model: PreTrainedModel, criterion: typ
     assert (plain.sequences[:, WIDTH:] == tiny.PAD).any()
 
 
-def test_stop_strings(model: PreTrainedModel) -> None:
-    written = TOKENIZER.decode(run(model, None)[0, WIDTH:])
-    stop = written[4:6]
-    plain, ours = both(model, stop_strings=[stop], tokenizer=TOKENIZER)
-    assert torch.equal(plain, ours)
-    assert TOKENIZER.decode([t for t in ours[0, WIDTH:].tolist() if t != tiny.PAD]).endswith(stop)
-
-
 def test_rows_that_stop_without_an_eos_token_are_padded(model: PreTrainedModel) -> None:
     """Plain `generate` pads only if there is an eos token; otherwise it continues such rows until all have stopped."""
     settings = {"stop_strings": [TOKENIZER.decode(run(model, None)[0, WIDTH:])[4:6]], "tokenizer": TOKENIZER}
@@ -340,20 +305,6 @@ def test_rows_that_stop_without_an_eos_token_are_padded(model: PreTrainedModel) 
     assert not torch.equal(ours, plain)
     length = WIDTH + int((ours[0, WIDTH:] != tiny.PAD).sum())
     assert torch.equal(ours[0, :length], plain[0, :length])
-
-
-def test_max_time(model: PreTrainedModel) -> None:
-    plain, ours = both(model, max_time=0.0)
-    assert torch.equal(plain, ours)
-    assert ours.shape[1] == WIDTH + 1
-    ours = run(model, "shared_prefix", max_time=0.3, max_new_tokens=100_000)
-    assert WIDTH < ours.shape[1] < 100_000
-
-
-def test_max_length_counts_padding_as_generate_does(model: PreTrainedModel) -> None:
-    plain, ours = both(model, max_new_tokens=None, max_length=WIDTH + 5)
-    assert torch.equal(plain, ours)
-    assert ours.shape[1] == WIDTH + 5
 
 
 # Streamers
@@ -382,35 +333,7 @@ def test_streamer_is_told_what_generate_tells_it(model: PreTrainedModel) -> None
     assert told[0][-1] == "end"
 
 
-def test_text_streamer_of_one_row(model: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
-    one = {"input_ids": LONE[None], "attention_mask": torch.ones_like(LONE)[None]}
-    shown = []
-    for mode in (None, "shared_prefix"):
-        run(model, mode, streamer=TextStreamer(TOKENIZER, skip_prompt=True), **one)
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1] != ""
-    pieces = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=600)
-    output = run(model, "shared_prefix", streamer=pieces, **one)
-    assert "".join(pieces) == TOKENIZER.decode(output[0, len(LONE) :])
-
-
 # What is returned
-
-
-def test_scores_and_logits_equal_generates(model: PreTrainedModel) -> None:
-    settings = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "top_k": 20}
-    plain, ours = both(model, do_sample=True, **settings)
-    assert torch.equal(plain.sequences, ours.sequences)
-    for name in ("scores", "logits"):
-        assert len(ours[name]) == len(plain[name]) == NEW
-        for mine, stock in zip(ours[name], plain[name], strict=True):
-            assert mine.dtype == stock.dtype
-            torch.testing.assert_close(mine, stock, rtol=0, atol=1e-4)
-    transitions = [
-        model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)  # type: ignore[operator]
-        for output in (plain, ours)
-    ]
-    torch.testing.assert_close(transitions[0], transitions[1], rtol=0, atol=1e-4)
 
 
 def test_scores_of_ended_rows_are_zero(model: PreTrainedModel) -> None:

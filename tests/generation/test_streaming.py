@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from mode_cases import BUILT_IN, small_call, small_config
-from stories import answer, tell
-from transformers import LogitsProcessor, TextIteratorStreamer, TextStreamer
-from workers import SETTINGS, TOKENIZER, small_model, write
+from transformers import LogitsProcessor, TextStreamer
+from workers import SETTINGS, TOKENIZER, Listener, small_model, write
 
-from hf_parallel import ParallelIteratorStreamer, ParallelStreamer
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from hf_parallel import ParallelIteratorStreamer
 
 PROMPT = tiny.make_prompts([9], seed=4)[0][None]
 SAMPLED: dict[str, Any] = {"do_sample": True, "seed": 3, "return_dict_in_generate": True, "tokenizer": TOKENIZER}
-STORY = "Now. ####A:......\n####B:......\n####%%%%"
 EOS = tiny.EOS
 ONE_ROW = [small_call(mode) for mode in BUILT_IN if small_config(mode).rows_per_prompt == 1]
 ONE_ROW.append({**small_call("hogwild"), "num_workers": 1})
 """Calls that generate one row. transformers' streamers support no more."""
 one_row = pytest.mark.parametrize("call", ONE_ROW, ids=lambda call: call["generation_mode"])
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.put = self.end = lambda *given: None
-        self.received: list[tuple[int, str, str]] = []
-
-    def write_row(self, row: int, text: str, event: str) -> None:
-        self.received.append((row, text, event))
 
 
 @one_row
@@ -46,39 +32,7 @@ def test_a_text_streamer_receives_the_whole_row(call: dict[str, Any], capsys: py
     assert out.sequences.shape[1] > PROMPT.shape[1] + 5
 
 
-@one_row
-def test_a_text_iterator_streamer_receives_it_in_another_thread(call: dict[str, Any]) -> None:
-    streamer, result = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=600), {}
-
-    def generate() -> None:
-        result["out"] = small_model().generate(PROMPT, streamer=streamer, **call | SAMPLED)
-
-    thread = threading.Thread(target=generate)
-    thread.start()
-    text = "".join(streamer)
-    thread.join()
-    assert text == TOKENIZER.decode(result["out"].sequences[0, PROMPT.shape[1] :].tolist())
-
-
-def test_a_single_worker_streams_the_prefixes_of_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    write("One.\n\nTwo.", streamer=TextStreamer(TOKENIZER, skip_prompt=True))
-    assert capsys.readouterr().out == "Alice 1: One.\n\nAlice 2: Two.\n"
-
-
-def test_a_text_streamer_receives_the_joined_branches(capsys: pytest.CaptureFixture[str]) -> None:
-    out = tell(
-        [STORY + "So.", EOS], branches=["one####", "two####"], streamer=TextStreamer(TOKENIZER, skip_prompt=True)
-    )
-    text = TOKENIZER.decode(answer(out))
-    assert "A:one" in text
-    assert capsys.readouterr().out == text + "\n"
-
-
 # Many rows
-
-
-def test_the_iterator_is_a_parallel_streamer() -> None:
-    assert isinstance(ParallelIteratorStreamer(), ParallelStreamer)
 
 
 def test_the_iterator_yields_what_a_streamer_receives_in_order() -> None:
@@ -88,7 +42,7 @@ def test_the_iterator_yields_what_a_streamer_receives_in_order() -> None:
     thread.start()
     received = [tuple(item) for item in streamer]
     thread.join()
-    assert received == listener.received
+    assert received == listener.written
     assert {row for row, _, _ in received} == {0, 1}
     assert "".join(text for row, text, event in received if row == 0 and event == "token") == "One.\n\nTwo."
 
@@ -119,17 +73,6 @@ def test_text_arrives_before_the_call_ends() -> None:
     read.set()
     assert len(list(streamer)) > 4
     thread.join()
-
-
-def test_the_iterator_yields_branches() -> None:
-    streamer = ParallelIteratorStreamer(timeout=600)
-    out = tell([STORY, EOS], branches=["one####", "two####"], streamer=streamer)
-    texts: dict[int, str] = defaultdict(str)
-    for row, text, event in streamer:
-        texts[row] += text if event in ("begin", "token") else ""
-    assert texts[0] == STORY
-    assert (texts[1], texts[2]) == ("####A:one####", "####B:two####")
-    assert out.branch_texts == [[["one", "two"]]]
 
 
 def test_the_iterator_raises_after_its_timeout() -> None:

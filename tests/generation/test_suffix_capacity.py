@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,19 +10,10 @@ import torch
 from transformers import PreTrainedModel
 from workers import TOKENIZER
 
-import hf_parallel
 from hf_parallel.generation import prefill
 from hf_parallel.generation.prefill import BATCH_CAPACITY, MIN_CAPACITY, SUFFIX_CAPACITY, initial_capacity
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPT = tiny.make_prompts([20], seed=5)[0][None]
-
-
-@pytest.fixture
-def model() -> Iterator[PreTrainedModel]:
-    yield hf_parallel.enable(tiny.build("llama"))
-    hf_parallel.disable(tiny.build("llama"))
 
 
 def generate(model: PreTrainedModel, rows: int, mode: str = "shared_prefix", **settings: Any) -> Any:

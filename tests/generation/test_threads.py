@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import os
 import threading
-import weakref
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,8 +16,6 @@ import torch
 
 import hf_parallel
 from hf_parallel.generation.claim import Claim
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [prompt[None] for prompt in tiny.make_prompts([30, 20], seed=2)]
 
@@ -188,29 +184,6 @@ def test_plain_calls_beside_modes_are_those_of_the_model_alone(model: Any) -> No
         assert all(outcome)
         assert len(outcome) > 3
     assert type(model.config) is type(tiny.build("llama").config)
-
-
-def test_a_processor_may_run_the_model_itself(model: Any) -> None:
-    """A forward pass in the thread of a mode, between its own passes, is a plain one."""
-    with torch.no_grad():
-        expected = model(PROMPTS[1]).logits
-
-    def check(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        assert torch.equal(model(PROMPTS[1]).logits, expected)
-        assert model.config._attn_implementation == "sdpa"
-        return scores
-
-    plain = generate(model, PROMPTS[0])
-    assert torch.equal(generate(model, PROMPTS[0], generation_mode="shared_prefix", logits_processor=[check]), plain)
-
-
-def test_an_ended_call_keeps_no_cache_alive(model: Any) -> None:
-    cache = hf_parallel.LogitsCache()
-    generate(model, PROMPTS[0], generation_mode="shared_prefix", logits_cache=cache)
-    freed = weakref.ref(cache)
-    del cache
-    gc.collect()
-    assert freed() is None
 
 
 def test_clones_that_share_the_weights_serve_threads_at_the_same_time(model: Any) -> None:

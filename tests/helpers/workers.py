@@ -6,10 +6,8 @@ A tiny model writes the text of a script, one token per ASCII character.
 from __future__ import annotations
 
 import copy
-import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -66,14 +64,6 @@ class Scripted(LogitsProcessor):
 @cache
 def small_model() -> PreTrainedModel:
     return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
-
-
-@contextmanager
-def slow_model(seconds: float) -> Iterator[None]:
-    """Lengthen every forward pass of the small model."""
-    hook = small_model().register_forward_pre_hook(lambda module, args: time.sleep(seconds))
-    yield
-    hook.remove()
 
 
 def write(*scripts: Script, prompts: Sequence[str] = ("P",), finisher: Script = "", **settings: Any) -> Any:
@@ -208,16 +198,27 @@ def check_against(oracle: DenseOracle, passes: Sequence[Pass]) -> float:
 
 
 class Listener:
-    """A streamer that keeps all that it receives."""
+    """A `ParallelStreamer` that keeps what it receives: everything in order, texts and events by row, and tokens."""
 
     def __init__(self) -> None:
         self.received: list[Any] = []
+        self.rows: dict[int, list[tuple[str, str]]] = {}
+        self.tokens: list[Any] = []
+        self.ended = 0
 
     def put(self, value: torch.Tensor) -> None:
         self.received.append(value.tolist())
+        self.tokens.append(value.tolist())
 
     def write_row(self, row: int, text: str, event: str) -> None:
         self.received.append((row, text, event))
+        self.rows.setdefault(row, []).append((text, event))
+
+    @property
+    def written(self) -> list[tuple[int, str, str]]:
+        """Texts and events of all rows in order."""
+        return [item for item in self.received if isinstance(item, tuple)]
 
     def end(self) -> None:
+        self.ended += 1
         self.received.append("end")

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from hf_parallel.kernels import checksum, native
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 KINDS = ["C", "torch"] + ["triton"] * (os.environ.get("TRITON_INTERPRET") == "1")
 ROW, SPAN = 4 * checksum.WIDTH, 256  # bytes of a row, rows of a span
 
@@ -61,7 +59,7 @@ def negate(values: np.ndarray, rng: np.random.Generator) -> None:
     values.reshape(-1, 64)[:, 4 * int(rng.integers(16)) + 3] ^= 0x80
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     edit=st.sampled_from([flip, swap, move, increment, negate]),
     size=st.sampled_from([64 * 2, ROW, ROW + 64, 5 * ROW - 64, SPAN * ROW + 64]),
@@ -77,7 +75,7 @@ def test_every_edit_changes_the_checksum(edit: Any, size: int, seed: int) -> Non
     assert checksum.checksums([torch.from_numpy(values.copy())]) == before
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes=st.lists(st.sampled_from([0, 1, 3, ROW - 1, ROW, ROW + 5, SPAN * ROW, SPAN * ROW + 1]), max_size=4))
 def test_checksums_do_not_depend_on_other_tensors(sizes: list[int]) -> None:
     tensors = [torch.arange(size).to(torch.uint8) for size in sizes]

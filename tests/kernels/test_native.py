@@ -104,21 +104,6 @@ def test_a_key_that_is_not_a_number_is_not_ignored(blocks: int) -> None:
     assert out[:-1].isfinite().all()
 
 
-@compiled
-@pytest.mark.parametrize("num_keys", [1, 7, 130])
-@pytest.mark.parametrize("tokens", [1, 3, 20])
-def test_kernel_merges_the_results_of_several_calls(num_keys: int, tokens: int) -> None:
-    """Four blocks, each with its own queries, after a shared prefix."""
-    q, prefix, own = torch.randn(4 * tokens, 6, 64), torch.randn(2, 3, 300, 64), torch.randn(2, 4, 3, num_keys, 64)
-    out, lse = attend(q, (prefix[0][None], prefix[1][None]), (own[0], own[1]), scale=0.125)
-    for block in range(4):
-        mine = slice(block * tokens, (block + 1) * tokens)
-        k, v = torch.cat((prefix, own[:, block]), dim=2)
-        expected, expected_lse = softmax(q[mine], k, v, 0.125)
-        torch.testing.assert_close(out[mine].double(), expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(lse[mine].double(), expected_lse, rtol=0, atol=1e-5)
-
-
 def shared_prompt(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionPlan]:
     """A decode step of five rows over one prompt, with a suffix each."""
     torch.manual_seed(0)
@@ -136,15 +121,6 @@ def shared_prompt(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def computed_natively(plan: AttentionPlan) -> bool:
     """Whether the plan has calls for the compiled kernel."""
     return any(getattr(value, "native", None) is not None for value in plan.derived.values())
-
-
-@compiled
-def test_torch_backend_uses_the_kernel_for_a_shared_prompt() -> None:
-    query, keys, values, plan = shared_prompt(700)
-    out = torch_attention.TorchBackend().attend(query, keys, values, plan, AttentionParams(2, 0.125))
-    expected = reference.ReferenceBackend().attend(query, keys, values, plan, AttentionParams(2, 0.125))
-    assert computed_natively(plan)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 
 @compiled

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scenes import Features, Scene, rotate_to, scenes
 
@@ -38,7 +38,7 @@ if __test__:
 
     TRITON = triton_backend.TritonBackend()
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
 
 TORCH = TorchBackend()
 ROTARY = RotarySpec((1.0, 0.3, 0.1, 0.02))
@@ -52,7 +52,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2}
 
 
 def few(examples: int) -> settings:
-    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    return settings(max_examples=examples)
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,6 @@ from hf_parallel.kernels import AttentionParams, LayerStorage, RotarySpec, Token
 pytest.importorskip("triton", reason="Triton has no wheels for this platform")
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 __test__ = os.environ.get("TRITON_INTERPRET") != "1"
-
 from triton import compile as compile_source  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402

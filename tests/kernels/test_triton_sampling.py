@@ -43,7 +43,7 @@ if __test__:
 
     from hf_parallel.kernels.triton import sampling as triton_backend
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 VOCABULARY = 700
 SEVERAL_CHUNKS = 5000

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scenes import Features, Scene, scenes
 from torch._subclasses import FakeTensorMode
@@ -29,9 +29,7 @@ from hf_parallel.kernels import (
 )
 from hf_parallel.kernels.work import ITEM_COST, ITEM_FIELDS, Partition, Work, make_work
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=60)
 
 
 # Work items

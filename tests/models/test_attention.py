@@ -36,25 +36,8 @@ NO_ROTATION = {
     "hunyuan_v1_dense": "changes its queries after their rotary embedding",
     "ministral3": "scales its queries by their position",
 }
-REASONS = {
-    "gptj": "does not use transformers' attention interface",
-    "bloom": "ALiBi",
-    "mamba": "without a key-value cache of all tokens",
-    "qwen3_next": "linear_attention",
-    "deepseek_v3": "multi-head latent attention",
-    "t5": "encoder-decoder",
-    "diffllama": "computes other logits over blocks than over a plain sequence",
-    "jetmoe": "attends to 4 key-value heads but caches 2",
-    "moshi": "sliding window of 16 only in the stock cache",
-    "phimoe": "sliding window of 16 only in the attention mask",
-    "bert": "bidirectional",
-    "gemma4_text": "2 layers that read keys of earlier ones",
-}
 ROWS = tiny.make_prompts([20, 31], seed=2)
 INPUT_IDS, ATTENTION_MASK = tiny.left_pad([torch.cat((ROWS[0], tail)) for tail in tiny.make_prompts([4, 9, 9], seed=3)])
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def a_copy(name: str, **settings: Any) -> PreTrainedModel:

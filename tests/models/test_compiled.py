@@ -26,8 +26,6 @@ from hf_parallel.models.cached_model import CachedModel
 from hf_parallel.models.compiled import CompiledLayers, compiled_layers
 from hf_parallel.models.cuda_graph import DecodeGraphs, NoSyncMode
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 (PROMPT,) = tiny.make_prompts([9], seed=8)
 ARCHITECTURES = [
     "llama",

@@ -12,8 +12,6 @@ from mode_cases import BUILT_IN
 from tensor_parallel_rank import sequences
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 MODES = [mode for mode in BUILT_IN if mode != "resample"]
 """`LogitsCache` identifies a model by its weights, which are not there; see test_fingerprint.py."""
 LAYERS = {

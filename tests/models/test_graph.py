@@ -37,7 +37,6 @@ if __test__:
 
     from hf_parallel.kernels.triton import attention as triton_attention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT, *TAILS = tiny.make_prompts([9, 2, 4, 3], seed=8)
 INPUT_IDS, ATTENTION_MASK = tiny.left_pad([torch.cat((ROOT, tail)) for tail in TAILS])

@@ -17,8 +17,6 @@ import hf_parallel
 from hf_parallel.kernels import native
 from hf_parallel.models.linear import LINEAR_VARIABLE, linear_layers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WIDTHS = (288, 320)
 PROMPT = tiny.make_prompts([30], seed=5)[0][None]
 served = pytest.mark.skipif(

@@ -17,9 +17,6 @@ NEW_TOKENS = 16
 SLIDING = [name for name, architecture in ARCHITECTURES.items() if architecture.sliding_window]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 class Greedy(NamedTuple):
     """Greedy output for the three prompts of `make_rows`, without padding and in one left-padded batch."""
 

@@ -23,7 +23,7 @@ trl, peft, datasets = (pytest.importorskip(name) for name in ("trl", "peft", "da
 
 from hf_parallel.training import SharedPrefixGRPOTrainer, SharedPrefixLossMixin, make_rollout_func  # noqa: E402
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 SHARED = {"generation_mode": "shared_prefix"}
 PROMPTS = ["say it now", "please", "say more, and then more"]

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import hf_parallel
 from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 TOKENIZER = make("split_marker")
 
@@ -40,7 +40,7 @@ def examples() -> list[ParallelExample]:
 
 
 @pytest.fixture(scope="module")
-def expected(one_thread: None, examples: list[ParallelExample], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def expected(examples: list[ParallelExample], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Loss and norm of the gradients of two steps with all examples in one batch."""
     return train(tmp_path_factory.mktemp("expected"), examples, per_device_train_batch_size=8)
 

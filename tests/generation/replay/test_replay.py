@@ -14,24 +14,16 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_parallel
 from hf_parallel import Hotspot, LogitsCache
 from hf_parallel.cache.logits_trie import CachedLogits
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NEW = 12
 PROMPT = tiny.make_prompts([16], seed=8)[0][None]
 NO_HOTSPOTS = Hotspot(threshold=1e9)
 """Keeps all cached tokens."""
-
-
-@pytest.fixture
-def model() -> Iterator[PreTrainedModel]:
-    yield hf_parallel.enable(tiny.build("llama"))
-    hf_parallel.disable(tiny.build("llama"))
 
 
 @pytest.fixture
@@ -80,13 +72,6 @@ def test_a_cached_token_that_the_settings_exclude_is_sampled_anew(model: PreTrai
     assert tokens[:4] == first[:4]
     assert first[4] not in tokens
     assert again.stats.replayed_tokens >= 5
-
-
-class Custom(LogitsProcessor):
-    """May depend on anything."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores
 
 
 # Threads

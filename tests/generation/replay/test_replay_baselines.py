@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_self_consistency import Listener
 from test_skeleton_of_thought import POINTS, TEXTS, Replies
-from workers import TOKENIZER, encode, small_model
+from workers import TOKENIZER, Listener, encode, small_model
 
 from hf_parallel import LogitsCache, SharedPrefixCache
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 9
 PROMPTS = tiny.make_prompts([17, 9], seed=4)
@@ -99,5 +96,5 @@ def test_a_streamer_receives_the_same_from_a_replay(write: Any) -> None:
     for settings in ({}, {"logits_cache": cache}, {"logits_cache": cache}):
         listener = Listener()
         write(streamer=listener, **settings)
-        received.append((listener.rows, listener.put_tokens, listener.ended))
+        received.append((listener.rows, listener.tokens, listener.ended))
     assert received[0] == received[1] == received[2]

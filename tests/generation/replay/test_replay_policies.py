@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,20 +11,11 @@ import tiny
 import torch
 from transformers import PreTrainedModel
 
-import hf_parallel
 from hf_parallel import Hotspot, LogitsCache, ReplayPolicy
 from hf_parallel.generation.replay.policies import POLICIES, make_policy, uncertainty_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NEW = 12
 PROMPT = tiny.make_prompts([24], seed=8)[0][None]
-
-
-@pytest.fixture
-def model() -> Iterator[PreTrainedModel]:
-    yield hf_parallel.enable(tiny.build("llama"))
-    hf_parallel.disable(tiny.build("llama"))
 
 
 def sample(model: PreTrainedModel, cache: LogitsCache | None, **settings: Any) -> Any:

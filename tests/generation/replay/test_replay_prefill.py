@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,20 +10,11 @@ import torch
 from stateful import EndRow
 from transformers import PreTrainedModel, StoppingCriteriaList
 
-import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.generation.runner import Runner
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPT = tiny.make_prompts([24], seed=8)[0][None]
 NEW = 24
-
-
-@pytest.fixture
-def model() -> Iterator[PreTrainedModel]:
-    yield hf_parallel.enable(tiny.build("llama"))
-    hf_parallel.disable(tiny.build("llama"))
 
 
 def sample(model: PreTrainedModel, mode: str = "resample", ids: torch.Tensor = PROMPT, **settings: Any) -> Any:

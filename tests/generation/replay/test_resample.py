@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,18 +18,10 @@ from hf_parallel import LogitsCache, SharedPrefixCache
 EVERY_SETTING, SMALL_CALL = test_shared_prefix.EVERY_SETTING, test_shared_prefix.SMALL_CALL
 """The settings are those of shared_prefix."""
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 12
 SHARED, *TAILS = tiny.make_prompts([20, 4, 4, 9], seed=8)
 INPUT_IDS, ATTENTION_MASK = tiny.left_pad([torch.cat((SHARED, tail)) for tail in TAILS])
-WIDTH = INPUT_IDS.shape[1]
-
-
-@pytest.fixture
-def model() -> Iterator[PreTrainedModel]:
-    yield hf_parallel.enable(tiny.build("llama"))
-    hf_parallel.disable(tiny.build("llama"))
 
 
 def sample(model: PreTrainedModel, mode: str = "resample", **settings: Any) -> Any:
@@ -89,24 +80,6 @@ def test_stateful_processors_and_criteria_act_as_without_a_cache(
 # Models
 
 
-def retrained(model: PreTrainedModel) -> PreTrainedModel:
-    """Train for one step."""
-    model.train()
-    model(INPUT_IDS, labels=INPUT_IDS).loss.backward()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight -= 1e-3 * weight.grad
-    return model.eval()
-
-
-def adapted(model: PreTrainedModel) -> PreTrainedModel:
-    """Merge a low-rank adapter into one projection."""
-    weight = model.model.layers[1].self_attn.v_proj.weight
-    with torch.no_grad():
-        weight += 0.1 * torch.randn(weight.shape[0], 1) @ torch.randn(1, weight.shape[1])
-    return model
-
-
 def scaled(model: PreTrainedModel) -> PreTrainedModel:
     """Change the config, not the weights."""
     model.config.rms_norm_eps *= 100
@@ -115,10 +88,7 @@ def scaled(model: PreTrainedModel) -> PreTrainedModel:
 
 OTHERS: dict[str, Any] = {
     "other weights": lambda: tiny.build("llama", seed=1),
-    "another dtype": lambda: tiny.build("llama", dtype=torch.bfloat16),
     "another architecture": lambda: tiny.build("qwen2"),
-    "training": lambda: retrained(copy.deepcopy(tiny.build("llama"))),
-    "an adapter": lambda: adapted(copy.deepcopy(tiny.build("llama"))),
     "a setting": lambda: scaled(copy.deepcopy(tiny.build("llama"))),
 }
 

@@ -18,8 +18,6 @@ import hf_parallel
 from hf_parallel import LogitsCache, ReplayPolicy, Stepwise
 from hf_parallel.cache.fingerprint import fingerprint
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROWS = 2000
 CALLS = 5
 NEW = 5

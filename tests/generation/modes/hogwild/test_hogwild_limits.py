@@ -18,8 +18,6 @@ from workers import SETTINGS, TOKENIZER, Recording, encode, small_model
 from hf_parallel import HogwildSession, LogitsCache
 from hf_parallel.cache.hogwild import LAYOUTS
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPT = encode("P")
 ENDS: dict[str, Any] = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +11,7 @@ import torch
 from workers import SETTINGS, Recording, small_model
 
 from hf_parallel import Hotspot, LogitsCache
-from hf_parallel.cache import Segment
 from hf_parallel.cache.hogwild import LAYOUTS
-from hf_parallel.generation.rows import RowGroup
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 PASSES = 13
 PROMPTS = tiny.make_prompts([23, 11], seed=3)
@@ -176,66 +171,4 @@ def test_a_cache_serves_several_modes() -> None:
 # Failures, streaming, stats
 
 
-def test_a_failing_pass_after_a_replay_leaves_model_and_cache_usable() -> None:
-    cache, attention = LogitsCache(), small_model().config._attn_implementation
-    write(logits_cache=cache, max_new_tokens=10)
-
-    def fail(*given: Any) -> None:
-        raise MemoryError("out of memory")
-
-    hook = small_model().register_forward_hook(fail)
-    with pytest.raises(MemoryError):
-        write(logits_cache=cache)
-    hook.remove()
-    assert small_model().config._attn_implementation == attention
-    out = write(logits_cache=cache)
-    assert out.stats.replayed_tokens > 0
-    assert_same(out, plain())
-
-
 # Cache keys of a group
-
-
-class Pair(RowGroup):
-    """Two rows whose blocks and other state are set by the tests."""
-
-    def __init__(self, key: object = 0) -> None:
-        super().__init__(key)
-        self.blocks, self.state = ["left", "right"], 0
-
-    def describe(self, inputs: Any) -> tuple[list[str], object]:
-        return self.blocks[: len(inputs)], self.state
-
-    def append(self, *runs: Sequence[int]) -> list[int]:
-        inputs = [(Segment([], len(tokens)), tokens) for tokens in runs]
-        return self.advance(inputs, range(len(inputs)))
-
-
-def test_cache_keys_of_a_group_depend_on_all_its_inputs() -> None:
-    def keys(
-        key: object = 0,
-        before: Sequence[int] = (1,),
-        tokens: Sequence[int] = (2, 3),
-        blocks: tuple[str, ...] = ("left", "right"),
-        state: int = 0,
-    ) -> list[int]:
-        pair = Pair(key)
-        pair.append(before, (9,))
-        pair.blocks, pair.state = list(blocks), state
-        return pair.append(tokens, (4,))
-
-    found = [
-        keys(),
-        keys(key=1),
-        keys(before=(1, 2), tokens=(3,)),
-        keys(before=(5,)),
-        keys(tokens=(2, 5)),
-        keys(tokens=(23,)),
-        keys(blocks=("left", "step")),
-        keys(blocks=("right", "left")),
-        keys(state=1),
-    ]
-    assert keys() == found[0]
-    flat = [key for pair in found for key in pair]
-    assert len(set(flat)) == len(flat), "each row of each group has a key of its own"
-    assert all(-(2**63) <= key < 0 for key in flat), "not a token, and within int64"

@@ -8,15 +8,12 @@ import pytest
 import tiny
 import torch
 from transformers import TextStreamer
-from workers import SETTINGS, TOKENIZER, Scripted, encode, small_model, write
+from workers import SETTINGS, TOKENIZER, Listener, Scripted, encode, small_model, write
 
 import hf_parallel
 
 EOS = tiny.EOS
 STOP_BLANK, BLANKS = 4, 5
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def generate(ids: torch.Tensor, **settings: Any) -> Any:
@@ -110,22 +107,6 @@ def test_a_seed_gives_the_same_text_in_any_batch() -> None:
 # Streaming
 
 
-class Listener:
-    def __init__(self) -> None:
-        self.rows: dict[int, list[tuple[str, str]]] = {}
-        self.passes: list[Any] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.passes.append(value)
-
-    def write_row(self, row: int, text: str, event: str) -> None:
-        self.rows.setdefault(row, []).append((text, event))
-
-    def end(self) -> None:
-        self.ended += 1
-
-
 def test_a_streamer_receives_everything_in_order() -> None:
     listener = Listener()
     out = write("a.\n\nb", ["c", EOS], streamer=listener, finisher="1}")
@@ -140,9 +121,9 @@ def test_a_streamer_receives_everything_in_order() -> None:
     ]
     assert listener.rows[1] == [("Bob 1: ", "begin"), ("c", "token"), ("", "step"), ("", "end")]
     assert ["".join(text for text, _ in events) for events in listener.rows.values()] == out.texts
-    prompt, *tokens = listener.passes
-    assert prompt.tolist() == [encode("P")]
-    assert [t.tolist() for t in tokens[:3]] == [[ord("a"), ord("c")], [ord("."), EOS], [ord("\n"), tiny.PAD]]
+    prompt, *tokens = listener.tokens
+    assert prompt == [encode("P")]
+    assert tokens[:3] == [[ord("a"), ord("c")], [ord("."), EOS], [ord("\n"), tiny.PAD]]
     assert listener.ended == 1
 
 
@@ -177,6 +158,3 @@ def test_a_stop_string_ends_its_worker(embedded: tuple[Any, Any]) -> None:
     assert [step.forward_pass for step in out.history[0]] == [3, None]
     assert out.texts[0].endswith("we are done")
     assert out.texts[1].endswith("no not yet and so on")
-
-
-# Settings

@@ -13,9 +13,6 @@ BLANK, STOP_BLANK, BLANKS, FENCE, TWO_BLANKS = 3, 4, 5, 6, 7  # tokens that cont
 BOX = "\\boxed{"
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def steps(out: Any, problem: int = 0) -> list[tuple[str, bool]]:
     """Return the text of each step in the history, and whether it is finished."""
     return [(step.text, step.forward_pass is not None) for step in out.history[problem]]
@@ -28,18 +25,9 @@ def steps(out: Any, problem: int = 0) -> list[tuple[str, bool]]:
     "script",
     [
         ["A cat.", BLANK],
-        ["A cat.\n\n"],
-        ["A cat", STOP_BLANK],
-        ["A cat.", BLANKS],
-        ["A cat. ", BLANK],
-        ["A cat?\n\n"],
-        ["A cat!", BLANK],
-        ['"A cat."', BLANK],
         ["(A cat.)\n", "\n"],
-        ["A list:", BLANK, "one.", BLANK],
         ["A cat, ", TWO_BLANKS],
         [FENCE, "x = 1.", BLANK, "y", STOP_BLANK, FENCE, " So.", BLANK],
-        ["```x = 1.", BLANK, "``` So.", BLANK],
     ],
     ids=repr,
 )
@@ -53,13 +41,8 @@ def test_a_step_ends_at_a_separator_after_a_sentence(script: Script) -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        ["A cat,", BLANK],
         ["A list:", BLANK],
-        ["A cat; ", BLANKS],
-        ["A cat.", "\n"],
-        [BLANK],
         [FENCE, "x = 1.", BLANK, "y = 2", STOP_BLANK],
-        [FENCE, "x = 1", FENCE, FENCE, "y.", BLANK],
     ],
     ids=repr,
 )

@@ -17,8 +17,6 @@ from hf_parallel import HogwildSession
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.models.capabilities import probe_capabilities
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def recorded() -> Recording:

@@ -57,8 +57,6 @@ EOS, BLANK_LINE = tiny.EOS, 4
 STORY = "I look at each. ####A:......\n####B b:......####C 3:...... ####%%%%"
 SOME = ["llama", "qwen3"]  # the second one sees part of the past in some layers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @cache
 def enabled(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -161,7 +159,10 @@ def test_a_reencoded_answer_is_read_as_plain_text(name: str, chunk: int | None) 
 
 @pytest.mark.parametrize(
     ("name", "chunk"),
-    [*((name, 4) for name in SOME), *((name, None) for name in [*VARIANTS, "llama", "mixtral", "phi3", "stablelm"])],
+    [
+        *((name, 4) for name in SOME),
+        *((name, None) for name in ["mixtral", "phi3", *VARIANTS] if name != "gpt_neox"),
+    ],
 )
 def test_a_rotated_answer_equals_its_branches_with_keys_rotated_to_their_final_positions(
     name: str, chunk: int | None

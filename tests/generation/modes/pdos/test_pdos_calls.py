@@ -9,11 +9,11 @@ import pytest
 import small_tokenizers
 import tiny
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import Scripted, answer, tell
 from transformers import TextStreamer
-from workers import TOKENIZER, encode, small_model
+from workers import TOKENIZER, Listener, encode, small_model
 
 import hf_parallel
 from hf_parallel import BlockFormat, PDOSConfig, PDOSOutput
@@ -23,8 +23,6 @@ from hf_parallel.generation.modes.pdos.token_text import get_vocabulary
 EOS, PAD = tiny.EOS, tiny.PAD
 SKELETON = "####A:......\n####B:......\n####%%%%"
 BODIES = ("aa\n####", "bb\n####")
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # Malformed skeletons
@@ -121,7 +119,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-FUZZ = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=20)
 
 
 def fitting(given: dict[str, Any]) -> dict[str, Any]:
@@ -187,41 +185,14 @@ def test_scores_are_aligned_with_the_tokens_of_the_answer() -> None:
 # Streamers
 
 
-class Listener:
-    def __init__(self) -> None:
-        self.tokens: list[torch.Tensor] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens.append(value)
-
-    def end(self) -> None:
-        self.ended += 1
-
-
-class TextListener(Listener):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: dict[int, list[tuple[str, str]]] = {}
-
-    def write_row(self, row: int, text: str, event: str) -> None:
-        self.rows.setdefault(row, []).append((text, event))
-
-
 def test_a_plain_streamer_gets_the_joined_answer_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     story = ["Now# ##. " + SKELETON + "So.", EOS]
-    listener = Listener()
-    out = tell(story, branches=BODIES, streamer=listener)
-    prompt, *rest = listener.tokens
-    assert prompt.tolist() == [encode("Tell: ")]
-    assert [token for (token,) in (tokens.tolist() for tokens in rest)] == answer(out)
-    assert listener.ended == 1
-    tell(story, branches=BODIES, streamer=TextStreamer(TOKENIZER, skip_prompt=True))
+    out = tell(story, branches=BODIES, streamer=TextStreamer(TOKENIZER, skip_prompt=True))
     assert capsys.readouterr().out.strip() == out.transcripts[0] + "<eos>"
 
 
 def test_a_parallel_streamer_receives_skeletons_branches_and_joins() -> None:
-    listener = TextListener()
+    listener = Listener()
     out = tell([SKELETON + "So.", EOS], branches=["aa\n####", ["b", EOS]], streamer=listener)
     assert isinstance(listener, hf_parallel.ParallelStreamer)
     skeleton = [(character, "token") for character in SKELETON]
@@ -230,7 +201,8 @@ def test_a_parallel_streamer_receives_skeletons_branches_and_joins() -> None:
     assert listener.rows[0] == [*skeleton, (joined, "join"), *end]
     assert listener.rows[1] == [("####A:", "begin"), *((c, "token") for c in "aa\n####"), ("", "end")]
     assert listener.rows[2] == [("####B:", "begin"), ("b", "token"), ("", "token"), ("", "end")]
-    assert [token for tokens in listener.tokens[1:] for token in tokens.tolist()] == answer(out)
+    assert [token for tokens in listener.tokens for token in tokens] == [encode("Tell: "), *answer(out)]
+    assert listener.ended == 1
 
 
 # The prompt
@@ -275,6 +247,7 @@ def test_the_prompt_shows_the_format_with_its_markers() -> None:
     [
         ("branch_marker", "", "branch_marker must be one line of text without spaces at its ends, got ''"),
         ("terminator", "####", "terminator must not be a prefix of branch_marker '####', got '####'"),
+        ("title_end", ":####:", "title_end must not contain branch_marker"),
         ("min_branches", 0, "min_branches must be an int of at least 1, got 0"),
         ("join", "glue", r"join must be one of \['reencode', 'rotate'\], got 'glue'"),
         ("branch_stops", "\n", r"branch_stops must be a list of non-empty strings, got '\\n'"),

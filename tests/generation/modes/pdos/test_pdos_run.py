@@ -21,8 +21,6 @@ SKELETON = "####A:......\n####B:......\n####%%%%"
 STORY = f"Now. {SKELETON}"
 BODIES = ("aa\n####", "bb\n####")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def texts(out: PDOSOutput) -> list[list[tuple[str, str]]]:
     """Return for each branch of the first prompt what ended it, and its text."""
@@ -206,5 +204,3 @@ def test_decoding_costs_one_pass_for_a_token_of_every_branch() -> None:
     assert (stages["continuation"].decoded_tokens, stages["continuation"].forward_passes) == (1, 1)
     assert out.stats.forward_passes == 1 + sum(stage.forward_passes for stage in stages.values())
     assert out.stats.decoded_tokens == sum(stage.decoded_tokens for stage in stages.values())
-    assert all(stage.seconds > 0 for stage in stages.values())
-    assert sum(stage.seconds for stage in stages.values()) == pytest.approx(out.stats.decode_seconds, rel=0.05)
