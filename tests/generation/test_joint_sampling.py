@@ -31,6 +31,7 @@ from hf_parallel import enable  # noqa: E402
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine import engine as engine_module  # noqa: E402
 from hf_parallel.generation import sampling  # noqa: E402
+from hf_parallel.generation.log_probs import TopLogProbs  # noqa: E402
 from hf_parallel.generation.parts import Part  # noqa: E402
 from hf_parallel.generation.row_processors import RowProcessors  # noqa: E402
 from hf_parallel.generation.sampling import Sampler, SamplingTask, sample_together  # noqa: E402
@@ -116,6 +117,7 @@ def test_calls_that_sample_together_get_the_tokens_and_scores_of_each_alone(seed
             logits = 3 * torch.randn(len(rows), VOCABULARY, generator=generator)
             logits = (2 * logits).round() / 2 if rng.random() < 0.5 else logits  # with ties
             together.returns_log_probs = by_itself.returns_log_probs = True
+            together.top_log_probs = by_itself.top_log_probs = [TopLogProbs(3)] if rng.random() < 0.5 else []
             tasks.append(SamplingTask(together, rows))
             given.append(logits)
             processed = copy.deepcopy(by_itself).distribution(rows, logits.clone())
@@ -128,8 +130,13 @@ def test_calls_that_sample_together_get_the_tokens_and_scores_of_each_alone(seed
             assert torch.equal(found.tokens.tensor, one.tokens.tensor)
             assert (found.log_probs.model - one.log_probs.model).abs().max() < 1e-5
             assert (found.log_probs.sampling - one.log_probs.sampling).abs().max() < 1e-5
-            model = logits.log_softmax(-1).gather(1, found.tokens.tensor[:, None])[:, 0]
-            torch.testing.assert_close(found.log_probs.model, model)
+            model = logits.log_softmax(-1)
+            torch.testing.assert_close(found.log_probs.model, model.gather(1, found.tokens.tensor[:, None])[:, 0])
+            assert (found.log_probs.top is None) == (not task.sampler.top_log_probs)
+            if found.log_probs.top is not None:
+                values, ids = found.log_probs.top
+                torch.testing.assert_close(values, model.topk(3).values)
+                torch.testing.assert_close(values, model.gather(1, ids))
             assert task.sampler.table.lengths == alone[samplers.index(task.sampler)].table.lengths
     for together, by_itself in zip(samplers, alone, strict=True):
         assert torch.equal(together.table.ids, by_itself.table.ids)

@@ -159,6 +159,17 @@ def test_rotations_add_up_and_leave_other_dimensions_unchanged(
     assert torch.equal(rotate_by(x, 0, spec), x)
 
 
+def test_rotations_of_inference_mode_serve_training_too() -> None:
+    """Their tables are cached."""
+    spec, x = RotarySpec((1.0, 0.37)), torch.randn(3, 4, requires_grad=True)
+    with torch.inference_mode():
+        expected = rotate_by(x, 7, spec)
+    rotated = rotate_by(x, 7, spec)
+    rotated.square().sum().backward()
+    assert torch.equal(rotated, expected)
+    torch.testing.assert_close(x.grad, 2 * x.detach())  # a rotation keeps lengths
+
+
 # Dispatch
 
 
