@@ -34,6 +34,7 @@ import hf_parallel
 from hf_parallel.cli.measure import long_prompt
 from hf_parallel.models.loading import load_model
 from hf_parallel.training import ParallelExample, SharedPrefixGRPOTrainer
+from hf_parallel.training.states import states_branched
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
 from .report import about, finish, new_path, set_up, table_of
@@ -212,7 +213,7 @@ def of_tree(model: Any, prompt: list[int], completions: list[list[int]]) -> torc
     tree = ParallelExample.from_tree([prompt] * len(completions), completions)
     batch = tree_batch([tree], model.config, model.dtype, model.device)
     targets = Targets(0, tree.target_queries.tolist(), tree.target_ids.tolist())
-    with computing_targets(model, [targets]):
+    with states_branched(model, [tree]), computing_targets(model, [targets]):
         return model(**batch, shift_labels=torch.tensor([targets.ids]), fused_lm_head=True).log_probs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import cache, partial
 from itertools import zip_longest
@@ -27,6 +28,7 @@ from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.layout import LayoutView, make_views
 from hf_parallel.training.masks import IMPLEMENTATION, block_mask, check_positions
+from hf_parallel.training.states import states_branched
 
 T = TypeVar("T")
 FLEX_FROM = 2048
@@ -54,6 +56,7 @@ class LayoutBatch:
     def __init__(
         self, examples: Sequence[ParallelExample], device: torch.device | str = "cpu", flex: bool | None = None
     ) -> None:
+        self.examples = list(examples)
         self.length = max(map(len, examples))
         of_examples = [make_views(example) for example in examples]
         self.views = [_BatchView(examples, views, self.length) for views in zip_longest(*of_examples)]
@@ -274,11 +277,12 @@ AttentionInterface.register(IMPLEMENTATION, _attention_forward)
 
 def _make_mask(*args: object, **kwargs: object) -> torch.Tensor | None:
     """Mask function of the implementation: as `sdpa` for a batch without a layout."""
-    return None if _has_layout.get() else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+    return None if _pass.get() else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 
 
 AttentionMaskInterface.register(IMPLEMENTATION, _make_mask)
-_has_layout = ContextVar("has_layout", default=False)
+_pass: ContextVar[ExitStack | None] = ContextVar("pass", default=None)
+"""What the running pass over a layout leaves at its end."""
 
 
 def require_enabled(model: nn.Module) -> Any:
@@ -313,7 +317,9 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _deactivate(*_: object) -> None:
-    _has_layout.set(False)
+    if (entered := _pass.get()) is not None:
+        _pass.set(None)
+        entered.close()
 
 
 def _activate(
@@ -331,7 +337,9 @@ def _activate(
     if model.config._attn_implementation != IMPLEMENTATION:
         return None  # the model asks the layout for its length, which raises
     prepared = _prepare_layout(layout, model, capabilities)
-    _has_layout.set(True)
+    entered = ExitStack()
+    entered.enter_context(states_branched(model, layout.examples))
+    _pass.set(entered)
     return args, {**kwargs, "past_key_values": None, "use_cache": False, "parallel_layout": prepared}
 
 
@@ -356,5 +364,5 @@ def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> t
     layout = _prepare_layout(LayoutBatch([example]), inner, capabilities)
     ids, positions = (torch.from_numpy(v)[None].to(inner.device) for v in (example.input_ids, example.position_ids))
     kwargs = {"block_cache": layout} if capabilities.keyword else {}
-    with block_attention_enabled(inner, layout):
+    with block_attention_enabled(inner, layout), states_branched(inner, [example]):
         return model(input_ids=ids, position_ids=positions, use_cache=False, **kwargs).logits[0]

@@ -20,12 +20,13 @@ from hf_parallel.generation.settings import Arguments
 from hf_parallel.training.attention import prepare_model
 from hf_parallel.training.collator import DataCollatorForParallel
 from hf_parallel.training.example import ParallelExample
-from hf_parallel.training.masks import stock_mask
 from hf_parallel.training.rollouts import EXAMPLES, TEXTS, generate_rows
+from hf_parallel.training.states import states_branched
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
 Rows: TypeAlias = Sequence[tuple[tuple[int, ...], list[int]]]
 """Prompts and completions."""
+Layout: TypeAlias = tuple[Mapping[str, object], list[Targets], Sequence[ParallelExample]]
 
 
 class SharedPrefixLossMixin:
@@ -40,9 +41,9 @@ class SharedPrefixLossMixin:
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        stock_mask(
-            ParallelExample.from_tree([[0]], [[0]]), self.model.config, torch.float32
-        )  # raises if the attention takes no mask
+        inner, tree = unwrap(self.model), ParallelExample.from_tree([[0]], [[0]])
+        with states_branched(inner, [tree]):  # raises if the model is unsupported
+            tree_batch([tree], inner.config, inner.dtype, "cpu")
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -67,8 +68,9 @@ class SharedPrefixLossMixin:
         entropies: list[torch.Tensor] = []
         size = batch_size or len(rows)
         for start in range(0, len(rows), size):
-            batch, targets = self._layout(model, pairs, slice(start, start + size))
-            with self.accelerator.autocast(), computing_targets(self._inner(model), targets):
+            batch, targets, trees = self._layout(model, pairs, slice(start, start + size))
+            inner = self._inner(model)
+            with self.accelerator.autocast(), states_branched(inner, trees), computing_targets(inner, targets):
                 labels = torch.tensor([[token for row in targets for token in row.ids]], device=input_ids.device)
                 found = model(**batch, shift_labels=labels, fused_lm_head=True)  # TRL's, which stores no logits
             counts = [len(row.ids) for row in targets]
@@ -79,8 +81,11 @@ class SharedPrefixLossMixin:
     def _inner(self, model: nn.Module) -> PreTrainedModel:
         return unwrap(self.accelerator.unwrap_model(model))
 
-    def _layout(self, model: nn.Module, rows: Rows, chosen: slice) -> tuple[Mapping[str, object], list[Targets]]:
-        """Return arguments of the model for the chosen rows (prompt, completion), and the targets of each row."""
+    def _layout(self, model: nn.Module, rows: Rows, chosen: slice) -> Layout:
+        """Return arguments of the model for the chosen rows (prompt, completion), the targets of each row, and trees.
+
+        The trees are those of the batch, none if the model computes them by itself, as a prepared one does.
+        """
         inner = self._inner(model)
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, (prompt, _) in enumerate(rows[chosen]):
@@ -93,7 +98,8 @@ class SharedPrefixLossMixin:
                 own = tree.target_rows == row
                 targets[index] = Targets(len(trees), tree.target_queries[own].tolist(), tree.target_ids[own].tolist())
             trees.append(tree)
-        return tree_batch(trees, inner.config, inner.dtype, inner.device), [targets[i] for i in range(len(targets))]
+        batch = tree_batch(trees, inner.config, inner.dtype, inner.device)
+        return batch, [targets[i] for i in range(len(targets))], trees
 
 
 class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
@@ -157,7 +163,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             self._log_difference(found[0].detach(), self._inputs)
         return found
 
-    def _layout(self, model: nn.Module, rows: Rows, chosen: slice) -> tuple[Mapping[str, object], list[Targets]]:
+    def _layout(self, model: nn.Module, rows: Rows, chosen: slice) -> Layout:
         if self._examples is None:
             return super()._layout(model, rows, chosen)
         examples = self._examples[chosen]
@@ -168,7 +174,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             Targets(row, example.target_queries.tolist(), example.target_ids.tolist())
             for row, example in enumerate(examples)
         ]
-        return {name: batch[name].to(inner.device) for name in names}, targets
+        return {name: batch[name].to(inner.device) for name in names}, targets, ()
 
     def _log_difference(self, log_probs: torch.Tensor, inputs: Arguments) -> None:
         """Log the difference to the log-probabilities at sampling time, under the names that TRL uses with vLLM."""

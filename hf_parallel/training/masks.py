@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PretrainedConfig
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_recurrent_attention_mask
 
 from hf_parallel.models.capabilities import max_positions
 from hf_parallel.training.example import ParallelExample
@@ -19,6 +20,8 @@ IMPLEMENTATION = "hf_parallel_train"
 SUPPORTED = ("sdpa", "eager", "flex_attention", IMPLEMENTATION)
 """Attention implementations that take such a mask."""
 Mask: TypeAlias = torch.Tensor | BlockMask
+_WITHOUT_MASK = ("mlp", "moe")
+"""Types of layers that mix no tokens."""
 TILE = 128
 """Queries and keys of a tile of a `BlockMask`."""
 
@@ -55,8 +58,24 @@ def stock_mask(
     ------
     ValueError
         If the model has fewer positions than an example needs, keys move, the attention implementation takes no such
-        mask (`flash_attention_2`), or the model has layers of another type.
+        mask (`flash_attention_2`), or the model has layers of another type, or with a state.
     """
+    if states := stateful_kinds(config):
+        raise ValueError(
+            f"{config.model_type} has layers with a state ({', '.join(states)}), which read all tokens in order, "
+            "whatever the mask: use tree_logprobs, SharedPrefixGRPOTrainer or prepare_model"
+        )
+    masks = make_masks(examples, config, dtype, device)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def make_masks(
+    examples: ParallelExample | Sequence[ParallelExample],
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> dict[str, Mask]:
+    """Return the masks of `stock_mask` by type of layer."""
     implementation = config.get_text_config(decoder=True)._attn_implementation
     if implementation not in SUPPORTED:
         raise ValueError(f"attn_implementation must be one of {list(SUPPORTED)} for a mask, got {implementation!r}")
@@ -73,7 +92,7 @@ def stock_mask(
             added = torch.zeros(seen.shape, dtype=dtype, device=device)
             seen = added.masked_fill(~seen, torch.finfo(dtype).min)
         masks[kind] = seen
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    return masks | {kind: masks[own] for kind, of in _hybrids(config).items() for own in of if own in masks}
 
 
 def _stock_view(example: ParallelExample) -> LayoutView:
@@ -113,15 +132,40 @@ def check_positions(num_positions: int, config: PretrainedConfig) -> None:
 
 
 def windows(config: PretrainedConfig) -> dict[str, int | None]:
-    """Return the sliding window of each type of layer of a model's config; None: full attention."""
+    """Return the sliding window of each type of attention layer of a model's config; None: full attention."""
     text = config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
-    types = set(getattr(text, "layer_types", None) or ())
-    if other := types - {"full_attention", "sliding_attention"}:
+    kinds = {kind for kind in _kinds(text) if not _has_state(kind)} - set(_WITHOUT_MASK)
+    if other := kinds - {"full_attention", "sliding_attention"}:
         raise ValueError(f"{text.model_type} has layers of the type {sorted(other)}, for which there is no mask")
-    if not types:
+    if not getattr(text, "layer_types", None):
         return {"": window}
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(types)}
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
+def stateful_kinds(config: PretrainedConfig) -> list[str]:
+    """Return the types of layers of a model's config that keep a state, and take no mask of keys."""
+    return [kind for kind in _kinds(config.get_text_config(decoder=True)) if _has_state(kind)]
+
+
+def _kinds(text: PretrainedConfig) -> list[str]:
+    """Return the types of layers of a config, and instead of hybrid ones what they consist of."""
+    hybrids = _hybrids(text)
+    return sorted({own for kind in getattr(text, "layer_types", None) or () for own in hybrids.get(kind, [kind])})
+
+
+def _hybrids(config: PretrainedConfig) -> dict[str, list[str]]:
+    """Return the types of layers that keep keys and a state, with the types that have a mask each."""
+    types = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    return {
+        kind: list(of)
+        for kind, of in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.items()
+        if kind in types and isinstance(of, dict)
+    }
+
+
+def _has_state(kind: str) -> bool:
+    return LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(kind) is create_recurrent_attention_mask
 
 
 def _slots(views: Sequence[LayoutView], length: int) -> np.ndarray:

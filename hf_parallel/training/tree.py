@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_parallel.training.example import ParallelExample, as_ids
-from hf_parallel.training.masks import Mask, stock_mask
+from hf_parallel.training.masks import make_masks, stateful_kinds
+from hf_parallel.training.states import states_branched
 
 
 class Targets(NamedTuple):
@@ -67,7 +68,8 @@ def tree_logprobs(
     queries, targets = (
         torch.from_numpy(values).to(parameter.device) for values in (example.target_queries, example.target_ids)
     )
-    logits = model(**batch, use_cache=False, logits_to_keep=queries).logits[0]
+    with states_branched(model, [example]):
+        logits = model(**batch, use_cache=False, logits_to_keep=queries).logits[0]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1:
         logits = logits / temperature
@@ -77,10 +79,11 @@ def tree_logprobs(
 
 def tree_batch(
     examples: Sequence[ParallelExample], config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str
-) -> dict[str, Mask | dict[str, Mask]]:
+) -> dict[str, Any]:
     """Return arguments of a model with stock attention for examples whose keys never move, padded to the longest one.
 
-    `input_ids` and `position_ids` are int64 `[B, T]`; `attention_mask` comes from `stock_mask`.
+    `input_ids` and `position_ids` are int64 `[B, T]`; `attention_mask` is that of `stock_mask`, none for layers with a
+    state, which need `states_branched`.
     """
     shape = len(examples), max(map(len, examples))
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "position_ids")}
@@ -88,7 +91,10 @@ def tree_batch(
         for name, values in batch.items():
             values[row, : len(example)] = torch.from_numpy(getattr(example, name))
     on_device = {name: values.to(device) for name, values in batch.items()}
-    return {**on_device, "attention_mask": stock_mask(examples, config, dtype, device)}
+    masks = make_masks(examples, config, dtype, device)
+    if states := stateful_kinds(config):
+        return {**on_device, "attention_mask": {**masks, **dict.fromkeys(states)} if masks else None}
+    return {**on_device, "attention_mask": masks if len(masks) > 1 else next(iter(masks.values()))}
 
 
 @contextmanager

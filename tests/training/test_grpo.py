@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hybrids
 import pytest
 import tiny
 import torch
@@ -135,6 +136,19 @@ def test_steps_equal_those_of_trl(name: str, checkpoint: Path) -> None:
     for step in found:
         assert (DIFFERENCE in step) == ("generation_kwargs" in settings and "reward" in step)
         assert "off_policy_mask_threshold" in settings or step.get(DIFFERENCE, 0) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rows of a prompt in several micro-batches", "reference model"])
+def test_steps_of_a_model_with_states_equal_those_of_trl(name: str, tmp_path: Path) -> None:
+    model = copy.deepcopy(hybrids.build("qwen3_5_text"))
+    model.generation_config.eos_token_id = ENDS
+    model.save_pretrained(tmp_path)
+    expected, found = (
+        steps(make_trainer(cls, tmp_path, enable=False, **SETTINGS[name]))
+        for cls in (trl.GRPOTrainer, SharedPrefixGRPOTrainer)
+    )
+    assert_equal_steps(found, expected)
 
 
 def test_the_mixin_computes_trees_in_the_rloo_trainer(checkpoint: Path) -> None:

@@ -1,0 +1,337 @@
+"""Layers with a state over trees of rows: every branch starts from the state at the end of its trunk.
+
+Such a layer (`hf_parallel/models/mixers.py`) reads a row token by token, whatever the attention mask says. Here it
+computes the rows of a packed example level by level: the trunks first, then all branches of a level as a batch, from
+the states of their trunks, which are tensors with gradients. Everything else of the model stays on packed tokens.
+
+A layer that cannot continue from a state in one call, or not with gradients, computes whole rows, which is exact too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from hf_parallel.generation.mixin import unwrap
+from hf_parallel.models.attention import UnsupportedModelError, gradient_checkpointing_disabled
+from hf_parallel.models.mixers import Mixer, MixerStates, find_mixers, mixers_wrapped
+from hf_parallel.training.example import ParallelExample
+
+SHORTEST = 8
+"""A shorter trunk is computed again in each of its branches, as a call costs more than its tokens."""
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""Relative difference to whole rows up to which a layer continues from a state; 0.1 in half precision."""
+_CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
+WHOLE_ROWS = float("inf")
+PADDING = -2
+_mixers: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Mixer, ...]] = weakref.WeakKeyDictionary()
+_continues: weakref.WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = weakref.WeakKeyDictionary()
+
+
+def mixers_of(model: PreTrainedModel) -> tuple[Mixer, ...]:
+    """Return the modules of a model that keep a state; they are found once.
+
+    Raises `UnsupportedModelError` if a layer keeps a state that is not in the cache.
+    """
+    if model not in _mixers:
+        layers = DynamicCache(config=model.config).layers
+        stateful = {i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+        try:
+            with gradient_checkpointing_disabled(model):
+                found = find_mixers(model) if stateful else ()
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} keeps states in a cache of its own: {error}"
+            ) from error
+        missing = sorted(stateful - {mixer.layer_idx for mixer in found})
+        if missing or (getattr(model, "_is_stateful", False) and not found):
+            where = f"layer {missing[0]}" if missing else "its layers"
+            raise UnsupportedModelError(f"{type(model).__name__} keeps a state in {where} that is not in its cache")
+        _mixers[model] = found
+    return _mixers[model]
+
+
+@contextmanager
+def states_branched(model: PreTrainedModel, examples: Sequence[ParallelExample]) -> Iterator[None]:
+    """Compute layers with a state over a padded batch of examples, in forward passes in this context.
+
+    Raises `UnsupportedModelError` if the model has such layers, and an example is not made of rows that are each one
+    sequence of tokens.
+    """
+    model = unwrap(model)
+    mixers = mixers_of(model) if examples else ()
+    if not mixers:
+        yield
+        return
+    try:
+        rows = Rows.of(examples)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers with a state ({mixers[0].name}), which read each row as one sequence "
+            f"of tokens, but {error}"
+        ) from None
+
+    def call(mixer: Mixer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return MixerPass(mixer, module, args, kwargs).over(rows)
+
+    with mixers_wrapped(model, mixers, call), _checkpoints_wrapped(model, lambda: mixers_wrapped(model, mixers, call)):
+        yield
+
+
+@contextmanager
+def _checkpoints_wrapped(model: nn.Module, context: Callable[[], Any]) -> Iterator[None]:
+    """Run what gradient checkpointing computes again in the same context as the first time."""
+
+    def wrapped(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def again(*given: Any, **named: Any) -> Any:
+                with context():
+                    return function(*given, **named)
+
+            return checkpoint(again, *args, **kwargs)
+
+        return run
+
+    found = [(vars(m), name, vars(m)[name]) for m in model.modules() for name in _CHECKPOINTING if name in vars(m)]
+    try:
+        for attributes, name, checkpoint in found:
+            attributes[name] = wrapped(checkpoint)
+        yield
+    finally:
+        for attributes, name, checkpoint in found:
+            attributes[name] = checkpoint
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """Sequences that a layer computes as one batch."""
+
+    tokens: torch.Tensor  # int64 [N, L], indices of tokens of the flat batch, padded on the right
+    parents: torch.Tensor | None  # int64 [N], the states of the level before that they continue from
+    is_continued: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """Calls by level of the tree, and where their results go."""
+
+    levels: list[list[_Call]]
+    source: torch.Tensor  # int64 [tokens], place of each token of the batch in the results of all calls
+
+
+class Rows:
+    """Tokens of a flat batch as rows that share their beginnings: `previous` is the token before each; -1: none."""
+
+    def __init__(self, previous: np.ndarray) -> None:
+        self.previous = previous
+        self._plans: dict[tuple[float, torch.device], _Plan] = {}
+
+    @classmethod
+    def of(cls, examples: Sequence[ParallelExample]) -> Rows:
+        """Return the rows of a padded batch. Raises `ValueError`, see `previous_tokens`."""
+        length = max(map(len, examples))
+        previous = np.full((len(examples), length), PADDING)
+        for row, example in enumerate(examples):
+            found = previous_tokens(example)
+            previous[row, : len(example)] = np.where(found < 0, -1, found + row * length)
+        return cls(previous.ravel())
+
+    @cached_property
+    def _nodes(self) -> list[tuple[list[int], int]]:
+        """Maximal sequences that no row leaves, each with the one before it."""
+        children = np.bincount(self.previous[self.previous >= 0], minlength=len(self.previous)).tolist()
+        nodes: list[tuple[list[int], int]] = []
+        node_of: list[int] = []
+        for token, before in enumerate(self.previous.tolist()):
+            if before == PADDING:
+                node_of.append(PADDING)
+            elif before >= 0 and children[before] == 1:
+                node_of.append(node_of[before])
+                nodes[node_of[-1]][0].append(token)
+            else:
+                node_of.append(len(nodes))
+                nodes.append(([token], node_of[before] if before >= 0 else -1))
+        return nodes
+
+    def plan(self, shortest: float, device: torch.device) -> _Plan:
+        """Return the calls if trunks shorter than `shortest` are computed again in each branch."""
+        key = (shortest, device)
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(shortest, device)
+        return self._plans[key]
+
+    def _make_plan(self, shortest: float, device: torch.device) -> _Plan:
+        trunks = {parent for _, parent in self._nodes}
+        ends: list[tuple[list[int], int, int]] = []  # of nodes: tokens to compute again, trunk to continue, level
+        batches: dict[tuple[int, bool, int], list[tuple[int, list[int], int]]] = {}
+        for node, (own, parent) in enumerate(self._nodes):
+            before, trunk, level = ends[parent] if parent >= 0 else ([], -1, 0)
+            tokens, is_last = before + own, node not in trunks
+            if not is_last and len(tokens) < shortest:
+                ends.append((tokens, trunk, level))
+                continue
+            ends.append(([], node, level + 1))
+            size = len(tokens).bit_length() if is_last else len(tokens)  # padding never enters a state
+            batches.setdefault((level, is_last, size), []).append((node, tokens, trunk))
+        levels: list[list[_Call]] = []
+        source, place = np.zeros(len(self.previous), np.int64), 0
+        number: dict[int, int] = {}  # of trunks, among those of their level
+        for (level, is_last, _), members in sorted(batches.items()):
+            if len(levels) == level:
+                levels.append([])
+                count = 0
+            # For one token and a state, many layers take a path without gradients.
+            length = max(1 + (level > 0), *(len(tokens) for _, tokens, _ in members))
+            table = [tokens + tokens[-1:] * (length - len(tokens)) for _, tokens, _ in members]
+            parents = torch.tensor([number[trunk] for *_, trunk in members], device=device) if level else None
+            levels[level].append(_Call(torch.tensor(table, device=device), parents, not is_last))
+            for node, tokens, _ in members:
+                source[tokens] = place + np.arange(len(tokens))
+                place += length
+                if not is_last:
+                    number[node], count = count, count + 1
+        return _Plan(levels, torch.from_numpy(source).to(device))
+
+
+PROBE = Rows(np.array([-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 7, 12, 4]))
+"""A trunk of five tokens and one of three, with branches of four, two and one."""
+
+
+def previous_tokens(example: ParallelExample) -> np.ndarray:
+    """Return for each token of an example the one before it in its row, -1: none.
+
+    Raises `ValueError` if what a token saw is not one sequence of tokens, each of which saw those before it.
+    """
+    contents = np.split(example.block_tokens, np.cumsum(example.block_lengths)[:-1])
+    ends = np.cumsum(example.view_lengths).tolist()
+    columns = example.view_blocks.tolist(), example.view_starts.tolist(), example.view_stops.tolist()
+    seen = list(zip(*columns, strict=True))
+    previous = np.arange(-1, len(example) - 1)
+    firsts = np.cumsum(example.segment_lengths) - example.segment_lengths
+    views = []
+    for end, size, first, position in zip(
+        ends, example.view_lengths.tolist(), firsts.tolist(), example.segment_positions.tolist(), strict=True
+    ):
+        ordered = sorted((start, block, min(stop, position - start)) for block, start, stop in seen[end - size : end])
+        view = [(block, stop) for _, block, stop in ordered if stop > 0]
+        previous[first] = contents[view[-1][0]][view[-1][1] - 1] if view else -1
+        views.append(view)
+    followed = []  # tokens at the beginning of each block that follow each other
+    for content in contents:
+        breaks = np.flatnonzero(previous[content[1:]] != content[:-1])
+        followed.append(1 + int(breaks[0]) if len(breaks) else len(content))
+    for view in views:
+        last = -1
+        for block, stop in view:
+            if previous[contents[block][0]] != last or stop > followed[block]:
+                raise ValueError("this example has tokens that move, or that see tokens of other workers or branches")
+            last = int(contents[block][stop - 1])
+    if (previous >= np.arange(len(previous))).any():
+        raise ValueError("this example has tokens that were computed before those that they follow")
+    return previous
+
+
+class MixerPass:
+    """One call of a layer over a padded batch of packed tokens."""
+
+    def __init__(self, mixer: Mixer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._mixer, self._module = mixer, module
+        given = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+        given.pop(mixer.argument, None)
+        # A mask is one of padding, which rows do not have.
+        given = {name: None if name.endswith("mask") else value for name, value in given.items()}
+        self._shape = next(iter(given.values())).shape[:2]  # rows of the batch, tokens
+        leaves, self._spec = tree_flatten(given)
+        self._leaves = [_Flat.of(leaf, self._shape) for leaf in leaves]
+
+    def over(self, rows: Rows) -> Any:
+        """Return the result for the rows of the batch, as the layer would compute each of them."""
+        known, dtype = _continues.setdefault(self._module, {}), self._leaves[0].value.dtype
+        if dtype not in known:
+            hidden = saved_tensors_hooks(lambda x: x, lambda x: x)  # from gradient checkpointing
+            with torch.enable_grad(), hidden:
+                known[dtype] = self._can_continue()
+        results = self.compute(rows, SHORTEST if known[dtype] else WHOLE_ROWS)
+        return tree_map(lambda x: x.view(*self._shape, *x.shape[1:]), results)
+
+    def _can_continue(self) -> bool:
+        """Return whether the layer computes some of its tokens from states as it computes them in whole rows."""
+        index = torch.arange(len(PROBE.previous), device=self._leaves[0].value.device) % self._shape.numel()
+        hidden, *leaves = [_Flat(leaf[index], leaf.is_per_token) for leaf in self._leaves]
+        hidden = _Flat(hidden.value.detach().requires_grad_(), True)
+        expected = _with_gradient(self.compute(PROBE, WHOLE_ROWS, [hidden, *leaves]), hidden.value)
+        try:
+            found = _with_gradient(self.compute(PROBE, 2, [hidden, *leaves]), hidden.value)
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return False
+        pairs = zip(found, expected, strict=True)
+        return all(bool((a - b).norm() <= TOLERANCE.get(b.dtype, 0.1) * b.norm()) for a, b in pairs)
+
+    def compute(self, rows: Rows, shortest: float, leaves: Sequence[_Flat] | None = None) -> Any:
+        """Return the results of all tokens, `[tokens, ...]`; `shortest` as in `Rows.plan`."""
+        leaves = self._leaves if leaves is None else leaves
+        plan = rows.plan(shortest, leaves[0].value.device)
+        results: list[list[torch.Tensor | None]] = []
+        states: list[MixerStates] = []  # of the continued calls of a level
+        for level in plan.levels:
+            before, states = states, []
+            for call in level:
+                given = MixerStates(in_place=False)
+                if call.parents is not None:
+                    conv = _take([of_call.conv for of_call in before], call.parents)
+                    recurrent = _take([of_call.recurrent for of_call in before], call.parents)
+                    given = MixerStates(conv, recurrent, in_place=False)
+                arguments = tree_unflatten([leaf[call.tokens] for leaf in leaves], self._spec)
+                arguments[self._mixer.argument] = None if shortest == WHOLE_ROWS else given
+                output, spec = tree_flatten(self._module._call_impl(**arguments))
+                results.append([_per_token(x, call.tokens.shape) for x in output])
+                if call.is_continued:
+                    states.append(given)
+        joined = [None if parts[0] is None else torch.cat(parts)[plan.source] for parts in zip(*results, strict=True)]
+        return tree_unflatten(joined, spec)
+
+
+@dataclass(frozen=True, eq=False)
+class _Flat:
+    """An argument of a layer: `[tokens, ...]` if it has a value for each token of the batch."""
+
+    value: Any
+    is_per_token: bool
+
+    @classmethod
+    def of(cls, value: Any, shape: torch.Size) -> _Flat:
+        """Return an argument `[rows, tokens, ...]`, or `[1, tokens, ...]`, without the dimension of rows."""
+        if not isinstance(value, torch.Tensor) or value.shape[:2] not in (shape, (1, shape[1])):
+            return cls(value, False)
+        return cls(value.expand(*shape, *value.shape[2:]).flatten(0, 1), True)
+
+    def __getitem__(self, tokens: Any) -> Any:
+        return self.value[tokens] if self.is_per_token else self.value
+
+
+def _take(states: Sequence[dict[int, torch.Tensor]], rows: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return rows of the states of several calls."""
+    return {index: torch.cat([state[index] for state in states]).index_select(0, rows) for index in states[0]}
+
+
+def _per_token(x: Any, shape: torch.Size) -> torch.Tensor | None:
+    return x.flatten(0, 1) if isinstance(x, torch.Tensor) and x.shape[:2] == shape else None
+
+
+def _with_gradient(results: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """Return results of all tokens, and the gradient of a function of them."""
+    outputs = [x for x in tree_leaves(results) if x is not None]
+    return [*outputs, *torch.autograd.grad([x.float().square().sum() for x in outputs], [hidden])]
