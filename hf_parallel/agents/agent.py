@@ -1,4 +1,4 @@
-"""Agent: a coroutine of the user's together with the supervisor that searches over its choices (Hive, section 5.1)."""
+"""Agent: a user's coroutine and the supervisor that searches over its choices (Hive, section 5.1)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Agent:
         return replace(self, supervisor=_checked(supervisor))
 
     def __call__(self, *arguments: object, **named: object) -> NoReturn:
-        """Raise `TypeError`: an agent is not called."""
+        """Raise `TypeError`: agents are started, not called."""
         raise TypeError(f"{self.name} is an agent: start it with Runtime(engine).run({self.name}, ...) or spawn")
 
 
 def agent(
     function: Callable[..., object] | None = None, *, supervisor: Supervisor | None = None, name: str | None = None
 ) -> Any:
-    """Make an agent of an async generator function, or of a coroutine function.
+    """Make an agent from an async generator function or a coroutine function.
 
-    An agent's values are those that it yields, or the one that it returns. It suspends where it awaits `Chat.gen`,
-    `next`, `tool` and the other operations of this package. A supervisor may continue a suspended agent several times:
-    then its code runs again from the start and receives what it received before. So the code must be deterministic:
-    clocks, random numbers, files and networks are used through `now`, `rng` and `tool`.
+    An agent yields values, or returns one. It suspends where it awaits `Chat.gen`, `next`, `tool` and the other
+    operations of this package. A supervisor may continue a suspended agent several times: its code then runs again from
+    the start and receives what it received before. So the code must be deterministic: use `now`, `rng` and `tool` for
+    clocks, random numbers, files and networks.
 
     Parameters
     ----------

@@ -19,9 +19,9 @@ from hf_parallel.generation.validation import check_int
 
 T = TypeVar("T")
 MAX_SHOWN = 2000
-"""Characters of a tool's result in a trace."""
+"""Maximum number of characters of a tool's result in a trace."""
 FIRST_DELAY = 0.05
-"""Seconds before a tool is called a second time; they double each time."""
+"""Seconds before the second attempt of a tool; doubles with each further attempt."""
 
 
 class AgentHandle:
@@ -46,9 +46,9 @@ class AgentHandle:
 
 
 def spawn(agent: Agent, *arguments: object, **named: object) -> AgentHandle:
-    """Start another agent, which runs beside the running one. Arguments are copied.
+    """Start another agent, which runs concurrently. Its arguments are copied.
 
-    It ends with the running one, if not before.
+    It ends with the agent that spawned it, if not before.
     """
     if not isinstance(agent, Agent):
         raise TypeError(f"spawn needs an agent, got {agent!r}: decorate the function with @agent")
@@ -74,7 +74,7 @@ def _child_id(frame: Frame, agent: Agent) -> str:
 
 
 def _id_after(frame: Frame, before: Search) -> str:
-    """Return the id of a resumed agent: each path resumes a copy, with an id that does not depend on their order."""
+    """Return the id of a resumed agent. Each path resumes its own copy; ids do not depend on the order of paths."""
     state = frame.state
     owner = builtins.next((one for one in state.path if before in one.searches), None)
     origin = before.task.result()
@@ -100,14 +100,14 @@ def _trace(frame: Frame, kind: str, **data: object) -> None:
 
 
 async def next(handle: AgentHandle) -> Any:
-    """Wait for the next value that an agent yields, or that it returns.
+    """Wait for the next value that an agent yields or returns.
 
-    If its last value was read already, the agent continues first, as after `resume(handle, None)`.
+    If its last value has been read, this first continues the agent, like `resume(handle, None)`.
 
     Raises
     ------
     AgentEndedError
-        If it ends without another value.
+        If the agent ends without another value.
     AgentError
         If it fails.
     AgentCancelledError
@@ -132,7 +132,7 @@ async def next(handle: AgentHandle) -> Any:
 
 
 async def resume(handle: AgentHandle, value: object = None) -> None:
-    """Continue an agent that has yielded; its `yield` returns the value. Waits until it has yielded."""
+    """Send a value to an agent: its `yield` returns the value. Waits until the agent has yielded."""
     _check_live(handle)
     if not handle._is_read:
         await next(handle)
@@ -160,9 +160,9 @@ def _check_live(handle: object) -> None:
 
 
 def cancel(handle: AgentHandle) -> None:
-    """End an agent and those that it has spawned; the memory of their requests is freed.
+    """End an agent and the agents that it spawned, and free the memory of their requests.
 
-    An agent that other paths of a search have received, too, continues for them.
+    If other paths of a search share the agent, it continues for them.
     """
     if isinstance(handle, AgentHandle) and handle._is_cancelled:
         return
@@ -182,17 +182,17 @@ async def tool(
     retries: int = 0,
     **named: object,
 ) -> T:
-    """Call a function outside of the agent's code; a replay returns what it has returned.
+    """Call a function outside the agent's code. A replay returns the recorded result.
 
     Parameters
     ----------
     function : callable
-        A coroutine function, or a function, which runs in a thread of its own. It cannot use the agent's `Chat`,
-        `spawn` and other operations.
+        A coroutine function, or a function, which runs in its own thread. It cannot use `Chat`, `spawn` and the other
+        operations of agents.
     timeout : float, optional
-        Seconds after which an attempt fails. A function in a thread continues, and its result is ignored.
+        Seconds after which an attempt fails. A function in a thread keeps running, and its result is ignored.
     retries : int
-        Further attempts after one has failed.
+        Number of further attempts after a failure.
 
     Raises
     ------
@@ -254,9 +254,9 @@ async def tool(
 
 
 async def gather(*awaitables: Awaitable[T]) -> list[T]:
-    """Run operations at the same time, such as several `Chat.gen`, and return their results in order.
+    """Run operations concurrently, such as several `Chat.gen`, and return their results in order.
 
-    Takes the place of `asyncio.gather`. Completions within are part of the running transition, and no choices.
+    Replaces `asyncio.gather`. Completions inside it are part of the running transition, not choices.
     """
     frame = current_frame()
     operation = f"gather {len(awaitables)}"
@@ -282,7 +282,7 @@ async def gather(*awaitables: Awaitable[T]) -> list[T]:
 
 
 def now() -> float:
-    """Return the time in seconds since the epoch; a replay returns the same."""
+    """Return the time in seconds since the epoch. A replay returns the recorded time."""
     frame = current_frame()
     entry = frame.replayed("now")
     if entry is None:
@@ -293,7 +293,7 @@ def now() -> float:
 
 
 def rng() -> random.Random:
-    """Return a generator of random numbers, seeded by the run's seed and the place in the agent."""
+    """Return a random number generator, seeded by the run's seed and the place in the agent."""
     frame = current_frame()
     entry = frame.replayed("rng")
     if entry is None:

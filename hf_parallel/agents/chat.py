@@ -19,9 +19,9 @@ class Chat:
     system : str, optional
         System message.
     messages : list of dict, optional
-        Messages of a chat template to begin with.
+        First messages, as for a chat template.
     **settings
-        Defaults of `gen`: any generation mode, and settings as of `model.generate`.
+        Defaults for `gen`: any generation mode, and settings of `model.generate`.
 
     Attributes
     ----------
@@ -43,29 +43,29 @@ class Chat:
         return self
 
     def user(self, text: str) -> Chat:
-        """Append a message of the user."""
+        """Append a user message."""
         return self._add("user", text)
 
     def assistant(self, text: str) -> Chat:
-        """Append a message of the assistant."""
+        """Append an assistant message."""
         return self._add("assistant", text)
 
     def fork(self, count: int) -> list[Chat]:
-        """Return copies, which go on separately. The engine holds their common messages once."""
+        """Return independent copies. The engine stores their common messages once."""
         return [Chat(messages=self.messages, **self.settings) for _ in range(count)]
 
     async def gen(self, *, forkable: bool = True, **settings: Any) -> str:
-        """Generate the assistant's next message, append and return it.
+        """Generate the assistant's next message, append it and return it.
 
-        It is a choice of the agent: its supervisor may continue the conversation with several completions.
+        This is a choice: the supervisor may continue the conversation with several completions.
 
         Parameters
         ----------
         forkable : bool
-            False: generate once, as part of the agent's code.
+            False: no choice. The message is generated once.
         **settings
-            As of `Engine.submit`: `generation_mode` and settings, `max_new_tokens`, `do_sample`, `temperature`, ...
-            Seeds come from the run; without a seed of your own, `do_sample=True` is reproducible.
+            Settings of `Engine.submit`: `generation_mode`, `max_new_tokens`, `do_sample`, `temperature`, ... The run
+            sets the seed, so `do_sample=True` is reproducible.
         """
         settings = {**self.settings, **settings}
         if (settings.get("num_return_sequences") or 1) != 1:
@@ -82,7 +82,7 @@ class Chat:
                 text = await run_aside(current_frame().execution, "complete.", fire.complete(conversation))
             else:
                 (text,) = await self._generate(key, messages, settings)
-            if fire is not None:  # a choice, and no completion of a value function or of a `gather`
+            if fire is not None:  # a choice, not a completion in a value function or `gather`
                 state.text = text
             return text
 
@@ -91,7 +91,7 @@ class Chat:
         return text
 
     async def sample(self, n: int, **settings: Any) -> list[str]:
-        """Generate several next messages as one request, such as votes, and return them. None is appended.
+        """Generate several candidates for the next message as one request, such as votes, without appending them.
 
         Supervisors do not continue them separately.
 
@@ -100,7 +100,7 @@ class Chat:
         n : int
             Number of completions; with a mode, `num_return_sequences`.
         **settings
-            As of `gen`.
+            Settings of `gen`.
         """
         check_int("n", n, at_least=1)
         messages = [dict(message) for message in self.messages]

@@ -2,18 +2,18 @@
 
 
 class AgentError(RuntimeError):
-    """Raised by an agent that waits for one that failed, and by `Runtime.run`; its cause is the error."""
+    """Raised by `Runtime.run`, and in agents that wait for a failed agent; its cause is that agent's error."""
 
 
 def agent_failure(agent_id: str, error: BaseException) -> AgentError:
-    """Return the error of an agent that has failed."""
+    """Return the error of a failed agent."""
     failure = AgentError(f"agent {agent_id} failed: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
 
 
 class AgentEndedError(RuntimeError):
-    """Raised by `next` if the agent has ended and yields nothing more."""
+    """Raised by `next` if the agent has ended."""
 
 
 class AgentCancelledError(RuntimeError):
@@ -21,13 +21,13 @@ class AgentCancelledError(RuntimeError):
 
 
 class DeadlockError(RuntimeError):
-    """Raised where agents would wait for each other for ever."""
+    """Raised if agents wait for each other and none can continue."""
 
 
 class ReplayError(RuntimeError):
-    """Raised if an agent does something else when it is replayed, and ends the run, also if the agent handles it.
+    """Raised if an agent diverges from its replay. Ends the run, even if the agent catches it.
 
-    Its code is not deterministic, or the recording is of other arguments, or lacks a completion and there is no engine.
+    Its code is not deterministic, or the recording has other arguments, or lacks a completion and there is no engine.
     """
 
 
@@ -36,4 +36,4 @@ class ToolError(RuntimeError):
 
 
 class BudgetExceededError(RuntimeError):
-    """Raised if a search has used its budget before any of its paths has yielded."""
+    """Raised if a search uses up its budget before a path yields."""

@@ -24,19 +24,19 @@ _frame: ContextVar[Frame | None] = ContextVar("hf_parallel_agent_frame", default
 
 
 class Context:
-    """Where operations run: an `Execution`, or the state that a value function evaluates, which has no choices."""
+    """Context of operations: an `Execution`, or a state that a value function evaluates, which has no choices."""
 
     is_running = True
-    """Whether the next state is being computed or reached by a replay, and has not been cancelled."""
+    """Whether a transition or a replay is running and has not been cancelled."""
 
     def __init__(self, search: Any, state: State) -> None:
         self.search, self.agent_id = search, state.agent_id
         self.state: State | None = state
 
     def end_run(self, error: ReplayError) -> ReplayError:
-        """End the run by an error, which agents may handle, and return it.
+        """End the run with an error, even if the agent catches it, and return the error.
 
-        Code that only cleans up after the end or a cancellation is not replayed, and ends nothing.
+        Clean-up code after the end or a cancellation is not replayed, and ends nothing.
         """
         if self.is_running:
             self.search.runtime.end(self.agent_id, error)
@@ -44,7 +44,7 @@ class Context:
 
 
 class Frame:
-    """A task of an agent, and the log that records or replays its operations."""
+    """A task of an agent, with the log that records or replays its operations."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class Frame:
 
     @property
     def is_main(self) -> bool:
-        """Whether it is the coroutine of the agent itself, whose choices are those of its states."""
+        """Whether it is the agent's own coroutine, whose choices become states."""
         return self._entries is None
 
     @property
     def state(self) -> State:
-        """The state that is being computed."""
+        """State that is being computed."""
         state = self.execution.state
         if state is None:
             raise self.departure("the recorded operations have ended")
@@ -78,7 +78,7 @@ class Frame:
         return self.state.entries if self._entries is None else self._entries
 
     def key(self) -> str:
-        """Return an id of the next operation that is the same in every run with the same seed."""
+        """Return an id of the next operation, the same in every run with the same seed."""
         return f"{self.execution.agent_id}/{self.state.id}/{self.prefix}{len(self.entries)}"
 
     def replayed(self, operation: str) -> Entry | None:
@@ -99,7 +99,7 @@ class Frame:
         return entry
 
     def departure(self, what: str) -> ReplayError:
-        """End the run, as the agent is not deterministic; return the error."""
+        """End the run because the agent is not deterministic; return the error."""
         error = ReplayError(
             f"agent {self.execution.agent_id} departs from its log when it is replayed: {what}. Its code must do the "
             "same each time: use now(), rng() and tool() for what changes"
@@ -117,7 +117,7 @@ class Frame:
 
 
 def current_frame() -> Frame:
-    """Return the frame of the running agent; raise `RuntimeError` outside of one."""
+    """Return the frame of the running agent; raise `RuntimeError` outside an agent."""
     frame = _frame.get()
     if frame is None:
         raise RuntimeError("this function works only in an agent that a Runtime runs, and not within a tool")
@@ -127,9 +127,9 @@ def current_frame() -> Frame:
 
 
 def source_line(function: Callable[..., object]) -> int | None:
-    """Return the line of an agent's function that the running operation is called from, directly or by a helper.
+    """Return the line of an agent's function that called the running operation, directly or through a helper.
 
-    None outside of it: in a value function, and in tasks of `gather`.
+    None outside the function: in value functions and tasks of `gather`.
     """
     code, frame = getattr(function, "__code__", None), sys._getframe(1)
     while frame.f_code is not code:
@@ -147,11 +147,11 @@ async def perform(
     Parameters
     ----------
     operation : str
-        Name and arguments of the operation: equal in each replay.
+        Name and arguments of the operation, the same in every replay.
     compute : coroutine function
-        Receives the key of the operation, and what the supervisor passes to a choice. Returns the result.
+        Receives the operation's key and, for a choice, what the supervisor passes. Returns the result.
     messages : list of dict, optional
-        Makes it a choice: the conversation that is continued.
+        Makes the operation a choice: the conversation to continue.
     """
     frame = current_frame()
     entry = frame.replayed(operation)
@@ -176,7 +176,7 @@ async def perform(
 
 
 def outside_of_agents(awaitable: Coroutine[object, None, T]) -> asyncio.Task[T]:
-    """Start a task outside of agents."""
+    """Start a task that is not part of an agent."""
     token = _frame.set(None)
     try:
         return asyncio.get_running_loop().create_task(awaitable)
@@ -185,7 +185,7 @@ def outside_of_agents(awaitable: Coroutine[object, None, T]) -> asyncio.Task[T]:
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Call a function in a thread of its own, for which the process does not wait when it ends."""
+    """Call a function in a daemon thread, which does not keep the process alive."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -279,7 +279,7 @@ class Execution(Context):
             self._stopped.set_result((status, operation, value))
 
     async def suspend(self, status: str, operation: str, value: object) -> object:
-        """Wait until a supervisor continues the state; return what it passes."""
+        """Wait until a supervisor continues the state; return what it passes to the choice."""
         self._go = asyncio.get_running_loop().create_future()
         self._stop(status, operation, value)
         return await self._go
@@ -302,7 +302,7 @@ class Execution(Context):
             child.execution = self
 
     async def replay(self, state: State) -> None:
-        """Run to a state, whose log was given."""
+        """Run to a state by replaying its log."""
         await self._continue(None)
         status, operation, value = self._stopped.result()
         if (status, operation) != (state.status, state.pending) or self.frame.replay:

@@ -1,4 +1,4 @@
-"""Models that generate the completions of agents: an engine, or a script for tests."""
+"""Models that generate completions for agents: an engine, or a script for tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RETRY_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Completion:
-    """Texts of a request, one per `num_return_sequences`, and its cost in tokens."""
+    """Texts of a request, one per `num_return_sequences`, and their cost in tokens."""
 
     texts: tuple[str, ...]
     tokens: int = 0
@@ -35,7 +35,7 @@ class Completion:
     reused_tokens: int = 0
     """Prompt tokens, and how many of them had cached keys and values; counted once for all completions."""
     replayed_tokens: int = 0
-    """New tokens that were sampled from cached logits."""
+    """New tokens sampled from cached logits."""
 
     def to_dict(self) -> dict[str, object]:
         """Return plain data."""
@@ -52,14 +52,14 @@ class Model(Protocol):
     async def generate(
         self, messages: Sequence[Message], settings: Settings, seed: int, hints: AgentHints
     ) -> Completion:
-        """Continue a conversation `num_return_sequences` times, a setting whose default is 1."""
+        """Continue a conversation `num_return_sequences` times (a setting, default 1)."""
 
 
 class EngineModel:
-    """Model of an engine. Concurrent requests are batched.
+    """An engine as a model. It batches concurrent requests.
 
-    Completions without a mode use `logits_cache`, if given: a conversation that is continued again replays cached
-    logits as long as its samples agree. The tokens are the same with and without it (Hive, section 6.1).
+    Completions without a mode use `logits_cache`, if given: a second completion of a conversation replays cached logits
+    as long as its samples agree. The tokens are the same with and without it (Hive, section 6.1).
     """
 
     def __init__(self, engine: Engine, logits_cache: LogitsCache | None = None) -> None:
@@ -121,7 +121,7 @@ Script = Callable[[Sequence[Message], Settings, int], "str | Awaitable[str]"]
 
 @dataclass
 class ScriptedModel:
-    """Replaces a model by a function, for tests of agents. Each word counts as a token."""
+    """A function in place of a model, for tests of agents. Each word counts as a token."""
 
     script: Script
     calls: list[Sequence[Message]] = field(default_factory=list)

@@ -15,29 +15,29 @@ from hf_parallel.files import COUNT, TEXT, TEXT_OR_NULL, Field, check_fields, pa
 
 FORMAT = "hf_parallel agents recording 1"
 MAX_SHOWN = 500
-"""Characters of the arguments of an operation in an error."""
+"""Maximum number of characters of an operation's arguments in an error."""
 _ANY = Field(lambda value: True, "a value")
 _TEXTS = Field(lambda value: isinstance(value, list) and all(map(TEXT.is_valid, value)), "a list of texts")
 _COMPLETION = {field.name: _TEXTS if field.name == "texts" else COUNT for field in fields(Completion)}
 
 
 class Recording:
-    """Results by the key of their operation: one JSON object per line, appended as they come.
+    """Results by operation key: one JSON object per line, appended as they arrive.
 
-    A run with the same agents, arguments and seed finds its results and computes only what is missing. `model` is the
-    fingerprint of its model; None: not known, and not compared.
+    A run with the same agents, arguments and seed reads its results and computes only what is missing. `model` is the
+    fingerprint of the model; None if it is unknown, and then not compared.
 
     Raises
     ------
     ValueError
-        If the file is not a recording, or of a run with another seed or model.
+        If the file is not a recording, or has another seed or model.
     """
 
     def __init__(self, path: str | Path, seed: int, model: str | None = None) -> None:
         self.path = Path(path)
         self._results: dict[str, dict[str, Any]] = {}
         header: dict[str, object] = {"format": FORMAT, "seed": seed, "model": model}
-        # A process that was killed may have written a part of a line.
+        # A killed process may have written part of a line.
         whole, rest = read_lines(self.path) if self.path.exists() else ("", b"")
         if whole:
             self._load(whole.splitlines(), header)
@@ -66,9 +66,9 @@ class Recording:
         return len(self._results)
 
     def get(self, key: str, operation: str, arguments: object = ()) -> list[Any] | None:
-        """Return a recorded result in a list; None if there is none. Raise the recorded `ToolError`.
+        """Return a list of the recorded result, or None. Raises the recorded `ToolError`.
 
-        Raises `ReplayError` if another operation was recorded; it names the arguments of this one.
+        Raises `ReplayError`, which names the arguments, if another operation was recorded.
         """
         found = self._results.get(key)
         if found is None:
@@ -87,7 +87,7 @@ class Recording:
         return [found["value"]]
 
     def put(self, key: str, operation: str, value: object = None, error: str | None = None) -> Any:
-        """Append a result, and return it as `get` will. Raises `TypeError` if JSON cannot hold it."""
+        """Append a result, and return it as `get` would. Raises `TypeError` if JSON cannot hold it."""
         value = value.to_dict() if isinstance(value, Completion) else value
         try:
             line = json.dumps({"key": key, "operation": operation, "value": value, "error": error})
@@ -102,7 +102,7 @@ class Recording:
 
 
 def _check_result(line: object, where: str) -> dict[str, Any]:
-    """Return the result that a line holds; raise `ValueError` if it holds none."""
+    """Return the result in a line; raise `ValueError` if there is none."""
     found = check_fields(line, {"key": TEXT, "operation": TEXT, "value": _ANY, "error": TEXT_OR_NULL}, where)
     if found["error"] is None and found["operation"].startswith("gen"):
         check_fields(found["value"], _COMPLETION, f"{where}: value")

@@ -1,4 +1,4 @@
-"""Run: state of one run of an agent and of the agents that it spawns."""
+"""Run: state of one run of an agent and of all agents that it spawns."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class AgentStats:
     """Transitions between states."""
     completions: int = 0
     replayed_completions: int = 0
-    """Completions that were read from a recording."""
+    """Completions read from a recording."""
     tokens: int = 0
     """New tokens."""
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    """Prompt tokens, once per request, and how many of them had cached keys and values."""
+    """Prompt tokens, counted once per request, and how many of them had cached keys and values."""
     replayed_tokens: int = 0
-    """New tokens that were sampled from cached logits."""
+    """New tokens sampled from cached logits."""
     tool_calls: int = 0
     passes: int = 0
     """Forward passes of the engine during the run, including passes of other callers."""
@@ -66,13 +66,13 @@ class Run:
         self.model, self.seed, self.recording = model, seed, recording
         self.id = secrets.token_hex(8)
         self.trace, self.stats = RunTrace(), AgentStats()
-        self._scores: Mapping[str, Contribution] = {}  # the last that the trace has
+        self._scores: Mapping[str, Contribution] = {}  # the last ones in the trace
         self.executions: set[Execution] = set()
         self.search_tasks: set[asyncio.Task[State]] = set()  # tasks of `Search` objects
         self.functions: dict[str, Agent] = {}
         self._busy = self._operations = 0  # operations running now; starts and ends so far
         self._places = asyncio.Semaphore(max_requests)
-        self._missing: dict[str, Context] = {}  # agents that wait for a completion that the recording lacks, by its key
+        self._missing: dict[str, Context] = {}  # agents that wait for a completion that the recording lacks, by key
         self._steps: dict[str, str] = {}  # key of the last request, by agent instance
         self._end: asyncio.Future[AgentError] = asyncio.get_running_loop().create_future()  # see `end`
 

@@ -19,19 +19,19 @@ from hf_parallel.engine import Engine
 from hf_parallel.generation.validation import check_int
 
 MAX_REQUESTS = 256
-"""Requests that agents of a run have at the same time on a model that is no engine."""
+"""Maximum number of concurrent requests of a run whose model is not an engine."""
 
 
 @dataclass(frozen=True)
 class AgentResult:
-    """Values that an agent has yielded, with the trace and the cost of the run.
+    """Values of an agent, and trace and cost of the run.
 
     Attributes
     ----------
     value : object
-        The last value that it yielded, or the one that it returned. None: it yielded nothing.
+        The last yielded value, or the returned one. None if it yielded nothing.
     values : list
-        All of them.
+        All yielded values.
     trace : RunTrace
         What each agent did and when.
     stats : AgentStats
@@ -54,16 +54,16 @@ class AgentResult:
 
 
 class Runtime:
-    """Runs agents. All requests of a moment are one batch of the engine.
+    """Runs agents. The engine batches all concurrent requests.
 
     Parameters
     ----------
     engine : Engine or Model, optional
-        An open engine, or an object with the methods of `agents.Model`. None: only recorded runs.
+        An open engine, or an object with the methods of `agents.Model`. None: replays recorded runs only.
     seed : int
         Seed of all completions and random numbers. Equal runs give equal results, however their requests interleave.
     logits_cache : LogitsCache or bool
-        Cached logits that completions without a mode replay. Default: one of this runtime; False: none.
+        Cached logits, which completions without a mode replay. True: a cache of this runtime. False: none.
 
     Examples
     --------
@@ -96,11 +96,11 @@ class Runtime:
         ----------
         agent : Agent
         *arguments, **named
-            Arguments of the agent, which are copied.
+            Arguments of the agent. They are copied.
         record : path, optional
-            File in which completions and results of tools are recorded. If it exists, the run takes from it what it
-            holds: a run that was killed continues, and one that has ended replays without the model. With other weights
-            of the engine's model, it raises `ValueError`.
+            File that records completions and tool results. If it exists, the run reads what it holds: a killed run
+            continues, and a finished run replays without a model. Raises `ValueError` if it was recorded with other
+            weights.
 
         Returns
         -------
@@ -113,7 +113,7 @@ class Runtime:
         """
         if asyncio._get_running_loop() is None:
             return asyncio.run(self.run_async(agent, *arguments, record=record, **named))
-        loop = asyncio.new_event_loop()  # for a thread, as this one runs a loop, such as in a notebook
+        loop = asyncio.new_event_loop()  # runs in a thread: this one has a running loop, as in a notebook
         task = loop.create_task(self.run_async(agent, *arguments, record=record, **named))
 
         def work() -> None:
@@ -139,9 +139,7 @@ class Runtime:
         if not isinstance(agent, Agent):
             raise TypeError(f"run needs an agent, got {agent!r}: decorate the function with @agent")
         if self.model is None and (record is None or not Path(record).exists()):
-            raise ValueError(
-                f"this Runtime has no engine, so that it needs a recording that exists, got record={record!r}"
-            )
+            raise ValueError(f"this Runtime has no engine and needs an existing recording, got record={record!r}")
         recording = None
         if record is not None:
             model = self.model if isinstance(self.model, EngineModel) else None

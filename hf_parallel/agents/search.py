@@ -1,4 +1,4 @@
-"""Search: one search of an agent's supervisor, from the agent's start or a yield to its next yield or end."""
+"""Search: one search of a supervisor, from the agent's start or a yield to its next yield or end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from hf_parallel.agents.supervisors.base import Fire, Supervisor
 class Search:
     """A running search; its `task` returns the final state.
 
-    It begins at `origin`: the first state of a new agent, or a state at a yield, which receives `sent`. A copy of an
-    agent has its own `agent_id`. `is_exclusive`: the agent has no copies, because no supervisor above it continues a
-    state twice.
+    `origin` is the first state of a new agent, or a state at a yield, which receives `sent`. A copy of an agent has its
+    own `agent_id`. `is_exclusive`: the agent has no copies, because no supervisor above it continues a state twice.
     """
 
     def __init__(
@@ -52,17 +51,17 @@ class Search:
 
     @property
     def starts_exclusive(self) -> bool:
-        """Whether agents that this one starts belong to a single path."""
+        """Whether the agents that this one starts belong to a single path."""
         cls = type(self.origin.agent.supervisor)
         return self.is_exclusive and vars(cls).get("continues_once", False)
 
     def close(self) -> None:
-        """Cancel the search, and all agents that this one has started."""
+        """Cancel the search and all agents that it started."""
         self.task.cancel()
         self._drop(self._all_states(), ())
 
     def _all_states(self) -> list[State]:
-        """Return the states of the search, and if there are no copies of the agent, all before them."""
+        """Return the states of the search and, unless the agent has copies, all earlier states."""
         return [*self._states, *(self.origin.path if self.is_exclusive else ())]
 
     async def _run(self) -> State:
@@ -112,7 +111,7 @@ class Search:
         return child
 
     async def _execution(self, state: State) -> Execution:
-        """Return the coroutine that is suspended in a state, or a new one after the replay of its log."""
+        """Return the coroutine suspended in a state, or a new one that has replayed its log."""
         execution, state.execution = state.execution, None
         if execution is None:
             execution = Execution(self, state)
@@ -176,7 +175,7 @@ class Search:
         self.runtime.trace.add(self.agent_id, "state", state.id, parent=parent, value=state.value, status=status)
 
     def _drop(self, states: Sequence[State], kept: Sequence[State]) -> None:
-        """Close the coroutines of states, and the agents that were started on the way to them, except those kept."""
+        """Close the coroutines of states that are not kept, and the agents started in them."""
         for state in states:
             if state in kept:
                 continue

@@ -1,4 +1,4 @@
-"""Simulation: requests of agents through the tree, the eviction and the policies of an engine, without a model."""
+"""Simulation: agents' requests through an engine's prefix tree, allocation and eviction, without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.validation import check_choice, check_int
 
 PromptSegment: TypeAlias = tuple[str, int] | list[str | int]
-"""Part of a prompt: a name and a number of tokens, which are equal for equal names; or token ids."""
+"""Part of a prompt: token ids, or a name and a length. Equal names stand for equal tokens."""
 POLICIES: dict[str, type[EvictionPolicy]] = {
     "lru": LeastRecentlyUsed,
     "contribution": ContributionPolicy,
@@ -31,20 +31,20 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """A request of a trace. Its fields may come from JSON: `TraceRequest(**fields)`.
+    """A request of a trace. `dataclasses.asdict` makes JSON of it, and `TraceRequest(**fields)` reads it.
 
     Parameters
     ----------
     agent : str
-        Role of the agent; `agent_id` of its hints.
+        Role of the agent, the `agent_id` of its hints.
     prompt : sequence of segments
-        Each a name and a number of tokens, or a list of token ids.
+        Parts of the prompt: a name and a number of tokens, or a list of token ids.
     output : segment
-        Tokens that are generated, at least one.
+        Generated tokens, at least one.
     workflow : str
-        `workflow_id` of its hints.
+        The `workflow_id` of its hints.
     is_hotspot : bool
-        Whether its hits and misses count as those of a hotspot.
+        Whether the agent is a hotspot, for the counts of hits and misses.
     """
 
     agent: str
@@ -55,19 +55,19 @@ class TraceRequest:
 
     @property
     def hints(self) -> AgentHints:
-        """Hints that the request is submitted with."""
+        """Hints of the request for the engine."""
         return AgentHints(self.workflow, self.agent)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests of agents in the order in which they run, one after the other.
+    """Requests in the order in which they run, one after the other.
 
     Parameters
     ----------
     requests : sequence of TraceRequest
     vocabulary : tuple of int
-        Token ids of named segments are at least the first and below the second number.
+        Range of the token ids of named segments: from the first number, below the second.
     """
 
     requests: Sequence[TraceRequest]
@@ -78,7 +78,7 @@ class Trace:
         return np.concatenate([self._tokens(segment) for segment in request.prompt])
 
     def output_of(self, request: TraceRequest) -> np.ndarray:
-        """Return the token ids that are generated, int64 `[length]`."""
+        """Return the generated token ids, int64 `[length]`."""
         return self._tokens(request.output)
 
     def _tokens(self, segment: PromptSegment) -> np.ndarray:
@@ -95,13 +95,13 @@ def _named_tokens(name: str, length: int, low: int, high: int) -> np.ndarray:
 
 @dataclass
 class CacheResult:
-    """Prompt tokens of a trace that were cached (hits) or computed (misses), in total and for the hotspots.
+    """Cached (hits) and computed (misses) prompt tokens of a trace, for hotspots and other agents.
 
-    A token that no earlier request had is a miss with every policy.
+    A token that no earlier request had is a miss under every policy.
     """
 
     policy: EvictionPolicy
-    """The policy object, with its state at the end."""
+    """The policy in its final state."""
     hotspot_hits: int = 0
     hotspot_misses: int = 0
     other_hits: int = 0
@@ -114,12 +114,12 @@ class CacheResult:
 
     @property
     def hotspot_hit_rate(self) -> float:
-        """Part of the hotspots' prompt tokens that was cached; 0 without any."""
+        """Cached fraction of the hotspots' prompt tokens; 0 if there are none."""
         return self.hotspot_hits / max(self.hotspot_hits + self.hotspot_misses, 1)
 
     @property
     def other_hit_rate(self) -> float:
-        """Part of the other agents' prompt tokens that was cached; 0 without any."""
+        """Cached fraction of the other agents' prompt tokens; 0 if there are none."""
         return self.other_hits / max(self.other_hits + self.other_misses, 1)
 
     def add(self, request: TraceRequest, prompt_tokens: int, reused: int) -> None:
@@ -142,8 +142,8 @@ def simulate(
 ) -> CacheResult:
     """Run a trace without a model, and count hits, misses and evicted tokens.
 
-    The requests run one after the other. The tree, the allocation and the eviction are those of `Engine`, so the
-    figures equal those of an engine with the same budget.
+    Requests run one after the other, with the prefix tree, allocation and eviction of `Engine`. The counts equal those
+    of an engine with the same budget.
 
     Parameters
     ----------
@@ -151,9 +151,9 @@ def simulate(
     policy : str or EvictionPolicy
         "lru", "contribution", "steps", or a new policy object.
     max_tokens : int, optional
-        Tokens whose keys and values fit into memory. Default: no limit.
+        Budget of the KV cache in tokens. Default: no limit.
     max_batch_tokens : int
-        See `Engine`; prompts are computed in parts of this length.
+        Maximum number of prompt tokens per pass; see `Engine`.
 
     Raises
     ------
@@ -180,7 +180,7 @@ def simulate(
 
 @dataclass(eq=False)
 class _SimulatedRequest:
-    """A request for the storage: a plain completion of one row."""
+    """A request as the storage sees it: one row, without a mode."""
 
     hints: AgentHints
     num_tokens: int
@@ -188,14 +188,14 @@ class _SimulatedRequest:
     identity: None = None
 
     def run(self, storage: KVStorage, prompt: np.ndarray, output: np.ndarray, chunk: int) -> int:
-        """Run the request as an engine does. Return the number of prompt tokens that were cached."""
+        """Run the request as an engine would. Return the number of cached prompt tokens."""
         storage.tree.clock += 1
         cache = SharedPrefixCache(lent=(storage.tree, self))
         leaf = cache.insert(prompt)
         reused = sum(node.num_cached for node in leaf.path)
         self._prefill(storage, cache.nodes_to_prefill(), chunk)
         block = cache.pool.new_block(base=len(prompt))
-        while block.length < len(output) - 1:  # the last token is not stored
+        while block.length < len(output) - 1:  # the keys of the last token are never computed
             cache.pool.reserve([(block, block.length + 1)])
             block.length = min(len(output) - 1, block.extent.capacity - block.first)
         storage.tree.clock += 1

@@ -1,4 +1,4 @@
-"""State: an agent that is suspended, as the log of what its coroutine received (Hive, section 5.1).
+"""State: a suspended agent, as the log of what its coroutine received (Hive, section 5.1).
 
 A Python coroutine cannot be copied. To continue a state a second time, the log is replayed in a new coroutine.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from hf_parallel.generation.prompts import Message
 
 CHOICE, YIELD, END, ERROR = "choice", "yield", "end", "error"
-"""Why a coroutine is suspended: before a choice, at a yield, because it has ended, or failed."""
+"""Why a coroutine is suspended: before a choice, at a yield, after its end, after an error."""
 
 
 @dataclass(eq=False)
@@ -28,14 +28,14 @@ class Entry:
     """Entries of the coroutines of a `gather`."""
 
     def result(self) -> Any:
-        """Return a copy of the value, so that the agent cannot change the log; raise the error."""
+        """Return a copy of the value, which protects the log from changes; raise the error if there is one."""
         if self.error is not None:
             raise self.error
         return copy.deepcopy(self.value)
 
 
 class State:
-    """An agent's state, or the transition to it while it is computed.
+    """A state of an agent, or the running transition to it.
 
     Attributes
     ----------
@@ -43,18 +43,18 @@ class State:
     agent_id : str
         Id of the agent's instance.
     id : str
-        Indices of the transitions from the start, such as `0.2.1`.
+        Index of each transition from the start, such as `0.2.1`.
     parent : State or None
     status : str
         `choice`, `yield`, `end` or `error`.
     messages : list of dict
-        Conversation of the choice before which it is suspended.
+        Conversation of the pending choice.
     text : str
         Last completion of a choice.
     yielded : object
-        Value that the agent has yielded or returned, if its status is `yield` or `end`.
+        Yielded or returned value, if the status is `yield` or `end`.
     value : float or None
-        What the supervisor's value function returned.
+        Result of the supervisor's value function.
     tokens : int
         New tokens of the transition.
     """
@@ -98,7 +98,7 @@ class State:
 
     @property
     def conversation(self) -> list[Message]:
-        """Messages of the last choice, and its completion; where a search begins, those of the choice that comes."""
+        """Messages of the last choice with its completion; at the start of a search, those of the next choice."""
         if self.parent is None or not self.parent.is_choice:
             return list(self.messages)
         return [*self.parent.messages, {"role": "assistant", "content": self.text}]
@@ -110,12 +110,12 @@ class State:
 
     @property
     def is_final(self) -> bool:
-        """Whether a search ends here: the agent has yielded or ended."""
+        """Whether the agent has yielded or ended, so that a search ends here."""
         return self.status in (YIELD, END)
 
     @property
     def is_choice(self) -> bool:
-        """Whether it can be continued with different completions."""
+        """Whether different completions can continue it."""
         return self.status == CHOICE
 
     def __repr__(self) -> str:
@@ -129,12 +129,12 @@ def derive_seed(*parts: object) -> int:
 
 
 def digest(*values: object) -> str:
-    """Return a short text that is equal for equal arguments in each replay; see `fingerprint`."""
+    """Return a short hash of values that is the same in every replay; see `fingerprint`."""
     return hashlib.sha256(repr(fingerprint(values)).encode()).hexdigest()[:16]
 
 
 def fingerprint(value: object) -> object:
-    """Return what is equal for equal arguments in each replay: objects count by their type."""
+    """Return plain data that is the same in every replay; an object becomes the name of its type."""
     if isinstance(value, Mapping):
         return {str(name): fingerprint(one) for name, one in sorted(value.items(), key=str)}
     if isinstance(value, list | tuple):

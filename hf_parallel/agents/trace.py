@@ -1,4 +1,4 @@
-"""Trace of a run of agents: which agent spawned, generated, waited and yielded when, as plain data in JSON."""
+"""Trace of a run: what each agent did and when, as plain data that JSON can hold."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hf_parallel.files import (
 FORMAT, VERSION = "hf_parallel agents", 1
 """Values of `format` and `version` in the file of a trace."""
 STATUSES = ("committed", "selected", "dropped")
-"""What a supervisor did with a state of its search tree."""
+"""What a supervisor did with a state."""
 
 
 @dataclass(slots=True)
@@ -38,17 +38,17 @@ class Event:
     Attributes
     ----------
     time
-        Seconds since the run began. Events with a duration (`gen`, `tool`, `next`) are recorded at their end; their
-        data holds the `begin`.
+        Seconds since the run began. Events with a duration (`gen`, `tool`, `next`) are recorded at their end, and have
+        `begin` in their data.
     agent
-        Id of the agent instance, such as `solve#0`; its children append to it: `solve#0/gather#1`.
+        Id of the agent instance, such as `solve#0`. Those of its children begin with it: `solve#0/gather#1`.
     kind
-        `spawn`, `gen`, `tool`, `next`, `resume`, `yield`, `state`, `end`, `error`, `cancel`, `kv` or `scores`. Readers
-        ignore other kinds.
+        `spawn`, `gen`, `tool`, `next`, `resume`, `yield`, `state`, `end`, `error`, `cancel`, `kv` (`bytes` of the KV
+        cache) or `scores` (contribution `scores` by agent). Readers ignore other kinds.
     state
         Id of the state in the agent's search tree, such as `0.2.1`.
     data
-        What happened, by the names that the kind has. `line`, if it is known, is the line of the agent's source.
+        Entries of this kind. `line`, if known, is the line of the agent's source.
     """
 
     time: float
@@ -60,14 +60,14 @@ class Event:
 
 @dataclass
 class RunTrace:
-    """Events of a run, in the order in which they happened.
+    """Events of a run, in order.
 
     Attributes
     ----------
     events
-        Appended while the run continues. If there are events already, the time continues from the last one.
+        Grows during the run. Given events come first, and the time continues from the last of them.
     clock
-        Returns a number of seconds that never decreases.
+        Returns seconds that never decrease.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -81,25 +81,25 @@ class RunTrace:
         return self.clock() - self._began
 
     def add(self, agent: str, kind: str, /, state: str = "", **data: object) -> Event:
-        """Append an event that happens now, and return it. Nothing is checked before the trace is read."""
+        """Append an event that happens now, and return it. Its data is checked when the trace is read."""
         event = Event(self.now(), agent, kind, state, data)
         self.events.append(event)
         return event
 
     def to_dict(self) -> dict[str, object]:
-        """Return the trace as plain data. Values that JSON cannot hold are replaced by their `repr`."""
+        """Return the trace as plain data. Other values than those of JSON become their `repr`."""
         names = Event.__slots__
         events = [{name: _plain(getattr(event, name)) for name in names} for event in self.events]
         return {"format": FORMAT, "version": VERSION, "events": events}
 
     @classmethod
     def from_dict(cls, data: object) -> RunTrace:
-        """Return the trace that `to_dict` made.
+        """Return a trace from the data of `to_dict`.
 
         Raises
         ------
         ValueError
-            If the data is no trace, is of another version, or has an event with a missing or invalid entry. Names it.
+            If the data is not a trace, has another version, or has an event with a missing or invalid entry.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ValueError(f"not a trace of agents: it must be a JSON object whose 'format' is {FORMAT!r}")
@@ -111,12 +111,12 @@ class RunTrace:
         return cls([_event(entry, f"event {index}") for index, entry in enumerate(events)])
 
     def save(self, path: str | Path) -> None:
-        """Save the trace as JSON; a state's value that is not finite is written as `NaN` or `Infinity`."""
+        """Save the trace as JSON. Values that are not finite are written as `NaN` or `Infinity`."""
         write_atomically(path, json.dumps(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | Path) -> RunTrace:
-        """Load a trace that `save` wrote; raise `ValueError` that says what is wrong if it is not one."""
+        """Load a trace that `save` wrote. Raises `ValueError`, which names the problem, for any other file."""
         data = read_json(path)
         try:
             return cls.from_dict(data)
@@ -130,7 +130,7 @@ def function_name(agent: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a value as JSON holds it."""
+    """Return a value as JSON can hold it."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, np.generic):
@@ -166,7 +166,7 @@ _ENTRIES: dict[str, dict[str, Field]] = {
     "kv": {"bytes": COUNT},
     "scores": {"scores": _SCORES},
 }
-"""Entries that the data of each kind must have, and what they may be."""
+"""Required entries of each kind's data, and their allowed values."""
 
 
 def _event(given: object, where: str) -> Event:

@@ -1,7 +1,7 @@
 """Value functions of supervisors: agents that score, votes of the model, and reward models.
 
-Any function that takes a `State` and returns a number is one, such as a verifier that compares `state.yielded` with an
-answer; a coroutine function may use `Chat`, `spawn`, `next` and `tool`.
+Any function from a `State` to a number is a value function, such as a verifier that compares `state.yielded` with an
+answer. A coroutine function may use `Chat`, `spawn`, `next` and `tool`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 def scored_by(agent: Agent, *, default: float | None = None) -> Callable[[State], Awaitable[float]]:
-    """Return a value function that asks an agent: it is started with `state.text` and yields a number.
+    """Return a value function that starts an agent with `state.text` and takes the number that it yields.
 
     Parameters
     ----------
     agent : Agent
-        Of a text it counts the first number.
+        If it yields a text, the first number in it counts.
     default : float, optional
-        Value if the agent yields a text without a number. Default: `ValueError`.
+        Value of a text without a number. Default: raise `ValueError`.
 
     Examples
     --------
@@ -63,18 +63,18 @@ def scored_by(agent: Agent, *, default: float | None = None) -> Callable[[State]
 def votes(
     question: str, n: int, *, accept: Callable[[str], bool] | None = None, **settings: Any
 ) -> Callable[[State], Awaitable[float]]:
-    """Return a value function that asks the model several times for a verdict: the fraction of good ones.
+    """Return a value function that asks the model for several verdicts: the fraction of good ones.
 
     Parameters
     ----------
     question : str
-        Message of the user; `{text}` stands for the last completion.
+        User message; `{text}` stands for the last completion.
     n : int
         Number of verdicts.
     accept : callable, optional
-        Whether a verdict is good. Default: it begins with "yes".
+        Whether a verdict is good. Default: whether it begins with "yes".
     **settings
-        As of `Chat.gen`. Default: `do_sample=True, max_new_tokens=8`.
+        Settings of `Chat.gen`. Default: `do_sample=True, max_new_tokens=8`.
 
     Examples
     --------
@@ -98,17 +98,17 @@ def votes(
 def reward_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, label: int | None = None
 ) -> Callable[[State], Awaitable[float]]:
-    """Return a value function that applies a reward model: a logit for `state.conversation`.
+    """Return a value function that applies a reward model: its logit for `state.conversation`.
 
-    Each conversation is a forward pass of its own, in a thread beside the engine: in a batch, rounding would depend on
-    which states happen to be scored together.
+    Each conversation takes one forward pass, in a thread beside the engine. In a batch, rounding would depend on which
+    states are scored together.
 
     Parameters
     ----------
     model : PreTrainedModel
-        With a sequence-classification head, such as of `AutoModelForSequenceClassification`.
+        Model with a sequence-classification head (`AutoModelForSequenceClassification`).
     tokenizer : PreTrainedTokenizerBase
-        Of the reward model. Without a chat template, the contents of the messages are joined by line breaks.
+        Tokenizer of the reward model. Without a chat template, line breaks join the messages.
     label : int, optional
         Index of the logit. Default: the only one.
     """

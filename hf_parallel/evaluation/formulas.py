@@ -1,8 +1,8 @@
-"""Comparison of formulas by math-verify, in a process of its own.
+"""Comparison of formulas by math-verify, in a separate process.
 
-math-verify limits its time by `signal.alarm`, which works in the main thread only and does not interrupt arithmetic
-with huge numbers, such as `10^{10^{10}}`. Here a slow process is killed, from any thread. The process may read the
-packages that math-verify has loaded, and do nothing else; see `sandbox`.
+math-verify limits its time by `signal.alarm`, which works only in the main thread and does not interrupt arithmetic
+with huge numbers such as `10^{10^{10}}`. Here a slow process is killed, from any thread. The process may only read the
+packages that math-verify uses; see `sandbox`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ MAX_MEMORY = 2 << 30
 
 
 class FormulaComparer:
-    """Compares formulas in LaTeX by math-verify in a process that starts at the first comparison.
+    """Compares LaTeX formulas by math-verify, in a process that starts with the first comparison.
 
-    `seconds` is the wall-clock limit of a comparison. After it the process is killed, and the answer counts as wrong.
+    `seconds` is the wall-clock limit per comparison. After it, the process is killed and the formulas count as unequal.
     """
 
     def __init__(self, seconds: float = 5.0) -> None:
         self.seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # process id; a fork starts a process of its own
+        self._owner = 0  # process id; a fork must start another process
 
     def compare(self, answer: str, given: str, tolerance: float = 0.0) -> bool:
-        """Return whether two formulas are equal; numbers also if they differ by at most `tolerance`.
+        """Return whether two formulas are equal; for `tolerance` see `grading.formulas_equal`.
 
         Raises `ImportError` if math-verify is not installed.
         """
@@ -56,9 +56,9 @@ class FormulaComparer:
             raise ImportError(f"comparing formulas needs math-verify: pip install 'hf_parallel[eval]' ({reason})")
 
     def _ask(self, request: object, seconds: float) -> object:
-        """Send a request and return the reply. Without a reply, also after Ctrl-C, kill the process: it may come late.
+        """Send a request and return the reply, or None after `seconds` or if the process has ended.
 
-        Return None after `seconds`, or if the process has ended.
+        Without a reply, also after Ctrl-C, kill the process: a late reply would answer the next request.
         """
         process, reply = self._process, None
         assert process is not None

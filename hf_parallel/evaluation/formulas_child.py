@@ -1,6 +1,6 @@
-"""Compares formulas by math-verify, one JSON line after another. `formulas.py` starts it as a script.
+"""Script that `formulas.py` starts: compare formulas by math-verify, one per line of JSON.
 
-After its imports it gives up its rights as code of an answer does; see `sandbox.py`.
+After its imports, it restricts itself like code of an answer; see `sandbox.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Answer requests `{"gold", "given", "tolerance"}` from stdin by `true` or `false`."""
+    """Answer requests `{"gold", "given", "tolerance"}` from stdin with `true` or `false`."""
     settings = json.loads(sys.argv[1])
     sys.path[:] = settings["path"]
     try:
@@ -36,7 +36,9 @@ def main() -> None:
         if not isinstance(gold, Basic) or not isinstance(given, Basic):
             return False
         values = [complex(one.evalf()) for one in (gold, given) if one.is_number]
-        return len(values) == 2 and abs(values[0] - values[1]) <= tolerance * 1.01
+        if len(values) < 2:
+            return False
+        return any(abs(values[0] * scale - values[1]) <= tolerance * 1.01 for scale in (1, 100, 0.01))
 
     read("1")  # loads the parser
     packages = [module for name, module in sys.modules.items() if "." not in name and hasattr(module, "__path__")]
@@ -46,7 +48,7 @@ def main() -> None:
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        signal.alarm(settings["alarm"])  # ends this process also if its parent has been killed
+        signal.alarm(settings["alarm"])  # also ends this process if its parent was killed
         try:
             gold, given = read(request["gold"]), read(request["given"])
             equal = verify(gold, given, timeout_seconds=None)

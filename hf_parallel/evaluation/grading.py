@@ -1,7 +1,7 @@
 r"""Final answers of texts and their comparison: `\boxed{}`, numbers, formulas (math-verify), outputs of programs.
 
-All functions take texts of a model, which may be hostile: they take linear time, and formulas are compared in a
-process of their own, with limits on time and memory.
+Texts of a model may be hostile. All functions take linear time, and formulas are compared in a separate process with
+limits on time and memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from hf_parallel.evaluation.formulas import compare_formulas
 from hf_parallel.generation.modes import normal_form
 
 MAX_ANSWER = 1000
-"""Characters of a final answer; a longer one is wrong."""
+"""Maximum number of characters of a final answer. Longer ones are wrong."""
+SCALES = (1, 100, Fraction(1, 100))
+"""A number, and what it is as a percentage or a fraction."""
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 _NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?|\.\d+)")
@@ -26,7 +28,7 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\[,!])(?=\d{3}(?!\d))")
 
 
 def boxed(text: str) -> list[str]:
-    r"""Return the contents of all `\boxed{...}` with balanced braces, in the order of their ends; nested ones too."""
+    r"""Return the contents of all `\boxed{...}` with balanced braces, also nested ones, in the order of their ends."""
     found, open_braces = [], []
     for match in _BRACES.finditer(text):
         token = match.group()
@@ -39,7 +41,7 @@ def boxed(text: str) -> list[str]:
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the last non-blank `\boxed{}`, else the line after the last `####` (GSM8K's solutions), or None."""
+    r"""Return the last non-blank `\boxed{}`, else the rest of the line after the last `####` (GSM8K), or None."""
     answers = [answer for answer in boxed(text) if answer] or [line.strip() for line in _HASHES.findall(text)]
     answer = next(filter(None, reversed(answers)), None)
     while answer is not None and (inner := boxed(answer)) and inner[-1]:
@@ -82,9 +84,9 @@ def numbers_equal(answer: str, given: str | None) -> bool:
 def score_by_position(text: str, answers: Sequence[str], units: bool = False) -> float:
     r"""Return the fraction of correct answers, compared by position (Hogwild! Inference, section 4.1).
 
-    If the last `\boxed{}` contains several answers, only these are scored; more answers than questions score 0.0.
-    Otherwise the last boxes with a single answer are scored, one box per question. With `units`, numbers are compared
-    by value, see `number`; commas between digits are part of numbers if a comma and a space separate the answers.
+    If the last `\boxed{}` has several answers, only these are scored; more answers than questions score 0.0. Otherwise
+    the last boxes with a single answer are scored, one per question. With `units`, numbers are compared by value (see
+    `number`), and commas between digits are part of numbers if a comma and a space separate the answers.
     """
     boxes = [_items(box, units) for box in boxed(text) if box]
     single = [box[0] for box in boxes if len(box) == 1]
@@ -109,7 +111,8 @@ def _forms_equal(answer: str, given: str) -> bool:
 def formulas_equal(answer: str, given: str | None, tolerance: float = 0.0) -> bool:
     """Return whether two formulas in LaTeX are equal. Lists, separated by commas, are compared in any order.
 
-    Equal texts and integers are compared here, all others by math-verify; numbers may differ by `tolerance`.
+    Equal texts and integers are compared here, all others by math-verify. With a `tolerance`, numbers may differ by it
+    and are also compared as percentages, so that 0.6 equals 60: the rule of OlympiadBench (`auto_scoring_judge.py`).
 
     Raises `ImportError` if math-verify is needed and not installed.
     """
@@ -119,8 +122,7 @@ def formulas_equal(answer: str, given: str | None, tolerance: float = 0.0) -> bo
         return True
     values = number(answer, units=False), number(given, units=False)
     if values[0] is not None and values[1] is not None:
-        difference = abs(values[0] - values[1])
-        if difference <= tolerance * 1.01:
+        if any(abs(values[0] * scale - values[1]) <= tolerance * 1.01 for scale in SCALES[: None if tolerance else 1]):
             return True
         if values[0].denominator == values[1].denominator == 1:
             return False
@@ -128,10 +130,10 @@ def formulas_equal(answer: str, given: str | None, tolerance: float = 0.0) -> bo
 
 
 def outputs_equal(expected: str, given: str) -> bool:
-    """Return whether two outputs of a program are equal, as LiveCodeBench and its `testing_util.py` compare them.
+    """Return whether two outputs of a program are equal by the rules of LiveCodeBench (`testing_util.py`).
 
-    Without surrounding blanks they must have the same number of lines, each of which is equal without its surrounding
-    blanks, or consists of equal decimal numbers.
+    Stripped outputs must have the same number of lines. Stripped lines must be equal, or consist of equal decimal
+    numbers.
     """
     lines, others = ([line.strip() for line in text.strip().split("\n")] for text in (expected, given))
     return len(lines) == len(others) and all(map(_lines_equal, lines, others))

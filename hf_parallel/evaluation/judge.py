@@ -1,6 +1,6 @@
-"""Judge: rate the collaboration of workers with a model, from 1 to 6 (Hogwild! Inference, section 4.2).
+"""Judge: a model rates the collaboration of workers from 1 to 6 (Hogwild! Inference, section 4.2).
 
-`judge` takes any function from a prompt to a reply. `agreement` compares two judges, or a judge and human raters
+`judge` takes any function from a prompt to a reply. `agreement` compares two judges, or a judge with human raters
 (appendix G.4).
 """
 
@@ -64,19 +64,19 @@ def judge(transcript: str | Mapping[str, str], complete: Complete, *, votes: int
     Parameters
     ----------
     transcript : str or Mapping[str, str]
-        The text, or the text of each worker by name. The paper joins the paragraphs of a worker, because judges favor
+        The text, or the texts of the workers by name. The paper joins the paragraphs of a worker, because judges favor
         short turns, and compares prefixes of equal length.
     complete : Callable[[str], str]
         Returns a model's reply to a prompt, or an empty text if the model refuses.
     votes : int
-        Number of independent ratings; the score is their mean. The paper uses 3.
+        Number of independent ratings, whose mean is the score. The paper uses 3.
     attempts : int
-        Maximum number of replies per rating until one has a score.
+        Maximum number of replies to ask for until one has a score, per rating.
 
     Raises
     ------
     ValueError
-        If the transcript is blank or not text, or a reply is not text.
+        If the transcript is blank or not text, or if a reply is not text.
     UnreadableReplyError
         If no reply of a rating has a score.
     """
@@ -99,7 +99,7 @@ def judge_prompt(transcript: str | Mapping[str, str]) -> str:
 
 
 def read_reply(reply: str) -> tuple[int, str] | None:
-    """Return score and reason of a reply, without its `</think>` part; None unless it has exactly one valid score."""
+    """Return score and reason of a reply after `</think>`, or None unless it has exactly one valid score."""
     text = reply.rpartition("</think>")[2]
     scores = {int(digits) for digits in _SCORE.findall(text) if len(digits) < 3}
     if len(scores) != 1 or not scores <= LEVELS.keys():
@@ -124,7 +124,7 @@ def _rate(prompt: str, complete: Complete, attempts: int) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of two judges: fraction of equal scores, of scores at most 1 apart, kappa, Spearman correlation."""
+    """Agreement of two judges: fractions of equal scores and of scores at most 1 apart, kappa, Spearman's rho."""
 
     exact: float
     within_one: float
@@ -135,9 +135,9 @@ class Agreement:
 def agreement(first: Sequence[float], second: Sequence[float]) -> Agreement:
     """Compare the scores of two judges for the same texts.
 
-    `kappa` is Cohen's kappa with quadratic weights (Cohen, 1968): one minus the mean squared difference of two scores
-    of a text, divided by that of all pairs. It is NaN if all scores are equal. `spearman` is the rank correlation,
-    with mean ranks for ties. It is NaN if all scores of one judge are equal.
+    `kappa` is Cohen's kappa with quadratic weights (Cohen, 1968): 1 minus the mean squared difference of two scores of
+    a text, divided by that of all pairs. It is NaN if all scores are equal. `spearman` is the rank correlation with
+    mean ranks for ties. It is NaN if all scores of a judge are equal.
 
     Raises `ValueError` if the numbers of scores differ or are below two.
     """

@@ -15,9 +15,10 @@ except ImportError as error:
 
 
 class PassAtK(evaluate.Metric):
-    """Metric of the `evaluate` library, made without network: `pass_at_k` of problems with scored completions.
+    """`pass_at_k` as a metric of the `evaluate` library, without a download.
 
-    Predictions have the scores of all completions of a problem; those of at least its reference (1.0) are correct.
+    A prediction holds the scores of a problem's completions. A completion is correct if its score is at least the
+    problem's reference, such as 1.0.
     """
 
     def __init__(self, **kwargs: object) -> None:
@@ -54,9 +55,9 @@ class PassAtK(evaluate.Metric):
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that one of k completions is correct, of n completions of which c are.
+    """Estimate the probability that at least one of k completions is correct, from n completions with c correct ones.
 
-    The estimate has no bias: 1 - C(n - c, k) / C(n, k) (Chen et al., 2021, section 2.1). Raises `ValueError` unless
+    The estimate 1 - C(n - c, k) / C(n, k) is unbiased (Chen et al., 2021, section 2.1). Raises `ValueError` unless
     `0 <= c <= n` and `1 <= k <= n`.
     """
     if not 0 <= c <= n or not 1 <= k <= n:

@@ -15,12 +15,12 @@ PLOTS = {
     "accuracy_by_seconds": ("seconds", "score", "seconds", "accuracy"),
     "duplicated_work": ("budget", "duplicated", BUDGET, "fraction of phrases that another row had written"),
 }
-"""Plots by file name: columns of the table on both axes, and their names."""
+"""Plots by file name: columns of the x and y axes, and their labels."""
 FORMATS = ("png", "svg")
 
 
 def save_plots(rows: Sequence[Result], folder: str | Path, suffix: str = "png") -> list[Path]:
-    """Draw all plots of the rows of `table`, with standard errors, into a folder; return the paths of the files.
+    """Plot the rows of `table`, with standard errors, into a folder. Return the paths of the files.
 
     Raises `ImportError` if matplotlib is not installed, and `ValueError` for a suffix other than `png` or `svg`.
     """

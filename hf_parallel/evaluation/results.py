@@ -1,4 +1,4 @@
-"""Results of a sweep: a folder of JSON lines from which a killed sweep resumes, and the table of its accuracies."""
+"""Results of a sweep: JSON lines in a folder, from which a killed sweep resumes, and the table of accuracies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MEASURED = {
 _FIELDS = {**_KEY, **_MEASURED, "text": TEXT}
 """Fields of a result."""
 KEY = tuple(_KEY)
-"""Fields that identify a result; the others are measured."""
+"""Fields that identify a result."""
 MEASURED = tuple(_MEASURED)
 COLUMNS = (
     *("task", "mode", "settings", "budget", "problems", "generations", "score", "error", "answered", "passes"),
@@ -47,29 +47,29 @@ Result: TypeAlias = dict[str, Any]
 
 
 def key_of(result: Result) -> str:
-    """Return what identifies a result, as text."""
+    """Return the identifying fields of a result as text."""
     return json.dumps([result[name] for name in KEY], sort_keys=True)
 
 
 class ResultStore:
     """Results of a sweep in a folder. Each process appends to a file of its own, `results.rankN.jsonl`, and reads all.
 
-    The first line of a file describes the sweep. Each further line is one result, written whole; a broken last line,
-    left by a process that was killed, is cut off.
+    The first line of a file describes the sweep, each further line is one result. A broken last line of a killed
+    process is cut off.
 
     Parameters
     ----------
     folder : str or Path
         Created if it does not exist.
     header : mapping
-        Fields that must be equal for results to belong together, JSON-serializable.
+        Description of the sweep, JSON-serializable. All files of a folder must have the same.
     rank : int
         Index of the process.
 
     Raises
     ------
     ValueError
-        If a file of the folder is not one of results, or of a sweep with another header.
+        If a file of the folder does not hold results, or has another header.
     RuntimeError
         If another process writes to the file.
     """
@@ -100,7 +100,7 @@ class ResultStore:
 
     def _open(self, header: Mapping[str, object]) -> list[Result]:
         first = json.dumps({"format": FORMAT, "version": VERSION, **header}, sort_keys=True) + "\n"
-        if not self.path.exists() or next(_read(self.path), None) is None:  # new, or of a sweep that has failed
+        if not self.path.exists() or next(_read(self.path), None) is None:  # new, or without results
             write_atomically(self.path, first)
         found = [result for path in _files(self.folder) for result in _read(path, json.loads(first))]
         os.truncate(self.path, len(read_lines(self.path)[0].encode()))
@@ -134,7 +134,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read(path: Path, expected: Mapping[str, object] | None = None) -> Iterator[Result]:
-    """Yield the results of a file. A last line without an end is ignored: a process may be writing it."""
+    """Yield the results of a file, without an unfinished last line, which a process may be writing."""
     first, *lines = read_lines(path)[0].splitlines() or [""]
     header = parse_json(first, f"{path}, line 1")
     if not isinstance(header, dict) or (header.get("format"), header.get("version")) != (FORMAT, VERSION):
@@ -163,16 +163,16 @@ def _check_header(path: Path, header: Mapping[str, object], expected: Mapping[st
 
 
 def group_of(result: Result) -> tuple[str, str, str, int]:
-    """Return what the results of a row of the table have in common: task, mode, settings and budget."""
+    """Return the group of a result, a row of the table: task, mode, settings and budget."""
     return result["task"], result["mode"], json.dumps(result["settings"], sort_keys=True), result["budget"]
 
 
 def table(results: Iterable[Result]) -> list[Result]:
-    """Return the mean results for each task, mode, settings and budget: one row each, in order of appearance.
+    """Return mean results: one row per task, mode, settings and budget, in order of appearance.
 
-    `score` is the mean over problems of their mean scores, and `error` its standard error. Samples of a problem are not
-    independent, so that problems are the units (clustered standard errors: Miller, Adding Error Bars to Evals, 2024,
-    section 2.2); None for a single problem.
+    `score` is the mean over problems of their mean scores, and `error` its standard error, None for a single problem.
+    Samples of a problem are not independent, so the units are problems (clustered standard errors: Miller, Adding Error
+    Bars to Evals, 2024, section 2.2).
     """
     groups: dict[tuple[str, str, str, int], list[Result]] = {}
     for result in results:
@@ -192,7 +192,7 @@ def table(results: Iterable[Result]) -> list[Result]:
 
 
 def settings_text(settings: Mapping[str, object]) -> str:
-    """Return settings as on the command line."""
+    """Return settings in the form of the command line."""
     return " ".join(f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in sorted(settings.items()))
 
 

@@ -1,4 +1,4 @@
-"""Run: a mode with settings that a sweep evaluates. Finisher: asks every mode for its final answer in the same way."""
+"""Run: a mode and its settings in a sweep. Finisher: asks every mode for its final answer in the same way."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ RESERVED = (
     *("seed", "max_new_tokens", "max_length", "num_return_sequences", "return_dict_in_generate"),
     *("streamer", "tokenizer", "parallel_config", "generation_mode"),
 )
-"""Settings that a sweep chooses itself."""
+"""Settings that the sweep chooses."""
 TEMPLATE = "chat_template_kwargs"
 """Setting for the prompt, see `build_prompt`."""
 ANSWERS_ITSELF = {"finisher_tokens": 0}
-"""Settings that disable an early finisher of the mode, where it has them: the same finisher follows all modes."""
+"""Settings that disable a mode's own early finisher: the same finisher follows all modes."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A mode with settings: a line of the plots.
+    """A mode and its settings: a line of the plots.
 
     Parameters
     ----------
     mode : str, optional
-        Default, or "none": plain `generate`.
+        Default: plain `generate`, as with "none".
     settings : mapping
-        Settings of the mode and of `generate`, JSON-serializable; `chat_template_kwargs`: see `build_prompt`.
+        JSON-serializable settings of the mode and of `generate`; `chat_template_kwargs`: see `build_prompt`.
 
     Raises
     ------
     ValueError
-        For an unknown mode, unknown or invalid settings of it, and settings that a sweep chooses itself (`RESERVED`).
+        For an unknown mode, unknown or invalid settings, and settings that the sweep chooses (`RESERVED`).
     """
 
     mode: str | None = None
@@ -80,15 +80,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Finisher:
-    """Early finisher: asks for the final answer after everything that was written.
+    """Early finisher: asks for the final answer after the text so far.
 
     Parameters
     ----------
     tokens : int, optional
-        Maximum number of tokens of its answer, which do not count towards the budget. The paper has 16 for a number,
-        64 for a formula and 1024 for a program. 0: there is none. Default: the problem's `finisher_tokens`.
+        Maximum number of tokens of its answer, which do not count towards the budget. 0: no finisher. The paper uses 16
+        for a number, 64 for a formula and 1024 for a program. Default: the problem's `finisher_tokens`.
     prompt : str, optional
-        Text that its answer continues. Default: the problem's `finisher_prompt`, or one that fits its `answer_pattern`.
+        Text that its answer continues. Default: the problem's `finisher_prompt`, or a text for its `answer_pattern`.
     """
 
     tokens: int | None = None
@@ -101,11 +101,11 @@ class Finisher:
             check_text("prompt", self.prompt)
 
     def tokens_for(self, problem: Problem) -> int:
-        """Return the maximum number of tokens of its answer to a problem."""
+        """Return the maximum number of tokens of the answer to a problem."""
         return problem.finisher_tokens if self.tokens is None else self.tokens
 
     def prompt_for(self, problem: Problem) -> str:
-        """Return the text that it continues for a problem; empty: nothing is asked."""
+        """Return the text that the answer to a problem continues; empty without a finisher."""
         if not self.tokens_for(problem):
             return ""
         if self.prompt is not None or problem.finisher_prompt:
@@ -127,7 +127,7 @@ def check_sweep(
     samples: int,
     concurrent: int,
 ) -> None:
-    """Raise `ValueError` for arguments of `sweep` that cannot work, also together."""
+    """Raise `ValueError` for invalid arguments of `sweep`."""
     kinds: tuple[tuple[str, Sequence[object], type], ...]
     kinds = (("problems", problems, Problem), ("runs", runs, Run), ("budgets", budgets, int))
     for name, given, kind in kinds:

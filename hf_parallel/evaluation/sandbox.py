@@ -1,12 +1,12 @@
-"""Run Python code of a model's answer in a process of its own, with limits.
+"""Run Python code from a model's answer in a separate process, with limits.
 
-On Linux with Landlock (5.13) and seccomp, on x86-64 and 64-bit ARM, the kernel isolates the process, also for root and
-inside a container; no namespaces are needed. Code can read Python's files, shared libraries and its own folder. It
-cannot write files, and has no network, other processes, signals to others, or shared memory. Time, memory, threads and
-output are limited. It can still see whether a path exists, and its size, dates and owner.
+On Linux with Landlock (5.13) and seccomp, on x86-64 and 64-bit ARM, the kernel isolates the process, even as root and
+in a container, where namespaces (bubblewrap) are often unavailable. Code can read Python's files, shared libraries and
+its own folder. It cannot write files, use the network, start or signal other processes, or share memory. Time, memory,
+threads and output are limited. It can still see whether a path exists, and its size, dates and owner.
 
 Elsewhere `run_code` raises an error, unless `HF_ALLOW_CODE_EVAL=1` is set, as for `code_eval` of the evaluate library.
-Then only the limits apply: use a container or a virtual machine.
+Then only the limits apply, so use a container or a virtual machine.
 
 This file is also the script that runs in the process, so it imports nothing but the standard library.
 """
@@ -39,7 +39,7 @@ READABLE = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache"),
     *("/etc/localtime", "/dev/null", "/dev/urandom", "/dev/zero"),
 )
-"""Files and folders that Python needs, besides its own."""
+"""Files and folders that Python needs besides its own."""
 MIN_MEMORY = 1 << 26
 MAX_THREADS = 256
 START_SECONDS = 60.0
@@ -60,7 +60,7 @@ setitimer 38 103, nanosleep 35 101, clock_nanosleep 230 115, clock_gettime 228 1
 gettimeofday 96 169, time 201 -1, times 100 153, getrusage 98 165, prlimit64 302 261, getpid 39 172, gettid 186 178,
 getppid 110 173, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177, uname 63 160, getrandom 318 278
 """
-"""System calls that are allowed, with their numbers on x86_64 and aarch64; -1: does not exist there."""
+"""Allowed system calls, with their numbers on x86_64 and aarch64; -1: does not exist."""
 ALL_BITS = 0xFFFFFFFF
 CLOCKS = (*range(8), 11)
 CHECKED_ARGUMENTS: dict[str, tuple[tuple[int, int, tuple[int, ...]], ...]] = {
@@ -73,17 +73,17 @@ CHECKED_ARGUMENTS: dict[str, tuple[tuple[int, int, tuple[int, ...]], ...]] = {
     "madvise": ((2, ALL_BITS, (0, 1, 2, 3, 4, 8, 14, 15, 102, 103)),),  # not: write to disk, poison, merge
     **dict.fromkeys(("clock_gettime", "clock_getres", "clock_nanosleep"), ((0, ALL_BITS, CLOCKS),)),  # no process's
 }
-"""Index, mask and values of arguments: the masked argument must be one of the values."""
+"""Index, mask and values of checked arguments: the masked argument must be one of the values."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a run ended.
+    """Outcome of a run.
 
     Parameters
     ----------
     returncode : int
-        Exit status; 128 + n after signal n, as in a shell.
+        Exit status; 128 + n for signal n, as in a shell.
     stdout, stderr : str
         Output of the code, up to `max_output` characters each.
     timed_out : bool
@@ -93,7 +93,7 @@ class SandboxResult:
     seconds : float
         Wall-clock time.
     is_isolated : bool
-        Whether the kernel isolated the process; see the module.
+        Whether the kernel isolated the process; see the module docstring.
     """
 
     returncode: int
@@ -115,29 +115,29 @@ def run_code(
     max_output: int = 1 << 20,
     stop: threading.Event | None = None,
 ) -> SandboxResult:
-    """Run Python code as `__main__` in a process with limits; see the module for what is guaranteed where.
+    """Run Python code as `__main__` in a process with limits. The module docstring says what is guaranteed where.
 
     Parameters
     ----------
     code, stdin : str
         The code, and its standard input.
     files : Mapping[str, str], optional
-        Texts of files in the working folder, by name. The code can read them.
+        Texts of files in the working folder, by name, for the code to read.
     timeout : float
-        Wall-clock seconds, without the start of Python. CPU time is limited to the next full second after it.
+        Wall-clock seconds, without the start of Python. CPU time is limited to a second more, rounded up.
     max_memory : int
         Bytes of address space. Not enforced on macOS.
     max_output : int
         Bytes of stdout, and of stderr.
     stop : threading.Event, optional
-        Ends the run early when it is set by another thread.
+        Ends the run when another thread sets it.
 
     Raises
     ------
     ValueError
-        If a limit is not positive, or a file name has folders.
+        If a limit is not positive, or if a file name has folders.
     RuntimeError
-        If the process cannot be limited, or the kernel cannot isolate it and `HF_ALLOW_CODE_EVAL` is not 1.
+        If the process cannot be limited, or if the kernel cannot isolate it and `HF_ALLOW_CODE_EVAL` is not 1.
     """
     if os.name != "posix":
         raise RuntimeError(f"run_code needs Linux or macOS, got {platform.system()}")
@@ -182,7 +182,7 @@ def run_code(
 
 
 def limits(readable: list[str], seconds: int, memory: int) -> dict[str, object]:
-    """Return the settings of `restrict`: paths that can be read besides Python's, CPU seconds, bytes of memory."""
+    """Return the settings of `restrict`: readable paths, including Python's, CPU seconds, bytes of memory."""
     own = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__)}
     paths = {os.path.realpath(path) for path in (*readable, *(own - {"/usr", "/usr/local", "/"}))}
     return {"readable": sorted({*paths, *READABLE}), "seconds": seconds, "memory": memory}
@@ -224,7 +224,7 @@ def _started(process: subprocess.Popen[bytes], status: int) -> bool:
 def _wait(
     process: subprocess.Popen[bytes], timeout: float, max_output: int, stop: threading.Event | None
 ) -> tuple[list[bytes], str, float]:
-    """Read the output until the process ends or exceeds a limit; return it, what has ended it, and the seconds."""
+    """Read the output until the process ends or exceeds a limit. Return it, the limit and the seconds."""
     start = time.monotonic()
     output = [bytearray(), bytearray()]
     ended_by = ""
@@ -251,14 +251,14 @@ def _wait(
 
 
 def _num_threads(process: int) -> int:
-    """Return the number of threads of a process; 0 where the system does not tell."""
+    """Return the number of threads of a process; 0 if unknown."""
     with contextlib.suppress(OSError):
         return os.stat(f"/proc/{process}/task").st_nlink - 2
     return 0
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process with its group, and close its pipes."""
+    """Kill a process and its group, and close its pipes."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -272,7 +272,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def restrict(readable: list[str], seconds: int, memory: int) -> bool:
-    """Limit this process for good; return whether the kernel isolates it."""
+    """Limit this process irrevocably; return whether the kernel isolates it."""
     import resource  # not on Windows
 
     for name, limit in {"CPU": seconds, "AS": memory, "FSIZE": 0, "NOFILE": 64, "CORE": 1}.items():
@@ -299,7 +299,7 @@ def _check(result: int) -> int:
 
 
 def _restrict_files(libc: ctypes.CDLL, readable: list[str]) -> None:
-    """Allow reading of files and folders, and no other use of any (Landlock)."""
+    """Allow reading `readable` files and folders, and no other access (Landlock)."""
     version = _check(libc.syscall(444, None, 0, 1))
     all_rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rules = struct.pack("=QQQ", all_rights, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
@@ -315,9 +315,9 @@ def _restrict_files(libc: ctypes.CDLL, readable: list[str]) -> None:
 
 
 def filter_program(machine: str, process: int) -> list[tuple[int, int, int, int]]:
-    """Return the steps of a BPF program that allows the system calls of a process on a machine.
+    """Return the steps of a BPF program that allows `SYSTEM_CALLS` to a process on a machine.
 
-    All others fail: with ENOSYS from Linux 5.1 on, so that libraries use an older one, and with EPERM before.
+    Others fail with EPERM, or with ENOSYS if they are newer than Linux 5.1, so that libraries fall back to older ones.
     """
     load, equal, at_least, mask_by, give = 0x20, 0x15, 0x35, 0x54, 0x06
     allow, fail, absent, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000  # EPERM, ENOSYS
@@ -338,7 +338,7 @@ def filter_program(machine: str, process: int) -> list[tuple[int, int, int, int]
 
 
 def _filter_system_calls(libc: ctypes.CDLL) -> None:
-    """Let all system calls fail that are not allowed (seccomp)."""
+    """Let all other system calls fail (seccomp)."""
     if sys.maxsize < 1 << 32:
         raise OSError("a 32-bit program has other system calls")
     program = filter_program(platform.machine(), os.getpid())

@@ -1,8 +1,8 @@
 """Log-likelihoods of continuations over a tree of shared prefixes (Hydragen, section 3.3).
 
 Contexts and continuations form a tree of tokens: few-shot examples, then a question, then its choices. Each token is
-computed once, and logits only where a token of a continuation follows. The tree is computed depth first in batches of
-bounded size, so that memory does not grow with the number of rows.
+computed once, and logits only where a token of a continuation follows. The tree is computed depth first, in batches of
+bounded size, so memory does not grow with the number of rows.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from hf_parallel.models.cached_model import PREFILL_CHUNK, CachedModel
 from hf_parallel.models.linear import linear_layers
 
 MAX_LOGITS = 1 << 27
-"""Maximum number of elements of the logits of a forward pass, unless a single token has more."""
+"""Maximum number of logits per forward pass; at least those of one token."""
 SOFTMAX_ROWS = 128
-"""Maximum number of distributions that are normalized at a time."""
+"""Maximum number of distributions normalized at a time."""
 
 Score = tuple[float, bool]
 """Log-likelihood of a continuation, and whether greedy decoding would generate it."""
@@ -59,7 +59,7 @@ class _Row:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Tokens of one node in the packed tokens of a batch: its last ones, which are computed again, or all of them."""
+    """Tokens of a node among the packed tokens of a batch: all of a new node, the last ones of a cached node."""
 
     node: Node
     start: int  # index of the first token among the packed tokens
@@ -97,40 +97,40 @@ def loglikelihoods(
 ) -> list[Score]:
     """Return the log-likelihood of each continuation after its context, and whether it is the greedy one.
 
-    Equals plain forward passes over each context with its continuation, but computes tokens that rows share once. Rows
-    may be given in any order.
+    Equals plain forward passes over each context with its continuation, but computes shared tokens once. Rows may be in
+    any order.
 
     Parameters
     ----------
     model : PreTrainedModel
-        An enabled model, or a wrapper of one by PEFT.
+        An enabled model, or one wrapped by PEFT.
     contexts, continuations : sequence of 1-D tensors, arrays or lists of int
-        Token ids, at least one in each.
+        Token ids, at least one per sequence.
     cache : SharedPrefixCache, optional
-        Keeps the keys and values of all rows after the call. Default: only the running batch is held.
+        Keeps the keys and values of all rows after the call. Default: only those of the running batch are held.
     max_batch_tokens : int
-        Maximum number of tokens per forward pass, and of tokens held in the KV cache besides one row. A row's cached
-        tokens that are computed again for their logits are not split.
+        Maximum number of tokens per forward pass, and of tokens in the KV cache besides one row. Cached tokens that are
+        computed again for their logits are not split.
     softmax_dtype : torch.dtype, optional
-        Dtype of the log-softmax. Default: float32, or the logits' dtype if it is more precise.
+        Dtype of the log-softmax. Default: float32, or the logits' dtype if that is more precise.
     stats : GenerationStats, optional
-        The cost of the call is added to it; `kv_bytes` is the maximum over the batches.
+        Receives the cost of the call. `kv_bytes` is the maximum over batches.
     on_scored : callable, optional
-        Called with a row's index and score when they are known, batch by batch.
+        Called with the index and score of each row, batch by batch.
 
     Returns
     -------
     list of (float, bool)
-        For each row the sum of the log-probabilities of its continuation's tokens, and whether each of them is the most
-        likely one.
+        Per row the sum of the log-probabilities of the continuation's tokens, and whether all of them are the most
+        likely ones.
 
     Raises
     ------
     ValueError
-        If the model is not enabled, the numbers of contexts and continuations differ, one is empty or holds ids outside
-        the vocabulary, or `max_batch_tokens` is less than 1.
+        If the model is not enabled, if the numbers of contexts and continuations differ, if one is empty or holds ids
+        outside the vocabulary, or if `max_batch_tokens` is less than 1.
     UnsupportedModelError
-        If a row is longer than the length from which the model changes its RoPE frequencies.
+        If a row exceeds the length at which the model changes its RoPE frequencies.
 
     Examples
     --------

@@ -31,7 +31,7 @@ from hf_parallel.transcript.record import Record
 
 @dataclass(eq=False)
 class Generation:
-    """A problem, a run and a sample, and the budgets for which it has no results yet."""
+    """A problem, a run, a sample, and the budgets that have no results yet."""
 
     problem: Problem
     index: int  # of the problem
@@ -58,7 +58,7 @@ class Generation:
         }
 
     def score(self, text: str) -> float:
-        """Return the score of a text. Raises `RuntimeError` or `ValueError` if the problem does not rate it."""
+        """Return the score of a text. Raises `RuntimeError` if `Problem.score` fails, `ValueError` for its range."""
         where = f"{type(self.problem).__name__}.score of problem {self.index}"
         try:
             score = float(self.problem.score(text))
@@ -74,7 +74,7 @@ class Generation:
 
 
 class PassClock:
-    """Streamer that records the time of each decode pass of a call."""
+    """Streamer that records when each decode pass of a call ended."""
 
     def __init__(self) -> None:
         self.times: list[float] = []  # seconds, as `time.perf_counter` counts them
@@ -124,7 +124,7 @@ class Solver:
         self.generation, self.concurrent, self.max_kv_bytes = dict(generation), concurrent, max_kv_bytes
 
     def solve(self, generations: Sequence[Generation]) -> Iterator[list[Result]]:
-        """Yield the results of each generation. At most `concurrent` run at the same time, all of the same run."""
+        """Yield the results of each generation; at most `concurrent` are generated together, all of one run."""
         if not generations:
             return
         configs = [one.run.config() for one in generations]
@@ -139,7 +139,7 @@ class Solver:
                     yield from self._solve(engine, of_run[begin : begin + self.concurrent])
 
     def _solve(self, engine: Engine, batch: Sequence[Generation]) -> Iterator[list[Result]]:
-        """Solve a batch: all generations, then all early finishers, which would delay them."""
+        """Solve a batch: first all generations, then the early finishers, which would delay them."""
         clocks = [PassClock() for _ in batch]
         handles = [self._submit(engine, one, clock) for one, clock in zip(batch, clocks, strict=True)]
         outputs = [handle.result() for handle in handles]
@@ -176,7 +176,7 @@ class Solver:
     def _finish(
         self, engine: Engine, one: Generation, prompt: torch.Tensor, attempts: Sequence[_Attempt]
     ) -> dict[str, RequestHandle]:
-        """Submit early finishers of the texts without a final answer; return their handles by text."""
+        """Submit early finishers for texts without a final answer; return their handles by text."""
         suffix = self.finisher.prompt_for(one.problem)
         texts = dict.fromkeys(text for attempt in attempts for text in attempt.texts) if suffix else {}
         return {

@@ -1,8 +1,8 @@
 """Sweep: accuracy of modes and settings against budgets of forward passes (Hogwild! Inference, section 4.1).
 
-One generation per problem, run and sample, at the largest budget, gives the results at all budgets: its transcript says
+One generation per problem, run and sample at the largest budget gives the results at all budgets: its transcript shows
 what was written by then. All generations are requests of one `Engine`, which batches the rows of all modes without
-changing their tokens; samples and early finishers share the keys and values of their prefixes.
+changing their tokens. Samples and early finishers share the keys and values of their prefixes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_parallel.evaluation.tasks import Problem
 from hf_parallel.generation.rng import mix
 
 PROCESS_TIMEOUT = timedelta(weeks=4)
-"""Time for which a process waits for the others, whose texts may be longer."""
+"""Maximum time for which a process waits for the others, whose texts may be longer."""
 
 
 def sweep(
@@ -48,10 +48,11 @@ def sweep(
 ) -> list[Result]:
     """Solve problems in several modes and score what was written within each budget of decode passes.
 
-    A pass generates one token for each row of a problem: one for each of two workers, for example. Neither prefill nor
-    the tokens of the early finisher count, as in the paper.
+    A pass generates one token for each row of a problem, such as each of two workers. Prefill and the early finisher do
+    not count, as in the paper.
 
-    In several processes (`accelerate launch`, `torchrun`) each solves a part of the problems; all return all results.
+    Of several processes (`accelerate launch`, `torchrun`), each solves a part of the problems, and all return all
+    results.
 
     Parameters
     ----------
@@ -59,44 +60,44 @@ def sweep(
         As for `Engine`.
     problems : sequence of Problem
     runs : sequence of Run
-        Modes with settings to compare.
+        Modes and settings to compare.
     budgets : sequence of int
-        Numbers of decode passes. The largest is the `max_new_tokens` of all generations.
+        Numbers of decode passes. The largest is `max_new_tokens` of all generations.
     samples : int
-        Number of generations per problem and run. More than one need `do_sample=True`.
+        Generations per problem and run. More than one require `do_sample=True`.
     seed : int
-        The tokens of a generation depend on `(seed, index of the problem, sample)`, not on the order.
+        The tokens of a generation depend on `(seed, index of the problem, sample)`, not on order.
     output : str or Path, optional
-        Folder of the results. A sweep that was killed resumes from it, also with further problems, runs and samples,
-        and with other budgets below the largest. Scores are stored, too: after a change of anything of a problem but
-        its prompt and answer, use another folder. Default: nothing is stored.
+        Folder for results. A killed sweep resumes from it, also with more problems, runs and samples, and with other
+        budgets below the largest. Stored scores are not computed again: if you change anything of a problem except its
+        prompt and answer, use another folder. Default: store nothing.
     finisher : Finisher, optional
         Early finisher of all modes. Default: `Finisher()`.
     concurrent : int
-        Number of generations at a time, all of the same run. `seconds` depends on it.
+        Number of simultaneous generations, all of the same run. `seconds` depends on it.
     max_kv_bytes : int, optional
         See `Engine`.
     progress : bool
-        Whether the main process shows a progress bar on stderr.
+        Show a progress bar on stderr, in the main process.
     **generation
         Settings of `generate` for all runs, such as `do_sample=True`; `chat_template_kwargs`: see `build_prompt`.
 
     Returns
     -------
     list of dict
-        One result for each run, problem, sample and budget, in this order. `passes`, `tokens` (of all rows), `seconds`
-        (from the start of the request to the last pass) and `duplicated` (see `duplicated_work`) are those at the
-        budget. `answered`: whether the text that was scored, `text`, held a final answer without the finisher.
+        One result per run, problem, sample and budget, in this order, with the values at the budget: `passes`, `tokens`
+        (of all rows), `seconds` (from the start of the request to the last pass) and `duplicated` (see
+        `duplicated_work`). `answered`: whether the scored `text` had a final answer without the finisher.
 
     Raises
     ------
     ValueError
-        For invalid arguments, if `output` holds results of another model, seed, largest budget or finisher, or with
-        other settings of all runs, and if a problem's score is not a number from 0 to 1.
+        For invalid arguments, if `output` holds results of another model, seed, largest budget, finisher or common
+        settings, and if a problem's score is not a number from 0 to 1.
     RuntimeError
         If a problem's `score` raises an error.
     ImportError
-        If greenlet is not installed, which the engine needs.
+        If greenlet, which the engine needs, is not installed.
 
     Examples
     --------
@@ -127,7 +128,7 @@ def sweep(
         for sample in range(samples)
     ]
     keys = [key_of(one.key(budget)) for one in generations for budget in budgets]
-    # without `cpu`, processes on a machine without accelerators would not know of each other
+    # without `cpu`, processes on a machine without accelerators would not find each other
     state = PartialState(cpu=device.type == "cpu", timeout=PROCESS_TIMEOUT)
     with state.split_between_processes(list(range(len(problems)))) as part:
         own = [one for one in generations if one.index in set(part)]
@@ -142,7 +143,7 @@ def sweep(
         counts: dict[str, object] = {"total": len(own), "initial": len(own) - len(todo), "unit": " generations"}
         is_hidden = not progress or not state.is_main_process
         with warnings.catch_warnings(), logging.tqdm(**counts, disable=is_hidden) as bar:
-            # of modes that find no final answer: `answered` says so
+            # a result says by `answered` that a mode found no final answer
             warnings.filterwarnings("ignore", "no .* matches answer_pattern", UserWarning)
             for solved in solver.solve(todo):
                 if store is not None:

@@ -1,7 +1,7 @@
 """Text, tokens and duplicated work of a run up to a budget of forward passes, read from its transcript.
 
-Every mode records which row generated which token at which decode pass. A run at the largest budget therefore holds the
-texts at all smaller ones (Hogwild! Inference, section 4.1: accuracy against the number of consecutive passes).
+Every mode records which row generated which token at which decode pass. So a run at the largest budget holds the texts
+at all smaller ones (Hogwild! Inference, section 4.1: accuracy against the number of consecutive passes).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hf_parallel.files import JSONObject
 from hf_parallel.transcript.sections import GIVEN
 
 NGRAM = 5
-"""Number of words of a phrase whose repetition by another row counts as duplicated work."""
+"""Number of words in a phrase. A phrase that another row repeats is duplicated work."""
 Pieces: TypeAlias = list[tuple[int, str]]
-"""Text of a row in order: decode pass and text of each token."""
+"""Decode pass and text of each token of a row, in order."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Written:
     """Result of a run within a budget."""
 
     text: str
-    """Texts of all rows: finished ones in the order in which they ended, followed by unfinished ones."""
+    """Texts of all rows: finished ones in the order in which they ended, then unfinished ones."""
     rows: list[str]
-    """Text of each row (worker, answer, branch), without texts that span all rows, such as a conclusion."""
+    """Text of each row (worker, answer, branch), without texts that span all rows, such as conclusions."""
     passes: int
     """Decode passes, at most the budget."""
     tokens: int
@@ -40,7 +40,7 @@ class Written:
 
 
 def written_until(run: JSONObject, budget: int) -> Written:
-    """Return what the rows of a call with one prompt have written within a budget of decode passes.
+    """Return the texts that the rows of a call with one prompt wrote within a budget of decode passes.
 
     Parameters
     ----------
@@ -79,9 +79,9 @@ def written_until(run: JSONObject, budget: int) -> Written:
 
 
 def duplicated_work(rows: Sequence[Pieces], prompt: str = "") -> float:
-    """Return the fraction of the rows' phrases of `NGRAM` words that another row has written before.
+    """Return the fraction of the rows' phrases of `NGRAM` words that another row wrote before.
 
-    Phrases of the prompt do not count: to copy the question is no work. Case and punctuation are ignored.
+    Phrases of the prompt do not count, because copying the question is no work. Ignores case and punctuation.
     """
     known = {phrase for _, phrase in _phrases([(0, prompt)])}
     found = sorted(

@@ -178,7 +178,7 @@ async def worker(number: int) -> Any:
     found: list[Any] = [await chat.gen(max_new_tokens=2 + number % 11)]
     for turn in range(1 + number % 3):
         try:
-            found.append(await tool(unreliable, 10 * number + turn, timeout=0.5))
+            found.append(await tool(unreliable, 10 * number + turn, timeout=5))
         except ToolError:
             found.append("tool")
         try:

@@ -1,6 +1,7 @@
 r"""Final answers: extraction and comparison, also of hostile texts.
 
-The expected results are those of the papers' own scripts: GSM8K's `####`, the comparison of outputs in LiveCodeBench.
+The expected results are those of the authors' scripts: GSM8K's `####`, the tolerance and percentages of OlympiadBench,
+the comparison of outputs in LiveCodeBench.
 """
 
 from __future__ import annotations
@@ -223,6 +224,14 @@ def test_formulas_are_compared_in_any_thread_and_run_no_code() -> None:
         ("0.003, 5.233", "5.234, 0.002", 1e-3, True),
         ("0.605", "0.6071", 1e-3, False),
         ("3", "3.001", 1e-8, False),
+        ("0.6", "60", 0.0, False),
+        ("0.6", "60", 1e-8, True),  # with a tolerance, also as percentages
+        ("60", "0.6", 1e-8, True),
+        (r"\frac{3}{5}", r"60", 1e-8, True),
+        ("60", r"60\%", 1e-8, True),
+        ("0.25, 0.5", "50, 25", 1e-8, True),
+        ("0.25, 0.5", "50, 26", 1e-8, False),
+        ("(1, 2)", "(100, 200)", 0.0, False),
     ],
 )
 def test_lists_are_compared_in_any_order_within_a_tolerance(

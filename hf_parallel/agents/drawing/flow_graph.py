@@ -1,7 +1,7 @@
 """Flow graph of an agent: its coroutine as a state machine, read from the source (Hive, section 5.1).
 
-States are the suspension points of the function, with a start and an end. An edge leads to each state at which the
-coroutine can be suspended next.
+States are the function's suspension points, a start and an end. Edges lead to the states where the coroutine can
+suspend next.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hf_parallel.agents.drawing.mermaid import Flowchart, count, shorten
 
 START, END = "start", "end"
 KINDS = ("gen", "next", "resume", "spawn", "yield")
-"""Kinds of states that calls of these names make; any other `await` is a `tool`."""
+"""Kinds of states that calls of these names make. Any other `await` is a `tool`."""
 _LENGTH = 44
-"""Characters of a call in a drawing."""
+"""Maximum number of characters of a call in a drawing."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -30,14 +30,14 @@ class FlowState:
     Attributes
     ----------
     name
-        Unique in the graph: the kind or the name of the tool, with a number from the second one on, such as `gen 2`.
+        Unique in the graph: the kind, or the name of the tool. Later ones of a name are numbered: `gen 2`.
     kind
         `start`, `end`, `gen`, `next`, `resume`, `spawn`, `yield` or `tool` (any other `await`, `async for` and
         `async with`).
     line
         Line in the source file.
     call
-        The source of the expression.
+        Source of the expression.
     forkable
         Whether a supervisor may continue the state several times: a `gen` without `forkable=False`.
     """
@@ -51,7 +51,7 @@ class FlowState:
 
 @dataclass(frozen=True)
 class FlowGraph:
-    """States of an agent in the order of the source, and edges as pairs of their names."""
+    """States of an agent in source order, and edges as pairs of their names."""
 
     states: tuple[FlowState, ...]
     edges: tuple[tuple[str, str], ...]
@@ -79,18 +79,18 @@ class FlowGraph:
 def flow_graph(function: Callable[..., object]) -> FlowGraph:
     """Return the flow graph of a function from its source.
 
-    The state before a `try` and every suspension point in it also lead to the handlers and to `finally`. A path through
-    `finally` may combine what no single run does. Comprehensions are loops.
+    The state before a `try` and every suspension point in it also lead to the handlers and to `finally`, so the graph
+    may have paths through `finally` that no run takes. Comprehensions are loops.
 
     Parameters
     ----------
     function : callable or Agent
-        A function defined with `async def` or `def`, or an agent.
+        A function defined by `async def` or `def`, or an agent.
 
     Raises
     ------
     ValueError
-        If the source is not available, as for functions in C and of an interactive session, or is not a `def`.
+        If the source is unavailable (C functions, interactive sessions) or is not a function definition.
     """
     function = function.function if isinstance(function, Agent) else function
     name = getattr(function, "__name__", repr(function))
@@ -111,14 +111,14 @@ def flow_graph(function: Callable[..., object]) -> FlowGraph:
 
 
 _Names = frozenset[str]
-"""States at which control may have been last, when it comes to a statement. Empty: it is never reached."""
+"""States that control may come from at a statement. Empty: the statement is unreachable."""
 _NOWHERE: _Names = frozenset()
 
 
 class _ControlFlow:
-    """Walk over a function in the order of evaluation, which passes on the states that control comes from.
+    """Walk over a function in evaluation order, passing on the states that control may come from.
 
-    The bodies of loops are walked twice: the second time from their own last states, too.
+    Loop bodies are walked twice, the second time also from their own last states.
     """
 
     def __init__(self, definition: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
@@ -140,7 +140,7 @@ class _ControlFlow:
     def _state(
         self, node: ast.AST, name: str, kind: str, call: str, before: _Names | None = None, forkable: bool = False
     ) -> _Names:
-        """Suspend at a node; return its name."""
+        """Add a suspension at a node; return its name."""
         if before is not None and not before:
             return before
         if node not in self._states:
@@ -241,7 +241,7 @@ class _ControlFlow:
         return at
 
     def _walk(self, node: ast.AST | None, at: _Names) -> _Names:
-        """Walk an expression, or a statement that only has expressions."""
+        """Walk an expression, or a statement that consists of expressions."""
         if node is None or isinstance(node, _DEFINITIONS):
             return at
         if isinstance(node, ast.IfExp):
@@ -262,7 +262,7 @@ class _ControlFlow:
         return self._suspend(node, at)
 
     def _comprehension(self, node: ast.expr, at: _Names) -> _Names:
-        """Walk a comprehension as the loops that it stands for."""
+        """Walk a comprehension as nested loops."""
         if node not in self._written_out:
             *values, loops = (getattr(node, name) for name in node._fields)
             body: list[ast.stmt] = [ast.Expr(value) for value in values]
@@ -275,7 +275,7 @@ class _ControlFlow:
         return self._body(self._written_out[node], at)
 
     def _suspend(self, node: ast.AST, at: _Names) -> _Names:
-        """Add the state of an expression whose parts have been walked, if it is one."""
+        """Add a state for an expression, whose parts have been walked, if it suspends."""
         if isinstance(node, ast.Yield | ast.YieldFrom):
             return self._state(node, "yield", "yield", ast.unparse(node).removeprefix("(").removesuffix(")"), at)
         call = node.value if isinstance(node, ast.Await) else node
@@ -292,5 +292,5 @@ class _ControlFlow:
 
 
 def _name(node: ast.expr) -> str:
-    """Return the last part of a name, empty if it is none."""
+    """Return the last part of a dotted name; empty for other expressions."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

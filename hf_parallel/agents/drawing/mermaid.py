@@ -15,7 +15,7 @@ _SPECIAL = re.compile(r'["#&;<>`\\]')
 
 
 class Flowchart:
-    """Lines of a flowchart; nodes are named by any hashable key."""
+    """Lines of a flowchart, whose nodes have any hashable key."""
 
     def __init__(self) -> None:
         self._lines = ["flowchart TD", *(f"classDef {name} {style}" for name, style in STYLES.items())]
@@ -56,6 +56,6 @@ def count(number: int, unit: str) -> str:
 
 
 def _label(*lines: str) -> str:
-    """Return lines as a quoted label. Characters with a meaning in Mermaid or HTML become entities."""
+    """Return lines as a quoted label; special characters of Mermaid and HTML become entities."""
     plain = ("".join(one for one in line if one.isprintable()) for line in lines)
     return f'"{"<br>".join(_SPECIAL.sub(lambda found: f"#{ord(found[0])};", line) for line in plain)}"'

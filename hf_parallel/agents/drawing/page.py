@@ -1,4 +1,4 @@
-"""A run of agents as one self-contained HTML page: a lane for each agent, with time across.
+"""A run of agents as a self-contained HTML page, with a lane per agent.
 
 `page.html` is the jinja2 template and `page.js` its zoom. All text of the trace is escaped, and the content security
 policy of the page allows no script but its own.
@@ -19,7 +19,7 @@ from hf_parallel.agents.trace import Event, RunTrace
 from hf_parallel.transcript.page import HUES, fill
 
 _LENGTH, _LONG = 80, 4000
-"""Characters of a text in a box, and of a text that is shown on a click."""
+"""Maximum numbers of characters: of a text in a box, and of a text shown on a click."""
 _AXIS, _MARKS, _GAP = 20, 12, 7
 """Heights in pixels: the axis, the row of marks in a lane, the space between lanes."""
 _MESSAGES = {
@@ -33,7 +33,7 @@ _ENDS = {"end": "ended", "error": "failed", "cancel": "cancelled"}
 
 @dataclass
 class _Lane:
-    """An agent: its boxes and marks as the template needs them, and its place."""
+    """Boxes, marks and position of an agent, for the template."""
 
     agent: str
     label: str
@@ -49,13 +49,13 @@ class _Lane:
 def render(trace: RunTrace) -> str:
     """Return a trace as an HTML page.
 
-    Lanes have boxes for generations, tools and waiting, marks for states of the search, and arrows for messages between
-    agents. Below them is the graph of the run as Mermaid text.
+    Lanes have boxes for generations, tools and waiting, and marks for search states. Arrows are messages between
+    agents. Below is the graph of the run as Mermaid text.
 
     Raises
     ------
     ValueError
-        If an event lacks an entry that its kind must have, or has one of another type.
+        If an event lacks an entry of its kind, or has one of another type.
     """
     trace = RunTrace.from_dict(trace.to_dict())
     seconds = max([1e-9, *(event.time for event in trace.events)])
@@ -85,7 +85,7 @@ def render(trace: RunTrace) -> str:
 
 
 def _lanes(names: Mapping[str, str]) -> Iterator[_Lane]:
-    """Yield the lanes of agents, each followed by those of its children in the order in which they appeared."""
+    """Yield the lanes of agents in order of appearance, each followed by its children's."""
     place = {agent: number for number, agent in enumerate(names)}
     hues = {name: HUES[number % len(HUES)] for number, name in enumerate(dict.fromkeys(names.values()))}
     paths = {}
@@ -100,7 +100,7 @@ def _lanes(names: Mapping[str, str]) -> Iterator[_Lane]:
 
 
 def _add(event: Event, lane: _Lane) -> None:
-    """Add what an event shows in the lane of its agent."""
+    """Add an event to the lane of its agent."""
     data = event.data
     where = f"{event.agent}, state {event.state}" if event.state else event.agent
     if event.kind in ("gen", "tool", "next"):
@@ -123,7 +123,7 @@ def _add(event: Event, lane: _Lane) -> None:
 
 
 def _words(event: Event) -> tuple[str, str]:
-    """Return the label of a box, and what its tooltip says about it."""
+    """Return the label and the tooltip of a box."""
     data = event.data
     if event.kind == "next":
         return f"waits for {data['child'].rpartition('/')[2]}", f"waits for {data['child']}"
@@ -142,7 +142,7 @@ def shorten_end(text: str) -> str:
 
 
 def _stack(boxes: list[dict[str, Any]], span: float) -> int:
-    """Place the boxes of a lane in rows, so that none overlap, and return the height of the rows in pixels."""
+    """Place the boxes of a lane in rows without overlaps, and return the height of the rows in pixels."""
     boxes.sort(key=lambda box: (box["begin"], box["end"]))
     ends: list[float] = []  # of the last box of each row
     for box in boxes:
@@ -155,7 +155,7 @@ def _stack(boxes: list[dict[str, Any]], span: float) -> int:
 
 
 def _arrows(trace: RunTrace, lanes: Mapping[str, _Lane]) -> Iterator[dict[str, Any]]:
-    """Yield the messages between lanes as vertical arrows; one to a lower lane points down."""
+    """Yield the messages between lanes as vertical arrows."""
     for event in trace.events:
         if event.kind not in _MESSAGES:
             continue

@@ -1,4 +1,4 @@
-"""Graph of a run: the agents with their messages, the search trees of their states, and the flow graphs."""
+"""Graph of a run: agents with their messages, search trees and flow graphs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hf_parallel.agents.drawing.mermaid import Flowchart, count
 from hf_parallel.agents.trace import RunTrace, function_name
 
 MAX_STATES = 300
-"""States of search trees to draw."""
+"""Maximum number of search states to draw."""
 _TO_CHILD = ("spawn", "next", "resume")
 
 
 def run_graph(trace: RunTrace, functions: Mapping[str, Callable[..., object]] | None = None) -> str:
     """Return the graph of a run as Mermaid text.
 
-    Instances of one function are one node, with the numbers of their calls and messages. Below are the states of each
-    search, selected ones green and dropped ones dashed, and the flow graphs of functions or agents, by their names in
-    the run. A state shows how often the run was there, as far as its events say their line in the source.
+    Instances of one function are one node, with their numbers of calls and messages. Below are the states of each
+    search, with selected ones green and dropped ones dashed, and the flow graphs of `functions` by their names in the
+    run. A suspension point shows its number of visits, where events record their source line.
     """
     chart = Flowchart()
     with chart.group("Agents"):
@@ -39,7 +39,7 @@ def run_graph(trace: RunTrace, functions: Mapping[str, Callable[..., object]] | 
 
 
 def instance_names(trace: RunTrace) -> dict[str, str]:
-    """Return the name of the function of each agent instance, in the order in which they appear."""
+    """Return the function name of each agent instance, in order of appearance."""
     names: dict[str, str] = {}
     for event in trace.events:
         if event.agent:
@@ -71,7 +71,7 @@ def _agents(chart: Flowchart, trace: RunTrace) -> None:
 
 
 def _searches(chart: Flowchart, trace: RunTrace) -> None:
-    """Draw the search trees of the agents that have several states, up to `MAX_STATES` states in all."""
+    """Draw the search trees with several states, up to `MAX_STATES` states in all."""
     trees: dict[str, dict[str, tuple[str | None, float | None, str]]] = defaultdict(dict)  # parent, value, status
     for event in trace.events:
         if event.kind == "state":

@@ -1,4 +1,4 @@
-"""Supervisors: test-time scaling algorithms that know nothing of the agents they supervise."""
+"""Supervisors: test-time scaling algorithms, independent of the agents that they supervise."""
 
 from hf_parallel.agents.supervisors.base import Fire, Supervisor
 from hf_parallel.agents.supervisors.beam_search import BeamSearch

@@ -1,6 +1,6 @@
 """Supervisor: a test-time scaling algorithm that searches over the choices of an agent (Hive, section 5.1.1).
 
-It does not depend on the agent. The runtime asks it for the states to continue, and passes it the new states.
+It is independent of the agent. The runtime asks it for states to continue, and passes it the new states.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Complete = Callable[[Chat], Coroutine[object, None, str]]
 class Fire:
     """A state to continue.
 
-    `complete`, a coroutine function, receives a copy of the conversation, with the settings of the choice, and returns
-    the completion. It may call `Chat.gen` several times, and `tool` and `spawn`; the agent sees the completion alone.
+    `complete`, a coroutine function, receives a copy of the conversation with the settings of the choice, and returns
+    the completion. It may call `Chat.gen` several times, `tool` and `spawn`. The agent sees only the completion.
     """
 
     state: State
@@ -35,20 +35,20 @@ class Fire:
 class Supervisor:
     """Base class: settings, and the state of one search.
 
-    A search goes from the start, or from a yield, to the next yield or the end of the agent. The runtime copies the
-    supervisor for each search. It calls `init` once, then `select` and `commit` in turn: new states are committed in
-    the order in which they were fired, so that a search does not depend on how long each takes. It ends when `select`
-    returns nothing and nothing runs.
+    A search goes from the agent's start or a yield to its next yield or end. The runtime copies the supervisor for each
+    search, calls `init` once, then `select` and `commit` in turn. New states are committed in the order in which they
+    were fired, so a search does not depend on how long each takes. It ends when `select` returns nothing and nothing
+    runs.
 
     Parameters
     ----------
     value : callable, optional
         Value of a state, see `ValueFunction`.
     max_tokens, max_passes : int, optional
-        Budget of a search: new tokens of the committed states, and forward passes of the engine meanwhile. When it is
-        used up, no more states are fired. A completion whose logits are all cached needs no pass.
+        Budgets of a search: new tokens of the committed states, and forward passes of the engine in the meantime. Once
+        one is used up, no more states are fired. A completion whose logits are all cached needs no pass.
     max_seconds : float, optional
-        The same, in seconds.
+        Budget in seconds.
 
     Attributes
     ----------
@@ -67,9 +67,9 @@ class Supervisor:
     counts: ClassVar[tuple[str, ...]] = ()
     """Settings that must be an int of at least 1."""
     compares: ClassVar[bool] = False
-    """Whether states are compared before a path has ended, so that a value function is required and called for all."""
+    """Whether unfinished states are compared: a value function is required, and called for all states."""
     continues_once: ClassVar[bool] = False
-    """Whether no state is continued more than once. Each class says it for itself: a subclass may do more."""
+    """Whether no state is continued twice. Not inherited: a subclass may continue states again."""
 
     def __post_init__(self) -> None:
         for name in (*self.counts, "max_tokens", "max_passes"):
@@ -90,15 +90,15 @@ class Supervisor:
         return fired
 
     def commit(self, parent: State, child: State) -> None:
-        """Receive a new state. Called first by subclasses."""
+        """Receive a new state. Subclasses call this first."""
         self.states.append(child)
 
     def evaluates(self, state: State) -> bool:
-        """Return whether the value function is called for a state: by default, where a search ends."""
+        """Return whether the value function is called for a state. Default: final states, or all if `compares`."""
         return self.compares or state.is_final
 
     def result(self) -> State | None:
-        """Return the final state that the agent continues with: that of the highest value, the first among equals."""
+        """Return the final state from which the agent continues: the first one of the highest value."""
         return max((state for state in self.states if state.is_final), key=value_of, default=None)
 
 
@@ -110,12 +110,12 @@ def check_number(name: str, value: object, at_least: float = -math.inf) -> None:
 
 
 def value_of(state: State) -> float:
-    """Return the value of a state; 0 without a value function, less than all others if it failed."""
+    """Return the value of a state: 0 without a value function, minus infinity after an error."""
     if state.error is not None:
         return float("-inf")
     return 0.0 if state.value is None else state.value
 
 
 def best(states: Sequence[State], count: int) -> list[State]:
-    """Return the states of the highest values, the first among equals."""
+    """Return the states of the highest values; earlier ones first among equals."""
     return sorted(states, key=value_of, reverse=True)[:count]

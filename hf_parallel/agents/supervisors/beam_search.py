@@ -1,4 +1,4 @@
-"""BeamSearch: continues the best unfinished paths."""
+"""BeamSearch: continue the best unfinished paths."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hf_parallel.agents.supervisors.rounds import RoundSearch
 class BeamSearch(RoundSearch):
     """Beam search over steps (Snell et al., "Scaling LLM Test-Time Compute Optimally", 2024, section 5.2).
 
-    The first choice gets `width * expand` completions. Of all new states, the `width` of the highest values are kept,
-    and each gets `expand` completions at its next choice. A path that has ended keeps its place as long as it is among
-    the best; the search ends when all of them have. See `RoundSearch` for states that fail.
+    The first choice gets `width * expand` completions. The `width` best states are kept, and each gets `expand`
+    completions at its next choice. A finished path keeps its place in the beam while it is among the best. The search
+    ends when all paths in the beam have finished. See `RoundSearch` for states that fail.
 
     Parameters
     ----------
     width : int
-        Number of paths that are kept.
+        Number of paths to keep.
     expand : int
-        Completions of each choice.
+        Completions per choice.
     value : callable
-        Value of a state, of unfinished paths as well.
+        Value of a state, also of an unfinished path.
     """
 
     width: int

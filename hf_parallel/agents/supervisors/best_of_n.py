@@ -13,15 +13,15 @@ from hf_parallel.agents.supervisors.single import Single
 class BestOfN(Single):
     """Best of n paths (Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021).
 
-    All paths run to their end at the same time; the one of the highest value counts, the first among equals.
-    Completions need `do_sample=True`, else all are equal.
+    All paths run to their end at the same time. The first one of the highest value wins. Completions need
+    `do_sample=True`, or all are equal.
 
     Parameters
     ----------
     n : int
         Number of paths.
     value : callable, optional
-        Value of the end of a path. Default: the first path counts that has not failed.
+        Value of the end of a path. Default: the first path that does not fail wins.
     """
 
     n: int

@@ -1,4 +1,4 @@
-"""DVTS: several trees, in each of which the best step continues."""
+"""DVTS: several independent trees, each of which continues its best step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hf_parallel.agents.supervisors.beam_search import BeamSearch
 class DVTS(Supervisor):
     """Diverse verifier tree search (Beeching et al., "Scaling Test-Time Compute with Open Models", 2024).
 
-    Several trees that do not compete: in each, a choice gets `expand` completions, and the best new state continues.
-    The best of the ends of all trees counts. A tree does not wait for the others.
+    In each tree, a choice gets `expand` completions, and the best new state continues. Trees do not compete or wait for
+    each other. The best finished path of all trees wins.
 
     Parameters
     ----------
     trees : int
         Number of trees.
     expand : int
-        Completions of each choice.
+        Completions per choice.
     value : callable
-        Value of a state, of unfinished paths as well.
+        Value of a state, also of an unfinished path.
     """
 
     trees: int
@@ -40,7 +40,7 @@ class DVTS(Supervisor):
         self._trees = [BeamSearch(1, self.expand, value=self.value) for _ in range(self.trees)]
         for tree in self._trees:
             tree.init(root)
-        self._running: deque[BeamSearch] = deque()  # tree of each transition, in the order in which they were fired
+        self._running: deque[BeamSearch] = deque()  # tree of each running transition, in firing order
 
     def select(self) -> Sequence[State | Fire]:
         """Return the states that each tree continues."""

@@ -19,22 +19,22 @@ class MCTS(Supervisor):
 
         mean value + exploration * sqrt(ln(visits of the parent) / visits),
 
-    adds a completion, and continues with one completion for each choice until the path ends. The value of the end is
-    added to all states of the path. The states of the continuation stay in the tree. Values are scaled to 0 to 1 by the
-    least and the greatest so far; a path that fails counts 0. Iterations that run at the same time count 0 until they
-    end (virtual loss: Chaslot et al., "Parallel Monte-Carlo Tree Search", 2008), so that they take different paths.
-    The search ends earlier if all states have `expand` completions.
+    adds a completion, and continues with one completion per choice until the path ends. Each state of the path is
+    credited with the value of its end, and new states stay in the tree. Values are scaled to [0, 1] by the least and
+    greatest so far; a failed path counts 0. A running iteration counts 0 until it ends (virtual loss: Chaslot et al.,
+    "Parallel Monte-Carlo Tree Search", 2008), so that parallel iterations take different paths. The search ends early
+    if all states have `expand` completions.
 
     Parameters
     ----------
     iterations : int
         Number of paths.
     expand : int
-        Completions of each choice.
+        Completions per choice.
     exploration : float
-        Weight of states with few visits.
+        Weight of rarely visited states.
     parallel : int
-        Iterations at the same time.
+        Number of simultaneous iterations.
     value : callable
         Value of the end of a path.
     """
@@ -97,7 +97,7 @@ class MCTS(Supervisor):
         return state.is_final
 
     def _nodes_above(self, state: State) -> Iterator[_Node]:
-        """Yield the nodes from a state to the start of the search."""
+        """Yield the nodes from a state up to the root."""
         current: State | None = state
         while current is not None and current in self._nodes:
             yield self._nodes[current]
@@ -130,8 +130,8 @@ class _Node:
     """Statistics of a state."""
 
     visits: int = 0
-    losses: int = 0  # visits that have failed or have not ended
+    losses: int = 0  # visits that failed or have not ended
     total: float = 0.0
     running: int = 0  # transitions
     children: list[State] = field(default_factory=list)
-    is_complete: bool = False  # nothing can be added to it or below it
+    is_complete: bool = False  # its subtree is fully expanded

@@ -30,7 +30,7 @@ class RoundSearch(Supervisor):
 
     @abstractmethod
     def choose(self, children: list[State]) -> list[State]:
-        """Return the states to continue after a round, each as often as it is continued."""
+        """Return the states to continue after a round, each once per completion."""
 
     def select(self) -> Sequence[State | Fire]:
         """Return the states of the next round."""
@@ -39,7 +39,7 @@ class RoundSearch(Supervisor):
         return fired
 
     def commit(self, parent: State, child: State) -> None:
-        """Choose the next states after the last of a round."""
+        """Choose the next states once a round is complete."""
         super().commit(parent, child)
         self._round.append(child)
         self._num_running -= 1
@@ -53,5 +53,5 @@ class RoundSearch(Supervisor):
 
     @staticmethod
     def _best_open(states: Sequence[State]) -> list[State]:
-        """Return the best state that was not continued yet, if there is one."""
+        """Return a list of the best state without children; empty if there is none."""
         return best([state for state in states if state.is_choice and not state.num_children], 1)

@@ -1,4 +1,4 @@
-"""SelfConsistency: several runs of the agent, whose most frequent answer counts."""
+"""SelfConsistency: the most frequent answer of several runs of the agent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_parallel.generation.modes import majority
 
 
 def stripped(answer: object) -> str:
-    """Return an answer as text, without spaces around it."""
+    """Return an answer as text, stripped."""
     return str(answer).strip()
 
 
@@ -21,18 +21,17 @@ def stripped(answer: object) -> str:
 class SelfConsistency(BestOfN):
     """Majority of n paths (Wang et al., "Self-Consistency Improves Chain of Thought Reasoning", 2022).
 
-    The agent continues with the first path of the most frequent answer; among equally frequent ones, with the answer
-    that comes first.
+    The agent continues with the first path of the most frequent answer. A tie goes to the answer that occurs first.
 
     Parameters
     ----------
     n : int
         Number of paths.
     key : callable
-        Returns the part of a yielded value that must be equal, such as the number in it; None: the path has no answer.
-        Default: the value as text, without spaces around it.
+        Returns the part of a yielded value that votes compare, such as a number in it. None: the path has no answer.
+        Default: the value as text, stripped.
     value : callable, optional
-        Weight of the vote of a path. Default: 1.
+        Weight of a path's vote. Default: 1.
     """
 
     key: Callable[[Any], Hashable] = stripped

@@ -1,4 +1,4 @@
-"""SelfRefine: the model comments on each completion and improves it."""
+"""SelfRefine: the model gives feedback on each completion and rewrites it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ REFINE = "Write the answer again, improved by this feedback. Reply with the answ
 class SelfRefine(Single):
     """Self-Refine (Madaan et al., "Self-Refine: Iterative Refinement with Self-Feedback", 2023).
 
-    At each choice, the model drafts a completion, then gives feedback on it and writes it again, until the feedback
-    contains the stop word or `rounds` have passed. The agent receives the last draft, without the feedback.
+    At each choice, the model drafts a completion, gives feedback on it and rewrites it, until the feedback contains
+    `stop` or after `rounds` rounds. The agent receives only the last draft.
 
     Parameters
     ----------
     rounds : int
-        Most times that a draft is rewritten.
+        Maximum number of rewrites.
     feedback : str
-        Message of the user that asks for feedback.
+        User message that asks for feedback.
     refine : str
-        Message of the user that asks for the next draft.
+        User message that asks for the next draft.
     stop : str
-        The draft is good if its feedback contains this.
+        Feedback that contains this text accepts the draft.
     feedback_settings : dict, optional
         Settings of `Chat.gen` for the feedback. Default: those of the choice.
     """
@@ -55,7 +55,7 @@ class SelfRefine(Single):
             raise ValueError(f"feedback_settings must be a dict, got {self.feedback_settings!r}")
 
     def select(self) -> Sequence[State | Fire]:
-        """Return the new state, to be completed with feedback."""
+        """Return the new state, whose completion is refined."""
         return [Fire(state, self._complete) for state in super().select() if isinstance(state, State)]
 
     async def _complete(self, chat: Chat) -> str:

@@ -15,28 +15,28 @@ from hf_parallel.generation.validation import check_choice, check_int
 class TreeOfThoughts(RoundSearch):
     """Tree of Thoughts (Yao et al., "Tree of Thoughts", 2023, algorithms 1 and 2).
 
-    Breadth-first: each kept state gets `expand` completions, and the `breadth` best of the new states and of the paths
-    that have ended are kept; the search ends when all of them have ended. Depth-first: the best new state gets `expand`
-    completions, and so on until a path ends; if a path is dropped, the search returns to the best of the states above.
-    See `RoundSearch` for searches whose states all fail or are dropped.
+    Breadth-first: each kept state gets `expand` completions, and the `breadth` best new states and finished paths are
+    kept. The search ends when all of these have finished. Depth-first: the best new state gets `expand` completions,
+    and so on until a path ends; from a dropped path, the search goes back to the best state above. See `RoundSearch`
+    for searches whose states all fail or are dropped.
 
     Parameters
     ----------
     breadth : int
-        States that are kept, breadth-first.
+        Number of states to keep, breadth-first.
     expand : int
-        Completions of each choice.
+        Completions per choice.
     value : callable
-        Value of a state, of unfinished paths as well.
+        Value of a state, also of an unfinished path.
     search : {"bfs", "dfs"}
         Breadth-first or depth-first.
     threshold : float, optional
-        States of less value are dropped. Default: none.
+        States with a lower value are dropped. Default: none.
     goal : float, optional
-        Value of the end of a path at which the search ends. Default: depth-first, any path that ends and is not
-        dropped; breadth-first, none.
+        The search ends with a finished path of at least this value. Default: depth-first, with any finished path that
+        is not dropped; breadth-first, with none.
     max_depth : int, optional
-        Number of choices on a path that get several completions; later ones get one. Default: all.
+        Number of choices of a path that get several completions. Later choices get one. Default: all.
     """
 
     breadth: int = 5

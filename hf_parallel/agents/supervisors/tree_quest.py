@@ -1,4 +1,4 @@
-"""TreeQuest: algorithms of the package `treequest` as supervisors."""
+"""TreeQuest: an algorithm of the package `treequest` as a supervisor."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ ACTION = "generate"
 class TreeQuest(RoundSearch):
     """Tree search by an algorithm of `treequest`, such as AB-MCTS (Inoue et al., "Wider or Deeper?", 2025).
 
-    The states of the agent are the nodes of the algorithm: it is asked for a batch of nodes to expand; each gets one
-    completion, and the algorithm is told the new state and its value. If it wants to expand a path that has ended, it
-    is told the same state and value again, and so for a path that failed, whose value is 0. Both count as iterations.
+    The agent's states are the algorithm's nodes. The algorithm chooses a batch of nodes to expand; each gets one
+    completion, and the algorithm receives the new state with its value. If it chooses a finished path, it receives the
+    same state and value again; a failed path has the value 0. Both count as iterations.
 
     Install the package with `pip install hf_parallel[treequest]`.
 
     Parameters
     ----------
     algorithm : treequest.Algorithm
-        Such as `treequest.ABMCTSA()` or `treequest.StandardMCTS()`.
+        For example `treequest.ABMCTSA()` or `treequest.StandardMCTS()`.
     iterations : int
         Number of nodes.
     parallel : int
-        Nodes that are expanded at the same time. Some algorithms discard what exceeds their own batch.
+        Number of nodes expanded at the same time. Some algorithms discard results beyond their own batch.
     seed : int
-        Seed of NumPy's random numbers, which algorithms use.
+        Seed of NumPy's global generator, which algorithms use.
     value : callable
-        Value of a state from 0 to 1, of unfinished paths as well.
+        Value of a state from 0 to 1, also of an unfinished path.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class TreeQuest(RoundSearch):
         self.next_states = self._ask()
 
     def choose(self, children: list[State]) -> list[State]:
-        """Tell the algorithm the new states, and ask it for the next."""
+        """Pass the new states to the algorithm, and ask it for the next."""
         for trial, child in zip(self._trials, children, strict=True):
             self._tell(trial, child)
         return self._ask()
@@ -96,7 +96,7 @@ class TreeQuest(RoundSearch):
         self._tree = self._seeded(self.algorithm.tell, self._tree, trial, (state, value))
 
     def _seeded(self, function: Callable[..., T], *arguments: object) -> T:
-        """Call a function with random numbers of this search."""
+        """Call a function with this search's random state."""
         outside = np.random.get_state()
         np.random.set_state(self._random)
         try:

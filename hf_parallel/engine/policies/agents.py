@@ -1,4 +1,4 @@
-"""AgentPolicy: records which agents use which nodes of the prefix tree, for policies that evict by agent."""
+"""AgentPolicy: record which agents use which nodes of the prefix tree, for policies that evict by agent."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 from hf_parallel.cache.tree import Node, RequestObserver
 
 MAX_MEMBERS = 4096
-"""Agents of workflows to remember; the least recently active are forgotten."""
+"""Maximum number of members; the least recently active ones are forgotten."""
 MAX_USERS = 64
-"""Users of a node to remember, the most recent ones."""
+"""Maximum number of users of a node; the least recent ones are forgotten."""
 
 
 @dataclass(eq=False)
@@ -22,13 +22,13 @@ class Member:
 
     workflow: str
     agent: str
-    calls: int = 0  # requests that have ended
-    last_turn: int = 0  # turn of the last one
+    calls: int = 0  # finished requests
+    last_turn: int = 0  # turn of the last request
     interval: float | None = None  # running mean of the turns between two requests
 
 
 class Use(NamedTuple):
-    """Last use of a node by a member: requests that the member had ended before, and uses so far."""
+    """Last use of a node by a member: the member's finished requests before it, and its uses so far."""
 
     calls: int
     times: int
@@ -36,7 +36,7 @@ class Use(NamedTuple):
 
 @dataclass(eq=False)
 class NodeUses:
-    """The agent that computed a node, and the members that use it, the most recent last."""
+    """The agent that computed a node, and its users, the most recent last."""
 
     owner: str
     users: dict[Member, Use] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class NodeUses:
 
 @dataclass(eq=False)
 class Call:
-    """A request of an agent. `concurrency` counts the agent's running requests when it began, itself included."""
+    """A request of an agent. `concurrency`: the agent's running requests when it began, itself included."""
 
     member: Member
     concurrency: int
@@ -57,7 +57,7 @@ class AgentPolicy(RequestObserver):
     """Base of policies that evict by agent. Requests without hints belong to an agent with an empty name."""
 
     def __init__(self) -> None:
-        self.turn = 0  # consecutive requests of one agent are one turn, so that it cannot advance the clock alone
+        self.turn = 0  # consecutive requests of one agent are one turn, so no agent can advance the clock alone
         self.uses: WeakKeyDictionary[Node, NodeUses] = WeakKeyDictionary()
         self.running: Counter[str] = Counter()  # requests by agent
         self._members: OrderedDict[tuple[str, str], Member] = OrderedDict()
@@ -103,9 +103,9 @@ class AgentPolicy(RequestObserver):
         member.calls += 1
 
     def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> Mapping[Node, int]:
-        """Record a request that has ended and the nodes that it used, with their earlier uses.
+        """Record a finished request and its nodes with their earlier uses.
 
-        Return the number of earlier uses of nodes that were evicted in between.
+        Return the numbers of earlier uses of nodes that were evicted since.
         """
         return {}
 

@@ -10,15 +10,15 @@ from hf_parallel.cache.tree import Node
 class EvictionPolicy(Protocol):
     """Order in which cached prefixes are evicted.
 
-    A policy that also is a `RequestObserver` learns which requests use which prefixes.
+    If the policy is also a `RequestObserver`, the engine tells it which requests use which prefixes.
     """
 
     def priority(self, node: Node) -> float | tuple[float, ...]:
-        """Return the priority of a node; nodes with the least are evicted first, after their children."""
+        """Return the priority of a node. The lowest is evicted first, children before their parents."""
 
 
 class LeastRecentlyUsed:
-    """Evicts the prefix whose last use is the longest ago."""
+    """Evict the least recently used prefix."""
 
     def priority(self, node: Node) -> float:
         """Return the time of the last use."""

@@ -1,4 +1,4 @@
-"""ContributionPolicy: keeps what agents with a high contribution are likely to use again (Hive, section 7)."""
+"""ContributionPolicy: keep prefixes that agents with a high contribution will probably reuse (Hive, section 7)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hf_parallel.engine.policies.reuse import ReuseEstimate
 from hf_parallel.engine.policies.scores import ContributionScores
 
 DEFAULT_INTERVAL = 16.0
-"""Turns between two requests of an agent that has sent only one."""
+"""Assumed turns between two requests of an agent that has sent only one."""
 PATIENCE = 4.0
-"""Usual intervals after which a silent agent counts less and less."""
+"""A silent agent counts less and less after this many of its usual intervals."""
 
 
 class ContributionPolicy(AgentPolicy):
-    """Evicts the prefix that contributes least: the scores of the agents that use it, times the expected reuse.
+    """Evict the prefix of the lowest contribution: the scores of its users times their expected reuse.
 
-    The paper evicts what belongs to the agent with the lowest score. But a score is one number for everything that an
-    agent has computed, and an important agent leaves much that it never uses again, such as turns before a summary.
-    Here, the priority of a prefix is the sum, over the agents that use it, of the agent's score times the probability
-    that its next request uses the prefix (`ReuseEstimate`). An agent that is silent for much longer than usual counts
-    less. The last use decides among equal priorities.
+    The paper evicts prefixes of the agent with the lowest score. But a score is one number for everything that an agent
+    has computed, and an important agent also leaves prefixes that it never uses again, such as turns before a summary.
+    Here, the priority of a prefix is the sum, over its users, of the agent's score times the probability that its next
+    request uses the prefix (`ReuseEstimate`). An agent that is silent for much longer than usual counts less. Among
+    equal priorities, the least recently used prefix is evicted.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class ContributionPolicy(AgentPolicy):
     def __init__(self, alpha: float = 0.4, window: int = 8, round_turns: int = 16) -> None:
         super().__init__()
         self.scores = ContributionScores(alpha, window, round_turns)
-        """Scores of the agents, and their history."""
+        """Current and earlier scores of the agents."""
         self._reuse = ReuseEstimate()
 
     def priority(self, node: Node) -> tuple[float, float]:

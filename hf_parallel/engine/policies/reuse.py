@@ -1,4 +1,4 @@
-"""ReuseEstimate: the probability that an agent's next request uses a cached node, learned from its earlier requests."""
+"""ReuseEstimate: probability that an agent's next request uses a cached node, learned from its requests."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from hf_parallel.cache.tree import Node
 from hf_parallel.engine.policies.agents import MAX_MEMBERS, Member, NodeUses, Use
 
 COUNTS = 5
-"""Classes of `Use.times`: 1, 2 to 3, 4 to 7, 8 to 15, and more."""
+"""Number of classes of `Use.times`: 1, 2 to 3, 4 to 7, 8 to 15, more."""
 AGES = 4
-"""Classes of the number of requests since the last use; the last one holds all that are older."""
+"""Number of classes of age, the requests since the last use. The last class is open."""
 DECAY = 0.9
-"""Weight of a request of an agent, relative to its next one."""
+"""Decay of the statistics of an agent per request."""
 MAX_EVICTED = 32
-"""Evicted nodes of an agent to remember."""
+"""Maximum number of evicted nodes to remember per member."""
 PRIOR = 0.5
-"""Probability by age, as a power of this, before anything was observed."""
+"""Probability before any observation: this number to the power of the age, counted from 1."""
 Prefix: TypeAlias = tuple[int, int]
 """Length and hash of the tokens from the root to the end of a node."""
 
 
 class ReuseEstimate:
-    """Learns the fraction of the tokens of an agent's earlier requests that its next request uses.
+    """Estimate of the fraction of an agent's earlier tokens that its next request reuses.
 
-    There is one fraction for each number of uses and each age: the rules of a role occur in every request, the turns of
-    a conversation until it is summarised, and retrieved documents once. An agent with few requests has the fractions of
-    all agents. Evicted nodes count, too: otherwise, an agent whose tokens are always evicted before its next request
-    would never be seen to use them again.
+    Fractions depend on the number of uses and the age: the rules of a role occur in every request, the turns of a
+    conversation until it is summarised, and retrieved documents once. An agent with few requests starts from the
+    fractions of all agents. Evicted nodes count too. Otherwise, an agent whose tokens are always evicted before its
+    next request would never seem to reuse them.
     """
 
     def __init__(self) -> None:
-        # Sums [2, COUNTS, AGES] over requests: the fraction that was used again, and 1.
+        # [2, COUNTS, AGES]: sum over requests of the reused fraction, and number of requests
         self._rates: OrderedDict[str, np.ndarray] = OrderedDict()
         self._rates_of_all = np.zeros((2, COUNTS, AGES))
-        self._held: WeakKeyDictionary[Member, np.ndarray] = WeakKeyDictionary()  # tokens [COUNTS, AGES] to use again
+        self._held: WeakKeyDictionary[Member, np.ndarray] = WeakKeyDictionary()  # reusable tokens [COUNTS, AGES]
         self._evicted: WeakKeyDictionary[Member, OrderedDict[Prefix, tuple[Use, int]]] = WeakKeyDictionary()
 
     def note_call(self, member: Member, used: Sequence[tuple[Node, NodeUses]]) -> dict[Node, int]:
-        """Learn from a request that has ended; see `AgentPolicy.note_call`."""
+        """Learn from a finished request; see `AgentPolicy.note_call`."""
         held = self._held.get(member, np.zeros((COUNTS, AGES)))
         reused, next_held = np.zeros_like(held), np.zeros_like(held)
         counts = self._find_evicted(member, used, reused)
@@ -72,7 +72,7 @@ class ReuseEstimate:
     def _find_evicted(
         self, member: Member, used: Sequence[tuple[Node, NodeUses]], reused: np.ndarray
     ) -> dict[Node, int]:
-        """Count evicted tokens that a request has used again; return earlier uses of the nodes that now hold them."""
+        """Count reused tokens that were evicted; return the earlier uses of the nodes that hold them now."""
         evicted = self._evicted.get(member, OrderedDict())
         counts: dict[Node, int] = {}
         for node, uses in used:
@@ -90,7 +90,7 @@ class ReuseEstimate:
         return counts
 
     def evict(self, node: Node, uses: NodeUses) -> None:
-        """Remember the uses of a node that is being evicted."""
+        """Remember the uses of a node before its eviction."""
         tokens = _prefix(node)
         prefix = len(tokens), _hash(tokens)
         for member, use in uses.users.items():
@@ -103,12 +103,12 @@ class ReuseEstimate:
                 self.forget(member, old, length)
 
     def forget(self, member: Member, use: Use, length: int) -> None:
-        """Remove tokens from those that a member may use again."""
+        """Remove tokens from a member's reusable ones."""
         if (held := self._held.get(member)) is not None:
             held[_class_of(use, member)] -= length
 
     def probability(self, member: Member, use: Use) -> float:
-        """Return the probability that the member's next request uses a node, given its last use."""
+        """Return the probability that a member's next request uses a node, given its last use."""
         place = _class_of(use, member)
         found = PRIOR ** (place[1] + 1)
         for sums in (self._rates_of_all, self._rates.get(member.agent)):

@@ -1,4 +1,4 @@
-"""ContributionScores: the contribution of each agent to a workflow (Hive, section 7.1, equations 5 to 8)."""
+"""ContributionScores: contribution of each agent to a workflow (Hive, section 7.1, equations 5 to 8)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hf_parallel.engine.policies.agents import Call
 from hf_parallel.generation.validation import check_int
 
 MAX_HISTORY = 512
-"""Rounds in the history."""
+"""Maximum number of rounds in the history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Score of an agent, and its parts. All are between 0 and 1, and 0.5 for the median agent of the window.
+    """Score of an agent and its terms, each between 0 and 1; the median agent of the window has 0.5.
 
-    `activity` is the number of requests, `workload` their tokens of prompt and answer, `efficiency` the part of the
-    prompts that was cached, and `concurrency` the mean of average and maximum number of requests at the same time.
+    `activity`: number of requests. `workload`: their prompt and answer tokens. `efficiency`: cached fraction of the
+    prompts. `concurrency`: mean of the average and the maximum number of simultaneous requests.
     """
 
     score: float
@@ -48,22 +48,22 @@ class ContributionScores:
 
     The score of agent i is `alpha * U_i + (1 - alpha) * V_i`. `U_i` is the product of activity, workload, efficiency
     and concurrency. `V_i` is the sum of `w_ij + w_ji` over all other agents j, with `w_ij = sqrt(T_ij) ln(1 + R_ij)`:
-    T are the tokens computed by i that j reused, R the requests of j that did. What an agent reuses of its own counts
-    for its efficiency only.
+    T_ij are the tokens computed by i that j reused, and R_ij is the number of such requests of j. Reuse of an agent's
+    own tokens counts only for its efficiency.
 
-    The paper leaves open how each term is normalised. Here, `x` becomes `x / (x + m)`, where m is the median of the
-    agents with a positive value. An agent that inflates a count gets at most 1, and does not lower the others' values,
-    as the maximum or the sum would. The window counts turns: consecutive requests of an agent are one turn, so that a
-    flood of requests does not displace those of others.
+    The paper does not say how terms are normalised. Here, `x` becomes `x / (x + m)`, where m is the median of the
+    positive values. An agent that inflates a count reaches at most 1 and does not lower the values of others, unlike
+    with a maximum or a sum. The window counts turns: consecutive requests of an agent are one turn, so a flood of
+    requests does not displace those of others.
 
     Parameters
     ----------
     alpha : float
-        Weight of the intrinsic part, between 0 and 1. Below 0.5, sharing counts more, as in the paper.
+        Weight of the intrinsic term, between 0 and 1. Below 0.5, sharing counts more, as in the paper.
     window : int
-        Number of rounds that count.
+        Number of rounds in the window.
     round_turns : int
-        Turns of a round, after which the scores are computed.
+        Turns per round. Scores are computed at the end of a round.
     """
 
     def __init__(self, alpha: float = 0.4, window: int = 8, round_turns: int = 16) -> None:
@@ -73,16 +73,16 @@ class ContributionScores:
         check_int("round_turns", round_turns, at_least=1)
         self.alpha, self.window, self.round_turns = alpha, window, round_turns
         self.current: Mapping[str, Contribution] = {}
-        """Scores by agent, as of the last round."""
+        """Scores by agent after the last round."""
         self.history: deque[Mapping[str, Contribution]] = deque(maxlen=MAX_HISTORY)
-        """Scores of the last rounds."""
+        """Scores by agent after each of the last rounds, oldest first."""
         self.neutral = 0.5
-        """Score of an agent that is new since the last round: the median of the others."""
+        """Score of an agent that is new since the last round: the median score."""
         self._turns: deque[_Turn] = deque(maxlen=window * round_turns)
         self._since_round = 0  # turns
 
     def add(self, call: Call) -> None:
-        """Count a request that has ended; compute the scores if it completes a round."""
+        """Count a finished request; compute the scores if it completes a round."""
         agent = call.member.agent
         if not self._turns or self._turns[-1].agent != agent:
             self._turns.append(_Turn(agent))

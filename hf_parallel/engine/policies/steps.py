@@ -1,4 +1,4 @@
-"""StepsToExecution: evicts what the agents need last (KVFlow, arXiv:2507.07400)."""
+"""StepsToExecution: evict prefixes of the agents that run last (KVFlow, arXiv:2507.07400)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hf_parallel.cache.tree import Node
 from hf_parallel.engine.policies.agents import AgentPolicy, Call, Member, NodeUses
 
 MAX_STEPS = 1024
-"""Steps from one agent to the next, and workflows, to remember."""
+"""Maximum numbers of learned steps and of workflows."""
 
 
 class StepsToExecution(AgentPolicy):
-    """Evicts the prefix whose agents run next after the largest number of steps; among equals, the oldest.
+    """Evict the prefix whose next user is the most steps away; among equals, the least recently used one.
 
-    The steps are the distance, in the graph of agents, from the agent of a workflow that ran last. Of the agents that
-    use a prefix, the next one counts. What a workflow's agents cannot reach is evicted first.
+    Steps are distances in the graph of agents from the agent that ran last in a workflow. Prefixes of agents that
+    cannot be reached are evicted first.
 
     Parameters
     ----------
     graph : mapping of str to sequence of str, optional
-        The agents that may run after each agent. Default: learned from the latest 1024 steps of all workflows.
+        Agents that may run after each agent. Default: learned from the latest 1024 steps of all workflows.
     """
 
     def __init__(self, graph: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -59,7 +59,7 @@ class StepsToExecution(AgentPolicy):
         return self._distances[current].get(member.agent, math.inf)
 
     def _distances_from(self, agent: str) -> dict[str, int]:
-        """Return the number of steps to each agent that can be reached; to the agent itself, those of a cycle."""
+        """Return the steps to each reachable agent; to the agent itself, the length of the shortest cycle."""
         after: dict[str, set[str]] = {}
         for first, second in self._steps:
             after.setdefault(first, set()).add(second)

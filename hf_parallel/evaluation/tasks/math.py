@@ -131,7 +131,8 @@ class AIME25Problem(FormulaProblem):
 class OlympiadBenchProblem(FormulaProblem):
     """An open problem of OlympiadBench (He et al., 2024), text only, with one or several answers.
 
-    `answer` has all of them, separated by commas; numbers may differ by `tolerance`.
+    `answer` has all of them, separated by commas. As in the authors' grader, numbers may differ by `tolerance` and also
+    count as percentages.
     """
 
     name: ClassVar[str] = "olympiadbench"
