@@ -61,6 +61,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.tokens[block], self.tokens[tail] = self.tokens[block][:at], self.tokens[block][at:]
         return tail
 
+    @rule(target=blocks, block=consumes(blocks), data=st.data())
+    def divide(self, block: Block, data: st.DataObject) -> Any:
+        at = data.draw(st.integers(1, block.length + 1))
+        head, tail = self.cache.pool.divide(block, at)
+        tokens = self.tokens.pop(block)
+        self.tokens[head], self.tokens[tail] = tokens[:at], tokens[at:]
+        return multiple(head, tail)
+
     @rule(source=blocks, destination=blocks)
     def move(self, source: Block, destination: Block) -> None:
         if source is destination:
