@@ -11,24 +11,21 @@ All but the last part are simulated, and give the same figures on every machine.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from hf_parallel.agents import CacheResult, Trace, TraceRequest, simulate
 from hf_parallel.agents.simulation import POLICIES, PromptSegment
 from hf_parallel.engine import Engine
 
-from .report import about, add_model_options, finish, new_path, set_up, table_of
+from .report import Table, about, finish, new_parser, new_path, set_up
 
 AGENTS = ("Decision", "Patcher", "Viewer", "Summary", "Searcher")
 HOTSPOTS = ("Patcher", "Viewer")
@@ -304,32 +301,29 @@ def beside_engine(model: Any, rounds: int) -> list[dict[str, Any]]:
     return entries
 
 
-def show(console: Console, report: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print the tables."""
     for part, name in (("workflow", "rounds"), ("budgets", "budget"), ("robustness", "trace")):
-        table = table_of(part, "hotspots", "others", "evicted")
+        table = Table(part, "hotspots", "others", "evicted")
         for entry in report[part]:
             rates = (f"{entry[kind]:.3f}" for kind in ("hotspot_hit_rate", "other_hit_rate"))
             table.add_row(f"{entry[name]}: {entry['policy']}", *rates, f"{entry['evicted_tokens']:.0f}")
-        console.print(table)
-    console.print(*report["engine"], sep="\n")
+        print(table)
+    print(*report["engine"], sep="\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all parts; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks agents_cache", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two seeds and one round, to check that everything runs")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
-    add_model_options(parser)
+    parser = new_parser("agents_cache", __doc__)
     options = parser.parse_args(arguments)
     model, _ = set_up(options)
     seeds, few = (2, 2) if options.quick else (10, 5)
-    report = about(model, options) | {"quick": options.quick, "seeds": seeds}
+    report = about(model, options) | {"seeds": seeds}
     report["workflow"] = workflow(seeds)
     report["budgets"] = other_budgets(few)
     report["robustness"] = robustness(few)
     report["engine"] = beside_engine(model, 1 if options.quick else 2)
-    finish(Console(highlight=False), report, options.output or new_path("agents-cache", options.quick), show)
+    finish(report, new_path("agents-cache", options), show)
     return 0
 
 

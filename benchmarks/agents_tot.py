@@ -12,7 +12,6 @@ Completions are sampled with the seeds of the run, so that all ways should build
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import statistics
 import sys
@@ -23,15 +22,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rich.console import Console
-
 from hf_parallel.agents import Completion, Runtime, TreeOfThoughts, agent, gather, next, spawn
 from hf_parallel.engine import Engine
 from hf_parallel.generation.rng import mix
 
-from .report import about, add_model_options, finish, new_path, set_up, table_of
+from .report import Table, about, compare, finish, new_parser, new_path, set_up
 from .resample import solvable
-from .rounds import compare, targets_table
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "agents_game24.py"
 WAYS = ("cached", "uncached", "sequential")
@@ -111,33 +107,29 @@ def measure(model: Any, tokenizer: Any, puzzles: Sequence[str], size: int, seed:
     return {"settings": settings, "ways": ways, "same_trees": same, "ratios": ratios | {"same_tree": same["uncached"]}}
 
 
-def show(console: Console, report: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print the tables."""
     title = f"Tree of Thoughts, {len(report['settings']['puzzles'])} puzzles"
-    table = table_of(title, "seconds", "CPU s", "completions", "tokens", "replayed", "passes", "solved")
+    table = Table(title, "seconds", "CPU s", "completions", "tokens", "replayed", "passes", "solved")
     for way, of in report["ways"].items():
         counts = (of[name] for name in ("completions", "tokens", "replayed_tokens", "passes", "solved"))
         table.add_row(way, f"{of['seconds']:.1f}", f"{of['cpu_seconds']:.1f}", *map(str, counts))
-    console.print(table)
-    console.print(targets_table(report["targets"]))
+    print(table)
 
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks agents_tot", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
-    add_model_options(parser)
+    parser = new_parser("agents_tot", __doc__)
     parser.add_argument("--count", type=int, default=20, metavar="N", help="puzzles (20)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all completions (0)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     options = parser.parse_args()
     model, tokenizer = set_up(options)
     count, size = (2, 2) if options.quick else (options.count, 5)
     puzzles = [" ".join(map(str, numbers)) for numbers, _ in zip(solvable(), range(count), strict=False)]
-    report = about(model, options) | {"quick": options.quick}
+    report = about(model, options)
     report |= measure(model, tokenizer, puzzles, size, options.seed)
     report["targets"] = compare(report["ratios"], TARGETS)
-    finish(Console(highlight=False), report, options.output or new_path("agents-tot", options.quick), show)
+    finish(report, new_path("agents-tot", options), show)
     return 0
 
 

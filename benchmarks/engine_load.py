@@ -1,7 +1,7 @@
 """Open-loop load on an engine: requests arrive at random times, whether or not earlier ones are answered.
 
 Arrivals are a Poisson process drawn from a seed. Times count from the planned arrival, so that a late client does not
-hide a slow engine. The engine is one in this process, or a server on this machine (`--url`).
+hide a slow engine. The rates are fractions of the measured capacity, up to 20 % more than it.
 """
 
 from __future__ import annotations
@@ -9,94 +9,110 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import httpx2 as httpx
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from hf_parallel.engine import Engine
+from hf_parallel.engine import Engine, QueueFullError
 
-from .engine_servers import Answer, Arrival, InProcess, OverHTTP, Server
-from .rounds import compare
+from .engine import EngineBenchmark, question, system_prompt
+from .report import Log, Table, about, compare, finish, new_parser, new_path, set_up
 
 KV_TOKENS = 8192
-"""Tokens that the budget of the engine in this process holds."""
+"""Tokens that the budget of the engine holds."""
 SAMPLED = 0.25
 """Fraction of the requests that are sampled; the others are greedy."""
 RETRY_SECONDS = 0.05
-LOAD_TARGETS = (
-    ("failed", "at most", 0, "load: requests that failed"),
-    ("wrong", "at most", 0, "load: wrong answers"),
-    ("kv_by_budget", "at most", 1, "load: highest KV bytes by budget"),
-    ("unannounced", "at most", 0, "load: rejections beyond the capacity without Retry-After"),
-    ("rejected", "at least", 1, "load: rejections beyond the capacity"),
+TARGETS = (
+    ("failed", "at most", 0, "requests that failed"),
+    ("wrong", "at most", 0, "wrong answers"),
+    ("kv_by_budget", "at most", 1, "highest KV bytes by budget"),
+    ("rejected", "at least", 1, "rejections beyond the capacity"),
 )
 """Figure, direction, limit, and description of the figure."""
 
-Log = Callable[[str], None]
 Prompt = Callable[[int], list[int]]
 """Returns the prompt of the request with this number."""
 
 
-def arrivals(prompt: Prompt, rate: float, seconds: float, new_tokens: Sequence[int], seed: int) -> list[Arrival]:
-    """Draw the arrivals of `seconds` at `rate` requests per second, each with a prompt of its own."""
-    found: list[Arrival] = []
-    drawn, at = random.Random(seed), 0.0
-    while True:
-        at += drawn.expovariate(rate)
-        if at >= seconds:
-            return found
-        number = len(found)
-        given = number, at, prompt(number), drawn.randint(*new_tokens), drawn.random() < SAMPLED
-        found.append(Arrival(*given))
+@dataclass
+class Request:
+    """A request, when it arrives, and its outcome; times in seconds after the planned arrival."""
 
+    number: int
+    at: float
+    prompt: list[int]
+    new_tokens: int
+    sampled: bool
+    status: str = "ok"  # or "rejected", or an error
+    late: float = 0.0  # when it was sent
+    times: list[float] = field(default_factory=list)  # of each token
+    output: list[int] = field(default_factory=list)
 
-async def offer(server: Server, requests: Sequence[Arrival], limit: float) -> list[Answer]:
-    """Send requests at their times, and return the answers; after `limit` seconds, those that are missing fail."""
-    began = time.perf_counter()
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of `generate`."""
+        how: dict[str, Any] = {"do_sample": False}
+        if self.sampled:
+            how = {"do_sample": True, "seed": self.number, "generation_mode": "shared_prefix"}
+        return {"max_new_tokens": self.new_tokens, "eos_token_id": -1, "pad_token_id": 0} | how
 
-    async def send(arrival: Arrival) -> Answer:
-        def now() -> float:
-            return time.perf_counter() - began - arrival.at
-
-        answer = Answer(arrival)
-        await asyncio.sleep(max(0.0, -now()))
-        answer.late = now()
+    async def send(self, engine: Engine, limit: float, began: float) -> Request:
+        """Submit it at its time, and read its tokens. After `limit` seconds, it fails."""
+        await asyncio.sleep(max(0.0, began + self.at - time.perf_counter()))
+        self.late = time.perf_counter() - began - self.at
         try:
-            await asyncio.wait_for(server.send(arrival, now, answer), limit - arrival.at)
+            await asyncio.wait_for(self._read(engine, began), limit - self.at)
+        except QueueFullError:
+            self.status = "rejected"
         except Exception as error:  # an error is reported as a result
-            answer.status = f"{type(error).__name__}: {error}"
-        return answer
+            self.status = f"{type(error).__name__}: {error}"
+        return self
 
-    return await asyncio.gather(*map(send, requests))
+    async def _read(self, engine: Engine, began: float) -> None:
+        async for token in engine.submit(self.prompt, **self.settings):
+            self.times.append(time.perf_counter() - began - self.at)
+            self.output.append(int(token))
 
 
-def summary(answers: Sequence[Answer]) -> dict[str, Any]:
+def arrivals(prompt: Prompt, rate: float, seconds: float, new_tokens: Sequence[int], seed: int) -> list[Request]:
+    """Draw the arrivals of `seconds` at `rate` requests per second, each with a prompt of its own."""
+    found: list[Request] = []
+    drawn, at = random.Random(seed), 0.0
+    while (at := at + drawn.expovariate(rate)) < seconds:
+        number = len(found)
+        found.append(Request(number, at, prompt(number), drawn.randint(*new_tokens), drawn.random() < SAMPLED))
+    return found
+
+
+async def offer(engine: Engine, requests: Sequence[Request], limit: float) -> list[Request]:
+    """Send requests at their times, and return them with their outcomes."""
+    began = time.perf_counter()
+    return await asyncio.gather(*(request.send(engine, limit, began) for request in requests))
+
+
+def summary(requests: Sequence[Request]) -> dict[str, Any]:
     """Return percentiles of the times, and counts."""
-    ok = [answer for answer in answers if answer.status == "ok" and answer.times]
-    gaps = [b - a for answer in ok for a, b in zip(answer.times, answer.times[1:], strict=False)]
-    span = max((answer.arrival.at + answer.times[-1] for answer in ok), default=0.0)
-    statuses = Counter(answer.status for answer in answers)
-    rejected = statuses.pop("rejected", 0)
+    ok = [request for request in requests if request.status == "ok" and request.times]
+    gaps = [b - a for request in ok for a, b in zip(request.times, request.times[1:], strict=False)]
+    span = max((request.at + request.times[-1] for request in ok), default=0.0)
+    statuses = Counter(request.status for request in requests)
     return {
-        "offered": len(answers),
+        "offered": len(requests),
+        "rejected": statuses.pop("rejected", 0),
         "answered": statuses.pop("ok", 0),
-        "rejected": rejected,
-        "rejected_with_retry_after": sum(answer.retry_after for answer in answers),
         "errors": dict(statuses),
         "requests_per_second": len(ok) / span if span else 0.0,
-        "tokens_per_second": sum(len(answer.times) for answer in ok) / span if span else 0.0,
-        "first_token": percentiles([answer.times[0] for answer in ok]),
+        "tokens_per_second": sum(len(request.times) for request in ok) / span if span else 0.0,
+        "first_token": percentiles([request.times[0] for request in ok]),
         "between_tokens": percentiles(gaps),
-        "sent_late": percentiles([answer.late for answer in answers]),
+        "sent_late": percentiles([request.late for request in requests]),
     }
 
 
@@ -108,34 +124,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": statistics.median(ordered), "p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]}
 
 
-class Watch:
-    """Records the usage of a server, in a thread."""
-
-    def __init__(self, server: Server, interval: float = 0.5) -> None:
-        self._server, self._interval, self._done = server, interval, threading.Event()
-        self.seen: list[dict[str, float]] = []
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._done.wait(self._interval):
-            self.seen.append(self._server.usage())
-
-    def highest(self, name: str) -> float | None:
-        """Return the highest value that was seen."""
-        return max((usage[name] for usage in self.seen if name in usage), default=None)
-
-
 @dataclass(frozen=True)
 class LoadBenchmark:
-    """Rates from a fraction of the capacity up to 20 % more than it.
+    """Settings and run.
 
     Parameters
     ----------
@@ -163,144 +154,130 @@ class LoadBenchmark:
     seed: int = 0
     least: int = 40
 
-    def run(self, model: Any, tokenizer: Any, prompt: Prompt, log: Log, url: str | None, pid: int | None) -> Any:
+    def run(self, model: Any, tokenizer: Any, prompt: Prompt, log: Log) -> dict[str, Any]:
         """Return the entries of the report."""
-        report: dict[str, Any] = {"settings": asdict(self), "url": url, "rates": []}
+        config = model.config
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * model.dtype.itemsize
+        budget, rows = KV_TOKENS * token, self.max_rows
+        load: dict[str, Any] = {"settings": asdict(self), "kv_budget_bytes": budget, "rates": []}
+        given: list[Request] = []
+        with Engine(model, tokenizer, budget, max_rows=rows, max_waiting=self.max_waiting) as engine:
+            log("capacity")
+            load["requests_per_second"] = asyncio.run(self._capacity(engine, prompt))
+            for number, fraction in enumerate(self.rates):
+                entry, requests = self._rate(engine, prompt, number, fraction * load["requests_per_second"], log)
+                load["rates"].append({"of_capacity": fraction} | entry)
+                given += requests
+            load["stats"] = engine.stats.to_dict()
+        load["check"] = check(model, given, self.checked)
+        return {"load": load, "targets": compare(figures(load), TARGETS)}
 
-        async def measure() -> None:
-            async with self.server(model, tokenizer, url, pid) as server:
-                report["kv_budget_bytes"] = server.max_kv_bytes()
-                report["requests_per_second"] = await self.capacity(server, prompt, log)
-                report["stats_at_capacity"] = stats(server)
-                for number, fraction in enumerate(self.rates):
-                    rate = fraction * report["requests_per_second"]
-                    log(f"{rate:.2f} requests per second, {fraction:.0%} of the capacity")
-                    numbered = _offset(prompt, (number + 1) * 100_000)
-                    seconds = max(self.seconds, self.least / rate, self._filling(rate, fraction))
-                    requests = arrivals(numbered, rate, seconds, self.new_tokens, self.seed + number)
-                    with Watch(server) as watch:
-                        answers = await offer(server, requests, limit=3 * seconds + 60)
-                    entry = {"rate": rate, "of_capacity": fraction} | summary(answers)
-                    report["rates"].append(entry | {"highest_kv_bytes": watch.highest("kv")})
-                    given.extend(answers)
-                report["stats"] = stats(server)
+    def _rate(
+        self, engine: Engine, prompt: Prompt, number: int, rate: float, log: Log
+    ) -> tuple[dict[str, Any], list[Request]]:
+        """Offer one rate; beyond the capacity for twice as long as the queue takes to fill."""
+        log(f"{rate:.2f} requests per second, {self.rates[number]:.0%} of the capacity")
+        excess = rate - rate / self.rates[number]
+        filling = 2 * (self.max_rows + self.max_waiting) / excess if excess > 0 else 0.0
+        seconds = max(self.seconds, self.least / rate, filling)
+        first = (number + 1) * 100_000
+        requests = arrivals(lambda one: prompt(first + one), rate, seconds, self.new_tokens, self.seed + number)
+        done, seen = threading.Event(), [0]
 
-        given: list[Answer] = []
-        asyncio.run(measure())
-        report["check"] = check(model, tokenizer, given, self.checked)
-        return report
+        def watch() -> None:
+            while not done.wait(0.5):
+                seen.append(engine.stats.kv_bytes)
 
-    def _filling(self, rate: float, fraction: float) -> float:
-        """Return twice the seconds after which the queue is full beyond the capacity, else 0."""
-        excess = rate - rate / fraction
-        return 2 * (self.max_rows + self.max_waiting) / excess if excess > 0 else 0.0
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            asyncio.run(offer(engine, requests, limit=3 * seconds + 60))
+        finally:
+            done.set()
+            watcher.join()
+        return {"rate": rate} | summary(requests) | {"highest_kv_bytes": max(seen)}, requests
 
-    async def capacity(self, server: Server, prompt: Prompt, log: Log) -> float:
+    async def _capacity(self, engine: Engine, prompt: Prompt) -> float:
         """Return the requests per second with `max_rows` in flight at any time."""
-        log("capacity")
         slots = asyncio.Semaphore(self.max_rows)
         requests = arrivals(prompt, 1.0, 10.0 * self.burst, self.new_tokens, self.seed)[: self.burst]
 
-        async def send(arrival: Arrival) -> Answer:
+        async def send(request: Request) -> Request:
             async with slots:
                 while True:
-                    (answer,) = await offer(server, [replace(arrival, at=0.0)], limit=600.0)
+                    (answer,) = await offer(engine, [replace(request, at=0.0, times=[], output=[])], limit=600.0)
                     if answer.status != "rejected":
                         return answer
                     await asyncio.sleep(RETRY_SECONDS)
 
         began = time.perf_counter()
-        answers = await asyncio.gather(*map(send, requests))
-        failed = [answer.status for answer in answers if answer.status != "ok"]
+        failed = [one.status for one in await asyncio.gather(*map(send, requests)) if one.status != "ok"]
         if failed:
-            raise RuntimeError(f"{len(failed)} of {len(answers)} requests failed: {failed[0]}")
-        return len(answers) / (time.perf_counter() - began)
-
-    def server(
-        self, model: Any, tokenizer: Any, url: str | None, pid: int | None = None
-    ) -> AbstractAsyncContextManager[Server]:
-        """Return the server at a URL, or an engine in this process."""
-        return _over_http(url, tokenizer, pid) if url else self._in_process(model, tokenizer)
-
-    @asynccontextmanager
-    async def _in_process(self, model: Any, tokenizer: Any) -> AsyncIterator[Server]:
-        config = model.config
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token = 2 * config.num_hidden_layers * config.num_key_value_heads * head * model.dtype.itemsize
-        with Engine(
-            model, tokenizer, KV_TOKENS * token, max_rows=self.max_rows, max_waiting=self.max_waiting
-        ) as engine:
-            yield InProcess(engine)
+            raise RuntimeError(f"{len(failed)} of {len(requests)} requests failed: {failed[0]}")
+        return len(requests) / (time.perf_counter() - began)
 
 
-@asynccontextmanager
-async def _over_http(url: str, tokenizer: Any, pid: int | None) -> AsyncIterator[Server]:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
-        yield OverHTTP(url, tokenizer, client, pid)
-
-
-def _offset(prompt: Prompt, first: int) -> Prompt:
-    return lambda number: prompt(first + number)
-
-
-def stats(server: Server) -> dict[str, Any] | None:
-    """Return the statistics of an engine in this process."""
-    return server.engine.stats.to_dict() if isinstance(server, InProcess) else None
-
-
-def check(model: Any, tokenizer: Any, answers: Sequence[Answer], count: int) -> dict[str, int]:
-    """Compare answers, evenly spaced, with `generate`. Of a server, which draws its own seeds, only greedy ones."""
-    given = [a for a in answers if a.status == "ok" and not (a.arrival.sampled and isinstance(a.output, str))]
-    wrong = 0
+def check(model: Any, requests: Sequence[Request], count: int) -> dict[str, int]:
+    """Compare answers, evenly spaced, with `generate`."""
+    given = [request for request in requests if request.status == "ok"]
     chosen = given[:: max(1, len(given) // count)][:count]
-    for answer in chosen:
-        arrival, prompt = answer.arrival, answer.arrival.prompt
-        settings = arrival.settings | {"generation_mode": "shared_prefix" if arrival.sampled else None}
-        if isinstance(answer.output, str):
-            prompt = tokenizer(tokenizer.decode(prompt))["input_ids"]
-            settings |= {"eos_token_id": tokenizer.eos_token_id, "min_new_tokens": arrival.new_tokens}
-        ids = torch.tensor([prompt], device=model.device)
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
-        if isinstance(answer.output, str):
-            wrong += answer.output != tokenizer.decode(expected, skip_special_tokens=True)
-        else:
-            wrong += answer.output != expected
+    wrong = 0
+    for request in chosen:
+        ids = torch.tensor([request.prompt], device=model.device)
+        settings = {"generation_mode": None, "attention_mask": torch.ones_like(ids)} | request.settings
+        wrong += request.output != model.generate(ids, **settings)[0, ids.shape[1] :].tolist()
     return {"checked": len(chosen), "wrong": wrong}
 
 
-def load_targets(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Compare the results with their limits."""
-    if "load" not in report:
-        return []
-    load = report["load"]
-    rates, beyond = load["rates"], load["rates"][-1]
-    found = {
-        "failed": sum(sum(entry["errors"].values()) for entry in rates),
+def figures(load: dict[str, Any]) -> dict[str, float]:
+    """Return the figures of `TARGETS`."""
+    return {
+        "failed": sum(sum(entry["errors"].values()) for entry in load["rates"]),
         "wrong": load["check"]["wrong"],
-        "unannounced": beyond["rejected"] - beyond["rejected_with_retry_after"],
-        "rejected": beyond["rejected"],
+        "rejected": load["rates"][-1]["rejected"],
+        "kv_by_budget": max(entry["highest_kv_bytes"] for entry in load["rates"]) / load["kv_budget_bytes"],
     }
-    highest = [entry["highest_kv_bytes"] for entry in rates if entry["highest_kv_bytes"] is not None]
-    if load["kv_budget_bytes"] and highest:
-        found["kv_by_budget"] = max(highest) / load["kv_budget_bytes"]
-    return compare(found, LOAD_TARGETS)
 
 
-def show_load(console: Console, report: dict[str, Any]) -> None:
-    """Print the tables."""
-    rows = [(f"{entry['of_capacity']:.0%}", entry) for entry in report["load"]["rates"]]
+def show(report: dict[str, Any]) -> None:
+    """Print the table."""
     headings = ("first token, s", "", "between tokens, ms", "", "tokens/s", "rejected", "failed")
-    table = Table("of capacity", "requests", *headings, title="open-loop load (p50, p99)", title_justify="left")
-    for name, entry in rows:
+    table = Table("rates relative to the capacity (p50, p99)", "requests", *headings)
+    for entry in report["load"]["rates"]:
         first, between = entry["first_token"], entry["between_tokens"]
         table.add_row(
-            name,
-            str(entry["offered"]),
+            f"{entry['of_capacity']:.0%}",
+            entry["offered"],
             *(f"{first[p]:.2f}" if first else "" for p in ("p50", "p99")),
             *(f"{1e3 * between[p]:.0f}" if between else "" for p in ("p50", "p99")),
             f"{entry['tokens_per_second']:.1f}",
-            str(entry["rejected"]),
-            str(sum(entry["errors"].values())),
+            entry["rejected"],
+            sum(entry["errors"].values()),
         )
-    console.print(table)
+    print(table)
+
+
+def main() -> int:
+    """Run the benchmark; return the exit status."""
+    parser = new_parser("engine_load", __doc__)
+    parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of a system prompt (512)")
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time of each rate, at least (60)")
+    options = parser.parse_args()
+    model, tokenizer = set_up(options)
+    load, length = LoadBenchmark(options.seconds), options.prompt
+    if options.quick:
+        load = LoadBenchmark(1.0, (4, 8), max_rows=4, max_waiting=2, burst=8, rates=(0.5, 1.2), checked=2, least=4)
+        length = 24
+    systems = [system_prompt(tokenizer, number, length) for number in range(EngineBenchmark.systems)]
+
+    def prompt(number: int) -> list[int]:
+        return systems[number % len(systems)] + question(tokenizer, number)
+
+    report = about(model, options) | load.run(model, tokenizer, prompt, print)
+    finish(report, new_path("engine-load", options), show)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

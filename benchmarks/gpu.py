@@ -1,8 +1,7 @@
-"""Checks and measures everything on a GPU: `python -m benchmarks.gpu --help`.
+"""Measures everything on a GPU: whole models, prefill, start of a process, sampling, workers, attention.
 
-Stages: whole models, prefill, the start of a process, sampling, Hogwild! attention and its set-up, attention alone,
-correctness of replayed CUDA graphs and of kernels, and a comparison with the targets. The first ones matter most if
-time runs out. The report is written after each case, so an interrupted run keeps its results.
+The first cases of each stage matter most. The report is written during the run, so an interrupted one keeps its
+results.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-STAGES = ("model", "prefill", "start", "sampling", "hogwild", "attention", "graphs", "correctness")
+STAGES = ("model", "prefill", "start", "sampling", "hogwild", "attention")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -27,9 +26,8 @@ def main() -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     from .gpu_parts import run  # imports Triton and transformers, which read the variables
 
-    kind = "toy" if options.toy else "quick" if options.quick else "full"
     seconds = options.budget_seconds - (time.perf_counter() - began)
-    return run.start(options.only, kind, seconds, options.seed, options.out)
+    return run.start(options.only, options.toy, seconds, options.seed, options.out)
 
 
 def _stages(text: str) -> list[str]:
@@ -41,20 +39,13 @@ def _stages(text: str) -> list[str]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
-    parser.add_argument(
-        "--only", type=_stages, default=list(STAGES), metavar="STAGES", help=f"some of {','.join(STAGES)}"
-    )
-    parser.add_argument("--quick", action="store_true", help="few sizes, to check that everything runs")
+    words = f"some of {','.join(STAGES)}"
+    parser.add_argument("--only", type=_stages, default=list(STAGES), metavar="STAGES", help=words)
     parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU with the Triton interpreter")
-    parser.add_argument(
-        "--budget-seconds",
-        type=float,
-        default=540,
-        metavar="S",
-        help="time limit; cases beyond it are reported as not measured (540)",
-    )
+    words = "time limit; cases beyond it are reported as not measured (540)"
+    parser.add_argument("--budget-seconds", type=float, default=540, metavar="S", help=words)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of all numbers")
     return parser.parse_args()
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from hf_parallel import HogwildOutput
-from hf_parallel.cli.measure import StepClock
+from hf_parallel.cli.measure import StepClock, long_prompt
 
-from .rounds import Bar, PrefilledCache, run_rounds, step_ratio
+from .report import Log, Table, about, compare, finish, new_parser, new_path, number, set_up
+from .rounds import PrefilledCache, run_rounds, step_ratio
+
+TARGETS = (
+    ("step_by_generate", "at most", 1.25, "step relative to generate with 2 rows"),
+    ("set_up_by_step", "at most", 0.02, "set-up relative to the step"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,8 @@ class HogwildBenchmark:
     workers: tuple[int, ...] = (1, 2, 4, 8)
     layout: str = "combined"
 
-    @property
-    def calls(self) -> int:
-        """Number of calls of `generate`, for a progress bar."""
-        return 2 * (self.rounds + 1) + 2 + len(self.workers)
-
-    def run(self, model: Any, tokenizer: Any, ids: torch.Tensor, bar: Bar) -> dict[str, Any]:
-        """Measure with the prompt `ids`, `int64 [1, prompt]`; return an entry of the report."""
+    def run(self, model: Any, tokenizer: Any, ids: torch.Tensor, log: Log) -> dict[str, Any]:
+        """Measure with the prompt `ids`, `int64 [1, prompt]`; return the entries of the report."""
         ends = model.generation_config.eos_token_id
         settings = {
             "do_sample": False,
@@ -52,24 +54,25 @@ class HogwildBenchmark:
             call = {**own, **settings, "num_workers": workers, "streamer": clock}
             outputs.append(model.generate(ids, generation_mode="hogwild", **call))
 
-        bar.next("prefill of the cache")
+        log("prefill of the cache")
         prefilled, batch = PrefilledCache(model, ids), ids.repeat(2, 1)
 
         def plain(clock: StepClock) -> None:
             cache = prefilled.repeated(2)
             model.generate(batch, past_key_values=cache, streamer=clock, generation_mode=None, **settings)
 
-        times = run_rounds({"generate": plain, "hogwild": hogwild}, self.rounds, bar)
+        times = run_rounds({"generate": plain, "hogwild": hogwild}, self.rounds, log)
         stats = outputs[-1].stats
         scaling = {}
         for workers in (*self.workers[:1], *self.workers):  # the first call is a warm-up
-            bar.next(f"{workers} workers")
+            log(f"{workers} workers")
             clock = StepClock()
             hogwild(clock, workers)
             step = clock.median_step
             figures = {"step_seconds": step, "tokens_per_second": workers / step}
             scaling[workers] = {**figures, "kv_bytes": outputs[-1].stats.kv_bytes}
         return {
+            "settings": asdict(self),
             **{name: {"step_seconds": of.step, "steps": of.rounded_steps} for name, of in times.items()},
             "stats": stats.to_dict(),
             "workers": scaling,
@@ -78,3 +81,36 @@ class HogwildBenchmark:
                 "set_up_by_step": stats.plan_seconds / stats.decode_seconds,
             },
         }
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the table, with one line per number of workers."""
+    of, plain = report["settings"], report["generate"]
+    table = Table(f"{of['prompt']} tokens of the prompt, {of['layout']}", "step, ms", "tokens/s", "KV, MB")
+    table.add_row("generate, 2 rows", number(plain, "step_seconds", 1e3, ".1f"), f"{2 / plain['step_seconds']:.1f}")
+    for workers, way in report["workers"].items():
+        cells = (("step_seconds", 1e3, ".1f"), ("tokens_per_second", 1, ".1f"), ("kv_bytes", 1e-6, ".1f"))
+        table.add_row(f"{workers} worker{'s' * (workers > 1)}", *(number(way, *cell) for cell in cells))
+    print(table)
+
+
+def main() -> int:
+    """Run the benchmark; return the exit status."""
+    parser = new_parser("hogwild", __doc__)
+    default = HogwildBenchmark()
+    parser.add_argument("--prompt", type=int, default=default.prompt, metavar="N", help="tokens of the prompt (2048)")
+    parser.add_argument("--rounds", type=int, default=default.rounds, metavar="N", help="runs of both methods (5)")
+    options = parser.parse_args()
+    model, tokenizer = set_up(options)
+    benchmark = HogwildBenchmark(options.prompt, rounds=options.rounds)
+    if options.quick:
+        benchmark = HogwildBenchmark(prompt=48, passes=4, rounds=1, workers=(1, 3))
+    report = about(model, options)
+    report |= benchmark.run(model, tokenizer, long_prompt(tokenizer, benchmark.prompt).to(model.device), print)
+    report["targets"] = compare(report["ratios"], TARGETS)
+    finish(report, new_path("hogwild", options), show)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,7 +6,6 @@ that a replay would sample anew. Needs matplotlib (extra `eval`).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import torch
 from hf_parallel import Hotspot
 from hf_parallel.generation.replay.policies import uncertainty_of
 
-from .report import add_model_options, set_up
+from .report import new_parser, set_up
 from .resample import encode, solvable
 
 
@@ -72,10 +71,8 @@ def visible(token: str) -> str:
 
 def main() -> int:
     """Decode, plot and print the answer; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks hotspots", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="ten tokens, to check that it runs")
-    parser.add_argument("--output", type=Path, default=Path("docs/hotspots.png"), metavar="FILE", help="picture")
-    add_model_options(parser)
+    parser = new_parser("hotspots", __doc__)
+    parser.set_defaults(output=Path("docs/hotspots.png"))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     model, tokenizer = set_up(options)

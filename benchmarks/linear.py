@@ -1,4 +1,4 @@
-"""Compares implementations of linear layers for passes of few tokens: `python -m benchmarks.linear --help`.
+"""Implementations of linear layers, for passes of few tokens.
 
 Each pass appends tokens of one row to a prompt, as a pass with draft tokens does. The linear layers of the model are
 also timed alone, on random inputs. Every round runs all implementations.
@@ -6,18 +6,15 @@ also timed alone, on random inputs. Every round runs all implementations.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from hf_parallel.cache import BlockCache, Segment
@@ -26,7 +23,7 @@ from hf_parallel.kernels import native
 from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.linear import LINEAR_VARIABLE, linear_layers
 
-from .report import about, finish, new_path, set_up, table_of
+from .report import Table, about, finish, new_parser, new_path, set_up
 
 PROMPT = 128
 """Tokens before the timed ones."""
@@ -80,28 +77,25 @@ def through(layers: list[nn.Linear], length: int) -> float:
     return time.perf_counter() - began
 
 
-def show(console: Console, report: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print the table."""
     ways = [(what, library, of) for what, ways in report["seconds"].items() for library, of in ways.items()]
-    table = table_of("milliseconds by tokens of a pass", *(f"{what}, {library}" for what, library, _ in ways))
+    table = Table("milliseconds by tokens of a pass", *(f"{what}, {library}" for what, library, _ in ways))
     for length in ways[0][2]:
         table.add_row(length, *(f"{1e3 * of[length]:.1f}" for *_, of in ways))
-    console.print(table)
+    print(table)
 
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
-    parser.set_defaults(device="cpu", dtype="float32")
+    parser = new_parser("linear", __doc__, any_device=False)
     parser.add_argument("--rounds", type=int, default=15, help="measurements per median (15)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     options = parser.parse_args()
     model, tokenizer = set_up(options)
-    seconds = run(model, long_prompt(tokenizer, max(PROMPT, *LENGTHS)), rounds=options.rounds)
+    lengths, rounds = ((1, 4), 1) if options.quick else (LENGTHS, options.rounds)
+    seconds = run(model, long_prompt(tokenizer, max(PROMPT, *lengths)), lengths, rounds)
     report = about(model, options) | {"seconds": seconds}
-    finish(Console(highlight=False), report, options.output or new_path("linear"), show)
+    finish(report, new_path("linear", options), show)
     return 0
 
 

@@ -12,12 +12,10 @@ of all runs of a multiple-choice task are compared, and greedy texts of the `rep
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -25,12 +23,10 @@ from datasets.utils.logging import disable_progress_bar
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from rich.console import Console
 
 from hf_parallel.evaluation.lm_eval import ParallelLM
 
-from .report import about, add_model_options, finish, new_path, set_up, table_of
-from .rounds import compare, targets_table
+from .report import Table, about, compare, finish, new_parser, new_path, set_up
 
 BACKENDS = {"hf": HFLM, "hf-parallel": ParallelLM}
 LIMITS = {"fixed": 3.0, "random": 3.0, "repeats": 4.0}
@@ -103,27 +99,23 @@ def measure(name: str, model: Any, tokenizer: Any, count: int, new_tokens: int, 
     return {"runs": runs, "ratio": fastest["hf"] / fastest["hf-parallel"], "same": same}
 
 
-def show(console: Console, report: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print the tables."""
     for name in (name for name in LIMITS if name in report):
         entry = report[name]
-        table = table_of(name, *(f"batch size {run['batch_size']}" for run in entry["runs"]["hf"]))
+        table = Table(name, *(f"batch size {run['batch_size']}" for run in entry["runs"]["hf"]))
         for backend, runs in entry["runs"].items():
             table.add_row(backend, *(f"{run['seconds']:.1f} s" for run in runs))
-        console.print(table)
-    console.print(targets_table(report["targets"]))
+        print(table)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lm_eval", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two questions, to check that everything runs")
+    parser = new_parser("lm_eval", __doc__)
     parser.add_argument("--only", choices=tuple(LIMITS), help="run one task only")
     parser.add_argument("--questions", type=int, default=12, metavar="N", help="questions of multiple choice (12)")
     parser.add_argument("--prompts", type=int, default=4, metavar="N", help="questions with repeats (4)")
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="tokens of an answer (32)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
-    add_model_options(parser)
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)  # of lm-eval, about models that it did not load itself
     disable_progress_bar()
@@ -133,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick:
         questions, prompts, tokens, sizes = 2, 1, 4, (1, 4)
     settings = {"questions": questions, "prompts": prompts, "new_tokens": tokens, "batch_sizes": sizes}
-    report = about(model, options) | {"quick": options.quick, "settings": settings}
+    report = about(model, options) | {"settings": settings}
     tasks = [options.only] if options.only else list(LIMITS)
     counts = {name: prompts if name == "repeats" else questions for name in tasks}
     report |= {name: measure(name, model, tokenizer, count, tokens, sizes) for name, count in counts.items()}
@@ -143,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         limits = [("ratio", "at least", LIMITS[name], f"{name}: hf by hf-parallel")]
         limits += [("same", "at least", 1.0, f"{name}: same scores or texts")]
         report["targets"] += compare(found, limits)
-    finish(Console(highlight=False), report, options.output or new_path("lm-eval", options.quick), show)
+    finish(report, new_path("lm-eval", options), show)
     return 0
 
 

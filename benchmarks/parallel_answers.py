@@ -12,15 +12,12 @@ the number of parts is fixed. `hf-parallel evaluate` compares the accuracy of mo
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from hf_parallel import PDOSConfig, pdos_prompt
 from hf_parallel.cli.measure import StepClock, dense_bytes
@@ -28,8 +25,7 @@ from hf_parallel.evaluation import GENERATED, ArithmeticProblem, PlanningProblem
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.modes.pdos.token_text import encode_exactly, get_vocabulary
 
-from .report import about, add_model_options, finish, new_path, set_up, table_of
-from .rounds import compare, targets_table
+from .report import Table, about, compare, finish, new_parser, new_path, set_up
 
 Problem = RetrievalProblem | ArithmeticProblem | PlanningProblem
 PARTS = {"retrieval": 10, "arithmetic": 5, "planning": 5}
@@ -170,32 +166,27 @@ def run(model: Any, tokenizer: Any, sizes: dict[str, Any], problems: int, tokens
     return {"rotate_from_reencode": diverged, "branches": compared, "targets": targets}
 
 
-def show(console: Console, report: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print the tables."""
-    table = table_of("rotate from reencode, nats", "positions", "mean", "median", "max", "same top token")
+    table = Table("rotate from reencode, nats", "positions", "mean", "median", "max", "same top token")
     for task, of in report["rotate_from_reencode"].items():
         table.add_row(task, *(f"{value:.4g}" for value in of.values()))
-    console.print(table)
-    console.print(targets_table(report["targets"]))
+    print(table)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    prog, words = "python -m benchmarks.parallel_answers", str(__doc__).splitlines()[0]
-    parser = argparse.ArgumentParser(prog=prog, description=words)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
-    add_model_options(parser)
+    parser = new_parser("parallel_answers", __doc__)
     parser.add_argument("--problems", type=int, default=2, metavar="N", help="problems per task (2)")
     parser.add_argument("--new-tokens", type=int, default=320, metavar="N", help="maximum tokens of an answer (320)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     options = parser.parse_args(arguments)
     model, tokenizer = set_up(options)
     sizes = QUICK if options.quick else SIZES
     problems, tokens = (1, 100) if options.quick else (options.problems, options.new_tokens)
     settings = {**sizes, "problems": problems, "new_tokens": tokens}
-    report = about(model, options) | {"quick": options.quick, "settings": settings}
+    report = about(model, options) | {"settings": settings}
     report |= run(model, tokenizer, sizes, problems, tokens)
-    finish(Console(highlight=False), report, options.output or new_path("parallel-answers", options.quick), show)
+    finish(report, new_path("parallel-answers", options), show)
     return 0
 
 

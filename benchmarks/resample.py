@@ -1,4 +1,4 @@
-"""Repeated samples of one state, with and without a LogitsCache (Hive, section 8.2): `python -m benchmarks.resample`.
+"""Repeated samples of one state, with and without a LogitsCache (Hive, section 8.2).
 
 The protocol is the paper's: a Game of 24 puzzle is decoded once and then sampled repeatedly from the same state at a
 fixed length. Fully replayed samples are excluded. All methods keep keys and values in a SharedPrefixCache; they differ
@@ -14,25 +14,22 @@ The report is rewritten after each puzzle.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from functools import cache, partial
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import hf_parallel
 from hf_parallel.cache.logits import LogitsCache
 
-from .report import about, add_model_options, finish, new_path, set_up, table_of, write
+from .report import Log, Table, about, finish, new_parser, new_path, set_up, write
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
 NUCLEUS = 0.9
@@ -82,7 +79,7 @@ class ResampleBenchmark:
     baseline_samples: int = 4
     overhead_rounds: int = 7
 
-    def run(self, model: Any, tokenizer: Any, log: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    def run(self, model: Any, tokenizer: Any, log: Log) -> Iterator[dict[str, Any]]:
         """Measure all methods; yield the entries of the report after each puzzle."""
         log("overhead of a cache without hits")
         overhead = self._overhead(model, tokenizer)
@@ -213,11 +210,11 @@ def encode(tokenizer: Any, numbers: tuple[int, ...]) -> torch.Tensor:
     return encoded["input_ids"]
 
 
-def show(console: Console, report: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print the table."""
     of = report["settings"]
     title = f"{of['puzzles']} puzzles x {of['samples']} samples x {of['length']} tokens"
-    table = table_of(title, "mean tokens/s", "speed-up", "median", "hits", "samples", "whole")
+    table = Table(title, "mean tokens/s", "speed-up", "median", "hits", "samples", "whole")
     for result in report["results"]:
         for way in WAYS:
             row = result[way]
@@ -225,36 +222,33 @@ def show(console: Console, report: dict[str, Any]) -> None:
             cells = [f"{row[name]:.2f}" if row.get(name) is not None else "" for name in figures]
             heading = f"top_p {result['top_p']}, temperature {result['temperature']}, {way}"
             table.add_row(heading, *cells, str(row["samples"]), str(row["replayed_whole"]))
-    console.print(table)
+    print(table)
     for way, value in report["speed_up"].items():
         target = f", target: at least {TARGETS[way]}" if way in TARGETS else ""
-        console.print(f"{way}: mean speed-up {'-' if value is None else format(value, '.2f')}{target}")
+        print(f"{way}: mean speed-up {'-' if value is None else format(value, '.2f')}{target}")
     for way, ratio in report["overhead"]["ratios"].items():
-        console.print(
-            f"seconds relative to no cache, without hits ({way}): {ratio:.3f}, target: at most {OVERHEAD_TARGET}"
-        )
+        print(f"seconds relative to no cache, without hits ({way}): {ratio:.3f}, target: at most {OVERHEAD_TARGET}")
 
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.resample", description=__doc__.splitlines()[0])
-    add_model_options(parser)
+    parser = new_parser("resample", __doc__)
     parser.add_argument("--puzzles", type=int, default=2)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=100)
     parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--overhead-rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     options = parser.parse_args()
-    console = Console(highlight=False)
     model, tokenizer = set_up(options)
     sizes = options.puzzles, options.samples, options.length, tuple(options.temperatures)
     benchmark = ResampleBenchmark(*sizes, overhead_rounds=options.overhead_rounds)
-    report, path = about(model, options), options.output or new_path("resample")
-    for found in benchmark.run(model, tokenizer, partial(console.print, markup=False)):
+    if options.quick:
+        benchmark = ResampleBenchmark(1, 6, 6, (0.2, 0.8), overhead_rounds=2)
+    report, path = about(model, options), new_path("resample", options)
+    for found in benchmark.run(model, tokenizer, print):
         report |= found
         write(report, path)
-    finish(console, report, path, show)
+    finish(report, path, show)
     return 0
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 from transformers import DynamicCache
 
 from hf_parallel.cli.measure import StepClock
+
+from .report import Log
 
 Way = Callable[[StepClock], object]
 """Calls `generate` with the clock as its streamer."""
@@ -39,12 +38,12 @@ class Times:
         return [[round(second, 6) for second in steps] for steps in self.steps]
 
 
-def run_rounds(ways: Mapping[str, Way], rounds: int, bar: Bar) -> dict[str, Times]:
+def run_rounds(ways: Mapping[str, Way], rounds: int, log: Log) -> dict[str, Times]:
     """Run every method once as a warm-up, then `rounds` times."""
     times = {name: Times() for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
-            bar.next(f"{name}, round {number} of {rounds}")
+            log(f"{name}, round {number} of {rounds}")
             clock = StepClock()
             way(clock)
             if number:
@@ -90,45 +89,8 @@ class PrefilledCache:
         return cache
 
 
-class Bar:
-    """Progress bar that draws between calls only, so as not to disturb timings. Prints lines if not interactive."""
-
-    def __init__(self, console: Console, calls: int) -> None:
-        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
-        self._bar = Progress(*columns, console=console, auto_refresh=False, disable=not console.is_interactive)
-        self._task = self._bar.add_task("", total=calls)
-        self._console, self._calls, self._count = console, calls, 0
-
-    def __enter__(self) -> Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.update(self._task, description="")
-        self._bar.stop()
-
-    def next(self, what: str) -> None:
-        """Announce the next call."""
-        self._bar.update(self._task, description=what, completed=self._count, refresh=True)
-        self._count += 1
-        if self._bar.disable:
-            self._console.print(f"{self._count}/{self._calls} {what}", markup=False)
-
-
-def compare(ratios: Mapping[str, float], limits: Iterable[tuple[str, str, float, str]]) -> list[dict[str, Any]]:
-    """Compare ratios with their limits: name, "at least" or "at most", limit, and description of each."""
-    found = []
-    for name, direction, limit, words in limits:
-        if name in ratios:
-            met = ratios[name] >= limit if direction == "at least" else ratios[name] <= limit
-            found.append({"what": words, "value": ratios[name], direction.replace(" ", "_"): limit, "met": met})
-    return found
-
-
-def targets_table(targets: Iterable[Mapping[str, Any]]) -> Table:
-    """Return a table of the results of `compare`."""
-    table = Table("", "", "limit", "", title="targets", title_justify="left")
-    for target in targets:
-        limit = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
-        table.add_row(target["what"], f"{target['value']:.3f}", limit, "met" if target["met"] else "MISSED")
-    return table
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds of a call, and its result."""
+    began = time.perf_counter()
+    result = call()
+    return time.perf_counter() - began, result

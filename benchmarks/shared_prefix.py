@@ -5,27 +5,27 @@ The bound is the same batch over a prompt of 4 tokens, whose attention costs nex
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from dataclasses import dataclass
+import sys
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_parallel
-from hf_parallel.cli.measure import StepClock, dense_bytes
+from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
 
-from .rounds import Bar, PrefilledCache, Times, prefill_ratio, run_rounds, step_ratio
+from .continuous_batching import generate_batch
+from .report import Log, Table, about, compare, finish, new_parser, new_path, number, set_up
+from .rounds import PrefilledCache, Times, prefill_ratio, run_rounds, step_ratio
 
 BOUND_PROMPT = 4
-PAGE = 256
-"""Tokens per page of the cache of continuous batching."""
-
-
-def page_settings(pages: int, prompt: int) -> dict[str, Any]:
-    """Return the settings of continuous batching for so many pages, and prompts computed in one pass."""
-    name = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # in transformers 5.17.0
-    return {name: PAGE, "num_blocks": pages, "max_batch_tokens": max(prompt, PAGE)}
+TARGETS = (
+    ("prefill_by_one_row", "at most", 1.1, "prefill relative to one row"),
+    ("step_by_bound", "at most", 1.25, "decode step relative to the bound"),
+    ("kv_bytes_by_unique_tokens", "at most", 1.0, "KV bytes relative to those of the unique tokens"),
+)
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,17 @@ class SharedPrefixBenchmark:
     generate: bool = True
     generate_batch: bool = True
 
-    @property
-    def calls(self) -> int:
-        """Number of calls of `generate`, for a progress bar."""
-        return 5 * (self.rounds + 1) + 2 + self.generate + self.generate_batch
-
-    def run(self, model: Any, ids: torch.Tensor, bar: Bar) -> dict[str, Any]:
-        """Measure with the prompt `ids`, `int64 [1, prompt]`; return an entry of the report."""
+    def run(self, model: Any, ids: torch.Tensor, log: Log) -> dict[str, Any]:
+        """Measure with the prompt `ids`, `int64 [1, prompt]`; return the entries of the report."""
         batch = ids.repeat(self.rows, 1)
-        prefill = self._prefill_rounds(model, ids, batch, bar)
-        decode, prefilled = self._decode_rounds(model, ids, batch, bar)
-        bar.next("shared_prefix")
+        prefill = self._prefill_rounds(model, ids, batch, log)
+        decode, prefilled = self._decode_rounds(model, ids, batch, log)
+        log("shared_prefix")
         ours = self._call(model, batch, generation_mode="shared_prefix")
         one_row = statistics.median(prefill["one row"].prefill)
         unique = self.prompt + self.rows * (self.new_tokens - 1)
         result: dict[str, Any] = {
+            "settings": asdict(self),
             "one_row": {"prefill_seconds": one_row},
             **{name: self._way(times) for name, times in decode.items()},
             "same_tokens_as": "generate" if self.generate else "prefilled_cache",
@@ -74,7 +70,7 @@ class SharedPrefixBenchmark:
         }
         reference = prefilled.sequences
         if self.generate:
-            result["generate"], reference = self._generate(model, batch, bar)
+            result["generate"], reference = self._generate(model, batch, log)
         result["shared_prefix"] |= {
             "prefill_seconds": statistics.median(prefill["shared_prefix"].prefill),
             "kv_bytes": ours.stats.kv_bytes,
@@ -87,7 +83,7 @@ class SharedPrefixBenchmark:
             "same_tokens": bool(torch.equal(reference, prefilled.sequences)),
         }
         if self.generate_batch:
-            result["generate_batch"] = self._generate_batch(model, ids, reference, bar)
+            result["generate_batch"] = self._generate_batch(model, ids, reference, log)
         return result
 
     def _call(self, model: Any, batch: torch.Tensor, tokens: int | None = None, **settings: Any) -> Any:
@@ -96,21 +92,21 @@ class SharedPrefixBenchmark:
         settings = {"generation_mode": None, "max_new_tokens": tokens, "min_new_tokens": tokens} | settings
         return model.generate(batch, do_sample=False, return_dict_in_generate=True, **settings)
 
-    def _prefill_rounds(self, model: Any, ids: torch.Tensor, batch: torch.Tensor, bar: Bar) -> dict[str, Times]:
+    def _prefill_rounds(self, model: Any, ids: torch.Tensor, batch: torch.Tensor, log: Log) -> dict[str, Times]:
         """Measure the prefill of all rows, and of a single row by plain `generate`."""
         ways = {
             "one row": lambda clock: self._call(model, ids, 1, streamer=clock),
             "shared_prefix": lambda clock: self._call(model, batch, 1, streamer=clock, generation_mode="shared_prefix"),
         }
-        return run_rounds(ways, self.rounds, bar)
+        return run_rounds(ways, self.rounds, log)
 
     def _decode_rounds(
-        self, model: Any, ids: torch.Tensor, batch: torch.Tensor, bar: Bar
+        self, model: Any, ids: torch.Tensor, batch: torch.Tensor, log: Log
     ) -> tuple[dict[str, Times], PrefilledCache]:
         """Measure the steps of all methods but plain `generate`, over cached prompts."""
         kept = hf_parallel.SharedPrefixCache(device=model.device)
         ours: dict[str, Any] = {"generation_mode": "shared_prefix", "past_key_values": kept, "keep_completions": False}
-        bar.next("prefill of the caches")
+        log("prefill of the caches")
         self._call(model, batch, 1, **ours)
         prefilled = PrefilledCache(model, ids)
 
@@ -123,48 +119,77 @@ class SharedPrefixBenchmark:
             "shared_prefix": lambda clock: self._call(model, batch, streamer=clock, **ours),
             "prefilled_cache": over_copies,
         }
-        return run_rounds(ways, self.rounds, bar), prefilled
+        return run_rounds(ways, self.rounds, log), prefilled
 
     def _way(self, times: Times) -> dict[str, Any]:
         return {"step_seconds": times.step, "tokens_per_second": self.rows / times.step, "steps": times.rounded_steps}
 
-    def _generate(self, model: Any, batch: torch.Tensor, bar: Bar) -> tuple[dict[str, Any], torch.Tensor]:
+    def _generate(self, model: Any, batch: torch.Tensor, log: Log) -> tuple[dict[str, Any], torch.Tensor]:
         """Measure plain `generate` on all rows once, mainly for its prefill."""
-        bar.next(f"generate, prefill of {self.rows} x {self.prompt} tokens")
+        log(f"generate, prefill of {self.rows} x {self.prompt} tokens")
         clock = StepClock()
         output = self._call(model, batch, streamer=clock)
         times = Times([clock.prefill_seconds], [clock.step_seconds])
         kv_bytes = dense_bytes(output.past_key_values)
         return self._way(times) | {"prefill_seconds": clock.prefill_seconds, "kv_bytes": kv_bytes}, output.sequences
 
-    def _generate_batch(self, model: Any, ids: torch.Tensor, reference: torch.Tensor, bar: Bar) -> dict[str, Any]:
+    def _generate_batch(self, model: Any, ids: torch.Tensor, reference: torch.Tensor, log: Log) -> dict[str, Any]:
         """Measure continuous batching with `num_return_sequences`, whose rows share the pages of the prompt."""
-        bar.next("generate_batch (continuous batching)")
-        pages = self.rows * (-(-(self.prompt + self.new_tokens) // PAGE) + 1)
-        batching = page_settings(pages, self.prompt)
-        if model.device.type == "cpu":
-            batching |= {"use_cuda_graph": False, "use_async_batching": False}
-        config = GenerationConfig(do_sample=False, max_new_tokens=self.new_tokens, eos_token_id=-1, pad_token_id=0)
-        config.num_return_sequences = self.rows  # its constructor rejects this without sampling
+        log("generate_batch (continuous batching)")
         try:
-            done = model.generate_batch(
-                [ids[0].tolist()],
-                generation_config=config,
-                continuous_batching_config=ContinuousBatchingConfig(**batching),
-                record_timestamps=True,
-            )
-            requests = list(done.values())
-            errors = [request.error for request in requests if request.error]
-            if errors or len(requests) != self.rows:
-                raise RuntimeError(errors[0] if errors else f"{len(requests)} of {self.rows} requests came back")
+            requests = generate_batch(model, [ids[0].tolist()], self.new_tokens, self.rows, do_sample=False)
         except Exception as error:  # an error is reported as a result
-            return {"settings": batching, "error": f"{type(error).__name__}: {error}"}
+            return {"error": f"{type(error).__name__}: {error}"}
         began = min(request.lifespan[0] for request in requests)
         ticks = [max(at) for at in zip(*(request.timestamps for request in requests), strict=True)]
-        times = Times([ticks[0] - began], [[after - before for before, after in zip(ticks, ticks[1:], strict=False)]])
+        times = Times([ticks[0] - began], [[after - before for before, after in itertools.pairwise(ticks)]])
         expected = reference[0, self.prompt :].tolist()
-        return self._way(times) | {
-            "prefill_seconds": times.prefill[0],
-            "settings": batching,
-            "same_tokens": all(request.generated_tokens == expected for request in requests),
-        }
+        same = all(request.generated_tokens == expected for request in requests)
+        return self._way(times) | {"prefill_seconds": times.prefill[0], "same_tokens": same}
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the table, with one line per method."""
+    of = report["settings"]
+    title = f"{of['prompt']} tokens x {of['rows']} rows"
+    table = Table(title, "prefill, s", "step, ms", "tokens/s", "KV, MB", "same tokens")
+    for name in ("generate", "prefilled_cache", "generate_batch", "shared_prefix", "bound", "one_row"):
+        way = report.get(name, {})
+        if "error" in way:
+            print(f"{name}: {way['error']}")
+        elif way:
+            figures = (
+                ("prefill_seconds", 1, ".2f"),
+                ("step_seconds", 1e3, ".1f"),
+                ("tokens_per_second", 1, ".1f"),
+                ("kv_bytes", 1e-6, ".1f"),
+            )
+            same = {True: "yes", False: "NO", None: ""}[way.get("same_tokens")]
+            table.add_row(name, *(number(way, *figure) for figure in figures), same)
+    print(table)
+
+
+def main() -> int:
+    """Run the benchmark; return the exit status."""
+    parser = new_parser("shared_prefix", __doc__)
+    default = SharedPrefixBenchmark()
+    parser.add_argument("--prompt", type=int, default=default.prompt, metavar="N", help="tokens of the prompt (2048)")
+    parser.add_argument("--rows", type=int, default=default.rows, metavar="N", help="completions (16)")
+    parser.add_argument("--new-tokens", type=int, default=default.new_tokens, metavar="N", help="of each (16)")
+    parser.add_argument("--rounds", type=int, default=default.rounds, metavar="N", help="runs of every method (5)")
+    parser.add_argument("--skip-generate", action="store_true", help="skip plain generate, which prefills every row")
+    parser.add_argument("--skip-generate-batch", action="store_true", help="skip continuous batching")
+    options = parser.parse_args()
+    model, tokenizer = set_up(options)
+    sizes = (48, 3, 4, 1) if options.quick else (options.prompt, options.rows, options.new_tokens, options.rounds)
+    also = {"generate": not options.skip_generate, "generate_batch": not options.skip_generate_batch}
+    benchmark = SharedPrefixBenchmark(*sizes, **also)
+    report = about(model, options)
+    report |= benchmark.run(model, long_prompt(tokenizer, benchmark.prompt).to(model.device), print)
+    report["targets"] = compare(report["ratios"], TARGETS)
+    finish(report, new_path("shared-prefix", options), show)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

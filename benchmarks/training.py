@@ -8,25 +8,20 @@ smaller batches.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import multiprocessing
 import statistics
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from datasets import Dataset
-from rich.console import Console
-from transformers import ContinuousBatchingConfig, GenerationConfig
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -37,9 +32,9 @@ from hf_parallel.training import ParallelExample, SharedPrefixGRPOTrainer
 from hf_parallel.training.states import states_branched
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
-from .report import about, finish, new_path, set_up, table_of
-from .rounds import compare, targets_table
-from .shared_prefix import PAGE, page_settings
+from .continuous_batching import generate_batch
+from .report import Log, Table, about, compare, finish, new_parser, new_path, set_up
+from .rounds import timed
 
 TARGETS = (
     ("loss_of_full_rows_by_tree", "at least", 6.0, "forward and backward pass: full rows relative to the tree"),
@@ -49,8 +44,6 @@ TARGETS = (
     ("step_of_stock_by_ours", "at least", 4.0, "a whole step of GRPO: TRL relative to both shared"),
 )
 """Ratio, direction, limit, and description of the ratio."""
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -103,8 +96,8 @@ class TrainingBenchmark:
         for number in range(self.rounds):
             log(f"loss, round {number + 1} of {self.rounds}")
             some = completions[number * self.rows % self.completions :][: self.rows]
-            tree.append(timed(partial(backward, of_tree, model, prompt, completions)))
-            full_rows.append(timed(partial(backward, of_full_rows, model, prompt, some)))
+            tree.append(timed(partial(backward, of_tree, model, prompt, completions))[0])
+            full_rows.append(timed(partial(backward, of_full_rows, model, prompt, some))[0])
         micro_batches = self.completions / self.rows
         return {"tree": statistics.median(tree), "full_rows": statistics.median(full_rows) * micro_batches}
 
@@ -134,26 +127,11 @@ class TrainingBenchmark:
             log(f"rollouts, {mode or 'generate'}")
             given = {"generation_mode": mode, "attention_mask": torch.ones_like(batch), **sampling}
             model.generate(batch[:, -2:], generation_mode=mode, max_new_tokens=2)  # loads what the first call loads
-            found[mode or "generate"] = timed(partial(model.generate, batch, **given))
+            found[mode or "generate"] = timed(partial(model.generate, batch, **given))[0]
         log("rollouts, continuous batching")
-        pages = self.completions * (-(-(self.prompt + self.new_tokens) // PAGE) + 1)
-        batching = ContinuousBatchingConfig(**page_settings(pages, self.prompt), use_cuda_graph=False)
-        batching.use_async_batching = False
-        config = GenerationConfig(do_sample=True, max_new_tokens=self.new_tokens, eos_token_id=-1, pad_token_id=0)
-
-        def generate_batch() -> None:
-            done = model.generate_batch(
-                batch.tolist(),
-                generation_config=config,
-                continuous_batching_config=batching,
-                progress_bar=False,
-            )
-            errors = [request.error for request in done.values() if request.error]
-            if errors or len(done) != self.completions:
-                raise RuntimeError(errors[0] if errors else f"{len(done)} of {self.completions} requests came back")
-
         try:
-            found["continuous_batching"] = timed(generate_batch)
+            run = partial(generate_batch, model, batch.tolist(), self.new_tokens, do_sample=True)
+            found["continuous_batching"] = timed(run)[0]
         except Exception as error:  # an error is reported as a result
             found["error_of_continuous_batching"] = f"{type(error).__name__}: {error}"
         return found
@@ -194,13 +172,6 @@ class TrainingBenchmark:
             trainer.train()
             found[name] = next(logs["step_time"] for logs in trainer.state.log_history if "step_time" in logs)
         return found
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Return the seconds of a call."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def backward(way: Callable[..., torch.Tensor], *given: Any) -> None:
@@ -250,29 +221,20 @@ def peak_memory(benchmark: TrainingBenchmark, path: str | None, threads: int, wa
     return max(seen) - before
 
 
-def show(console: Console, report: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print the tables."""
     for title, unit, factor in (("loss", "s", 1), ("memory", "MB", 1e-6), ("rollouts", "s", 1), ("step", "s", 1)):
-        table = table_of(title, unit)
+        table = Table(title, unit)
         for name, value in report[title].items():
             table.add_row(name, f"{value * factor:.2f}" if isinstance(value, int | float) else str(value))
-        console.print(table)
-    console.print(targets_table(report["targets"]))
-    if report["quick"]:
-        console.print("(--quick: the figures are meaningless)")
+        print(table)
 
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
-    parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    parser = new_parser("training", __doc__, any_device=False)
     parser.add_argument("--rounds", type=int, default=TrainingBenchmark.rounds, help="rounds of the loss (2)")
-    parser.set_defaults(device="cpu", dtype="float32")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     options = parser.parse_args()
-    console = Console(highlight=False)
     model, tokenizer = set_up(options)
     benchmark = TrainingBenchmark(rounds=options.rounds)
     if options.quick:
@@ -282,10 +244,9 @@ def main() -> int:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             return pool.apply(peak_memory, (benchmark, options.model, torch.get_num_threads(), *given))
 
-    report = about(model, options) | {"quick": options.quick}
-    report |= benchmark.run(model, tokenizer, console.print, in_process)
+    report = about(model, options) | benchmark.run(model, tokenizer, print, in_process)
     report["targets"] = compare(report["ratios"], TARGETS)
-    finish(console, report, options.output or new_path("training", options.quick), show)
+    finish(report, new_path("training", options), show)
     return 0
 
 

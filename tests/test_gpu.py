@@ -1,7 +1,7 @@
 """On a GPU, every backend equals the oracle, and calls have the same tokens as on the CPU.
 
 All tests need a CUDA device. They share layouts, problems and oracles with the CPU tests and with
-`python -m benchmarks.gpu`, which checks and measures more sizes.
+`python -m benchmarks.gpu`, which measures more sizes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import tiny
 import torch
+from gpu_problems import PROBLEMS, TOLERANCE, check, oracle, poisoned_memory
 from hypothesis import HealthCheck, Phase, given, settings
 from pages import EXECUTABLE, random_stand_in, run_on
 from pages import name_of as name_of_path
@@ -35,8 +36,6 @@ from workers import SETTINGS
 
 import hf_parallel
 from benchmarks.gpu_parts.baselines import Cascade
-from benchmarks.gpu_parts.cases import Case
-from benchmarks.gpu_parts.correctness import TOLERANCE, CorrectnessStage, poisoned_memory
 from benchmarks.gpu_parts.layer import Features, Layer, shared_prefix
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.rng import RowRNG, draw, exponential_noise
@@ -108,18 +107,14 @@ def test_backends_equal_the_oracle_on_any_layout(backend: str, dtype: str, scene
     torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(kind).eps, atol=TOLERANCE[dtype])
 
 
-def name_of(case: Case) -> str:
-    return " ".join(map(str, case.settings.values()))
+SIZES = [("bfloat16", 128), ("float16", 128), ("float32", 128), ("bfloat16", 64), ("bfloat16", 80), ("bfloat16", 256)]
 
 
-PROBLEMS = [*CorrectnessStage(head_dims=(128,), dtypes=tuple(HALVES)).cases(DEVICE)]
-
-
-@pytest.mark.parametrize("case", PROBLEMS, ids=name_of)
-def test_problems_of_the_benchmark_equal_the_oracle(case: Case) -> None:
+@pytest.mark.parametrize(("dtype", "head_dim"), SIZES)
+@pytest.mark.parametrize("problem", [*PROBLEMS, "append", "move"])
+def test_large_problems_equal_the_oracle(problem: str, dtype: str, head_dim: int) -> None:
     """Uses the backend that dispatch selects: FlashAttention for long prefills, from its package if installed."""
-    figures = case.run()
-    assert figures["ok"], figures
+    assert check(problem, dtype, DEVICE, head_dim) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -134,9 +129,7 @@ def test_cudnn_computes_prefills_as_the_oracle(monkeypatch: pytest.MonkeyPatch, 
     preferred = dense._cudnn_is_preferred
     monkeypatch.setattr(dense, "CUDNN_SCORES", 0)
     monkeypatch.setattr(dense, "_cudnn_is_preferred", is_preferred)
-    (case,) = CorrectnessStage(head_dims=(128,), dtypes=(dtype,), problems=("prefill",)).cases(DEVICE)
-    figures = case.run()
-    assert figures["ok"], figures
+    assert check("prefill", dtype, DEVICE) <= TOLERANCE[dtype]
     if not any(chosen):
         pytest.skip("PyTorch prefers another kernel on this GPU")
 
@@ -151,7 +144,7 @@ def test_flashinfers_cascade_equals_the_oracle(dtype: str) -> None:
     layer.fill()
     cascade = Cascade(layer, segments[0].view[0], [segment.view[-1] for segment in segments])
     for out in (layer.attend(), cascade.attend(layer.query)):
-        torch.testing.assert_close(out.double(), layer.oracle(), rtol=0, atol=TOLERANCE[dtype])
+        torch.testing.assert_close(out.double(), oracle(layer), rtol=0, atol=TOLERANCE[dtype])
 
 
 # Whole calls, in float32

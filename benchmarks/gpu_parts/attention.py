@@ -1,4 +1,4 @@
-"""Stage 3: attention of rows over a shared prefix (Hydragen, section 4.2), compared with other implementations.
+"""Attention of rows over a shared prefix (Hydragen, section 4.2), compared with other implementations.
 
 FlashAttention reads a dense copy of the prefix for every row. The limit is the time in which the device reads each key
 and value once or does the arithmetic, whichever is longer.
@@ -10,17 +10,20 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 import torch
 
 from . import baselines
-from .cases import OUT_OF_MEMORY, Case, attempt, fits
+from .cases import OUT_OF_MEMORY, Bench, Case, Figures, Target, attempt, figure, fits
 from .layer import Features, Layer, shared_prefix
-from .timing import Ceilings, Timer
 
 ROWS_CHECKED = 4
 """Number of rows compared with FlashAttention at every size."""
+DIFFERENCE = 0.02
+"""Tolerance of bf16 outputs: several times the rounding error, a fraction of the error caused by a missing block."""
+LARGE_KV_BYTES = 256_000_000
+"""Unique keys and values from which the targets of the hardware limit apply."""
 
 
 @dataclass(frozen=True)
@@ -36,29 +39,62 @@ class AttentionStage:
     dtype : str
     """
 
+    share: ClassVar[float] = 0.14
+
     heads: tuple[tuple[int, int, int], ...] = ((32, 8, 128), (32, 32, 128), (8, 1, 128))
     rows: tuple[int, ...] = (1, 16, 64, 256, 1024)
     prefixes: tuple[int, ...] = (1024, 4096, 16384, 65536)
     suffixes: tuple[int, ...] = (128, 1024)
     dtype: str = "bfloat16"
 
-    def cases(self, timer: Timer, ceilings: Ceilings) -> Iterator[Case]:
+    def cases(self, bench: Bench) -> Iterator[Case]:
         """Yield all combinations."""
         for suffix, heads, rows, prefix in itertools.product(self.suffixes, self.heads, self.rows, self.prefixes):
             features = Features(*heads, dtype=getattr(torch, self.dtype))
             kv_bytes = (prefix + rows * suffix) * features.bytes_per_token
             settings = {"heads": list(heads), "rows": rows, "prefix": prefix, "suffix": suffix, "kv_bytes": kv_bytes}
-            yield Case(settings, partial(measure, timer, ceilings, features, rows, prefix, suffix))
+            yield Case(settings, partial(measure, bench, features, rows, prefix, suffix))
+
+    def targets(self) -> list[Target]:
+        """See `Stage.targets`. A case that was not measured counts for both bounds."""
+
+        def limit(bound: str, least: float) -> Target:
+            def is_large(case: Figures) -> bool:
+                return bool(case["kv_bytes"] >= LARGE_KV_BYTES and case.get("bound", bound) == bound)
+
+            what = f"attention, bound by {bound}: fraction of the hardware limit, large KV"
+            return Target(what, figure("of_limit", is_large), least, at_least=True)
+
+        words = "attention: difference from FlashAttention's output"
+        others = {"flash": "FlashAttention", "flashinfer": "FlashInfer's cascade"}
+        return [
+            Target(words, lambda cases: [max(found) for case in cases if (found := differences(case))], DIFFERENCE),
+            limit("memory", 0.85),
+            limit("compute", 0.70),
+            *(Target(f"attention: time relative to {name}", _versus(key), 1.0) for key, name in others.items()),
+        ]
 
 
-def measure(
-    timer: Timer, ceilings: Ceilings, features: Features, rows: int, prefix: int, suffix: int
-) -> dict[str, Any]:
+def differences(case: Figures) -> list[float]:
+    """Return the differences from the output of FlashAttention: of a few rows, and of all if they fit in memory."""
+    comparisons = (case.get("rows_checked", {}), case.get("flash", {}))
+    return [found["difference"] for found in comparisons if "difference" in found]
+
+
+def _versus(name: str) -> Callable[[list[Figures]], list[float | None]]:
+    """Return the times relative to a baseline, except where the baseline runs out of memory."""
+    return lambda cases: [
+        case.get(f"by_{name}") for case in cases if case.get(name, {}).get("not_measured") != OUT_OF_MEMORY
+    ]
+
+
+def measure(bench: Bench, features: Features, rows: int, prefix: int, suffix: int) -> Figures:
     """Measure the attention of one layer in a decode step, and that of the baselines.
 
     `difference` is the largest difference from the output of a baseline, relative to its largest value. If a dense copy
     for all rows does not fit in memory, a few rows are compared.
     """
+    timer, ceilings = bench.timer, bench.ceilings
     unique = (prefix + rows * suffix) * features.bytes_per_token
     if not fits(unique, timer.device):
         return {"not_measured": OUT_OF_MEMORY}
@@ -77,22 +113,22 @@ def measure(
         keys, values = baselines.dense_copies(layer, root, leaves[-count:])
         return lambda: baselines.flash(layer.query[-count:], keys, values, features.scale)
 
-    def rows_checked() -> dict[str, Any]:
+    def rows_checked() -> Figures:
         return {"difference": difference(dense(min(rows, ROWS_CHECKED))())}
 
-    def flash() -> dict[str, Any]:
+    def flash() -> Figures:
         if not fits(rows * (prefix + suffix) * features.bytes_per_token, timer.device):
             return {"not_measured": OUT_OF_MEMORY}
         return compare(dense(rows))
 
-    def cascade() -> dict[str, Any]:
+    def cascade() -> Figures:
         try:
             wrapper = baselines.Cascade(layer, root, leaves)
         except ImportError as error:
             return {"not_measured": f"FlashInfer: {error}"}
         return compare(lambda: wrapper.attend(layer.query))
 
-    def compare(run: Callable[[], torch.Tensor]) -> dict[str, Any]:
+    def compare(run: Callable[[], torch.Tensor]) -> Figures:
         return {"difference": difference(run()), "seconds": timer.median(run)}
 
     def difference(other: torch.Tensor) -> float:
@@ -101,7 +137,7 @@ def measure(
     flops = 4.0 * features.heads * features.head_dim * rows * (prefix + suffix)
     moved = unique + layer.query.nbytes + out.nbytes
     limit = ceilings.limit(moved, flops)
-    figures: dict[str, Any] = {
+    figures: Figures = {
         "flops": flops,
         "limit_seconds": limit,
         "bound": "memory" if limit == ceilings.limit(moved) else "compute",

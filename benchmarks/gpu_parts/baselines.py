@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_parallel.cache import Block
-from hf_parallel.kernels import TokenRange, rotate_by
 
 from .layer import Layer
 
@@ -47,28 +45,6 @@ def dense_copies(layer: Layer, root: Block, leaves: list[Block]) -> tuple[torch.
         for shared, own in zip(layer.held([root]), layer.held(leaves), strict=True)
     )
     return keys, values
-
-
-def view_of(layer: Layer, token: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the visible keys and values `[kv_heads, length, head_dim]` of a query of the last pass.
-
-    Keys are rotated to their positions in the view, as in a dense cache: in float64, rounded once.
-    """
-    f, storage = layer.features, layer.cache.pool.arena.layers[0]
-    plan = layer.forward.plan.windowed(f.window)
-    keys, values = [], []
-    for pair in np.flatnonzero((plan.pair_query == token) & (plan.pair_lo < plan.pair_hi)):
-        block = int(np.searchsorted(plan.block_pairs, pair, side="right")) - 1
-        lo, hi = int(plan.pair_lo[pair]), int(plan.pair_hi[pair])
-        start = int(plan.block_first[block]) + lo
-        tokens = TokenRange(int(plan.block_origin[block]), int(plan.block_capacity[block]), start, hi - lo)
-        rows = storage.rows(tokens)
-        seen = storage.keys[rows]
-        if f.rotary is not None and plan.pair_delta[pair]:
-            seen = rotate_by(seen.double(), -int(plan.pair_delta[pair]), f.rotary).to(f.dtype)
-        keys.append(seen)
-        values.append(storage.values[rows])
-    return torch.cat(keys, dim=1), torch.cat(values, dim=1)
 
 
 class Cascade:

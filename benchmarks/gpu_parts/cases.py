@@ -1,38 +1,96 @@
-"""Cases, which run one by one within a time limit. Each is reported, and an error in one does not stop the others."""
+"""Cases, which run one by one within a time limit, and the targets for their figures.
+
+Each case is reported, and an error in one does not stop the others.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from .timing import Deadline, OutOfTimeError
+from .models import Models
+from .timing import Ceilings, Deadline, OutOfTimeError, Timer
 
 OUT_OF_TIME = "out of time"
 OUT_OF_MEMORY = "out of memory"
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """What a stage measures with."""
+
+    models: Models
+    timer: Timer
+    ceilings: Ceilings
+    deadline: Deadline
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
     """Settings of a configuration, ready for JSON, and the function that measures it."""
 
-    settings: dict[str, Any]
-    run: Callable[[], dict[str, Any]]
+    settings: Figures
+    run: Callable[[], Figures]
 
 
-def run_cases(cases: Iterable[Case], deadline: Deadline, report: Callable[[dict[str, Any]], None]) -> None:
+@dataclass(frozen=True)
+class Target:
+    """All values, one per relevant case, are at most (or at least) `limit`; a value is None if it was not measured."""
+
+    what: str
+    values: Callable[[list[Figures]], Iterable[float | None]]
+    limit: float
+    at_least: bool = False
+
+    def judge(self, cases: list[Figures]) -> Figures:
+        """Return the worst value, the number of values, and the status: met, missed or not (fully) measured."""
+        values = list(self.values(cases)) if cases else []
+        measured = [value for value in values if value is not None]
+        worst = (min if self.at_least else max)(measured, default=None)
+        status = "met" if measured and len(measured) == len(values) else "not measured"
+        if worst is not None and not (worst >= self.limit if self.at_least else worst <= self.limit):
+            status = "missed"
+        about = {"what": self.what, "limit": self.limit, "at_least": self.at_least, "status": status}
+        return about | {"worst": worst, "measured": len(measured), "of": len(values)}
+
+
+class Stage(Protocol):
+    """Sizes of a stage, its cases in order of importance, and its targets. `share`: of the time of a run."""
+
+    share: ClassVar[float]
+
+    def cases(self, bench: Bench) -> Iterator[Case]:
+        """Yield the cases."""
+
+    def targets(self) -> list[Target]:
+        """Return the targets."""
+
+
+def figure(
+    name: str, selects: Callable[[Figures], bool] = lambda case: True
+) -> Callable[[list[Figures]], Iterable[float | None]]:
+    """Return the values of a target: a figure of each selected case that has it, None of cases not measured."""
+    return lambda cases: [
+        case.get(name) for case in cases if (name in case or "not_measured" in case) and selects(case)
+    ]
+
+
+def run_cases(cases: Iterable[Case], deadline: Deadline, report: Callable[[Figures], None]) -> None:
     """Run cases in order; pass to `report` the settings of each with its figures, or the reason if there are none."""
     for case in cases:
         figures = {"not_measured": OUT_OF_TIME} if deadline.left <= 0 else attempt(case.run)
         report(case.settings | figures)
 
 
-def attempt(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def attempt(run: Callable[[], Figures]) -> Figures:
     """Return the figures of `run()`, `not_measured` with the reason, or `error` if it fails."""
     try:
         return run()

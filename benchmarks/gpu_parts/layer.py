@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import torch
 
 from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment
-from hf_parallel.kernels import BACKEND_VARIABLE, AttentionParams, RotarySpec, block_attention
+from hf_parallel.kernels import AttentionParams, RotarySpec, block_attention
 
 HEADER = 16
 """Number of tokens in the headers of a Hogwild! view."""
-STALE = 50.0
-"""Content of the unused slots of visible blocks: memory is not cleared when it is reused."""
 
 
 @dataclass(frozen=True)
@@ -84,32 +79,15 @@ class Layer:
     def attend(self, layer_idx: int = 0) -> torch.Tensor:
         """Return the block attention of the last pass, `[T, heads, head_dim]`."""
         storage = self.cache.pool.arena.layers[layer_idx]
-        return self._attend(self.query, storage.keys, storage.values, self.sinks)
-
-    def oracle(self) -> torch.Tensor:
-        """Return the exact result, computed from the same numbers in float64."""
-        storage = self.cache.pool.arena.layers[0]
-        sinks = None if self.sinks is None else self.sinks.double()
-        with patch.dict(os.environ, {BACKEND_VARIABLE: "reference"}):
-            return self._attend(self.query.double(), storage.keys.double(), storage.values.double(), sinks)
+        f = self.features
+        params = AttentionParams(f.kv_heads, f.scale, f.rotary, f.softcap, self.sinks, f.window)
+        return block_attention(self.query, storage.keys, storage.values, self.forward.plan, params)
 
     def fill(self) -> None:
         """Draw all keys and values, in every slot."""
         for storage in self.cache.pool.arena.layers.values():
             storage.keys.normal_()
             storage.values.normal_()
-
-    def poison(self) -> None:
-        """Fill slots outside the visible blocks with NaN, and unused slots of visible blocks with stale values."""
-        storage = self.cache.pool.arena.layers[0]
-        inside = torch.zeros(len(storage.keys), dtype=torch.bool, device=self.device)
-        written = torch.zeros_like(inside)
-        for block in dict.fromkeys(block for segment in self.forward.segments for block in segment.view):
-            inside[storage.rows(block.extent.range(0, block.extent.capacity)).reshape(-1)] = True
-            written[storage.rows(block.tokens).reshape(-1)] = True
-        for states in (storage.keys, storage.values):
-            states[~inside] = math.nan
-            states[inside & ~written] = STALE
 
     def held(self, blocks: Sequence[Block]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of blocks that were created together, `[blocks, kv_heads, length, head_dim]`."""
@@ -119,13 +97,6 @@ class Layer:
         rows = slice(first, first + len(blocks) * f.kv_heads * extent.capacity)
         keys, values = (states[rows].view(shape)[:, :, : blocks[0].length] for states in (storage.keys, storage.values))
         return keys, values
-
-    def _attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
-        f = self.features
-        params = AttentionParams(f.kv_heads, f.scale, f.rotary, f.softcap, sinks, f.window)
-        return block_attention(query, keys, values, self.forward.plan, params)
 
     def _draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(self.features.dtype)

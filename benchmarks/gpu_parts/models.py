@@ -12,7 +12,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    MistralConfig,
     PreTrainedModel,
     Qwen3Config,
 )
@@ -25,16 +24,6 @@ PAD = 0
 """Padding token of finished rows."""
 
 _NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_SMALL: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    **_NO_ENDS,
-}
 CONFIGS = {
     "Qwen3-8B": Qwen3Config(
         vocab_size=151936,
@@ -59,8 +48,6 @@ CONFIGS = {
         max_position_embeddings=40960,
         **_NO_ENDS,
     ),
-    "small": Qwen3Config(**_SMALL, head_dim=64),
-    "small-window": MistralConfig(**_SMALL, head_dim=64, sliding_window=48),
     "toy": Qwen3Config(
         vocab_size=300,
         hidden_size=64,

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from .cases import Case
-from .models import PAD, Models, draw_prompt
-from .timing import Deadline, PeakMemory
+from .cases import Bench, Case, Target, figure
+from .models import PAD, draw_prompt
+from .timing import PeakMemory
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,24 @@ class PrefillStage:
         Number of measurements, of which the median is reported.
     """
 
+    share: ClassVar[float] = 0.06
+
     models: tuple[str, ...] = ("Qwen3-8B",)
     lengths: tuple[int, ...] = (32768, 4096, 16384, 1024)
     repeats: int = 3
 
-    def cases(self, models: Models, deadline: Deadline) -> Iterator[Case]:
+    def cases(self, bench: Bench) -> Iterator[Case]:
         """Yield all combinations."""
         for name, length in itertools.product(self.models, self.lengths):
-            yield Case({"model": name, "length": length}, partial(self._measure, models, deadline, name, length))
+            yield Case({"model": name, "length": length}, partial(self._measure, bench, name, length))
 
-    def _measure(self, models: Models, deadline: Deadline, name: str, length: int) -> dict[str, Any]:
+    def targets(self) -> list[Target]:
+        """See `Stage.targets`."""
+        return [Target("prefill: time relative to one forward pass", figure("by_plain"), 1.02)]
+
+    def _measure(self, bench: Bench, name: str, length: int) -> dict[str, Any]:
         """Measure `generate` with one new token and a forward pass, in turn, after one call of each."""
-        model = models.get(name)
+        model = bench.models.get(name)
         prompt = draw_prompt(model, 1, length)
         ways: dict[str, Callable[[], object]] = {
             "": partial(
@@ -59,7 +65,7 @@ class PrefillStage:
         figures: dict[str, Any] = {}
         for _ in range(1 + self.repeats):
             for way, run in ways.items():
-                deadline.check()
+                bench.deadline.check()
                 memory = PeakMemory(model.device)
                 times[way].append(_seconds(run, model.device))
                 figures |= {f"{way}{key}": size for key, size in memory.figures().items()}

@@ -1,12 +1,12 @@
-"""Runs the stages within a time limit and writes the report after each case."""
+"""Runs the stages within a time limit, writes the report during the run, and prints it."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,13 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.report import Table, machine
 from hf_parallel.kernels import BACKEND_VARIABLE, select_backend
 from hf_parallel.models import compiled
 
-from . import report
-from .acceptance import DIFFERENCE, Target, differences, targets
 from .attention import AttentionStage
-from .cases import Case, run_cases
-from .correctness import CorrectnessStage
-from .graphs import GraphStage
+from .cases import Bench, Stage, run_cases
 from .hogwild import HogwildStage
-from .machine import describe
 from .model import ModelStage
 from .models import Models
 from .prefill import PrefillStage
@@ -32,74 +28,16 @@ from .sampling import SamplingStage
 from .start import StartStage
 from .timing import Deadline, Timer, measure_ceilings
 
-SHARES = {
-    "model": 0.38,
-    "prefill": 0.06,
-    "start": 0.13,
-    "sampling": 0.04,
-    "hogwild": 0.03,
-    "attention": 0.14,
-    "graphs": 0.06,
-    "correctness": 0.16,
+FULL: dict[str, Any] = {
+    "model": ModelStage(),
+    "prefill": PrefillStage(),
+    "start": StartStage(),
+    "sampling": SamplingStage(),
+    "hogwild": HogwildStage(),
+    "attention": AttentionStage(),
 }
-"""Fraction of the time per stage; unused time goes to the following stages."""
-WRITTEN_EVERY = 5.0
-"""Seconds between two writes of the report during a stage."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Settings of all stages."""
-
-    correctness: CorrectnessStage = CorrectnessStage()
-    graphs: GraphStage = GraphStage()
-    attention: AttentionStage = AttentionStage()
-    hogwild: HogwildStage = HogwildStage()
-    model: ModelStage = ModelStage()
-    prefill: PrefillStage = PrefillStage()
-    start: StartStage = StartStage()
-    sampling: SamplingStage = SamplingStage()
-    copied_bytes: int = 4 << 30
-    matrix_size: int = 8192
-    dtype: str = "bfloat16"
-    repeats: int = 50
-    large_kv_bytes: int = 256_000_000
-    long_tokens: int = 16384
-    workers: int = 4
-
-    @property
-    def targets(self) -> list[Target]:
-        """Targets for these sizes."""
-        return targets(self.model, self.large_kv_bytes, self.long_tokens, self.workers)
-
-
-QUICK = Sizes(
-    CorrectnessStage(head_dims=(128,), dtypes=("bfloat16",)),
-    GraphStage(models=("small",), steps=80),
-    AttentionStage(heads=((32, 8, 128),), rows=(1, 64, 1024), prefixes=(1024, 16384), suffixes=(128,)),
-    HogwildStage(workers=(1, 4), tokens=(1024, 16384), steps=10),
-    ModelStage(
-        models=("Qwen3-8B",),
-        rows=(128, 32),
-        prefixes=(1024, 4096),
-        workers=(1, 4),
-        hogwild_prefixes=(4096,),
-        unshared=((128, 1024),),
-    ),
-    PrefillStage(lengths=(4096, 32768)),
-    sampling=SamplingStage(rows=(1, 1024), spreads=(1.3,)),
-    repeats=10,
-)
-"""Few sizes, for a check and a first impression within two minutes."""
-
-_TOY_TYPE = "float32"
-_TOY_PROBLEMS = ("hogwild", "append", "move")
-TOY = Sizes(
-    CorrectnessStage((16,), ("float32", "float16"), heads=2, unit=1, problems=_TOY_PROBLEMS),
-    GraphStage(("toy",), rows=2, workers=2, prefix=4, steps=4),
-    AttentionStage(heads=((2, 1, 16),), rows=(1, 3), prefixes=(64,), suffixes=(16,), dtype=_TOY_TYPE),
-    HogwildStage(workers=(1, 2), tokens=(32,), heads=(2, 1, 16), dtype=_TOY_TYPE, layers=2, steps=1),
-    ModelStage(
+TOY: dict[str, Any] = {
+    "model": ModelStage(
         ("toy",),
         (2,),
         prefixes=(8, 16),
@@ -110,73 +48,65 @@ TOY = Sizes(
         unshared=((2, 8),),
         steps=4,
     ),
-    PrefillStage(("toy",), lengths=(16,), repeats=1),
-    StartStage("toy", prefix=8, steps=4),
-    SamplingStage((2,), vocabulary=300, spreads=(4.0,), dtype=_TOY_TYPE),
-    copied_bytes=1 << 20,
-    matrix_size=128,
-    dtype=_TOY_TYPE,
-    repeats=1,
-    large_kv_bytes=0,
-    long_tokens=32,
-    workers=2,
-)
+    "prefill": PrefillStage(("toy",), lengths=(16,), repeats=1),
+    "start": StartStage("toy", prefix=8, steps=4),
+    "sampling": SamplingStage((2,), vocabulary=300, spreads=(4.0,), dtype="float32"),
+    "hogwild": HogwildStage((1, 2), tokens=(32,), heads=(2, 1, 16), dtype="float32", layers=2, steps=1),
+    "attention": AttentionStage(((2, 1, 16),), rows=(1, 3), prefixes=(64,), suffixes=(16,), dtype="float32"),
+}
 """Toy sizes on a CPU, in dtypes that the Triton interpreter supports. The figures are meaningless."""
+WRITTEN_EVERY = 5.0
+"""Seconds between two writes of the report during a stage."""
+HIDDEN = ("error", "not_measured", "traceback", "stats", "flops", "limit_seconds")
+"""Entries of a case that its table does not show."""
 
 
 class Run:
-    """One run of the stages.
+    """One run. `path` is a JSON file, rewritten during the run, so that an interruption loses nothing."""
 
-    Parameters
-    ----------
-    sizes : Sizes
-    device : torch.device
-    path : Path
-        JSON file, rewritten during the run, so that an interruption loses nothing.
-    about : dict
-        Further entries of the report.
-    """
-
-    def __init__(self, sizes: Sizes, device: torch.device, path: Path, about: dict[str, Any]) -> None:
-        self.sizes, self.device, self.path = sizes, device, path
-        self.timer = Timer(device, at_least=min(5, sizes.repeats), at_most=sizes.repeats)
-        self.models = Models(device, getattr(torch, sizes.dtype))
-        self.exact_models = Models(device, torch.float32)
-        self.ceilings = measure_ceilings(self.timer, sizes.copied_bytes, sizes.matrix_size, self.models.dtype)
+    def __init__(self, stages: Mapping[str, Stage], models: Models, path: Path, about: dict[str, Any]) -> None:
+        self.stages, self.models, self.path = stages, models, path
+        toy = about["kind"] == "toy"
+        self.timer = Timer(models.device, *((1, 1) if toy else (5, 50)))
+        self.ceilings = measure_ceilings(self.timer, *((1 << 20, 128) if toy else (4 << 30, 8192)), models.dtype)
         self.report: dict[str, Any] = {
-            "machine": describe(device),
+            "machine": machine(models.device, models.dtype),
             **about,
             "ceilings": asdict(self.ceilings),
             "stages": {},
         }
         self._written = 0.0
 
-    def all(self, names: list[str], seconds: float) -> dict[str, Any]:
-        """Run the named stages within `seconds`; return the report."""
+    def all(self, names: Sequence[str], seconds: float) -> dict[str, Any]:
+        """Run the named stages within `seconds`; return the report. Unused time goes to the following stages."""
         whole = Deadline(seconds)
         for number, name in enumerate(names):
-            self.stage(name, whole.left * SHARES[name] / sum(SHARES[later] for later in names[number:]))
-        self.report["acceptance"] = [target.judge(self.report["stages"]) for target in self.sizes.targets]
-        report.print_acceptance(self.report["acceptance"])
+            shares = sum(self.stages[later].share for later in names[number:])
+            self.stage(name, whole.left * self.stages[name].share / shares)
+        self.report["acceptance"] = [
+            target.judge(self.report["stages"][name]["cases"])
+            for name in names
+            for target in self.stages[name].targets()
+        ]
         self.write()
+        print(_acceptance(self.report["acceptance"]))
         return self.report
 
     def stage(self, name: str, seconds: float) -> None:
         """Run one stage and print its table."""
-        began, deadline = time.perf_counter(), Deadline(seconds)
-        cases: list[dict[str, Any]] = []
-        stage = {"settings": asdict(getattr(self.sizes, name)), "seconds": 0.0, "cases": cases}
-        self.report["stages"][name] = stage
+        began, deadline, stage = time.perf_counter(), Deadline(seconds), self.stages[name]
+        found: dict[str, Any] = {"settings": asdict(stage), "seconds": 0.0, "cases": []}  # type: ignore[call-overload]
+        self.report["stages"][name] = found
 
         def done(case: dict[str, Any]) -> None:
-            cases.append(case)
-            stage["seconds"] = time.perf_counter() - began
+            found["cases"].append(case)
+            found["seconds"] = time.perf_counter() - began
             if time.perf_counter() - self._written > WRITTEN_EVERY:
                 self.write()
 
-        run_cases(self._cases(name, deadline), deadline, done)
+        run_cases(stage.cases(Bench(self.models, self.timer, self.ceilings, deadline)), deadline, done)
         self.write()
-        report.print_stage(name, stage)
+        show_stage(name, found)
 
     def write(self) -> None:
         """Write the current report."""
@@ -184,59 +114,28 @@ class Run:
         self.path.write_text(json.dumps(self.report, indent=1) + "\n")
         self._written = time.perf_counter()
 
-    def _cases(self, name: str, deadline: Deadline) -> Iterator[Case]:
-        sizes, ceilings = self.sizes, self.ceilings
-        makers: dict[str, Callable[[], Iterator[Case]]] = {
-            "correctness": lambda: sizes.correctness.cases(self.device),
-            "graphs": lambda: sizes.graphs.cases(self.exact_models),
-            "attention": lambda: sizes.attention.cases(self.timer, ceilings),
-            "hogwild": lambda: sizes.hogwild.cases(self.timer, ceilings),
-            "model": lambda: sizes.model.cases(self.models, ceilings, deadline),
-            "prefill": lambda: sizes.prefill.cases(self.models, deadline),
-            "start": lambda: sizes.start.cases(self.device, self.models.dtype, deadline),
-            "sampling": lambda: sizes.sampling.cases(self.timer),
-        }
-        return makers[name]()
 
-
-def start(names: list[str], kind: str, seconds: float, seed: int, folder: Path) -> int:
-    """Run the stages and print the report; return the exit status, 1 if a kernel is wrong."""
+def start(names: Sequence[str], toy: bool, seconds: float, seed: int, folder: Path) -> int:
+    """Run the stages and print the report; return the exit status, 1 if a case failed."""
     began = time.perf_counter()
     transformers.logging.set_verbosity_error()
     torch.manual_seed(seed)
-    toy = kind == "toy"
     if not toy and not torch.cuda.is_available():
         print("PyTorch finds no GPU. --toy runs everything at toy sizes on the CPU.")
         return 2
-    device = torch.device("cpu" if toy else "cuda")
+    kind, device, dtype = ("toy", "cpu", torch.float32) if toy else ("full", "cuda", torch.bfloat16)
     if toy:
         os.environ[BACKEND_VARIABLE] = toy_backend()
         compiled.BACKEND = "eager"  # Inductor takes longer than all stages
-    sizes = {"full": Sizes(), "quick": QUICK, "toy": TOY}[kind]
-    suffix = "" if kind == "full" else f"-{kind}"
-    path = folder / f"{datetime.now():%Y-%m-%d-%H%M%S}-gpu{suffix}.json"
-    run = Run(sizes, device, path, {"kind": kind, "seed": seed, "seconds": seconds})
-    machine = run.report["machine"]
-    print(
-        f"{machine['device']}, torch {machine['torch']}, triton {machine['packages']['triton']}, seed {seed}",
-        flush=True,
-    )
+    path = folder / f"{datetime.now():%Y-%m-%d-%H%M%S}-gpu{'-toy' * toy}.json"
+    about = {"kind": kind, "seed": seed, "seconds": seconds}
+    run = Run(TOY if toy else FULL, Models(torch.device(device), dtype), path, about)
+    print(f"{run.report['machine']['device']}, torch {torch.__version__}, seed {seed}", flush=True)
     result = run.all(names, seconds - (time.perf_counter() - began))
-    if kind != "full":
-        print(f"(--{kind}: the figures are meaningless)" if toy else "(--quick: few sizes, few repeats)")
+    if toy:
+        print("(--toy: the figures are meaningless)")
     print(f"Written to {path}")
-    return 1 if wrong(result) else 0
-
-
-def wrong(result: dict[str, Any]) -> bool:
-    """Return whether a kernel or graph failed or was wrong, in a check or at a timed size."""
-    stages = result["stages"]
-    checked = [case for name in ("correctness", "graphs") for case in stages.get(name, {}).get("cases", [])]
-    timed = stages.get("attention", {}).get("cases", [])
-    return any("error" in case for case in [*checked, *timed]) or not (
-        all(case.get("ok", True) for case in checked)
-        and all(difference <= DIFFERENCE for case in timed for difference in differences(case))
-    )
+    return 1 if any("error" in case for stage in result["stages"].values() for case in stage["cases"]) else 0
 
 
 def toy_backend() -> str:
@@ -247,3 +146,51 @@ def toy_backend() -> str:
     except ValueError as error:
         print(error)
         return "torch"
+
+
+def show_stage(name: str, stage: dict[str, Any]) -> None:
+    """Print the figures of a stage, and the reasons of the cases without figures."""
+    cases = stage["cases"]
+    measured = [case for case in cases if not {"error", "not_measured"} & set(case)]
+    rows = [_cells(case) for case in measured]
+    headings = list(dict.fromkeys(heading for row in rows for heading in row))
+    table = Table(f"{name}: {len(measured)} of {len(cases)} measured in {stage['seconds']:.0f} s", *headings)
+    for row in rows:
+        table.add_row("", *(row.get(heading, "") for heading in headings))
+    print(table)
+    reasons: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        if case not in measured:
+            reason = case.get("error") or case["not_measured"]
+            reasons.setdefault(reason.strip().partition("\n")[0][:140], []).append(case)
+    for reason, missing in reasons.items():
+        settings = ", ".join(f"{key} {value}" for key, value in missing[0].items() if key not in HIDDEN)
+        print(f"not measured ({reason}): {len(missing)} configurations, the first being {settings}")
+
+
+def _cells(case: dict[str, Any]) -> dict[str, str]:
+    """Return the headings and cells of a case; a baseline is shown by its seconds, or the reason if it has none."""
+    cells = {}
+    for name, value in case.items():
+        if isinstance(value, dict) and name not in HIDDEN:
+            reason = str(value.get("error") or value.get("not_measured", ""))[:16]
+            name, value = f"{name} seconds", value.get("seconds", reason)
+        if name in HIDDEN or value == "":
+            continue
+        if not isinstance(value, float):
+            cells[name] = f"{value * 1e-6:.0f} MB" if name.endswith("_bytes") else str(value)
+        elif name.endswith("seconds"):
+            cells[name] = f"{value * 1e6:.1f} us" if value < 1e-3 else f"{value * 1e3:.2f} ms"
+        else:
+            cells[name] = f"{value:.4g}"
+    return cells
+
+
+def _acceptance(targets: Sequence[dict[str, Any]]) -> Table:
+    table = Table("targets", "worst", "limit", "measured", "")
+    for target in targets:
+        worst = "" if target["worst"] is None else f"{target['worst']:.3g}"
+        limit = f"{'at least' if target['at_least'] else 'at most'} {target['limit']:.3g}"
+        status = target["status"].upper() if target["status"] == "missed" else target["status"]
+        table.add_row(target["what"], worst, limit, f"{target['measured']} of {target['of']}", status)
+    return table

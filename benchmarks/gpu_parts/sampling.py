@@ -1,4 +1,4 @@
-"""Stage: sampling the next token of rows from their logits, compared with PyTorch's operations in the same run."""
+"""Sampling of the next token of rows from their logits, compared with PyTorch's operations in the same run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import (
@@ -24,7 +24,7 @@ from hf_parallel.generation.sampling import Sampler
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.kernels import BACKEND_VARIABLE
 
-from .cases import Case
+from .cases import Bench, Case, Target, figure
 from .timing import Timer
 
 GREEDY = "greedy"
@@ -52,17 +52,23 @@ class SamplingStage:
     dtype : str
     """
 
+    share: ClassVar[float] = 0.04
+
     rows: tuple[int, ...] = (1, 8, 128, 1024)
     vocabulary: int = 151_936
     spreads: tuple[float, ...] = (1.3, 4.0)
     dtype: str = "bfloat16"
 
-    def cases(self, timer: Timer) -> Iterator[Case]:
+    def cases(self, bench: Bench) -> Iterator[Case]:
         """Yield all combinations."""
         greedy: dict[tuple[int, float], float] = {}
         for rows, spread, way in itertools.product(self.rows, self.spreads, WAYS):
-            run = partial(self.measure, timer, greedy, rows, spread, way)
+            run = partial(self.measure, bench.timer, greedy, rows, spread, way)
             yield Case({"rows": rows, "spread": spread, "way": way}, run)
+
+    def targets(self) -> list[Target]:
+        """See `Stage.targets`."""
+        return [Target("sampling, most rows: ms more than greedy", figure("ms_over_greedy"), 2.8)]
 
     def measure(
         self, timer: Timer, greedy: dict[tuple[int, float], float], rows: int, spread: float, way: str

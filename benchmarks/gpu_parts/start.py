@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from .cases import Case
+from .cases import Bench, Case, Target, figure
 from .timing import Deadline, OutOfTimeError
 
 ROOT = Path(__file__).parents[2]
@@ -41,19 +41,27 @@ class StartStage:
         Size of the call.
     """
 
+    share: ClassVar[float] = 0.13
+
     model: str = "Qwen3-8B"
     rows: int = 1
     prefix: int = 1024
     steps: int = 48
 
-    def cases(self, device: torch.device, dtype: torch.dtype, deadline: Deadline) -> Iterator[Case]:
+    def cases(self, bench: Bench) -> Iterator[Case]:
         """Yield the first and the second process, which share a folder of compiled code."""
         with tempfile.TemporaryDirectory() as folder:
             for process in PROCESSES:
                 settings = {"model": self.model, "rows": self.rows, "prefix": self.prefix, "process": process}
-                yield Case(settings, partial(self._measure, device, dtype, deadline, Path(folder)))
+                yield Case(settings, partial(self._measure, bench, Path(folder)))
 
-    def _measure(self, device: torch.device, dtype: torch.dtype, deadline: Deadline, folder: Path) -> dict[str, Any]:
+    def targets(self) -> list[Target]:
+        """See `Stage.targets`."""
+        second = figure("start_seconds", lambda case: case["process"] == "second" and case.get("compile") is not False)
+        return [Target("compiled decode: start of a second process, s", second, 5.0)]
+
+    def _measure(self, bench: Bench, folder: Path) -> dict[str, Any]:
+        device, dtype = bench.models.device, bench.models.dtype
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the process needs memory of its own
         settings = asdict(self) | {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
@@ -65,7 +73,7 @@ class StartStage:
                 env=os.environ | folders,
                 capture_output=True,
                 text=True,
-                timeout=max(deadline.left, 0.1),
+                timeout=max(bench.deadline.left, 0.1),
             )
         except subprocess.TimeoutExpired:
             raise OutOfTimeError from None
@@ -80,7 +88,7 @@ def main() -> int:
     from hf_parallel.models import compiled
 
     from .models import Models
-    from .ways import HAS_COMPILE, shared_prefix
+    from .ways import shared_prefix
 
     settings = json.loads(sys.argv[1])
     if settings["device"] == "cpu":  # toy sizes
@@ -91,7 +99,7 @@ def main() -> int:
     rows, prefix, steps = (settings[name] for name in ("rows", "prefix", "steps"))
     first, again = (shared_prefix(model, rows, prefix, steps, Deadline(3600)) for _ in range(2))
     figures = {
-        "compile": HAS_COMPILE and first["stats"]["compiled_passes"] > 0,
+        "compile": first["stats"]["compiled_passes"] > 0,
         "build_seconds": built - began,
         "first_seconds": first["call_seconds"],
         "again_seconds": again["call_seconds"],

@@ -99,15 +99,10 @@ class Timer:
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
-    def queue_ahead(self, lead: float) -> None:
-        """Flush the L2 of a GPU, then let it sleep for `lead` seconds, in which the CPU can launch kernels."""
-        if self.is_gpu:
-            torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=self.device).zero_()
-            torch.cuda._sleep(int(lead * CYCLES_PER_SECOND))
-
     def _on_gpu(self, run: Callable[[], object], lead: float) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.queue_ahead(lead)
+        torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=self.device).zero_()
+        torch.cuda._sleep(int(lead * CYCLES_PER_SECOND))
         start.record()
         run()
         end.record()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
-import hf_parallel
 from hf_parallel.cli.measure import StepClock
 
 from .cases import OUT_OF_MEMORY, fits
@@ -22,21 +21,19 @@ FIRST_STEPS = 3
 FEWEST_STEPS = 4
 """Minimum number of steps for a median."""
 
-HAS_COMPILE = "compile" in hf_parallel.SharedPrefixConfig.fields()
-"""Whether modes have the setting `compile`."""
-
+COMPILED = {"generation_mode": "shared_prefix", "compile": True}
 Way = Callable[[Any, int, int, int, Deadline], dict[str, Any]]
 """Measures (model, rows, prefix, steps, deadline)."""
 
 
 def shared_prefix(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
-    """Measure rows over one prompt with `steps` tokens each, with compiled decode where the package has it."""
-    return _shared_prefix(model, rows, prefix, steps, deadline, compiles=True)
+    """Measure rows over one prompt with `steps` tokens each."""
+    return _timed(model, draw_prompt(model, rows, prefix), rows, steps, deadline, **COMPILED)
 
 
 def uncompiled(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
     """Measure `shared_prefix` without compiled decode."""
-    return _shared_prefix(model, rows, prefix, steps, deadline, compiles=False)
+    return _timed(model, draw_prompt(model, rows, prefix), rows, steps, deadline, **COMPILED | {"compile": False})
 
 
 def unshared(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
@@ -47,14 +44,7 @@ def unshared(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline)
     if not fits(rows * (prefix + steps) * kv_bytes_per_token(model), model.device):
         return {"not_measured": OUT_OF_MEMORY}
     prompts = torch.cat([draw_prompt(model, 1, prefix) for _ in range(rows)])
-    return _timed(model, prompts, rows, steps, deadline, generation_mode="shared_prefix", **compile_setting(True))
-
-
-def _shared_prefix(
-    model: Any, rows: int, prefix: int, steps: int, deadline: Deadline, compiles: bool
-) -> dict[str, Any]:
-    settings = {"generation_mode": "shared_prefix", **compile_setting(compiles)}
-    return _timed(model, draw_prompt(model, rows, prefix), rows, steps, deadline, **settings)
+    return _timed(model, prompts, rows, steps, deadline, **COMPILED)
 
 
 def no_attention(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
@@ -69,7 +59,7 @@ def no_attention(model: Any, rows: int, prefix: int, steps: int, deadline: Deadl
 def hogwild(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
     """Measure `rows` workers over one prompt."""
     prompt = draw_prompt(model, 1, prefix)
-    return _timed(model, prompt, rows, steps, deadline, **hogwild_settings(model, rows), **compile_setting(True))
+    return _timed(model, prompt, rows, steps, deadline, **hogwild_settings(model, rows), compile=True)
 
 
 def generate(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
@@ -129,11 +119,6 @@ WAYS: dict[str, Way] = {
     for way in (shared_prefix, uncompiled, unshared, no_attention, hogwild, generate, static_cache, generate_batch)
 }
 """Methods by name."""
-
-
-def compile_setting(compiles: bool) -> dict[str, bool]:
-    """Return the setting `compile` of a mode; nothing if modes do not have it."""
-    return {"compile": compiles} if HAS_COMPILE else {}
 
 
 def _timed(

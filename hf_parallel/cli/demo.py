@@ -172,7 +172,7 @@ NEXT_STEPS = f"""    import hf_parallel
                    num_return_sequences=16, do_sample=True)
 
 README.md            all modes and their settings
-make bench ARGS=generate    the same comparison in full, with continuous batching
+make bench ARGS={SharedPrefixConfig.mode}    the same comparison in full, with continuous batching
 make demo ARGS='--task "Write a song about the sea."'
 make demo ARGS="--model Qwen/Qwen3-0.6B"
 .venv/bin/hf-parallel generate --mode {HogwildConfig.mode} --format live "Plan a day in Rome."

@@ -1,4 +1,4 @@
-"""Stage 1: every kernel compared with the float64 oracle on random numbers, with poisoned memory.
+"""Problems of block attention at the sizes of a GPU, compared with the float64 oracle, with poisoned memory.
 
 Memory that no kernel may read is NaN: slots outside the visible blocks, and every uninitialized tensor of a backend,
 including its output and its partial results.
@@ -7,31 +7,28 @@ including its output and its partial results.
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from benchmarks.gpu_parts import layer as layers
+from benchmarks.gpu_parts.layer import Features, Layer, hogwild, new_blocks, rotary_of, shared_prefix
 from hf_parallel.cache import Segment
-from hf_parallel.kernels import rotate
+from hf_parallel.kernels import BACKEND_VARIABLE, AttentionParams, rotate
 from hf_parallel.kernels.torch_attention import write_rows
-
-from . import baselines
-from .cases import Case
-from .layer import Features, Layer, hogwild, new_blocks, rotary_of, shared_prefix
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
 """Allowed absolute error."""
+STALE = 50.0
+"""Content of the unused slots of visible blocks: memory is not cleared when it is reused."""
 Layout = Callable[[Layer, int], Sequence[Sequence[Segment]]]
 """Creates blocks, with lengths in units of the second argument; returns the passes to run over them."""
-
-
-# Layouts
 
 
 def tree(layer: Layer, unit: int) -> Sequence[Sequence[Segment]]:
@@ -107,100 +104,81 @@ PROBLEMS = {
 """Attention problems by name."""
 
 
-@dataclass(frozen=True)
-class CorrectnessStage:
-    """Settings and cases.
-
-    Parameters
-    ----------
-    head_dims : tuple of int
-    dtypes : tuple of str
-    heads : int
-    unit : int
-        Unit of block lengths, see `Layout`.
-    problems : tuple of str
-        Keys of `PROBLEMS`, "append" and "move".
-    """
-
-    head_dims: tuple[int, ...] = (128, 64, 80, 96, 256)
-    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
-    heads: int = 8
-    unit: int = 8
-    problems: tuple[str, ...] = (*PROBLEMS, "append", "move")
-
-    def cases(self, device: torch.device) -> Iterator[Case]:
-        """Yield all problems in all dtypes: first at the first head size, then bf16 at the others, then the rest."""
-        first, *others = self.head_dims
-        for dim, dtype in [(first, dtype) for dtype in self.dtypes] + [(d, t) for t in self.dtypes for d in others]:
-            for name in self.problems:
-                check = {"append": check_append, "move": check_move}.get(name) or partial(check_attention, name)
-                run = partial(check, device, self.heads, dim, dtype, self.unit)
-                yield Case({"problem": name, "head_dim": dim, "dtype": dtype}, run)
-
-
-def check_attention(
-    name: str, device: torch.device, heads: int, head_dim: int, dtype: str, unit: int
-) -> dict[str, Any]:
-    """Return the errors of block attention, and of FlashAttention over dense copies of the keys, over all passes."""
-    problem = PROBLEMS[name]
-    layer = Layer(problem.features(heads, head_dim, getattr(torch, dtype)), device)
-    error, flash_error, rounding = 0.0, 0.0, 0.0
-    for number, segments in enumerate(problem.layout(layer, unit)):
+def check(problem: str, dtype: str, device: torch.device, head_dim: int = 128, heads: int = 8, unit: int = 8) -> float:
+    """Return the largest error over all passes of a problem: of attention, "append" or "move"."""
+    if problem in ("append", "move"):
+        layer = Layer(Features(heads, heads // 2, head_dim, getattr(torch, dtype), rotary_of(head_dim)), device)
+        return {"append": _append_error, "move": _move_error}[problem](layer, unit)
+    chosen = PROBLEMS[problem]
+    layer, error = Layer(chosen.features(heads, head_dim, getattr(torch, dtype)), device), 0.0
+    for number, segments in enumerate(chosen.layout(layer, unit)):
         layer.step(segments)
         if number == 0:
             layer.fill()
-        layer.poison()
+        _poison(layer)
         with poisoned_memory():
             out = layer.attend()
-        expected = layer.oracle()
-        error = worst(error, out, expected)
-        rounding = max(rounding, 0.5 * torch.finfo(out.dtype).eps * float(expected.abs().max()))
-        if _flash_can(problem, dtype):
-            flash_error = worst(flash_error, _flash(layer), expected)
-    figures = _figures(error, dtype)
-    if _flash_can(problem, dtype):
-        # The output of every kernel has an error of half a unit in the last place.
-        figures |= {"flash_error": flash_error, "error_by_flash": error / max(flash_error, rounding)}
-    return figures
+        error = _worst(error, out, oracle(layer))
+    return error
 
 
-def check_append(device: torch.device, heads: int, head_dim: int, dtype: str, unit: int) -> dict[str, Any]:
-    """Check that the new keys and values are at the slots of the plan, and that no other slot has changed."""
-    layer = Layer(Features(heads, heads // 2, head_dim, getattr(torch, dtype)), device)
+def oracle(layer: Layer) -> torch.Tensor:
+    """Return the exact attention of the last pass, computed from the same numbers in float64."""
+    f, storage = layer.features, layer.cache.pool.arena.layers[0]
+    sinks = None if layer.sinks is None else layer.sinks.double()
+    params = AttentionParams(f.kv_heads, f.scale, f.rotary, f.softcap, sinks, f.window)
+    with patch.dict(os.environ, {BACKEND_VARIABLE: "reference"}):
+        numbers = layer.query.double(), storage.keys.double(), storage.values.double()
+        return layers.block_attention(*numbers, layer.forward.plan, params)
+
+
+def _poison(layer: Layer) -> None:
+    """Fill slots outside the visible blocks with NaN, and unused slots of visible blocks with stale values."""
+    storage = layer.cache.pool.arena.layers[0]
+    inside = torch.zeros(len(storage.keys), dtype=torch.bool, device=layer.device)
+    written = torch.zeros_like(inside)
+    for block in dict.fromkeys(block for segment in layer.forward.segments for block in segment.view):
+        inside[storage.rows(block.extent.range(0, block.extent.capacity)).reshape(-1)] = True
+        written[storage.rows(block.tokens).reshape(-1)] = True
+    for states in (storage.keys, storage.values):
+        states[~inside] = math.nan
+        states[inside & ~written] = STALE
+
+
+def _append_error(layer: Layer, unit: int) -> float:
+    """Return whether new keys and values are at the slots of the plan, and no other slot has changed."""
     even, uneven = (shared_prefix(layer, 3 * unit, suffixes, spare=32) for suffixes in ([unit] * 3, [unit, 2, 1]))
-    error = 0.0
+    error, dim = 0.0, layer.features.head_dim
     for segments in (even, even, uneven, [Segment(segment.view, 1 + 4 * i) for i, segment in enumerate(uneven)]):
         layer.step(segments)  # allocates the storage and lays out the pass
         layer.fill()
         layer.draw(sum(segment.num_tokens for segment in segments))
-        storage, rows = layer.cache.pool.arena.layers[0], write_rows(layer.forward.plan, heads // 2, device)
+        storage = layer.cache.pool.arena.layers[0]
+        rows = write_rows(layer.forward.plan, layer.features.kv_heads, layer.device)
         held = storage.keys, storage.values
-        wanted = [
-            states.clone().index_copy_(0, rows, new.reshape(-1, head_dim))
-            for states, new in zip(held, layer.new, strict=True)
-        ]
+        pairs = list(zip(held, layer.new, strict=True))
+        wanted = [states.clone().index_copy_(0, rows, new.reshape(-1, dim)) for states, new in pairs]
         layer.write()
-        error = max(worst(error, *pair) for pair in zip(held, wanted, strict=True))
-    return _figures(error, dtype) | {"ok": error == 0}
+        error = max(_worst(error, *pair) for pair in zip(held, wanted, strict=True))
+    return error
 
 
-def check_move(device: torch.device, heads: int, head_dim: int, dtype: str, unit: int) -> dict[str, Any]:
-    """Check that a finished step follows the history with rotated keys, and that no other slot has changed."""
-    rotary = rotary_of(head_dim)
-    layer = Layer(Features(heads, heads // 2, head_dim, getattr(torch, dtype), rotary), device)
+def _move_error(layer: Layer, unit: int) -> float:
+    """Return whether a finished step follows the history with rotated keys, and no other slot has changed."""
+    rotary = layer.features.rotary
+    assert rotary is not None
     decode = shared_prefix(layer, 9 * unit, [5 * unit, 2 * unit, unit], spare=8 * unit)
     layer.step(decode)
     layer.fill()
     source, target = (segment.view[-1] for segment in decode[:2])
     delta, start, storage = target.base + target.length - source.base, target.length, layer.cache.pool.arena.layers[0]
     keys, values = (states[0].clone() for states in layer.held([source]))
-    rotated = rotate(keys.double(), *rotary.tables(np.array([delta]), torch.float64, device), rotary)
+    rotated = rotate(keys.double(), *rotary.tables(np.array([delta]), torch.float64, layer.device), rotary)
     wanted_keys, wanted_values = storage.keys.double(), storage.values.clone()
     rows = storage.rows(target.extent.range(start, source.length))
     wanted_keys[rows], wanted_values[rows] = rotated, values
     layer.cache.pool.move(source, target)
-    error = worst(worst(0.0, storage.keys, wanted_keys), storage.values, wanted_values)
-    return _figures(error, dtype)
+    return _worst(_worst(0.0, storage.keys, wanted_keys), storage.values, wanted_values)
 
 
 @contextmanager
@@ -216,11 +194,7 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(was[0], warn_only=was[1])
 
 
-def _figures(error: float, dtype: str) -> dict[str, Any]:
-    return {"max_error": error, "tolerance": TOLERANCE[dtype], "ok": error <= TOLERANCE[dtype]}
-
-
-def worst(before: float, out: torch.Tensor, expected: torch.Tensor) -> float:
+def _worst(before: float, out: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the larger absolute error.
 
     Raises
@@ -233,17 +207,3 @@ def worst(before: float, out: torch.Tensor, expected: torch.Tensor) -> float:
         lost = int((~torch.isfinite(out)).sum())
         raise FloatingPointError(f"{lost} of {out.numel()} numbers are NaN or infinite")
     return max(before, error)
-
-
-def _flash_can(problem: Problem, dtype: str) -> bool:
-    """Return whether FlashAttention computes the same: it has no soft-capping, no sinks, and no float32 on a GPU."""
-    return problem.softcap is None and not problem.sinks and dtype != "float32"
-
-
-def _flash(layer: Layer) -> torch.Tensor:
-    """Compute the same pass by FlashAttention, one query at a time."""
-    out = []
-    for token in range(len(layer.query)):
-        keys, values = baselines.view_of(layer, token)
-        out.append(baselines.flash(layer.query[token : token + 1], keys[None], values[None], layer.features.scale))
-    return torch.cat(out)
