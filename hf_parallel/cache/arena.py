@@ -135,7 +135,8 @@ class Arena:
         self.grow()
         for layer_idx, layer in self.layers.items():
             spec = rotary[layer_idx] if delta and rotary is not None else None
-            layer.backend.move(layer.keys, layer.values, layer.num_kv_heads, source, target, delta, spec)
+            stored = (layer.values, layer.keys) if spec is not None and spec.of_values else (layer.keys, layer.values)
+            layer.backend.move(*stored, layer.num_kv_heads, source, target, delta, spec)
 
     def _copy_all(self, sources: Sequence[TokenRange], targets: Sequence[TokenRange]) -> None:
         """Copy tokens in all layers, or in none: targets that are no sources are free, so that copies can go back."""

@@ -63,9 +63,11 @@ class DenseRows:
             for block in segment.view:
                 stored = layer.rows(block.tokens)
                 delta = (position - block.base) - shift
-                k = layer.keys[stored]
-                keys.append(rotate_by(k, delta, spec) if delta and spec is not None else k)
-                values.append(layer.values[stored])
+                k, v = layer.keys[stored], layer.values[stored]
+                if delta and spec is not None:
+                    k, v = (k, rotate_by(v, delta, spec)) if spec.of_values else (rotate_by(k, delta, spec), v)
+                keys.append(k)
+                values.append(v)
                 position += block.length
             for rows, parts in zip(dense, (keys, values), strict=True):
                 rows.append(F.pad(torch.cat(parts, dim=1), (0, 0, longest - position, 0)))

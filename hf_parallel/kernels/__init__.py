@@ -2,7 +2,7 @@
 
 from hf_parallel.kernels.dispatch import BACKEND_VARIABLE, Backend, backends, block_attention, select_backend
 from hf_parallel.kernels.layer import LayerStorage
-from hf_parallel.kernels.plan import AttentionParams, AttentionPlan, DeviceBuffers, Increments
+from hf_parallel.kernels.plan import AttentionParams, AttentionPlan, DeviceBuffers, Increments, LatentHeads
 from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by
 from hf_parallel.kernels.storage import TokenRange, storage_row
 from hf_parallel.kernels.transfer import HostCopy, to_device
@@ -15,6 +15,7 @@ __all__ = [
     "DeviceBuffers",
     "HostCopy",
     "Increments",
+    "LatentHeads",
     "LayerStorage",
     "RotarySpec",
     "TokenRange",

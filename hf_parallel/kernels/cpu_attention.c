@@ -73,40 +73,58 @@ INLINE void hide(int width, int64_t start, int count, const ivec *bounds, vec *s
         }
 }
 
-/* Scores of `count` (at most MOST) keys with all rows: acc[j] = sum_d keys[j][d] * qt[d]. */
-INLINE void score(int width, int count, const vec *qt, const float *keys, int64_t dim, vec *scores) {
-    vec acc[MOST][WIDEST];
-    for (int j = 0; j < count; j++)
-        for (int w = 0; w < width; w++) acc[j][w] = splat(0.0f);
+/* Keys of a block: `lead` floats of each in `leads`, the other `dim` in `keys`. */
+typedef struct {
+    const float *leads, *keys;
+    int64_t lead, dim;
+} Keys;
+
+INLINE Keys from_key(Keys keys, int64_t first) {
+    return (Keys){keys.leads + first * keys.lead, keys.keys + first * keys.dim, keys.lead, keys.dim};
+}
+
+/* acc[j] += sum_d keys[j][d] * qt[d] */
+INLINE void add_products(int width, int count, const vec *qt, const float *keys, int64_t dim, vec (*acc)[WIDEST]) {
     for (int64_t d = 0; d < dim; d++)
         for (int j = 0; j < count; j++) {
             vec k = splat(keys[j * dim + d]);
             for (int w = 0; w < width; w++) acc[j][w] += k * qt[d * width + w];
         }
+}
+
+/* Scores of the first `count` (at most MOST) keys with all rows. */
+INLINE void score(int width, int count, const vec *qt, Keys keys, vec *scores) {
+    vec acc[MOST][WIDEST];
+    for (int j = 0; j < count; j++)
+        for (int w = 0; w < width; w++) acc[j][w] = splat(0.0f);
+    add_products(width, count, qt, keys.leads, keys.lead, acc);
+    add_products(width, count, qt + keys.lead * width, keys.keys, keys.dim, acc);
     for (int j = 0; j < count; j++)
         for (int w = 0; w < width; w++) scores[j * width + w] = acc[j][w];
 }
 
 /* One task: `width` vectors of rows over `num_keys` keys, or those within their bounds. Writes the unnormalised sums to
  * ot [dim][width]; the result of a row that sees no key has no weight in the merge. */
-INLINE void attend_rows(int width, const vec *qt, const float *keys, const float *values, int64_t num_keys, int64_t dim,
-                        const ivec *bounds, vec *ot, vec *best, vec *total) {
+INLINE void attend_rows(int width, const vec *qt, Keys keys, const float *values, int64_t num_keys, const ivec *bounds,
+                        vec *ot, vec *best, vec *total) {
     const int together = TOGETHER(width);
+    const int64_t dim = keys.dim;
     vec scores[TILE * WIDEST];
     memset(ot, 0, sizeof(vec) * dim * width);
     for (int w = 0; w < width; w++) best[w] = splat(-INFINITY), total[w] = splat(0.0f);
     for (int64_t start = 0; start < num_keys; start += TILE) {
         int count = num_keys - start < TILE ? (int)(num_keys - start) : TILE;
-        const float *k = keys + start * dim, *v = values + start * dim;
+        const Keys tile = from_key(keys, start);
+        const float *k = tile.keys, *v = values + start * dim;
         int j = 0;
         for (; j + together <= count; j += together) {
             for (int64_t i = 0; i < together * dim; i += LANES) { /* prefetch the values and the next tile's keys */
                 __builtin_prefetch(v + j * dim + i);
                 __builtin_prefetch(k + (j + TILE) * dim + i, 0, 2);
             }
-            score(width, together, qt, k + j * dim, dim, scores + j * width);
+            score(width, together, qt, from_key(tile, j), scores + j * width);
         }
-        for (; j < count; j++) score(width, 1, qt, k + j * dim, dim, scores + j * width);
+        for (; j < count; j++) score(width, 1, qt, from_key(tile, j), scores + j * width);
         if (bounds) hide(width, start, count, bounds, scores);
 
         for (int w = 0; w < width; w++) {
@@ -146,9 +164,9 @@ INLINE void attend_rows(int width, const vec *qt, const float *keys, const float
 }
 
 /* `attend_rows`, compiled for each width. */
-static void attend_task(int width, const vec *qt, const float *keys, const float *values, int64_t num_keys, int64_t dim,
-                        const ivec *bounds, vec *ot, vec *best, vec *total) {
-#define OF(n) case n: attend_rows(n, qt, keys, values, num_keys, dim, bounds, ot, best, total); break;
+static void attend_task(int width, const vec *qt, Keys keys, const float *values, int64_t num_keys, const ivec *bounds,
+                        vec *ot, vec *best, vec *total) {
+#define OF(n) case n: attend_rows(n, qt, keys, values, num_keys, bounds, ot, best, total); break;
     switch (width) {
         OF(1) OF(2) OF(3)
 #if WIDEST > 3
@@ -173,19 +191,27 @@ typedef struct {
     int64_t repeats;                                 /* whether a query is at several positions */
 } DenseCall;
 
-/* Arguments shared by all calls of a layer. Initial result of a query: lse -inf, or its sink; out 0. */
+/* Arguments shared by all calls of a layer. Initial result of a query: lse -inf, or its sink; out 0.
+ * With leads, there is one KV head. */
 typedef struct {
-    const float *query, *keys, *values;              /* query [T][heads][dim] */
+    const float *query, *leads, *keys, *values;      /* query [T][heads][lead + dim] */
     float *out, *lse;                                /* [T][heads][dim], [T][heads] */
-    int64_t heads, kv_heads, dim;
+    int64_t heads, kv_heads, lead, dim;
     float scale;
 } Layer;
+
+/* Keys of a KV head of a block of a call. */
+INLINE Keys keys_of(const Layer *layer, const DenseCall *call, int64_t block, int64_t head) {
+    const int64_t at = call->key_offset + block * call->key_block + head * call->key_head;
+    return (Keys){layer->leads + at / layer->dim * layer->lead, layer->keys + at, layer->lead, layer->dim};
+}
 
 /* Writes the query of one position and head, rotated and scaled, to to[d * stride]; returns 0 if there is none. */
 static int load_query(const Layer *layer, const DenseCall *call, int64_t position, int64_t head, float *to, int64_t stride) {
     const int64_t token = call->query_index ? call->query_index[position] : position;
     if (token < 0) return 0;
-    const float *q = layer->query + (token * layer->heads + head) * layer->dim, scale = layer->scale;
+    const int64_t dim = layer->lead + layer->dim;
+    const float *q = layer->query + (token * layer->heads + head) * dim, scale = layer->scale;
     int64_t d = 0;
     if (call->cos) {
         const float *cos = call->cos + position * call->half, *sin = call->sin + position * call->half;
@@ -196,7 +222,7 @@ static int load_query(const Layer *layer, const DenseCall *call, int64_t positio
         }
         d = 2 * call->half;
     }
-    for (; d < layer->dim; d++) to[d * stride] = q[d] * scale;
+    for (; d < dim; d++) to[d * stride] = q[d] * scale;
     return 1;
 }
 
@@ -255,8 +281,8 @@ static const ivec *bounds_of(const DenseCall *call, int64_t position, int64_t gr
 
 /* A call with many rows per block, or with one block. Runs inside a parallel region. */
 static void attend_wide(const Layer *layer, const DenseCall *call, vec *columns, int threads) {
-    const int64_t dim = layer->dim, kv_heads = layer->kv_heads, groups = layer->heads / kv_heads;
-    const int64_t rows = call->queries * groups, tiles = (rows + SPAN - 1) / SPAN;
+    const int64_t dim = layer->dim, query_dim = layer->lead + dim, kv_heads = layer->kv_heads;
+    const int64_t groups = layer->heads / kv_heads, rows = call->queries * groups, tiles = (rows + SPAN - 1) / SPAN;
     const int64_t vectors = (rows + LANES - 1) / LANES;
     const int width = vectors < WIDEST ? (int)vectors : WIDEST;
     const int64_t units = call->blocks * kv_heads * tiles, span = (int64_t)width * LANES;
@@ -264,14 +290,14 @@ static void attend_wide(const Layer *layer, const DenseCall *call, vec *columns,
     const int64_t share = ((call->num_keys + parts - 1) / parts + TILE - 1) / TILE * TILE;
     parts = (call->num_keys + share - 1) / share;
     const int64_t per_task = (dim + 2) * width;
-    vec *partial = columns + units * dim * width;
+    vec *partial = columns + units * query_dim * width;
 
 #pragma omp for schedule(static)
-    for (int64_t unit = 0; unit < units; unit++) { /* rows in adjacent lanes: [dim][width * LANES], zero-padded */
+    for (int64_t unit = 0; unit < units; unit++) { /* rows in adjacent lanes: [query_dim][width * LANES], zero-padded */
         const int64_t position = unit / (kv_heads * tiles) * call->queries, head = unit / tiles % kv_heads * groups;
         const int64_t from = unit % tiles * span;
-        vec *qt = columns + unit * dim * width;
-        memset(qt, 0, sizeof(vec) * dim * width);
+        vec *qt = columns + unit * query_dim * width;
+        memset(qt, 0, sizeof(vec) * query_dim * width);
         for (int64_t r = 0; r < span && from + r < rows; r++)
             load_query(layer, call, position + (from + r) / groups, head + (from + r) % groups, (float *)qt + r, span);
     }
@@ -281,14 +307,14 @@ static void attend_wide(const Layer *layer, const DenseCall *call, vec *columns,
         const int64_t unit = task / parts, first = task % parts * share;
         const int64_t count = call->num_keys - first < share ? call->num_keys - first : share;
         const int64_t block = unit / (kv_heads * tiles), head = unit / tiles % kv_heads;
-        const float *k = layer->keys + call->key_offset + block * call->key_block + head * call->key_head + first * dim;
+        const Keys k = from_key(keys_of(layer, call, block, head), first);
         const float *v =
             layer->values + call->value_offset + block * call->value_block + head * call->value_head + first * dim;
-        const vec *qt = columns + unit * dim * width;
+        const vec *qt = columns + unit * query_dim * width;
         vec *ot = partial + task * per_task, *best = ot + dim * width, *total = best + width;
         ivec storage[2 * WIDEST];
         const ivec *bounds = bounds_of(call, block * call->queries, groups, unit % tiles * span, first, width, storage);
-        attend_task(width, qt, k, v, count, dim, bounds, ot, best, total);
+        attend_task(width, qt, k, v, count, bounds, ot, best, total);
     }
 
 #pragma omp for schedule(static)
@@ -310,19 +336,25 @@ INLINE void add_values(int width, const float *weights, const float *values, int
     for (int w = 0; w < width; w++) *(shortvec *)(acc + w * SHORT) = sum[w];
 }
 
+INLINE shortvec products(const float *q, const float *k, int64_t dim) {
+    shortvec sum = {0};
+    for (int64_t d = 0; d < dim; d += SHORT) sum += *(const shortvec *)(q + d) * *(const shortvec *)(k + d);
+    return sum;
+}
+
 /* One row over the keys lo .. hi of its own block; acc [dim] is the sum of values, weighted by exp(s - best). */
-static void attend_narrow(const float *q, const float *keys, const float *values, int64_t lo, int64_t hi, int64_t dim,
-                          float *acc, float *best, float *total) {
+static void attend_narrow(const float *q, Keys keys, const float *values, int64_t lo, int64_t hi, float *acc,
+                          float *best, float *total) {
+    const int64_t dim = keys.dim, lead = keys.lead;
     float scores[TILE] __attribute__((aligned(64)));
     for (int64_t start = lo; start < hi; start += TILE) {
         const int count = hi - start < TILE ? (int)(hi - start) : TILE;
-        const float *k = keys + start * dim, *v = values + start * dim;
+        const Keys k = from_key(keys, start);
+        const float *v = values + start * dim;
         float peak = *best;
         for (int j = 0; j < count; j++) {
-            shortvec sum = *(const shortvec *)q * *(const shortvec *)(k + j * dim);
-            for (int64_t d = SHORT; d < dim; d += SHORT)
-                sum += *(const shortvec *)(q + d) * *(const shortvec *)(k + j * dim + d);
-            scores[j] = sum_lanes(sum);
+            const shortvec sum = products(q + lead, k.keys + j * dim, dim);
+            scores[j] = sum_lanes(lead ? sum + products(q, k.leads + j * lead, lead) : sum);
             if (scores[j] > peak) peak = scores[j];
         }
         for (int j = count; j < (count + LANES - 1) / LANES * LANES; j++) scores[j] = -INFINITY;
@@ -344,7 +376,7 @@ static void attend_narrow(const float *q, const float *keys, const float *values
 /* The rows of one position and KV head over their block, starting from their results for other blocks. */
 static void attend_position(const Layer *layer, const DenseCall *call, int64_t position, int64_t head, float *q) {
     const int64_t dim = layer->dim, groups = layer->heads / layer->kv_heads, block = position / call->queries;
-    const float *k = layer->keys + call->key_offset + block * call->key_block + head * call->key_head;
+    const Keys k = keys_of(layer, call, block, head);
     const float *v = layer->values + call->value_offset + block * call->value_block + head * call->value_head;
     const int64_t lo = call->lo ? call->lo[position] : 0, hi = call->hi ? call->hi[position] : call->num_keys;
     if (lo >= hi) return;
@@ -353,7 +385,7 @@ static void attend_position(const Layer *layer, const DenseCall *call, int64_t p
         const int64_t token = call->query_index ? call->query_index[position] : position;
         const int64_t at = token * layer->heads + head * groups + group;
         float best = layer->lse[at], total = best == -INFINITY ? 0.0f : 1.0f, *out = layer->out + at * dim;
-        attend_narrow(q, k, v, lo, hi, dim, out, &best, &total);
+        attend_narrow(q, k, v, lo, hi, out, &best, &total);
         for (int64_t d = 0; d < dim; d++) out[d] /= total;
         layer->lse[at] = best + logf(total);
     }
@@ -372,15 +404,16 @@ static vec *workspace(int64_t size) {
 }
 
 /* Attention of `tokens` queries to all blocks of `calls`. sinks: [heads] or NULL.
- * dim is a multiple of SHORT. Returns 0, or 1 if memory ran out. */
+ * dim and lead are multiples of SHORT. Returns 0, or 1 if memory ran out. */
 int attend(const Layer *layer, const float *sinks, int64_t tokens, const DenseCall *calls, int64_t num_calls, int threads) {
-    const int64_t dim = layer->dim, kv_heads = layer->kv_heads, groups = layer->heads / kv_heads;
+    const int64_t dim = layer->dim, query_dim = layer->lead + dim, kv_heads = layer->kv_heads;
+    const int64_t groups = layer->heads / kv_heads;
     int64_t needed = 0;
     for (int64_t c = 0; c < num_calls; c++) {
         const int64_t rows = calls[c].queries * groups, tiles = (rows + SPAN - 1) / SPAN;
         const int64_t units = calls[c].blocks * kv_heads * tiles, vectors = (rows + LANES - 1) / LANES;
         const int64_t width = vectors < WIDEST ? vectors : WIDEST, tasks = units * split(&calls[c], units, threads);
-        const int64_t wanted = (units * dim + tasks * (dim + 2)) * width;
+        const int64_t wanted = (units * query_dim + tasks * (dim + 2)) * width;
         if (wanted > needed) needed = wanted;
     }
     vec *memory = workspace(needed);
@@ -396,7 +429,7 @@ int attend(const Layer *layer, const float *sinks, int64_t tokens, const DenseCa
             attend_wide(layer, call, memory, threads);
             continue;
         }
-        float q[dim] __attribute__((aligned(64)));
+        float q[query_dim] __attribute__((aligned(64)));
         const int64_t positions = call->blocks * call->queries;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < (call->repeats ? 1 : positions) * kv_heads; i++)

@@ -32,6 +32,10 @@ def dense_attention(
     up to `i`. Returns `(out, lse)`: `[N, heads, M, head_dim]` and the log-sum-exp `[N, heads, M]`.
     """
     ops = torch.ops.aten
+    if softcap is None and q.shape[-1] > v.shape[-1]:
+        dim, v = v.shape[-1], F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # the fused kernels take equal sizes
+        out, lse = dense_attention(q, k, v, mask, causal, scale, softcap)
+        return out[..., :dim], lse
     if softcap is None and q.shape[-1] == v.shape[-1]:
         if q.device.type == "cpu" and q.dtype in FLASH_CPU_DTYPES:
             return ops._scaled_dot_product_flash_attention_for_cpu(

@@ -50,8 +50,8 @@ class _Layer(ctypes.Structure):
     """`Layer` of `cpu_attention.c`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "out", "lse")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim")),
+        *((name, ctypes.c_void_p) for name in ("query", "leads", "keys", "values", "out", "lse")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "lead", "dim")),
         ("scale", ctypes.c_float),
     )
 
@@ -70,27 +70,36 @@ class NativeCalls:
                 setattr(struct, name, value.data_ptr() if isinstance(value, Tensor) else value)
 
 
-def supports(dtype: torch.dtype, device: torch.device, rows: int, key_dim: int, value_dim: int) -> bool:
+def supports(dtype: torch.dtype, device: torch.device, rows: int, key_dim: int, value_dim: int, lead: int = 0) -> bool:
     """Whether the attention kernel supports a call with `rows` query rows per block and KV head."""
-    fits = rows <= MAX_ROWS and key_dim == value_dim and key_dim % 8 == 0
+    fits = rows <= MAX_ROWS and key_dim == value_dim and key_dim % 8 == lead % 8 == 0
     return fits and dtype == torch.float32 and device.type == "cpu" and _library() is not None
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, calls: NativeCalls, kv_heads: int, scale: float, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    calls: NativeCalls,
+    kv_heads: int,
+    scale: float,
+    sinks: Tensor | None,
+    leads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of float32 queries `[T, heads, head_dim]` to the blocks of all calls, merged.
 
     `keys` and `values` `[slots * kv_heads, head_dim]` are the storage of one layer, `sinks` `[heads]` the logits of its
-    attention sinks. Returns `(out, lse)`: `[T, heads, head_dim]` and `[T, heads]`.
+    attention sinks. `leads` `[slots, lead]`, with one KV head: the first dimensions of the keys, to which `keys` are
+    the others; queries have `lead + head_dim`. Returns `(out, lse)`: `[T, heads, head_dim]` and `[T, heads]`.
     """
     library = _library()
     assert library is not None, "supports() was not checked"
     query = query.contiguous()
-    tokens, heads, dim = query.shape
-    out, lse = torch.empty_like(query), query.new_empty(tokens, heads)
-    pointers = query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), lse.data_ptr()
-    layer = _Layer(*pointers, heads, kv_heads, dim, scale)
+    tokens, heads, _ = query.shape
+    lead, dim = 0 if leads is None else leads.shape[1], values.shape[1]
+    out, lse = query.new_empty(tokens, heads, dim), query.new_empty(tokens, heads)
+    tensors = query, keys if leads is None else leads, keys, values, out, lse
+    layer = _Layer(*(tensor.data_ptr() for tensor in tensors), heads, kv_heads, lead, dim, scale)
     sinks = None if sinks is None else sinks.float().contiguous()
     sink_pointer = None if sinks is None else sinks.data_ptr()
     call_array = calls.array, len(calls.array)

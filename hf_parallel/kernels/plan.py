@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,45 @@ import torch
 from hf_parallel.kernels.rope import RotarySpec
 
 T = TypeVar("T")
+
+
+class LatentHeads(NamedTuple):
+    """The heads of latent attention (MLA, DeepSeek-V2, section 2.1), which a layer expands from one latent per token.
+
+    Such a layer stores two tensors of one KV head: `keys` hold latents `[slots, rank]`, and `values` the rotated part
+    of the keys, `[slots, rotary_dim]`, which all heads share. Queries begin with their rotated part.
+    """
+
+    weight: torch.Tensor
+    """`[heads, key_dim + value_dim, rank]`. Maps a latent to the rest of each head's key, then to its value."""
+    key_dim: int
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """`[heads, key_dim, rank]`."""
+        return self.weight[:, : self.key_dim]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """`[heads, value_dim, rank]`."""
+        return self.weight[:, self.key_dim :]
+
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        """Return the queries `[T, heads, rotary_dim + key_dim]` as queries of latents: `[.., rotary_dim + rank]`."""
+        rotary_dim = query.shape[-1] - self.key_dim
+        rotated, rest = query.split((rotary_dim, self.key_dim), dim=-1)
+        return torch.cat((rotated, torch.einsum("thk,hkr->thr", rest, self.keys)), dim=-1)
+
+    def project(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return the values `[T, heads, value_dim]` of sums of latents `[T, heads, rank]`."""
+        return torch.einsum("thr,hvr->thv", latents, self.values)
+
+    def expand(self, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of all heads `[N, heads, L, ..]`, given what `N` blocks store `[N, 1, L, ..]`."""
+        n, _, length, _ = latents.shape
+        both = (latents @ self.weight.flatten(0, 1).T).view(n, length, len(self.weight), -1).transpose(1, 2)
+        keys, values = both[..., : self.key_dim], both[..., self.key_dim :]
+        return torch.cat((rotated.expand(-1, len(self.weight), -1, -1), keys), dim=-1), values
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +76,8 @@ class AttentionParams:
     """`[heads]`. Logit of an attention sink per head, one more term of the merge (gpt-oss)."""
     window: int | None = None
     """Sliding window: number of positions that a query sees, its own included."""
+    latent: LatentHeads | None = None
+    """Heads of a layer that stores latents. None: it stores the keys and values of its heads."""
 
 
 class Derived(ABC):

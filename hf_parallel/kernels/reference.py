@@ -29,9 +29,12 @@ class ReferenceBackend(TorchBackend):
         """Block attention by definition; shapes as in `hf_parallel.kernels.block_attention`, computed in `dtype`."""
         plan = plan.windowed(params.window)
         num_tokens, num_heads, _ = query.shape
-        groups = num_heads // params.num_kv_heads
         q, k_all, v_all = query.to(dtype), keys.to(dtype), values.to(dtype)
-        out = torch.empty(num_tokens, num_heads, values.shape[-1], dtype=dtype, device=query.device)
+        heads, value_dim = params.latent, values.shape[-1]
+        if heads is not None:
+            heads = heads._replace(weight=heads.weight.to(dtype))
+            value_dim = heads.values.shape[1]
+        out = torch.empty(num_tokens, num_heads, value_dim, dtype=dtype, device=query.device)
         blocks_of_pairs = [
             b for b in range(plan.num_blocks) for _ in range(plan.block_pairs[b], plan.block_pairs[b + 1])
         ]
@@ -44,13 +47,15 @@ class ReferenceBackend(TorchBackend):
                 start = int(plan.block_first[block]) + lo
                 tokens = TokenRange(int(plan.block_origin[block]), int(plan.block_capacity[block]), start, hi - lo)
                 rows = tokens.rows(params.num_kv_heads, keys.device)
-                k = k_all[rows]  # [kv_heads, n, head_dim]
+                k, v = k_all[rows], v_all[rows]  # [kv_heads, n, head_dim]
+                if heads is not None:
+                    k, v = (part[0] for part in heads.expand(k[None], v[None]))
                 if params.rotary is not None and plan.pair_delta[pair]:
                     k = rotate_by(k, -int(plan.pair_delta[pair]), params.rotary)
                 seen_keys.append(k)
-                seen_values.append(v_all[rows])
-            k = torch.cat(seen_keys, dim=1).repeat_interleave(groups, dim=0)
-            v = torch.cat(seen_values, dim=1).repeat_interleave(groups, dim=0)
+                seen_values.append(v)
+            k, v = (torch.cat(seen, dim=1) for seen in (seen_keys, seen_values))
+            k, v = (x.repeat_interleave(num_heads // len(x), dim=0) for x in (k, v))
             scores = torch.einsum("hd,hnd->hn", q[token], k) * params.scale
             if params.softcap is not None:
                 scores = params.softcap * torch.tanh(scores / params.softcap)

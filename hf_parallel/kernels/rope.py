@@ -25,17 +25,21 @@ class RotarySpec:
         Radians per position of each rotated pair, `rotary_dim / 2` of them, after any scaling (linear, Llama-3, YaRN).
     interleaved : bool
         Pairs are dimensions `(2i, 2i + 1)` if True, `(i, i + rotary_dim / 2)` if False.
+    of_values : bool
+        Whether the layer stores the rotated part of its keys in the place of values, as it stores latents in the place
+        of keys (see `LatentHeads`).
     """
 
     inv_freq: tuple[float, ...]
     interleaved: bool = False
+    of_values: bool = False
 
     def __hash__(self) -> int:
         return self._hash  # every layer looks up what is made for its rotary embedding
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.inv_freq, self.interleaved))
+        return hash((self.inv_freq, self.interleaved, self.of_values))
 
     @property
     def rotary_dim(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_parallel.kernels import native
 from hf_parallel.kernels.dense import dense_attention
-from hf_parallel.kernels.plan import AttentionParams, AttentionPlan, Derived
+from hf_parallel.kernels.plan import AttentionParams, AttentionPlan, Derived, LatentHeads
 from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by, table_dtype
 from hf_parallel.kernels.schedule import DenseCall, Schedule, make_schedule
 from hf_parallel.kernels.storage import TokenRange, storage_row
@@ -41,6 +41,7 @@ class _LayerShape(NamedTuple):
     value_dim: int
     rotary: RotarySpec | None  # None: no query is rotated
     capped: bool  # whether the layer has soft-capping
+    expands_from: int | None  # of a layer that stores latents: number of queries from which expanding them is faster
     dtype: torch.dtype
     device: torch.device
 
@@ -110,23 +111,33 @@ class TorchBackend:
         """See `AttentionBackend`."""
         if params.window is not None:
             plan = plan.windowed(params.window)
-        rotary = params.rotary if plan.rotates else None
+        rotary, latent = params.rotary if plan.rotates else None, params.latent
         dims = query.shape[1], params.num_kv_heads, keys.shape[1], values.shape[1]
         # The rotary embedding by identity: layers share equal ones, and hashing its frequencies takes time.
-        key = *dims, id(rotary), params.softcap is None, query.dtype, query.device
+        key = *dims, id(rotary), params.softcap is None, latent is None, query.dtype, query.device
         calls: _LayerCalls | None = plan.derived.get(key)
         if calls is None:
-            shape = _LayerShape(*dims, rotary, params.softcap is not None, query.dtype, query.device)
+            expands_from = None if latent is None else _expands_from(latent)
+            shape = _LayerShape(*dims, rotary, params.softcap is not None, expands_from, query.dtype, query.device)
             calls = plan.cached(key, lambda: _layer_calls(plan, shape))
         if calls.native is not None:
-            return native.attend(query, keys, values, calls.native, params.num_kv_heads, params.scale, params.sinks)[0]
+            settings = calls.native, params.num_kv_heads, params.scale, params.sinks
+            if latent is None:
+                return native.attend(query, keys, values, *settings)[0]
+            return latent.project(native.attend(latent.absorb(query), keys, keys, *settings, leads=values)[0])
         outs, lses = [], []
         for call in calls.dense:
             q = query if call.queries is None else query[call.queries]
             if call.tables is not None and rotary is not None:
                 q = rotate(q, *call.tables, rotary)
             k, v = keys.as_strided(*call.key_view), values.as_strided(*call.value_view)
-            out, lse = _attend(q, k, v, call, params.scale, params.softcap)
+            if latent is None:
+                out, lse = _attend(q, k, v, call, params.scale, params.softcap)
+            elif call.packs:
+                out, lse = _attend(latent.absorb(q), torch.cat((v, k), -1), k, call, params.scale, params.softcap)
+                out = latent.project(out)
+            else:
+                out, lse = _attend(q, *latent.expand(k, v), call, params.scale, params.softcap)
             outs.append(out)
             lses.append(lse)
         return _merge(outs, lses, calls.schedule, params.sinks, query)
@@ -204,9 +215,23 @@ def _is_native(schedule: Schedule, shape: _LayerShape) -> bool:
     for call in schedule.calls:
         rows = call.num_queries * shape.heads // shape.kv_heads
         long = (call.causal or call.lo is not None) and call.num_queries > NATIVE_RUN
-        if long or not native.supports(shape.dtype, shape.device, rows, shape.key_dim, shape.value_dim):
+        dims, lead = (shape.key_dim, shape.value_dim), 0
+        if shape.expands_from is not None:
+            long = long or call.num_queries >= shape.expands_from
+            dims, lead = (shape.key_dim, shape.key_dim), shape.value_dim
+        if long or not native.supports(shape.dtype, shape.device, rows, *dims, lead):
             return False
     return not shape.capped
+
+
+def _expands_from(latent: LatentHeads) -> int:
+    """Return the number of queries of a block from which it is faster to expand its latents than to attend to them.
+
+    Per key and head, expanding takes `rank * (key_dim + value_dim)` products and then saves
+    `2 * rank - key_dim - value_dim` for each query (TyphoonMLA, arXiv 2509.21081).
+    """
+    _, dims, rank = latent.weight.shape
+    return -(-rank * dims // max(2 * rank - dims, 1))
 
 
 def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _LayerShape) -> native.NativeCall:
@@ -230,7 +255,7 @@ def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _L
 
 
 def _prepare(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _LayerShape) -> _PreparedCall:
-    packs = not call.causal and call.num_queries < UNPACKED_QUERIES
+    packs = not call.causal and call.num_queries < (shape.expands_from or UNPACKED_QUERIES)
     index = plan.pair_query[call.pairs]
     queries: slice | Tensor | None
     if (call.pairs >= 0).all() and (np.diff(index) == 1).all():

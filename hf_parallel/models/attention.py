@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.kernels import AttentionParams, RotarySpec
+from hf_parallel.models.latent import latent_heads, rotated_first
 
 IMPLEMENTATION = "hf_parallel"
 """Name under which block attention is registered with Transformers."""
@@ -53,9 +54,17 @@ class AttentionRecorder:
     windows: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
     """Sliding window by layer index, in the arguments and in the attention mask."""
     queries: dict[int, torch.Tensor] = field(default_factory=dict)  # rotated, [heads, head_dim], by layer index
+    sizes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """KV heads, and sizes of keys and values, by layer index."""
 
     def record(
-        self, module: nn.Module, query: torch.Tensor, attention_mask: torch.Tensor | None, sliding_window: int | None
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        sliding_window: int | None,
     ) -> None:
         """Record one call of the attention function."""
         self.bidirectional |= not getattr(module, "is_causal", True)
@@ -64,6 +73,7 @@ class AttentionRecorder:
         layer: int = module.layer_idx  # type: ignore[assignment]
         self.windows[layer] = sliding_window, int(attention_mask) if from_mask else None  # type: ignore[arg-type]
         self.queries[layer] = query[0, :, 0].detach()
+        self.sizes[layer] = key.shape[1], key.shape[-1], value.shape[-1]
 
 
 @dataclass(eq=False)
@@ -109,7 +119,7 @@ def block_attention_forward(
     cache = block_cache if block_cache is not None or active is None else active.cache
     if isinstance(cache, AttentionRecorder):
         cache.keyword_arrives |= block_cache is not None
-        cache.record(module, query, attention_mask, sliding_window)
+        cache.record(module, query, key, value, attention_mask, sliding_window)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
     if cache is None:
         raise RuntimeError(
@@ -126,7 +136,16 @@ def block_attention_forward(
         window=sliding_window,
     )
     if not isinstance(cache, BlockCache):
+        if params.rotary is not None and params.rotary.of_values:
+            query, key = (rotated_first(x, params.rotary.rotary_dim) for x in (query, key))
         return cache.attend(query, key, value, params), None
+    layer = cache.pool.arena.layers[layer_idx]
+    try:
+        params.latent = latent_heads(module, key, value, layer)
+    except LookupError as error:
+        raise UnsupportedModelError(f"{error.args[0]} (layer {layer_idx})") from None
+    if params.latent is not None:
+        query, params.num_kv_heads = rotated_first(query, layer.values.shape[-1]), 1
     return attend_blocks(cache, query, layer_idx, params), None
 
 

@@ -47,7 +47,8 @@ class CachedModel:
         self.model, self.cache, self.device = model, cache, execution_device(model)
         self._kwargs: dict[str, object] = {"block_cache": cache} if capabilities.keyword else {}
         self.graphs = DecodeGraphs(cache, model) if cuda_graph and DecodeGraphs.supports(model, self.device) else None
-        self._layers = compiled_layers(model, compile, steps)
+        # A compiled layer passes keys and values of its heads to attention, not latents.
+        self._layers = None if capabilities.has_latents else compiled_layers(model, compile, steps)
         self._num_moves = num_moves(model)
         self._has_logits_to_keep = _has_logits_to_keep(model)
 

@@ -14,7 +14,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from hf_parallel.files import cache_folder, write_atomically
 from hf_parallel.kernels import RotarySpec, rotate_by
 from hf_parallel.models import attention
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
+from hf_parallel.models.latent import are_latents, rotated_first
 from hf_parallel.models.ranks import num_local_layers
 
 PROBE_POSITIONS = (1, 7)  # the queries of one token at these positions are compared with those at position 0
@@ -75,6 +76,7 @@ class Capabilities:
     has_window: bool = False  # whether a layer has a sliding window
     max_length: int | None = None  # length beyond which RoPE frequencies change, which makes stored keys invalid
     num_positions: int | None = None  # rows of the table of learned positions, if there is one
+    has_latents: bool = False  # whether a layer caches latents, from which it expands keys and values
 
     def check_length(self, model: PreTrainedModel, longest: int) -> None:
         """Raise an error if rows of `longest` tokens exceed the model's positions; the last token needs none.
@@ -103,7 +105,7 @@ class Capabilities:
         fields = json.loads(text)
         if fields["rotary"] is not None:
             rotary = {
-                int(layer): spec and RotarySpec(tuple(spec["inv_freq"]), spec["interleaved"])
+                int(layer): spec and RotarySpec(**spec | {"inv_freq": tuple(spec["inv_freq"])})
                 for layer, spec in fields["rotary"].items()
             }
             shared = {spec: spec for spec in rotary.values()}  # layers share equal embeddings, as after probing
@@ -123,19 +125,22 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
         reads: dict[int, list[tuple[int, int]]] = {}
         has_tables = sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1  # beside the tokens'
         far = [_position_limit(model) - 1] if _frequencies(model) else []
+        cache = DynamicCache(config=model.config)
         with block_attention_enabled(model, recorder):
             # The far position comes first: if it changes the RoPE frequencies (dynamic), the near ones restore them.
             for position in (*far, 0, *PROBE_POSITIONS):
                 tables = _TableReads()
                 with tables if has_tables else nullcontext():
-                    _run_one_token(model, recorder, position)
+                    _run_one_token(model, recorder, position, cache if position == 0 else None)
                 queries[position], recorder.queries = recorder.queries, {}
                 reads[position] = tables.read
         _check_recorded(model, recorder, queries[0])
-        rotary, why = _match_rotary(model, queries.pop(0), queries)
+        leads = _rotated_parts(recorder, cache)
+        rotary, why = _match_rotary(model, queries.pop(0), queries, leads)
         _check_logits(model, recorder.keyword_arrives)
     has_window = any(window is not None for window, _ in recorder.windows.values())
-    return Capabilities(recorder.keyword_arrives, rotary, why, has_window, _max_length(model), _num_positions(reads))
+    limits = _max_length(model), _num_positions(reads)
+    return Capabilities(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads))
 
 
 def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
@@ -192,7 +197,7 @@ def _check_config(model: PreTrainedModel) -> None:
         "is an encoder-decoder; block attention supports decoder-only models": model.config.is_encoder_decoder,
         "cannot generate: it has no language modelling head": not model.can_generate(),
         f"has layers without a key-value cache of all tokens ({kinds})": kinds,
-        "uses multi-head latent attention, whose cache holds no keys to rotate": getattr(text, "kv_lora_rank", None),
+        "selects the keys of each token by a sparse indexer": getattr(text, "index_topk", None),
         f"has {sharing} layers that read keys of earlier ones": sharing,
         "uses ALiBi: distances are added to scores, not rotated into keys": alibi,
         f"has {kv_heads} key-value heads, which tp_size={ranks} does not divide: each rank needs whole heads": (
@@ -301,17 +306,31 @@ def _num_positions(reads: dict[int, list[tuple[int, int]]]) -> int | None:
     return min(by_position, default=None)
 
 
-def _run_one_token(model: PreTrainedModel, recorder: AttentionRecorder, position: int) -> None:
+def _run_one_token(
+    model: PreTrainedModel, recorder: AttentionRecorder, position: int, cache: DynamicCache | None
+) -> None:
     token = model.config.get_text_config(decoder=True).vocab_size // 2
     device = execution_device(model)
     input_ids, position_ids = (torch.full((1, 1), value, device=device) for value in (token, position))
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     more = {"block_cache": recorder} if takes_any else {}
-    model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more)
+    model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=cache is not None, **more)
+
+
+def _rotated_parts(recorder: AttentionRecorder, cache: DynamicCache) -> dict[int, int]:
+    """Return how many dimensions of the keys are cached beside latents, by the index of layers that cache latents."""
+    leads = {}
+    for layer, sizes in recorder.sizes.items():
+        keys, values = (getattr(cache.layers[layer], name, None) for name in ("keys", "values"))
+        if keys is None or values is None:
+            continue
+        if are_latents((keys.shape[1], keys.shape[-1], values.shape[-1]), sizes):
+            leads[layer] = values.shape[-1]
+    return leads
 
 
 def _match_rotary(
-    model: PreTrainedModel, at_zero: Queries, queries: dict[int, Queries]
+    model: PreTrainedModel, at_zero: Queries, queries: dict[int, Queries], leads: dict[int, int]
 ) -> tuple[dict[int, RotarySpec | None] | None, str]:
     """Find each layer's rotary embedding: the candidate that maps its query at position 0 to the other positions."""
     name = type(model).__name__
@@ -322,6 +341,9 @@ def _match_rotary(
     found: dict[int, RotarySpec | None] = {}
     for layer, base in at_zero.items():
         rotated = {position: at[layer] for position, at in queries.items()}
+        if layer in leads:
+            lead = leads[layer]
+            base, rotated = rotated_first(base, lead), {at: rotated_first(q, lead) for at, q in rotated.items()}
         near = {position: rotated[position] for position in PROBE_POSITIONS}
         fits = [spec for spec in (None, *candidates) if _explains(spec, base, near)]
         if not fits:
@@ -330,7 +352,12 @@ def _match_rotary(
             return None, f"{name} has positions that are not rotary embeddings"
         if any(_differ(query.norm(dim=-1), base.norm(dim=-1)) for query in rotated.values()):
             return None, f"{name} scales its queries by their position (layer {layer})"
-        found[layer] = fits[0]
+        spec = fits[0]
+        if spec is not None and layer in leads:
+            if spec.rotary_dim != leads[layer]:
+                return None, f"{name} rotates {spec.rotary_dim} of the {leads[layer]} dimensions that it caches for it"
+            spec = replace(spec, of_values=True)
+        found[layer] = spec
     if all(spec is None for spec in found.values()):
         return None, f"{name}'s queries carry no position that could be rotated"
     return found, ""

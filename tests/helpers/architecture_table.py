@@ -26,7 +26,8 @@ logits. Models that are not listed may work. Unsupported models raise `Unsupport
 - **hogwild** also rotates queries to other positions, which needs rotary embeddings (RoPE) with constant frequencies.
 - **RoPE**: which dimensions form a rotated pair (`half-split` as in Llama, `interleaved` as in GLM), the number of
   rotated dimensions of a head if not all are, layers without RoPE, and the scaling of the frequencies.
-- **Attention**: a sliding window (in all layers or in some), soft-capped scores, attention sinks. All are supported.
+- **Attention**: a sliding window (in all layers or some), soft-capped scores, attention sinks, latents (MLA: the cache
+  holds a latent per token, from which keys and values of all heads are expanded). All are supported.
 
 `python tests/helpers/architecture_table.py` writes this page, and a test compares it with the models.
 
@@ -87,7 +88,7 @@ def _one_table(spec: RotarySpec, head_dim: int) -> str:
 
 
 def _attention(model: PreTrainedModel, architecture: Architecture) -> str:
-    parts = []
+    parts = ["latents"] if getattr(model.config, "kv_lora_rank", None) else []
     if architecture.sliding_window:
         kinds = set(getattr(model.config, "layer_types", None) or [])
         parts.append("window in some layers" if "full_attention" in kinds else "window")

@@ -77,6 +77,24 @@ _WINDOW = {**_FOUR_LAYERS, "sliding_window": SLIDING_WINDOW}
 _ALTERNATING = {**_WINDOW, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL]}
 _UPPER_SLIDING = {**_WINDOW, "use_sliding_window": True, "max_window_layers": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+_LATENT_EXPERTS = {
+    **_LATENT,
+    **_EXPERTS,
+    **_FOUR_LAYERS,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "num_mtp_layers": 0,
+}
 _DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 _YARN = {**_DEFAULT, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 _LLAMA3 = {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -259,11 +277,47 @@ ARCHITECTURES: dict[str, Architecture] = _by_name(
     _architecture("bitnet", seed=2),
     _architecture("stablelm", seed=2),
     _architecture("nemotron", {"head_dim": 16}),
+    _architecture("deepseek_v2", {**_LATENT_EXPERTS, "topk_method": "group_limited_greedy"}, seed=1),
+    _architecture(
+        "deepseek_v3",
+        _LATENT_EXPERTS,
+        notes="Latents of 16; keys of 24 dimensions, of which the last 8 are rotated and cached apart, values of 16.",
+    ),
+    _architecture("glm4_moe_lite", _LATENT_EXPERTS),
+    _architecture("minicpm3", {**_LATENT, "scale_emb": 2, "dim_model_base": 64}, seed=2),
+    _architecture("youtu", _LATENT, seed=1),
+    _architecture("axk1", _LATENT_EXPERTS),
+    _architecture(
+        "longcat_flash",
+        {
+            **_LATENT,
+            "head_dim": 8,
+            "ffn_hidden_size": 64,
+            "expert_ffn_hidden_size": 32,
+            "n_routed_experts": 4,
+            "moe_topk": 2,
+            "zero_expert_num": 1,
+            "num_layers": 2,
+        },
+        notes="Two attention layers per decoder layer; latents are scaled before they are cached.",
+    ),
 )
 
-REPRESENTATIVE = ("llama", "phi3", "glm", "smollm3", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "gpt_neox")
+REPRESENTATIVE = (
+    "llama",
+    "phi3",
+    "glm",
+    "smollm3",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "gpt2",
+    "gpt_neox",
+    "deepseek_v3",
+)
 """For claims beside the main one of a mode: plain, partial and interleaved RoPE, layers without it, soft-capping,
-two rotary tables, sinks and experts, learned positions, a model that drops keyword arguments; five have windows."""
+two rotary tables, sinks and experts, learned positions, a model that drops keyword arguments, latents; five have
+windows."""
 
 REFUSED: dict[str, Architecture] = _by_name(
     _architecture(
@@ -311,23 +365,9 @@ REFUSED: dict[str, Architecture] = _by_name(
         notes="Layers 0 and 2 are linear attention, with a recurrent state.",
     ),
     _architecture(
-        "deepseek_v3",
-        {
-            **_EXPERTS,
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 32,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            **_FOUR_LAYERS,
-            "first_k_dense_replace": 2,
-            "num_mtp_layers": 0,
-        },
-        notes="MLA: keys of 24 dimensions, of which the last 8 are rotated, values of 16.",
+        "deepseek_v32",
+        {**_LATENT_EXPERTS, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16},
+        notes="A sparse indexer selects the keys of each token.",
     ),
     _architecture(
         "t5",

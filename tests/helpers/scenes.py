@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment, view_length
-from hf_parallel.kernels import AttentionParams, RotarySpec
+from hf_parallel.kernels import AttentionParams, LatentHeads, RotarySpec
 
 STALE = 50.0
 """Value of unwritten slots: memory is not cleared when it is reused."""
@@ -32,6 +32,12 @@ class Features:
     softcap: float | None = None
     sinks: bool = False
     window: int | None = None
+    rank: int | None = None  # of latents from which the `groups` heads are expanded
+
+    @property
+    def lead(self) -> int:
+        """Dimensions of the keys that are stored beside the latents, and rotated."""
+        return 4 if self.rotary is None else self.rotary.rotary_dim
 
 
 class Scene:
@@ -42,6 +48,14 @@ class Scene:
         self.cache = BlockCache({0: features.rotary})
         self.random = torch.Generator().manual_seed(seed)
         self.raw: dict[Block, torch.Tensor] = {}  # unrotated keys and values [kv_heads, length, head_dim + value_dim]
+        self.heads: LatentHeads | None = None  # then rotated parts and latents
+        self.split_at, self.width = features.head_dim, features.head_dim + features.value_dim
+        if features.rank is not None:
+            rest = features.head_dim - features.lead
+            self.heads = LatentHeads(
+                self.draw(features.groups, rest + features.value_dim, features.rank) * features.rank**-0.5, rest
+            )
+            self.split_at, self.width = features.lead, features.lead + features.rank
         self.sinks = self.draw(features.kv_heads * features.groups) if features.sinks else None
         self.forward: ForwardPass
         self.queries: torch.Tensor  # unrotated, [T, heads, head_dim]
@@ -50,8 +64,7 @@ class Scene:
         return torch.randn(shape, generator=self.random, dtype=torch.float64)
 
     def content(self, block: Block) -> torch.Tensor:
-        f = self.features
-        return self.raw.get(block, torch.empty(f.kv_heads, 0, f.head_dim + f.value_dim, dtype=torch.float64))
+        return self.raw.get(block, torch.empty(self.features.kv_heads, 0, self.width, dtype=torch.float64))
 
     def step(self, segments: Sequence[Segment]) -> None:
         """A forward pass up to the point where attention starts."""
@@ -59,15 +72,16 @@ class Scene:
         self.forward = self.cache.prepare(segments)
         total = sum(segment.num_tokens for segment in segments)
         self.queries = self.draw(total, f.kv_heads * f.groups, f.head_dim)
-        new = self.draw(f.kv_heads, total, f.head_dim + f.value_dim)
+        new = self.draw(f.kv_heads, total, self.width)
         offset = 0
         for segment in segments:
             if segment.write:
                 mine = new[:, offset : offset + segment.num_tokens]
                 self.raw[segment.view[-1]] = torch.cat((self.content(segment.view[-1]), mine), dim=1)
             offset += segment.num_tokens
-        keys = rotate_to(new[..., : f.head_dim], self.forward.position_ids, f.rotary)
-        self.cache.pool.arena.write(0, keys, new[..., f.head_dim :].contiguous(), self.forward.plan)
+        keys = rotate_to(new[..., : self.split_at], self.forward.position_ids, f.rotary)
+        stored = keys, new[..., self.split_at :].contiguous()
+        self.cache.pool.arena.write(0, *(stored if self.heads is None else stored[::-1]), self.forward.plan)
         self.cache.commit()
 
     def split(self, block: Block, at: int) -> Block:
@@ -90,7 +104,8 @@ class Scene:
             rotate_to(self.queries.transpose(0, 1), self.forward.position_ids, f.rotary).transpose(0, 1).contiguous()
         )
         sinks = None if self.sinks is None else self.sinks.to(dtype)
-        params = AttentionParams(f.kv_heads, f.head_dim**-0.5, f.rotary, f.softcap, sinks, f.window)
+        heads = self.heads and self.heads._replace(weight=self.heads.weight.to(dtype))
+        params = AttentionParams(f.kv_heads, f.head_dim**-0.5, f.rotary, f.softcap, sinks, f.window, heads)
         return backend(query.to(dtype), keys.to(dtype), values.to(dtype), self.forward.plan, params)
 
     def _poison(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -113,8 +128,11 @@ class Scene:
             n, length = segment.num_tokens, view_length(segment.view)
             content = torch.cat([self.content(block) for block in segment.view], dim=1)
             at = torch.arange(length)
-            k = rotate_to(content[..., : f.head_dim], at, f.rotary).repeat_interleave(f.groups, dim=0)
-            v = content[..., f.head_dim :].repeat_interleave(f.groups, dim=0)
+            k, v = (x.repeat_interleave(f.groups, dim=0) for x in content.tensor_split([self.split_at], dim=-1))
+            if self.heads is not None:
+                expanded = torch.einsum("hnr,hdr->hnd", v, self.heads.weight)
+                k, v = torch.cat((k, expanded[..., : -f.value_dim]), dim=-1), expanded[..., -f.value_dim :]
+            k = rotate_to(k, at, f.rotary)
             q = rotate_to(self.queries[offset : offset + n].transpose(0, 1), at[length - n :], f.rotary)
             scores = q @ k.mT * f.head_dim**-0.5
             if f.softcap is not None:
@@ -150,12 +168,15 @@ def rotate_to(x: torch.Tensor, positions: torch.Tensor, rotary: RotarySpec | Non
 def features(draw: st.DrawFn) -> Features:
     head_dim = draw(st.sampled_from([8, 16, 12]))
     pairs = draw(st.sampled_from([0, 2, 4, head_dim // 2 - 1, head_dim // 2]))
-    rotary = RotarySpec(tuple(100.0 ** (-i / 4) for i in range(pairs)), draw(st.booleans())) if pairs else None
+    rank = draw(st.sampled_from([None, None, 8, 24]))
+    frequencies = tuple(100.0 ** (-i / 4) for i in range(pairs))
+    rotary = RotarySpec(frequencies, draw(st.booleans()), rank is not None) if pairs else None
     return Features(
-        kv_heads=draw(st.integers(1, 3)),
+        kv_heads=draw(st.integers(1, 3)) if rank is None else 1,
         groups=draw(st.integers(1, 4)),
-        head_dim=head_dim,
+        head_dim=head_dim + (4 if rank else 0),
         value_dim=draw(st.sampled_from([head_dim, head_dim, head_dim, 4])),
+        rank=rank,
         rotary=rotary,
         softcap=draw(st.sampled_from([None, None, 1.5])),
         sinks=draw(st.booleans()),

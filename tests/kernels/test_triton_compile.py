@@ -64,14 +64,18 @@ class Case(NamedTuple):
     style: str = "half"
     softcap: float | None = None
     kv_heads: int = 2
+    rank: int | None = None  # of latents, with one KV head; `head_dim` are then rotated, and as many are not
 
     def tilings(self, capability: int) -> tuple[Tiling, ...]:
+        if self.rank is not None:
+            return select_tilings(self.rank, self.dtype, divmod(capability, 10))
         return select_tilings(self.head_dim, self.dtype, divmod(capability, 10))
 
 
 ALL_TILINGS = [
-    *(Case(torch.bfloat16, dim) for dim in (64, 128, 256)),
-    *(Case(torch.float32, dim) for dim in (128, 256)),
+    *(Case(torch.bfloat16, dim) for dim in (64, 128, 256, 512)),
+    *(Case(torch.float32, dim) for dim in (128, 256, 512)),
+    *(Case(dtype, 64, "interleaved", kv_heads=1, rank=512) for dtype in (torch.bfloat16, torch.float32)),
 ]
 """Layers that are compiled with each of their tilings."""
 LARGEST_TILING = [
@@ -137,19 +141,22 @@ def attend(case: Case) -> None:
     """Launch all kernels: a decode step of two workers, with keys stored, rotated and moved."""
     rotary = STYLES[case.style](case.head_dim)
     kv_heads, dim = case.kv_heads, case.head_dim
-    scene = Scene(Features(kv_heads=kv_heads, groups=4, head_dim=dim, value_dim=dim, rotary=rotary))
+    features = Features(kv_heads=kv_heads, groups=4, head_dim=dim, value_dim=dim, rotary=rotary, rank=case.rank)
+    if case.rank is not None:
+        features.head_dim += dim
+    scene = Scene(features)
     blocks = scene.cache.pool.new_blocks(2, 4)
     scene.step([Segment([blocks[1 - i], blocks[i]], 1) for i in range(2)])
     scene.step([Segment([blocks[1 - i], blocks[i]], 1) for i in range(2)])
     layer, plan = scene.cache.pool.arena.layers[0], scene.forward.plan
     layer = LayerStorage(layer.keys.to(case.dtype), layer.values.to(case.dtype), kv_heads)
-    new = layer.keys.new_zeros(kv_heads, 2, dim)
-    triton_attention.TritonBackend().append(layer.keys, layer.values, new, new, plan)
-    triton_attention.TritonBackend().move(
-        layer.keys, layer.values, kv_heads, TokenRange(0, 4, 0, 2), TokenRange(4, 4, 2, 2), 7, rotary
-    )
+    new = [layer.keys.new_zeros(kv_heads, 2, stored.shape[1]) for stored in (layer.keys, layer.values)]
+    triton_attention.TritonBackend().append(layer.keys, layer.values, *new, plan)
+    moved = (layer.keys, layer.values)[:: -1 if case.rank else 1]
+    triton_attention.TritonBackend().move(*moved, kv_heads, TokenRange(0, 4, 0, 2), TokenRange(4, 4, 2, 2), 7, rotary)
     query = scene.queries.to(case.dtype)
-    params = AttentionParams(kv_heads, 0.1, rotary, case.softcap, sinks=query.new_zeros(4 * kv_heads))
+    heads = scene.heads and scene.heads._replace(weight=scene.heads.weight.to(case.dtype))
+    params = AttentionParams(kv_heads, 0.1, rotary, case.softcap, query.new_zeros(4 * kv_heads), latent=heads)
     triton_attention.TritonBackend().attend(query, layer.keys, layer.values, plan, params)
 
 

@@ -45,7 +45,7 @@ from hf_parallel.training.tree import tree_batch
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 IDS = tiny.make_prompts([9], seed=4)[0][None]
-SINGLE = ("mixtral", "qwen3_moe", "gpt_oss")
+SINGLE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "longcat_flash")
 """Models whose experts have no kernel in float64."""
 
 

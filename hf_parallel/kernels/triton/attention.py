@@ -37,7 +37,7 @@ from hf_parallel.kernels.triton.launch import (
 )
 
 SCHEDULED_RUN = 64  # new tokens of a row above which FlashAttention (torch backend) is faster
-MAX_DIM = 256  # with larger heads a tile would not fit into registers
+MAX_DIM = 512  # with larger heads a tile would not fit into registers
 _NO_WINDOW = 1 << 30
 _TOKENS_PER_PROGRAM = 16  # stored or moved
 PARTS_PER_STEP = 16  # partial results merged at once
@@ -70,9 +70,12 @@ class TritonBackend:
         """See `AttentionBackend`. Queries after the plan's are padding, whose output is zero."""
         if self.prefills is not None and _is_prefill(keys, values, plan, params):
             return self.prefills.attend(query, keys, values, plan, params)
+        latent, leads, lead = params.latent, keys, 0
+        if latent is not None:
+            query, values, leads, lead = latent.absorb(query), keys, values, values.shape[-1]
         tokens, heads, dim = query.shape
-        sizes = heads // params.num_kv_heads, params.num_kv_heads, dim, values.shape[-1]
-        shape = LayerShape(*sizes, query.dtype, query.device, params.window, params.rotary)
+        sizes = heads // params.num_kv_heads, params.num_kv_heads, dim - lead, values.shape[-1]
+        shape = LayerShape(*sizes, query.dtype, query.device, params.window, params.rotary, lead)
         max_tokens = bucket(tokens)
         launch = launch_for(plan, (shape, max_tokens), lambda: AttendLaunch(plan, shape, max_tokens))
         query = query if query.stride(-1) == 1 else query.contiguous()
@@ -81,7 +84,7 @@ class TritonBackend:
         with on_device(query.device):
             for grid, tensors, constants in launch.calls:
                 attend_kernel[grid](
-                    query, keys, values, *tensors, *query.stride()[:2], *scalars,
+                    query, keys, values, leads, *tensors, *query.stride()[:2], *scalars,
                     SOFTCAP=params.softcap is not None, **constants,
                 )  # fmt: skip
             partial = launch.part_out, launch.part_lse, launch.buffers["merge_start"], launch.buffers["merge_slot"]
@@ -99,7 +102,7 @@ class TritonBackend:
                 merge_heads_kernel[(tokens, -(-heads // _HEADS_PER_MERGE))](
                     *partial, sinks, out, heads, **constants, BLOCK_H=_HEADS_PER_MERGE, num_warps=4
                 )
-        return out
+        return out if latent is None else latent.project(out)
 
     def append(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, plan: AttentionPlan) -> None:
         """See `AttentionBackend`. Tokens after the plan's are padding, not stored."""
@@ -142,4 +145,5 @@ class TritonBackend:
 
 def _is_prefill(keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams) -> bool:
     """Whether a pass has a run of new tokens so long that FlashAttention, which has no soft-capping, is faster."""
-    return params.softcap is None and keys.shape == values.shape and plan.longest_run > SCHEDULED_RUN
+    is_fused = params.softcap is None and (keys.shape == values.shape or params.latent is not None)
+    return is_fused and plan.longest_run > SCHEDULED_RUN

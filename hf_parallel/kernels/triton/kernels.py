@@ -87,10 +87,26 @@ def _rotated_query(
 
 
 @triton.jit
+def _load_tile(rows, n, end, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows `n` of a block's storage, `[BLOCK_N, BLOCK_D]`; zeros from row `end` on, if masked."""
+    d = tl.arange(0, BLOCK_D)
+    at = rows + n[:, None] * DIM + d[None, :]
+    if MASKED:
+        tile = tl.load(at, mask=(n < end)[:, None] & (d < DIM)[None, :], other=0.0)
+    elif DIM == BLOCK_D:
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, mask=(d < DIM)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
 def _fold_tile(
     q,  # [BLOCK_M, BLOCK_D]
+    q_lead,  # [BLOCK_M, BLOCK_L], if there are leads
     keys,  # pointer to the block's first key
     values,
+    leads,
     first,  # first key of the tile, relative to the block
     end,  # end of the visible keys
     lo,  # int32 [BLOCK_M]
@@ -99,25 +115,20 @@ def _fold_tile(
     total,  # [BLOCK_M], running sum of the weights
     acc,  # [BLOCK_M, BLOCK_V], running sum of the weighted values
     scale, softcap,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    LEAD: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys and values to the running sums (online softmax)."""
+    """Add a tile of keys and values to the running sums (online softmax). With leads, the keys are the values."""
     n = first + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    d_v = tl.arange(0, BLOCK_V)
-    k_at = keys + n[:, None] * DIM + d[None, :]
-    v_at = values + n[:, None] * DIM_V + d_v[None, :]
-    if MASKED:
-        k = tl.load(k_at, mask=(n < end)[:, None] & (d < DIM)[None, :], other=0.0)
-        v = tl.load(v_at, mask=(n < end)[:, None] & (d_v < DIM_V)[None, :], other=0.0)
-    elif DIM == BLOCK_D and DIM_V == BLOCK_V:
-        k = tl.load(k_at)
-        v = tl.load(v_at)
-    else:
-        k = tl.load(k_at, mask=(d < DIM)[None, :], other=0.0)
-        v = tl.load(v_at, mask=(d_v < DIM_V)[None, :], other=0.0)
+    k = _load_tile(keys, n, end, DIM, BLOCK_D, MASKED)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if LEAD > 0:
+        lead = _load_tile(leads, n, end, LEAD, BLOCK_L, MASKED)
+        scores = tl.dot(q_lead, tl.trans(lead), scores, input_precision=PRECISION)
+        v = k
+    else:
+        v = _load_tile(values, n, end, DIM_V, BLOCK_V, MASKED)
     factor = scale * LOG2E  # positive; applied with the subtraction of the maximum, in one instruction per score
     if SOFTCAP:
         scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E * scale / softcap))))
@@ -139,9 +150,10 @@ def _fold_tile(
 
 @triton.jit
 def attend_kernel(
-    query,  # [T, heads, DIM]
+    query,  # [T, heads, LEAD + DIM]
     keys,  # [slots * kv_heads, DIM]
-    values,  # [slots * kv_heads, DIM_V]
+    values,  # [slots * kv_heads, DIM_V]; not read if there are leads
+    leads,  # [slots, LEAD], the first dimensions of the keys; with them, there is one KV head
     items,  # int32 [W, 9], see work.ITEM_FIELDS
     item_offsets,  # int32 [programs + 1]
     pair_query,  # int32 [P]
@@ -157,8 +169,8 @@ def attend_kernel(
     part_lse,  # float32 [S, heads]
     query_stride_token, query_stride_head, num_kv_heads, scale, softcap, window,
     GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, LEAD: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of work items for one KV head: each key and value of an item is read once, for all rows of its tile.
 
@@ -197,25 +209,31 @@ def attend_kernel(
         token = tl.load(pair_query + pair, mask=live, other=0).to(tl.int64)
         q_at = query + token[:, None] * query_stride_token + head[:, None].to(tl.int64) * query_stride_head
         load_mask = (live & (m < (end - begin) * BLOCK_M))[:, None]  # all False if no row sees the item
-        q = _rotated_query(q_at, load_mask, pair, rotated, cos, sin, DIM, BLOCK_M, BLOCK_D, HALF, INTERLEAVED)
+        if LEAD > 0:
+            q = _rotated_query(q_at + LEAD, load_mask, pair, rotated, cos, sin, DIM, BLOCK_M, BLOCK_D, 0, False)
+            q_lead = _rotated_query(q_at, load_mask, pair, rotated, cos, sin, LEAD, BLOCK_M, BLOCK_L, HALF, INTERLEAVED)
+        else:
+            q = _rotated_query(q_at, load_mask, pair, rotated, cos, sin, DIM, BLOCK_M, BLOCK_D, HALF, INTERLEAVED)
+            q_lead = q
 
         block = _storage_row(origin, capacity, block_first, num_kv_heads, kv_head)
         k_base = keys + block * DIM
         v_base = values + block * DIM_V
+        lead_base = leads + block * LEAD
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.full([BLOCK_M], 0.0, tl.float32)
         acc = tl.full([BLOCK_M, BLOCK_V], 0.0, tl.float32)
         full = begin + first_full * BLOCK_N
         for tile in range(0, num_full):
             best, total, acc = _fold_tile(
-                q, k_base, v_base, full + tile * BLOCK_N, end, lo, hi, best, total, acc, scale, softcap,
-                DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_N, False, SOFTCAP, PRECISION,
+                q, q_lead, k_base, v_base, lead_base, full + tile * BLOCK_N, end, lo, hi, best, total, acc, scale,
+                softcap, DIM, DIM_V, BLOCK_D, BLOCK_V, LEAD, BLOCK_L, BLOCK_N, False, SOFTCAP, PRECISION,
             )  # fmt: skip
         for edge in range(0, num_tiles - num_full):
             tile = tl.where(edge < first_full, edge, edge + num_full)
             best, total, acc = _fold_tile(
-                q, k_base, v_base, begin + tile * BLOCK_N, end, lo, hi, best, total, acc, scale, softcap,
-                DIM, DIM_V, BLOCK_D, BLOCK_V, BLOCK_N, True, SOFTCAP, PRECISION,
+                q, q_lead, k_base, v_base, lead_base, begin + tile * BLOCK_N, end, lo, hi, best, total, acc, scale,
+                softcap, DIM, DIM_V, BLOCK_D, BLOCK_V, LEAD, BLOCK_L, BLOCK_N, True, SOFTCAP, PRECISION,
             )  # fmt: skip
 
         empty = total == 0.0

@@ -39,6 +39,7 @@ class LayerShape(NamedTuple):
     device: torch.device
     window: int | None
     rotary: RotarySpec | None
+    lead: int = 0  # dimensions of the keys that are stored beside latents of `head_dim`
 
 
 class Tiling(NamedTuple):
@@ -58,7 +59,10 @@ class Tiling(NamedTuple):
 def select_tilings(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Tiling, ...]:
     """Return the tilings for a head size, a dtype and a GPU, in ascending order of rows (see docs/kernels.md)."""
     if dtype == torch.float32:
-        return (Tiling(16, 16, 4, 3, 2 if head_dim <= 128 else 1),)
+        return (Tiling(16, 16, 4, 3, 2 if head_dim <= 128 else 1) if head_dim <= 256 else Tiling(16, 16, 8, 1, 1),)
+    if head_dim > 256:
+        smallest, wide = Tiling(16, 32, 8, 2, 1), Tiling(32, 32, 8, 1, 1)
+        return (smallest, wide) if capability >= (9, 0) else (smallest,)
     if head_dim > 128:
         return Tiling(16, 32, 4, 3, 2), Tiling(32, 32, 4, 2, 2)
     if head_dim > 64 and capability < (9, 0):
@@ -174,6 +178,8 @@ class AttendLaunch(Launch):
         buffers = [self.buffers[name] for name in ("items", f"item_offsets {number}", *names, "position_increment")]
         constants: dict[str, int | str] = {
             **dim_constants(shape.head_dim, shape.value_dim),
+            "LEAD": shape.lead,
+            "BLOCK_L": block_size(shape.lead),
             "GROUPS": shape.groups,
             "GROUP_TILE": tiling.group_tile(shape.groups),
             "BLOCK_M": tiling.block_m,

@@ -1,0 +1,55 @@
+"""Latent attention (MLA, DeepSeek-V2, section 2.1): layers whose cache holds a latent per token, not keys and values.
+
+Such a layer passes a latent and the rotated part of its keys to `Cache.update`, and expands both to the keys and values
+of its heads before it calls the attention function. Over blocks, attention reads what is stored (`LatentHeads`).
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from hf_parallel.kernels import LatentHeads, LayerStorage
+
+_expansions: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+"""The linear layer that expands latents, by the module that calls the attention function."""
+
+
+def latent_heads(module: nn.Module, key: torch.Tensor, value: torch.Tensor, layer: LayerStorage) -> LatentHeads | None:
+    """Return the heads of an attention layer that stores latents; None if it stores `key` and `value` themselves.
+
+    `key` and `value` `[1, heads, T, ..]` are what the module passes to the attention function. Raises `LookupError` if
+    it has no linear layer from a latent to both.
+    """
+    rank, lead = layer.keys.shape[-1], layer.values.shape[-1]
+    heads, key_dim, value_dim = key.shape[1], key.shape[-1], value.shape[-1]
+    if not are_latents((layer.num_kv_heads, rank, lead), (heads, key_dim, value_dim)):
+        return None
+    dims = key_dim - lead + value_dim
+    linear = _expansions.get(module)
+    if linear is None:
+        linear = _expansions[module] = _find_linear(module, rank, heads * dims)
+    if type(linear) is nn.Linear and not linear.weight.is_meta:
+        weight = linear.weight
+    else:  # quantized, with an adapter, or offloaded
+        weight = linear(torch.eye(rank, dtype=key.dtype, device=key.device)).T
+    return LatentHeads(weight.view(heads, dims, rank), key_dim - lead)
+
+
+def are_latents(cached: tuple[int, int, int], attended: tuple[int, int, int]) -> bool:
+    """Whether a layer caches latents, given its KV heads and sizes of keys and values, cached and attended to."""
+    return cached[1] != attended[1] or (cached[0] != attended[0] and cached[2] != attended[2])
+
+
+def rotated_first(x: torch.Tensor, lead: int) -> torch.Tensor:
+    """Move the last `lead` dimensions of queries or keys, the rotated ones of latent attention, before the others."""
+    return torch.cat((x[..., -lead:], x[..., :-lead]), dim=-1)
+
+
+def _find_linear(module: nn.Module, inputs: int, outputs: int) -> nn.Module:
+    for child in module.children():
+        if (getattr(child, "in_features", None), getattr(child, "out_features", None)) == (inputs, outputs):
+            return child
+    raise LookupError(f"has no linear layer from its {inputs} cached dimensions to keys and values ({outputs})")
