@@ -51,8 +51,10 @@ def unsupported_reason(keys: Tensor, values: Tensor) -> str:
         return f"Triton kernels support float16, bfloat16 and float32, got {keys.dtype}"
     if keys.dtype == torch.bfloat16 and knobs.runtime.interpret:
         return "Triton's interpreter multiplies bfloat16 as integers"
-    if max(keys.shape[-1], values.shape[-1]) > MAX_DIM:
-        return f"Triton kernels support head sizes of up to {MAX_DIM}, got {keys.shape[-1]} and {values.shape[-1]}"
+    sizes = keys.shape[-1], values.shape[-1]
+    limit = MAX_DIM // 2 if keys.dtype == torch.float32 and min(sizes) > MAX_DIM // 2 else MAX_DIM  # else it spills
+    if max(sizes) > limit:
+        return f"Triton kernels support head sizes of up to {limit} in {keys.dtype}, got {sizes[0]} and {sizes[1]}"
     return ""
 
 
