@@ -20,7 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_parallel.generation.sampling import Sampler
+from hf_parallel.generation.parts import Part
+from hf_parallel.generation.sampling import Sampled, Sampler, SamplingBatch, SamplingTask
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.kernels import BACKEND_VARIABLE
 
@@ -94,14 +95,20 @@ class SamplingStage:
         """Return the seconds of sampling with a backend, and the first tokens."""
         with _backend(backend):
             torch.manual_seed(0)
-            first = make_sampler(len(logits), logits.device, way).sample(range(len(logits)), logits).tokens.tensor
+            first = sample_all(make_sampler(len(logits), logits.device, way), logits).tokens.tensor
             sampler = make_sampler(len(logits), logits.device, way)
 
             def run() -> None:
                 sampler.table.lengths = [1] * len(logits)  # the same column of the table in every run
-                sampler.sample(range(len(logits)), logits)
+                sample_all(sampler, logits)
 
             return timer.median(run), first
+
+
+def sample_all(sampler: Sampler, logits: torch.Tensor) -> Sampled:
+    """Sample one token for each row of the sampler."""
+    (sampled,) = SamplingBatch([SamplingTask(sampler, range(len(logits)))], [Part(logits)]).sample()
+    return sampled
 
 
 def make_sampler(rows: int, device: torch.device, way: str) -> Sampler:

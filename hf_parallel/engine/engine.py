@@ -322,7 +322,7 @@ class Engine:
         batch = scheduler.next_batch()
         if batch:
             self._compute(batch)
-        if not self._sample() and not batch and scheduler.is_busy:
+        if not self._sample_waiting() and not batch and scheduler.is_busy:
             time.sleep(IDLE_SECONDS)  # requests wait for each other
         self._work.step_seconds += time.perf_counter() - began
 
@@ -420,7 +420,7 @@ class Engine:
             else:
                 self._call(request, request.resume, logits[rows], one)
 
-    def _sample(self) -> bool:
+    def _sample_waiting(self) -> bool:
         """Sample the next tokens of all requests that wait for them; continue each. Return whether there were any."""
         has_sampled = False
         while waiting := [request for request in self._scheduler.running if request.sampling is not None]:

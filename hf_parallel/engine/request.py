@@ -66,7 +66,7 @@ class Request:
         self.config, self.handle, self.priority, self.submitter = config, handle, priority, submitter
         self.hints, self.identity = hints, cache_salt
         self.streamer = _Streamer(call.streamer, self._on_text)
-        self.call = replace(call, executor=self, streamer=self.streamer)
+        self.call = replace(call, executor=self, streamer=self.streamer)  # instead of the call's own executor
         handle.stats = call.stats
         self.chunk_size = self.batch_rows = 0
         self.number = -1  # in the order of submission
@@ -134,7 +134,7 @@ class Request:
 
     def run(
         self,
-        cache: BlockCache,
+        cache: BlockCache,  # not used: the engine runs the passes over its storage
         passes: Sequence[Sequence[Segment]],
         ids: Part,
         ends: Sequence[int] | None,
@@ -194,7 +194,7 @@ class Request:
         """Run until the first forward pass."""
         self._storage, self.chunk_size, self._hub = storage, chunk_size, greenlet.getcurrent()
         self.handle.times.started = self.handle.times.started or time.perf_counter()
-        self._coroutine = greenlet.greenlet(self._generate)
+        self._coroutine = greenlet.greenlet(self._run_mode)
         self._coroutine.switch()
 
     def resume(self, value: Any = None, computed: PendingPass | None = None) -> None:
@@ -235,7 +235,7 @@ class Request:
             self.pending, self.sampling, self._coroutine = None, None, None
             self._end(error=error)
 
-    def _generate(self) -> None:
+    def _run_mode(self) -> None:
         try:
             output: Any = self.config.make_run(self.call).generate()
             self._storage.check_weights(self.call.model, ending=self)

@@ -14,14 +14,13 @@ from hf_parallel.kernels import to_device
 
 
 class PassAhead:
-    """A decode pass that appends one token to each row, `ids`, on the device, and nothing else.
+    """A decode pass that appends one token to each row, `ids`, on the device, and nothing else. Creating it runs it.
 
-    The cache does not hold its tokens until `keep` confirms that these are the inputs of the next pass: a token may
-    have ended a row, or changed what rows attend to. `tokens` are set once they have been read.
+    The cache does not hold its tokens until `confirm` finds that these are the inputs of the next pass: a token may
+    have ended a row, or changed what rows attend to.
     """
 
     def __init__(self, runner: Runner, rows: Sequence[Row], ids: Part) -> None:
-        self.tokens: Sequence[int] = ()
         self._rows, self._ids, self._cache = rows, ids, runner.cache
         self._segments = [Segment(row.current_view(), 1) for row in rows]
         log = self._cache.log
@@ -33,15 +32,16 @@ class PassAhead:
         if log is not None and recorded is not None:
             log.restore(recorded)
 
-    def keep(self, rows: Sequence[Row]) -> torch.Tensor | None:
+    def confirm(self, rows: Sequence[Row], tokens: Sequence[int]) -> torch.Tensor | None:
         """Return the logits `[len(rows), vocabulary]` if this is the next pass of `rows`; else None: it is void.
 
+        `tokens` are those of the pass, read from the device.
         Rows may have ended, provided that no other row attends to their tokens, and that the pass is not logged: a
         log holds all tokens of a pass.
         """
         places = {row: place for place, row in enumerate(self._rows)}
         kept = [places.get(row, -1) for row in rows]
-        if not kept or not all(place >= 0 and self._holds(place) for place in kept):
+        if not kept or not all(place >= 0 and self._holds(place, tokens[place]) for place in kept):
             return None
         if len(kept) < len(self._rows):
             dropped = {self._segments[place].view[-1] for place in set(range(len(self._rows))) - set(kept)}
@@ -58,5 +58,5 @@ class PassAhead:
             return self._logits
         return self._logits.index_select(0, to_device(kept, self._logits.device))
 
-    def _holds(self, place: int) -> bool:
-        return self._rows[place].continues(self._segments[place], self.tokens[place])
+    def _holds(self, place: int, token: int) -> bool:
+        return self._rows[place].continues(self._segments[place], token)

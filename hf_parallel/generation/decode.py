@@ -25,7 +25,7 @@ from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.runner import Runner
-from hf_parallel.generation.sampling import Sampled, Sampler, SamplingTask
+from hf_parallel.generation.sampling import NextTokens, Sampled, Sampler, SamplingTask
 from hf_parallel.generation.token_table import TokenTable
 
 VOID_COST = 8
@@ -96,7 +96,7 @@ class DecodeLoop:
     def decode(
         self,
         rows: Sequence[Row],
-        logits: torch.Tensor | Sampled | None,
+        logits: torch.Tensor | None,
         on_token: OnToken | None = None,
         after_pass: Callable[[], None] | None = None,
         schedule: Schedule | None = None,
@@ -110,25 +110,26 @@ class DecodeLoop:
         """
         began, prefilling = time.perf_counter(), self.stats.prefill_seconds
         active = list(rows)
+        next_tokens: NextTokens | None = logits
         drafts = on_token is None and after_pass is None and schedule is None
         while active:
             ahead: PassAhead | None = None
-            if logits is not None:
+            if next_tokens is not None:
                 if self._can_overlap(active):
-                    active, ahead = self._sample_and_step(active, logits, on_token)
-                else:
-                    active = self.sample(active, logits, on_token)
+                    next_tokens = self._sampled(active, next_tokens)  # queues the copy of the tokens before the pass
+                    ahead = PassAhead(self.runner, active, next_tokens.tokens)
+                active = self.sample(active, next_tokens, on_token)
                 if schedule is not None:
                     active = [row for row in schedule(active) if row.is_active()]
             if self.draft is not None and drafts:
                 active = self.draft(active)
-            logits = None if ahead is None else self._kept(ahead, active)
-            if logits is None and active:
+            next_tokens = None if ahead is None else self._confirmed(ahead, active)
+            if next_tokens is None and active:
                 sampling = None
                 if self.replayer is None:
                     sampling = SamplingTask(self.sampler, [row.index for row in active])
-                logits = self.runner.step(active, self.replayer, sampling)
-            if after_pass is not None and logits is not None:
+                next_tokens = self.runner.step(active, self.replayer, sampling)
+            if after_pass is not None and next_tokens is not None:
                 after_pass()
         self.stats.decode_seconds += time.perf_counter() - began - (self.stats.prefill_seconds - prefilling)
 
@@ -140,12 +141,15 @@ class DecodeLoop:
             after_pass()
         return logits
 
-    def sample(self, rows: Sequence[R], logits: torch.Tensor | Sampled, on_token: OnToken | None = None) -> list[R]:
-        """Sample and append the next token of each row; `logits` as returned by `step`. Return the active rows."""
-        if self.replayer is not None and isinstance(logits, torch.Tensor):
-            tokens, ended, log_probs = self.replayer.sample([row.index for row in rows], logits)
+    def sample(self, rows: Sequence[R], next_tokens: NextTokens, on_token: OnToken | None = None) -> list[R]:
+        """Sample and append the next token of each row, given their logits, or what was sampled from them.
+
+        Return the rows that stay active.
+        """
+        if self.replayer is not None and isinstance(next_tokens, torch.Tensor):
+            tokens, ended, log_probs = self.replayer.sample([row.index for row in rows], next_tokens)
             return self.append(rows, tokens, ended, on_token, log_probs=log_probs)
-        sampled = self._sample(rows, logits)
+        sampled = self._sampled(rows, next_tokens)
         tokens, ended = sampled.read()
         self.runner.sampled = tokens, sampled.tokens
         return self.append(rows, tokens, ended, on_token, log_probs=sampled.log_probs)
@@ -262,11 +266,11 @@ class DecodeLoop:
             return left
         return self.call.max_length - self.table.lengths[row.index]
 
-    def _sample(self, rows: Sequence[Row], logits: torch.Tensor | Sampled) -> Sampled:
-        """Sample the next token of each row; in an engine, together with the rows of other calls."""
-        if isinstance(logits, Sampled):
-            return logits
-        return self.call.executor.sample(SamplingTask(self.sampler, [row.index for row in rows]), logits)
+    def _sampled(self, rows: Sequence[Row], next_tokens: NextTokens) -> Sampled:
+        """Return the next token of each row; in an engine, it is sampled together with the rows of other calls."""
+        if isinstance(next_tokens, Sampled):
+            return next_tokens
+        return self.call.executor.sample(SamplingTask(self.sampler, [row.index for row in rows]), next_tokens)
 
     def _can_overlap(self, rows: Sequence[Row]) -> bool:
         """Whether the next pass may be queued before its tokens have been copied to the CPU.
@@ -283,18 +287,9 @@ class DecodeLoop:
             return False
         return self.sampler.stays_on_device and any(self.num_tokens_left(row) > 1 for row in rows)
 
-    def _sample_and_step(
-        self, rows: Sequence[R], logits: torch.Tensor | Sampled, on_token: OnToken | None
-    ) -> tuple[list[R], PassAhead]:
-        """Sample, and queue the next pass before the tokens are read. Return the active rows and the pass."""
-        sampled = self._sample(rows, logits)  # queues the copy of the tokens before the pass
-        ahead = PassAhead(self.runner, rows, sampled.tokens)
-        ahead.tokens, ended = sampled.read()
-        return self.append(rows, ahead.tokens, ended, on_token, log_probs=sampled.log_probs), ahead
-
-    def _kept(self, ahead: PassAhead, rows: Sequence[Row]) -> torch.Tensor | None:
+    def _confirmed(self, ahead: PassAhead, rows: Sequence[Row]) -> torch.Tensor | None:
         """Return the logits of a pass that was queued ahead, unless it is void."""
-        logits = ahead.keep(rows)
+        logits = ahead.confirm(rows, self.runner.sampled[0])
         self._num_kept += logits is not None
         self._num_void += logits is None and bool(rows)
         return logits

@@ -19,7 +19,7 @@ from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.parts import Part
-from hf_parallel.generation.sampling import Sampled, SamplingTask
+from hf_parallel.generation.sampling import NextTokens, Sampled, SamplingBatch, SamplingTask
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import gradient_checkpointing_disabled
@@ -63,16 +63,16 @@ class Executor(Protocol):
         ids: Part,
         ends: Sequence[int] | None,
         sampling: SamplingTask | None = None,
-    ) -> torch.Tensor | Sampled:
+    ) -> NextTokens:
         """Run consecutive passes over packed tokens `ids`, `int64 [T]`, as one forward pass.
 
         Return the logits `[len(ends), vocabulary]` after the segments with these indices (None: after all tokens). The
-        next pass may overwrite them. `sampling` says what the caller will sample from them: an executor that has done
-        so returns what was sampled instead.
+        next pass may overwrite them. `sampling` says what the caller will sample from them. An executor that samples
+        for several calls at once may do it now, and returns what it has sampled instead.
         """
 
     def sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
-        """Sample the next token of each row; see `Sampler.sample`."""
+        """Sample one token for each row, given their logits `[rows, vocabulary]`, and append it to the table."""
 
     def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Receive the tokens that rows have got in a step; rows as `ParallelStreamer.write_row` numbers them."""
@@ -141,7 +141,7 @@ class LocalExecutor:
         passes: Sequence[Sequence[Segment]],
         ids: Part,
         ends: Sequence[int] | None,
-        sampling: SamplingTask | None = None,
+        sampling: SamplingTask | None = None,  # not used: the caller samples
     ) -> torch.Tensor:
         """See `Executor.run`."""
         model, tokens = self.model_over(cache), ids.tensor
@@ -164,7 +164,8 @@ class LocalExecutor:
 
     def sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
         """See `Executor.sample`."""
-        return task.sampler.sample(task.rows, logits)
+        (sampled,) = SamplingBatch([task], [Part(logits)]).sample()
+        return sampled
 
     def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """See `Executor.add_tokens`: a call of its own has nobody who reads them."""

@@ -96,7 +96,7 @@ class ParallelGenerationMixin:
             if config is None:
                 if self._prepares():
                     raise RuntimeError(BUSY)
-                return self._generate(kwargs, args)
+                return self._generate_plainly(kwargs, args)
             if args:
                 raise ValueError("with a generation_mode, pass arguments after prefix_allowed_tokens_fn by name")
             if config.seed is None and num_ranks(self) > 1:  # the ranks sample the same tokens
@@ -140,7 +140,7 @@ class ParallelGenerationMixin:
         outer = preparation.calls
         try:
             preparation.calls = *outer, (self, config, claim)
-            call = dataclasses.replace(self._generate(kwargs, ()), progress=progress)
+            call = dataclasses.replace(self._generate_plainly(kwargs, ()), progress=progress)
         finally:
             preparation.calls = outer
         begin_call = getattr(call.streamer, "begin_call", None)
@@ -181,7 +181,8 @@ class ParallelGenerationMixin:
         is_held = claim is not None and claim.active and claim.process == os.getpid()  # not after a fork
         return claim if is_held else None
 
-    def _generate(self, kwargs: Arguments, args: tuple[object, ...]) -> Any:
+    def _generate_plainly(self, kwargs: Arguments, args: tuple[object, ...]) -> Any:
+        """Call `generate` of transformers; in a thread that prepares a call, it ends in `_sample`."""
         positional = [kwargs.pop(name, None) for name in _POSITIONAL]
         return super().generate(*positional, *args, **kwargs)  # type: ignore[misc]
 

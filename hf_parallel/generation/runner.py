@@ -12,7 +12,7 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import PassInputs, Row, RowGroup, collect_inputs
-from hf_parallel.generation.sampling import Sampled, SamplingTask
+from hf_parallel.generation.sampling import NextTokens, SamplingTask
 from hf_parallel.kernels import to_device
 
 
@@ -24,15 +24,16 @@ class Runner:
         self.chunk_size = call.executor.prefill_chunk(call.generation_config.prefill_chunk_size)
         """Maximum number of new tokens in a pass of a prefill."""
         self.sampled: tuple[list[int], Part] = [], Part(torch.empty(0, dtype=torch.int64))
-        """Tokens that were sampled last, which often are the next inputs; on the device they are already there."""
+        """Tokens that `DecodeLoop.sample` got last, which often are the next inputs: on the host, and on the device."""
 
     def step(
         self, rows: Sequence[Row], replayer: Replayer | None = None, sampling: SamplingTask | None = None
-    ) -> torch.Tensor | Sampled:
+    ) -> NextTokens:
         """Run one forward pass over the inputs of rows, which all belong to groups or none does.
 
         Backlogs of the groups are computed as well. The inputs of a group whose next logits are all cached join its
-        backlog instead. Return the logits `[n, vocabulary]` of the n other rows; `sampling`: see `Executor.run`.
+        backlog instead. Return the logits `[n, vocabulary]` of the n other rows, or with `sampling` what was sampled
+        from them; see `Executor.run`.
         """
         if not rows or rows[0].group is None:
             inputs, ends = collect_inputs(rows)
@@ -60,7 +61,7 @@ class Runner:
             return torch.empty(0, 0, device=self.device)
         backlog = self._take_backlog(computed)
         if backlog:
-            logits: torch.Tensor | Sampled = self._catch_up([*backlog, inputs], ends)
+            logits: NextTokens = self._catch_up([*backlog, inputs], ends)
         else:
             logits = self.run(*self._packed([inputs]), ends, sampling)
         self.stats.prefilled_tokens += inserted
@@ -126,7 +127,7 @@ class Runner:
         ids: Part,
         ends: Sequence[int] | None,
         sampling: SamplingTask | None = None,
-    ) -> torch.Tensor | Sampled:
+    ) -> NextTokens:
         """Run one forward pass over packed tokens `ids`, `int64 [T]` on the device; see `Executor.run`."""
         logits = self.executor.run(self.cache, passes, ids, ends, sampling)
         self.stats.forward_passes += 1

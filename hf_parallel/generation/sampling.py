@@ -36,17 +36,17 @@ from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, sample
 class Sampled:
     """Sampled tokens of a call: `tokens`, a part of `int64 [rows of all calls]` on the device; and `log_probs`."""
 
-    __slots__ = ("_ends", "_full", "_host", "log_probs", "tokens")
+    __slots__ = ("_criteria", "_full", "_host", "log_probs", "tokens")
 
     def __init__(
         self,
         tokens: Part,
         log_probs: LogProbs | None,
         host: HostCopy,  # of the tokens of all calls, or with marks `[2, rows]` of those that have ended or failed
-        ends: RowCriteria,
+        criteria: RowCriteria,
         full: Sequence[int] = (),
     ) -> None:
-        self.tokens, self.log_probs, self._host, self._ends, self._full = tokens, log_probs, host, ends, full
+        self.tokens, self.log_probs, self._host, self._criteria, self._full = tokens, log_probs, host, criteria, full
 
     def read(self) -> tuple[list[int], list[bool]]:
         """Return tokens, and whether rows have ended. Waits for the device, but not for work that was queued later.
@@ -56,7 +56,7 @@ class Sampled:
         values, part = self._host.values, self.tokens.rows
         has_marks = bool(values) and isinstance(values[0], list)
         tokens = values[0][part] if has_marks else values[part]
-        ended = list(map(self._ends.end_tokens.__contains__, tokens))
+        ended = list(map(self._criteria.end_tokens.__contains__, tokens))
         if has_marks:
             marks = values[1][part]
             check_drawn(marks)
@@ -66,12 +66,16 @@ class Sampled:
         return tokens, ended
 
 
+NextTokens = torch.Tensor | Sampled
+"""The next token of each row: logits `[rows, vocabulary]` of which it will be sampled, or what was sampled."""
+
+
 class Sampler:
     """Samples the next token of each active row and detects rows that have ended.
 
     Processors and criteria of Transformers receive the active rows only. Those of the caller may keep state per row:
     unless their attribute `keeps_rows` is False, they receive the whole batch at every step, as under `generate`. But
-    criteria then receive active rows of unequal length one at a time.
+    criteria then receive active rows of unequal length one at a time. `rows` are indices in the table.
     `scores` and `logits`, lists of `[rows, vocabulary]`, are as `generate` returns them; None unless requested.
     """
 
@@ -84,7 +88,7 @@ class Sampler:
         seed: Seed = None,
     ) -> None:
         self.table, self.criteria = table, criteria
-        self.ends = RowCriteria(criteria, table)
+        self.row_criteria = RowCriteria(criteria, table)
         self.do_sample = bool(config.do_sample)
         self.rngs = make_rngs(seed, self.num_rows)  # by row; None: PyTorch's global generator
         self.top_log_probs = [p for p in processors if isinstance(p, TopLogProbs)]
@@ -102,7 +106,7 @@ class Sampler:
     @property
     def stays_on_device(self) -> bool:
         """Whether sampling runs no code from outside Transformers, which might read tokens on the host."""
-        return not (self.processors.needs_batch or self.ends.needs_batch)
+        return not (self.processors.needs_batch or self.row_criteria.needs_batch)
 
     @property
     def is_order_independent(self) -> bool:
@@ -133,11 +137,6 @@ class Sampler:
         self.table.truncate(row, length)
         self._draws[row] = draws
         return row
-
-    def sample(self, rows: Sequence[int], logits: torch.Tensor) -> Sampled:
-        """Sample one token for each row, given their logits `[len(rows), vocabulary]`, and append it to the table."""
-        (sampled,) = _Batch([SamplingTask(self, rows)], [Part(logits)]).sample()
-        return sampled
 
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Return probabilities `float32 [len(rows), vocabulary]`, or scores under greedy decoding, from logits of rows
@@ -191,10 +190,10 @@ class Sampler:
             collector.add(output_rows, log_probs)
 
     @cached_property
-    def is_joint(self) -> bool:
+    def can_join(self) -> bool:
         """Whether it can sample together with other calls: row by row, and without a generator that they share."""
         has_generators = self.rngs is not None or not self.do_sample
-        return has_generators and self.ends.is_row_wise and self.processors.is_row_wise
+        return has_generators and self.row_criteria.is_row_wise and self.processors.is_row_wise
 
     def can_fuse(self, rows: Sequence[int]) -> bool:
         """Whether one operation may apply the last warpers and draw; scores that are returned need each warper."""
@@ -209,7 +208,7 @@ class Sampler:
         """Append tokens that rows have drawn."""
         ended, full = self.append_drawn(rows, Part(tokens))
         host = HostCopy(tokens if ended is None else torch.stack((tokens, ended)))
-        return Sampled(Part(tokens), None, host, self.ends, full)
+        return Sampled(Part(tokens), None, host, self.row_criteria, full)
 
     def append_drawn(self, rows: Sequence[int], tokens: Part) -> tuple[torch.Tensor | None, Sequence[int]]:
         """Append one token `int64 [len(rows)]` to each row, for which its RNG has advanced.
@@ -220,9 +219,9 @@ class Sampler:
         self.table.append(rows, tokens)
         for row in rows:
             self._draws[row] += 1
-        if self.ends.is_row_wise:
-            return None, self.ends.full(rows)
-        return self.ends.ended(rows, None if self.scores is None else tuple(self.scores)).long(), []
+        if self.row_criteria.is_row_wise:
+            return None, self.row_criteria.full(rows)
+        return self.row_criteria.ended(rows, None if self.scores is None else tuple(self.scores)).long(), []
 
     def record_scores(self, rows: Sequence[int], logits: torch.Tensor, scores: torch.Tensor) -> None:
         """Record logits and scores `[len(rows), vocabulary]` of the next tokens of rows, if requested."""
@@ -248,7 +247,7 @@ class Sampler:
 
 
 class SamplingTask(NamedTuple):
-    """Rows of one call that need their next token; see `Sampler.sample`."""
+    """Rows of one call that need their next token, as indices in the sampler's table."""
 
     sampler: Sampler
     rows: Sequence[int]
@@ -259,11 +258,11 @@ def sample_together(tasks: Sequence[SamplingTask], logits: Sequence[Part]) -> li
 
     Return for each what was sampled, or the error that it raised.
     """
-    joint = [index for index, task in enumerate(tasks) if task.sampler.is_joint]
+    joint = [index for index, task in enumerate(tasks) if task.sampler.can_join]
     done: dict[int, Sampled | BaseException] = {}
     if len(joint) > 1:
         try:
-            batch = _Batch([tasks[index] for index in joint], [logits[index] for index in joint])
+            batch = SamplingBatch([tasks[index] for index in joint], [logits[index] for index in joint])
             done.update(zip(joint, batch.sample(), strict=True))
         except CannotDrawError:  # no generator has advanced: each by itself, to find out which
             pass
@@ -272,14 +271,14 @@ def sample_together(tasks: Sequence[SamplingTask], logits: Sequence[Part]) -> li
     for index, (task, own) in enumerate(zip(tasks, logits, strict=True)):
         if index not in done:
             try:
-                (done[index],) = _Batch([task], [own]).sample()
+                (done[index],) = SamplingBatch([task], [own]).sample()
             except BaseException as error:
                 done[index] = error
     return [done[index] for index in range(len(tasks))]
 
 
-class _Batch:
-    """The rows of one call, or of several whose samplers are `is_joint`."""
+class SamplingBatch:
+    """The rows of one call, or of several whose samplers are `can_join`."""
 
     def __init__(self, tasks: Sequence[SamplingTask], logits: Sequence[Part]) -> None:
         self.tasks, self.logits, self.parts = tasks, logits, list[slice]()
@@ -394,7 +393,7 @@ class _Batch:
             marks = ended if marks is None else marks + ended
         host = HostCopy(tokens if marks is None else torch.stack((tokens, marks)))
         found = zip(self.tasks, taken, log_probs, fulls, strict=True)
-        return [Sampled(own, known, host, task.sampler.ends, full) for task, own, known, full in found]
+        return [Sampled(own, known, host, task.sampler.row_criteria, full) for task, own, known, full in found]
 
     def _index(self, flags: Sequence[bool]) -> torch.Tensor:
         """Return the rows of some of the tasks."""

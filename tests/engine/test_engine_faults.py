@@ -35,7 +35,7 @@ from hf_parallel.cache.arena import Arena
 from hf_parallel.engine import Engine
 from hf_parallel.generation import MODES, sampling
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig, SharedPrefixRun
-from hf_parallel.generation.sampling import _Batch
+from hf_parallel.generation.sampling import SamplingBatch
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:nothing was generated")]
 
@@ -649,9 +649,9 @@ def test_an_engine_goes_on_where_joint_sampling_runs_out_of_memory(
     model: Any, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """Before the draw, each request samples by itself; after it, those that were sampled together fail."""
-    plain, calls = vars(_Batch)[part], 0
+    plain, calls = vars(SamplingBatch)[part], 0
 
-    def fail(batch: _Batch, *given: Any) -> Any:
+    def fail(batch: SamplingBatch, *given: Any) -> Any:
         nonlocal calls
         calls += len(batch.tasks) == 3
         if calls == 4:
@@ -662,7 +662,7 @@ def test_an_engine_goes_on_where_joint_sampling_runs_out_of_memory(
     settings = {"generation_mode": "shared_prefix", "do_sample": True, "max_new_tokens": 10, "eos_token_id": -1}
     prompt = torch.arange(40, 50)
     expected = [model.generate(prompt[None], seed=seed, **settings)[0].tolist() for seed in range(3)]
-    monkeypatch.setattr(_Batch, part, fail)
+    monkeypatch.setattr(SamplingBatch, part, fail)
     with Engine(model) as engine:
         handles = [engine.submit(prompt, seed=seed, **settings) for seed in range(3)]
         for handle, tokens in zip(handles, expected, strict=True):

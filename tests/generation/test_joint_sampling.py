@@ -122,7 +122,7 @@ def test_calls_that_sample_together_get_the_tokens_and_scores_of_each_alone(seed
             given.append(logits)
             processed = copy.deepcopy(by_itself).distribution(rows, logits.clone())
             assert torch.equal(processed, stock_distribution(by_itself, rows, logits))
-            expected.append(by_itself.sample(rows, logits.clone()))
+            expected += sampling.SamplingBatch([SamplingTask(by_itself, rows)], [Part(logits.clone())]).sample()
         results = sample_together(tasks, [Part(logits) for logits in given])
         for task, logits, found, one in zip(tasks, given, results, expected, strict=True):
             assert not isinstance(found, Exception)
@@ -160,8 +160,10 @@ def test_requests_of_different_settings_sample_together(monkeypatch: pytest.Monk
     model = enable(copy.deepcopy(tiny.build("llama")))
     prompts = tiny.make_prompts([5, 9, 5, 7, 5, 6])
     joined: list[int] = []
-    sample = sampling._Batch.sample
-    monkeypatch.setattr(sampling._Batch, "sample", lambda batch: joined.append(len(batch.tasks)) or sample(batch))
+    sample = sampling.SamplingBatch.sample
+    monkeypatch.setattr(
+        sampling.SamplingBatch, "sample", lambda batch: joined.append(len(batch.tasks)) or sample(batch)
+    )
     given = [{"max_new_tokens": 8, **settings} for settings in SETTINGS]
     with Engine(model) as engine:
         handles = [engine.submit(prompt, **one) for prompt, one in zip(prompts, given, strict=True)]

@@ -231,11 +231,12 @@ def test_calls_that_sample_together_get_the_tokens_of_each_alone(seed: int, monk
         given.append(Part(logits))
         with monkeypatch.context() as plain:
             plain.setenv(BACKEND_VARIABLE, "torch")
-            expected.append(by_itself.sample(range(together.num_rows), logits.clone()))
+            task = SamplingTask(by_itself, range(together.num_rows))
+            expected += sampling_of_calls.SamplingBatch([task], [Part(logits.clone())]).sample()
     calls: list[int] = []
     monkeypatch.setattr(sampling_of_calls, "sample", lambda *args: calls.append(len(args[0])) or sample(*args))
     results = sample_together(tasks, given)
-    rows = [sampler.num_rows for sampler in samplers if sampler.do_sample and sampler.is_joint]
+    rows = [sampler.num_rows for sampler in samplers if sampler.do_sample and sampler.can_join]
     assert (sum(rows) in calls) == (joins or len(rows) == 1), "one operation for all calls"
     for found, one in zip(results, expected, strict=True):
         assert not isinstance(found, BaseException)
