@@ -7,6 +7,7 @@ Under a stock attention implementation, it returns each row's keys and values de
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -15,6 +16,7 @@ from hf_parallel.cache.batch import ForwardPass, Segment, View, new_tokens, plan
 from hf_parallel.cache.dense_rows import DenseRows, attention_mask
 from hf_parallel.cache.pass_log import PassLog
 from hf_parallel.cache.pool import Block, Pool
+from hf_parallel.cache.state_plan import StatePlan, plan_states
 from hf_parallel.kernels import AttentionPlan, RotarySpec
 
 
@@ -51,6 +53,7 @@ class BlockCache(Cache):
         self.pool = Pool(rotary) if pool is None else pool
         self.rotary = self.pool.rotary
         self.log: PassLog | None = None
+        self.updated_layer = -1
         self.device, self._has_device = torch.device(device or "cpu"), device is not None
         self._forget_passes()
 
@@ -64,13 +67,19 @@ class BlockCache(Cache):
         self._pass: ForwardPass | None = None
         self._last: ForwardPass | None = None  # last committed decode step, from which the next one is derived
         self._undo: list[tuple[Block, int]] = []
+        self._states: StatePlan | None = None  # of the last pass
 
     def record(self, log: PassLog) -> None:
         """Record passes, samples and copies in a log, until there is another one."""
         self.log, self.pool.on_copy = log, log.add_copy
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_pass": None, "_last": None, "log": None}  # plans of passes hold kernel buffers
+        return self.__dict__ | {
+            "_pass": None,
+            "_last": None,
+            "_states": None,
+            "log": None,
+        }  # plans of passes hold kernel buffers
 
     @property
     def kv_bytes(self) -> int:
@@ -99,7 +108,8 @@ class BlockCache(Cache):
             raise ValueError("passes must contain at least one pass, got none")
         last, pool = self._last, self.pool
         is_next = last is not None and last.version == pool.version and self._pass is None and len(passes) == 1
-        if is_next and last is not None and last.leads_to(passes[0]):
+        states = self._states.next_step() if is_next and self._states is not None else None
+        if is_next and last is not None and last.leads_to(passes[0]) and (states or not pool.states.in_use):
             self._undo = [(segment.view[-1], segment.view[-1].length) for segment in last.segments]
             for block, length in self._undo:
                 block.length = length + 1
@@ -109,11 +119,15 @@ class BlockCache(Cache):
             pool.reserve([(block, block.length + n) for block, n in count.items()])
             pool.arena.grow()
             self._undo = [(block, block.length) for block in count]
+            states = plan_states(pool.states, passes, self.device) if pool.states.in_use else None
             forward = plan_passes(passes, self.device)
             forward.version = pool.version
         if self.rotary is None and forward.plan.pair_delta.any():
             self.rollback()
             raise ValueError("a block seen at another position than its own needs the rotary embedding: pass rotary=")
+        self._states = states
+        for block in () if states is None else states.blocks:
+            block.state_at = -1  # until `commit`
         self._pass, self.dense.updated = forward, set()
         return forward
 
@@ -124,16 +138,26 @@ class BlockCache(Cache):
             raise RuntimeError("no forward pass is prepared: was the model called from a processor or a streamer?")
         return self._pass.plan
 
+    @property
+    def state_plan(self) -> StatePlan:
+        """Plan of the layers that keep states in the prepared pass."""
+        assert self._states is not None, "the pass was prepared without states"
+        return self._states
+
     def commit(self) -> None:
         """Confirm that the prepared pass has been computed."""
         if self._pass is not None:
             self._last = self._pass if self._pass.plan.increments is not None else None
+            for block in () if self._states is None else self._states.blocks:
+                block.state_at = block.length
         self._undo, self._pass = [], None
 
     def rollback(self) -> None:
         """Restore the block lengths from before the prepared pass, if it was not committed."""
         for block, length in self._undo:
             block.length = length
+        if self._states is not None:  # they may be half written
+            self._states = self._last = None
         self._undo, self._pass = [], None
 
     def take_back(self) -> ForwardPass:
@@ -171,6 +195,7 @@ class BlockCache(Cache):
             return key_states, value_states
         if self.in_use:
             plan = self.plan if self._pass is None else self._pass.plan  # `plan` raises
+            self.updated_layer = layer_idx
             self.pool.arena.write(layer_idx, key_states[0], value_states[0], plan)
             return key_states, value_states
         if self._pass is None or layer_idx in self.dense.updated:  # the caller did not prepare this pass
@@ -187,6 +212,14 @@ class BlockCache(Cache):
         keys, values = (states.transpose(0, 1).flatten(1, 2) for states in (key_states, value_states))
         self.pool.arena.write(layer_idx, keys, values, self._pass.plan)
         return self.dense.states(layer_idx, self._pass.segments)
+
+    def _refuse_state(self, *args: object, **kwargs: object) -> Any:
+        raise ValueError(
+            "layers that keep a state cannot use this cache in a plain forward pass: pass it to generate with the mode "
+            "that filled it"
+        )
+
+    get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _refuse_state
 
     @property
     def rows(self) -> list[View]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_parallel.cache.arena import Arena, Extent
+from hf_parallel.cache.states import StateArena
 from hf_parallel.kernels import RotarySpec, TokenRange
 
 MIN_GROWTH = 16
@@ -27,11 +28,18 @@ class Block:
     length: int = 0
     gap: int = 0  # masked tokens before the first one; sliding windows count them, positions do not
     parts: tuple[Block, Block] | None = None  # which hold its tokens, if it was divided while rows see it
+    state: int = -1  # slot of the state after its first `state_at` tokens, which is that of its end if it has as many
+    state_at: int = -1
 
     @property
     def free_slots(self) -> int:
         """Number of tokens that can be appended without growing the extent."""
         return self.extent.capacity - self.first - self.length
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the state at its end is kept."""
+        return self.state_at == self.length
 
     @property
     def tokens(self) -> TokenRange:
@@ -69,6 +77,7 @@ class Pool:
         self._version = 0
         self._parent = parent  # a pool that referred to itself would keep its arena until a garbage collection
         self.arena: Arena = Arena() if parent is None else parent.arena
+        self.states: StateArena = StateArena() if parent is None else parent.states
         self._freed_later: list[Block] | None = None
 
     @property
@@ -89,6 +98,7 @@ class Pool:
         if self._root is self:
             self.blocks.clear()
             self.arena.clear()
+            self.states.clear()
             self.touch()
         for block in list(self.blocks):
             self.free(block)
@@ -119,6 +129,7 @@ class Pool:
         self.disown(block)
         self._root.blocks.remove(block)
         self.arena.release(block.extent)
+        self.forget_state(block)
 
     def disown(self, block: Block) -> None:
         """Leave a block to the parent."""
@@ -142,6 +153,13 @@ class Pool:
         self.touch()
         self.arena.release(block.extent)
         block.extent, block.first, block.length = Extent(0, 0), 0, 0
+        self.forget_state(block)
+
+    def forget_state(self, block: Block) -> None:
+        """Free the state of a block, if it has one."""
+        if block.state >= 0:
+            self.states.release(block.state)
+        block.state = block.state_at = -1
 
     def truncate(self, block: Block, length: int) -> None:
         """Remove a block's tokens from index `length` on; raises `ValueError` unless `0 <= length <= block.length`."""
@@ -151,6 +169,7 @@ class Pool:
         if length < block.length:
             self.touch()
             block.length = length
+            block.state_at = -1
 
     def split(self, block: Block, at: int) -> Block:
         """Split a block in two without copying: it keeps `at` tokens, the returned block holds the others."""
@@ -172,6 +191,8 @@ class Pool:
             tail = self._tail(block, at)
         else:
             tail = self.new_block(base=block.base + at)
+        if block.state_at <= held:
+            head.state, head.state_at, block.state, block.state_at = block.state, block.state_at, -1, -1
         self._log_copy(block, 0, held, head, 0)
         self.blocks.add(head)
         self.blocks.remove(block)
@@ -183,6 +204,8 @@ class Pool:
         """Return a new block of the tokens of another one from index `at` on, in the same extent."""
         tail = Block(block.extent, block.base + at, block.first + at, block.length - at)
         block.extent.owners += 1
+        if block.state_at > at:
+            tail.state, tail.state_at, block.state, block.state_at = block.state, block.state_at - at, -1, -1
         self.blocks.add(tail)
         self._root.blocks.add(tail)
         self.touch()
@@ -206,6 +229,9 @@ class Pool:
                 self.arena.copy(source, target, copy.length - start, self.rotary)
                 self._log_copy(block, start, stop, copy, copy.length)
                 copy.length += stop - start
+            if list(kept) == [(0, block.length)] and block.has_state:
+                (copy.state,), copy.state_at = self.states.allocate(1), length
+                self.states.copy(block.state, copy.state)
         except BaseException:
             self.free(copy)
             raise
@@ -231,6 +257,7 @@ class Pool:
         self.touch()
         target.length += source.length
         source.length = 0
+        source.state_at = target.state_at = -1
 
     def reserve(self, wanted: Wanted) -> None:
         """Ensure capacity for `length` tokens in each `(block, length)`.

@@ -167,6 +167,11 @@ class SharedPrefixCache(BlockCache):
         pinned = () if self.owner is None else self.tree.pinned(self.owner)
         return self.pool.kv_bytes + sum(node.num_cached for node in pinned) * self.pool.arena.bytes_per_token
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of layers that keep them instead of keys."""
+        return self.pool.states.num_used * self.pool.states.bytes_per_slot
+
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_user": None}
 

@@ -57,6 +57,10 @@ class Node:
         """Blocks that a row at the node sees."""
         return [node.block for node in self.path if node.block is not None]
 
+    def has_state_until(self, length: int) -> bool:
+        """Return whether the state after the first `length` tokens is kept, or will be computed."""
+        return self.num_cached <= length and (self.num_cached == 0 or self.block.has_state)  # type: ignore[union-attr]
+
     def all_children(self) -> list[Node]:
         """Return the children, whatever their first token."""
         return [child for siblings in self.children.values() for child in siblings]
@@ -143,15 +147,19 @@ class PrefixTree:
         Reuses nodes of the tree, splits them where necessary, and creates the rest, which the owner will compute.
         `gap`: see `Node`.
         """
-        node, rest, first_gap = root, tokens, gap
-        while len(rest):
-            child, shared = self._best_child(node, rest, first_gap)
-            if child is None:
-                node = self.add(node, rest)
-                node.gap = first_gap
-                break
-            node, rest = child if shared == len(child.tokens) else self._split(child, shared), rest[shared:]
-            node.last_used, first_gap = self.clock, 0
+        node, first_gap = root, gap
+        # The last token is computed again for its logits, which needs the state before it.
+        parts = (tokens[:-1], tokens[-1:]) if self.pool.states.in_use else (tokens,)
+        for rest in parts:
+            while len(rest):
+                child, shared = self._best_child(node, rest, first_gap)
+                if child is None:
+                    shared = self._fork(node, rest, first_gap)
+                    node = self.add(node, rest[:shared])
+                    node.gap = first_gap
+                else:
+                    node = child if shared == len(child.tokens) else self._split(child, shared)
+                node.last_used, first_gap, rest = self.clock, 0, rest[shared:]
         if owner is not None:
             self.pin(node, owner)
             self.start_computing([one for one in node.path if len(one.uncached)], owner)
@@ -222,14 +230,19 @@ class PrefixTree:
 
         Reads the last layer only, which a NaN or infinity in any earlier layer reaches.
         """
-        layers = self.pool.arena.layers
+        layers, states = self.pool.arena.layers, self.pool.states
         layer = layers.get(max(layers, default=-1))
         nodes = [node for node in self.nodes() if node.num_cached and not node.is_finite]
-        if layer is None or not nodes:
-            return
-        rows = [layer.rows(node.block.tokens) for node in nodes if node.block is not None]
-        finite = [layer.keys[held].isfinite().all() & layer.values[held].isfinite().all() for held in rows]
-        for node, is_finite in zip(nodes, torch.stack(finite).tolist(), strict=True):
+        blocks = [node.block for node in nodes if node.block is not None]
+        finite = torch.ones(len(nodes), dtype=torch.bool)
+        if layer is not None and nodes:
+            rows = [layer.rows(block.tokens) for block in blocks]
+            found = [layer.keys[held].isfinite().all() & layer.values[held].isfinite().all() for held in rows]
+            finite &= torch.stack(found).cpu()
+        kept = [index for index, block in enumerate(blocks) if block.has_state]
+        if kept:
+            finite[kept] &= states.are_finite([blocks[index].state for index in kept])
+        for node, is_finite in zip(nodes, finite.tolist(), strict=True):
             node.is_finite = is_finite
             if not is_finite and node in node.siblings:
                 self._remove(node)
@@ -355,12 +368,28 @@ class PrefixTree:
         if all(owner.identity != root.identity for owner in self.leaves):
             self.roots.pop(root.identity, None)
 
-    @staticmethod
-    def _best_child(node: Node, tokens: np.ndarray, gap: int = 0) -> tuple[Node | None, int]:
-        """Return the child with the longest common prefix with `tokens`, and the length of that prefix."""
-        children = node.children.get(int(tokens[0]), ())
-        shared = [(child, common_prefix(child.tokens, tokens)) for child in children if child.gap == gap]
+    def _best_child(self, node: Node, tokens: np.ndarray, gap: int = 0) -> tuple[Node | None, int]:
+        """Return the child with the longest common prefix with `tokens`, and the length of that prefix.
+
+        With states, only a child from which a row can continue there: its state at that place is kept, or it is not
+        computed yet.
+        """
+        shared = self._common_prefixes(node, tokens, gap)
+        if self.pool.states.in_use:
+            shared = [(child, length) for child, length in shared if child.has_state_until(length)]
         return max(shared, key=lambda pair: pair[1], default=(None, 0))
+
+    @staticmethod
+    def _common_prefixes(node: Node, tokens: np.ndarray, gap: int) -> list[tuple[Node, int]]:
+        children = node.children.get(int(tokens[0]), ())
+        return [(child, common_prefix(child.tokens, tokens)) for child in children if child.gap == gap]
+
+    def _fork(self, node: Node, tokens: np.ndarray, gap: int) -> int:
+        """Return how many of the tokens that follow a node a new child holds.
+
+        It ends where the tokens leave those of another child, from which no row can continue: the state is kept there.
+        """
+        return max((length for _, length in self._common_prefixes(node, tokens, gap)), default=len(tokens))
 
     def _split(self, node: Node, at: int) -> Node:
         """Split a node in two without copying. The node keeps the tail, as it is the leaf of rows; returns the head."""

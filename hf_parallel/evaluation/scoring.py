@@ -257,7 +257,12 @@ class _Scorer:
                     wanted.setdefault(node, []).append((index, begin - start, row.tokens[begin + 1 : end + 1]))
                 start = end
         parts: list[_Part] = []
-        again = [(node, min(offset for _, offset, _ in of)) for node, of in wanted.items() if not len(node.uncached)]
+        whole = self.cache.pool.states.in_use  # as states are kept at the ends of nodes
+        again = [
+            (node, 0 if whole else min(offset for _, offset, _ in of))
+            for node, of in wanted.items()
+            if not len(node.uncached)
+        ]
         new = [(node, 0) for node in self.cache.nodes_to_prefill()]
         for nodes, write in ((again, False), (new, True)):
             for node, skipped in nodes:

@@ -24,6 +24,8 @@ from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_int, check_text, is_int
+from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.models.compiled import InstalledCall
 
 _UNSUPPORTED_ARGUMENTS = (
@@ -150,6 +152,16 @@ def check_supported_arguments(title: str, kwargs: Arguments) -> None:
         value = kwargs.get(name)
         if value is not None and value is not False and not (name == "logits_to_keep" and is_int(value) and value == 0):
             raise ValueError(f"{name} is not supported by {title}{_PLAINLY}")
+
+
+def check_keeps_states(config: Any, model: object, capabilities: Capabilities) -> None:
+    """Raise `UnsupportedModelError` if layers keep states and rows of the mode see more than one sequence in order."""
+    if (mixers := capabilities.mixers) and not config.traits.keeps_states:
+        works = ", ".join(sorted(name for name, mode in MODES.items() if mode.traits.keeps_states))
+        raise UnsupportedModelError(
+            f"{config.mode} gives rows more than one sequence in order, but {type(model).__name__} keeps a state in "
+            f"{mixers[0].name}: modes that work are {works}"
+        )
 
 
 def check_not_compiled(model: nn.Module) -> None:

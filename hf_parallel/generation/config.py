@@ -112,6 +112,8 @@ class ModeTraits:
     """Whether rows stream text through `ParallelStreamer.write_row`."""
     streams_tokens: Literal["every_pass", "when_final", "at_end"] = "every_pass"
     """When a streamer's `put` receives token ids."""
+    keeps_states: bool = False
+    """Whether each row sees one sequence in order, as layers that keep a state instead of keys need."""
     rows_continue_prompts: bool = False
     """Whether `sequences` alone say how each row was computed: its prompt, then its own tokens, as in `generate`."""
     merges_rows: bool = False

@@ -43,6 +43,7 @@ from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.streaming import report_errors
 from hf_parallel.models.capabilities import Capabilities, probe_capabilities
 from hf_parallel.models.compiled import forget
+from hf_parallel.models.mixers import unwrap_mixers
 from hf_parallel.models.ranks import common_seed, num_ranks
 from hf_parallel.transcript.record import Record
 
@@ -131,6 +132,7 @@ class ParallelGenerationMixin:
         if kwargs.get("tokenizer") is None and self._parallel.tokenizer is not None:
             kwargs["tokenizer"] = self._parallel.tokenizer
         _add_preset(config.mode, self.generation_config, kwargs)  # type: ignore[attr-defined]
+        arguments.check_keeps_states(config, self, self._parallel.capabilities)
         config.prepare(kwargs)
         self._check_arguments(config, kwargs)
         arguments.move_padding_left(kwargs)
@@ -220,6 +222,11 @@ class ParallelGenerationMixin:
         """Leave the cache to the mode if one is being prepared, whatever `cache_implementation` says."""
         if not self._prepares():
             super()._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """Accept the cache of a mode, whatever the model calls its own."""
+        ignored = "past_key_values" if self._prepares() else ""
+        super()._validate_model_kwargs({n: v for n, v in model_kwargs.items() if n != ignored})  # type: ignore[misc]
 
     def _check_arguments(self, config: ParallelConfig, kwargs: Arguments) -> None:
         """Raise an error for invalid or unsupported arguments, before anything is prepared."""
@@ -402,6 +409,7 @@ def disable(model: _Model) -> _Model:
             raise RuntimeError(claim.busy)
         inner.__class__ = _plain_class(type(inner))
         forget(inner)
+        unwrap_mixers(inner)
         del inner._parallel
     return model
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -48,6 +48,7 @@ class Attention(Protocol):
 class AttentionRecorder:
     """Records the arguments of the attention function during a forward pass over one token."""
 
+    layers: Sequence[int] = ()  # with attention, for modules that several layers share
     keyword_arrives: bool = False  # whether `block_cache` reached the attention function
     masked: bool = False  # whether the model passed an attention mask of its own
     bidirectional: bool = False  # whether a layer is not causal
@@ -71,6 +72,8 @@ class AttentionRecorder:
         from_mask = attention_mask is not None and attention_mask.dtype == torch.int64  # from `_mask`: the window
         self.masked |= attention_mask is not None and not from_mask
         layer: int = module.layer_idx  # type: ignore[assignment]
+        if layer < 0 and len(self.queries) < len(self.layers):
+            layer = self.layers[len(self.queries)]
         self.windows[layer] = sliding_window, int(attention_mask) if from_mask else None  # type: ignore[arg-type]
         self.queries[layer] = query[0, :, 0].detach()
         self.sizes[layer] = key.shape[1], key.shape[-1], value.shape[-1]
@@ -135,6 +138,8 @@ def block_attention_forward(
         sinks=s_aux,
         window=sliding_window,
     )
+    if isinstance(cache, BlockCache) and layer_idx < 0:  # several layers share the module
+        layer_idx = cache.updated_layer
     if not isinstance(cache, BlockCache):
         if params.rotary is not None and params.rotary.of_values:
             query, key = (rotated_first(x, params.rotary.rotary_dim) for x in (query, key))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from hf_parallel.cache import BlockCache, ForwardPass, Segment
 from hf_parallel.cache.placement import execution_device
@@ -18,6 +19,9 @@ from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.models.compiled import compiled_layers, num_moves
 from hf_parallel.models.cuda_graph import DecodeGraphs
+from hf_parallel.models.mixers import cache_argument, keep_states, mixers_wrapped, packed_calls, takes
+
+_logger = logging.get_logger(__name__)
 
 PREFILL_CHUNK = 4096
 LARGE_PREFILL_CHUNK = 16384
@@ -46,11 +50,18 @@ class CachedModel:
     ) -> None:
         self.model, self.cache, self.device = model, cache, execution_device(model)
         self._kwargs: dict[str, object] = {"block_cache": cache} if capabilities.keyword else {}
-        self.graphs = DecodeGraphs(cache, model) if cuda_graph and DecodeGraphs.supports(model, self.device) else None
+        self._mixers, self._call_mixers = capabilities.mixers, packed_calls(cache)
+        self._cache_argument = cache_argument(model)
+        keep_states(cache, self._mixers)
+        has_graphs = cuda_graph and not self._mixers and DecodeGraphs.supports(model, self.device)
+        self.graphs = DecodeGraphs(cache, model) if has_graphs else None
         # A compiled layer passes keys and values of its heads to attention, not latents.
-        self._layers = None if capabilities.has_latents else compiled_layers(model, compile, steps)
+        is_eager = bool(self._mixers) or capabilities.has_latents
+        self._layers = None if is_eager else compiled_layers(model, compile, steps)
+        if self._mixers and (compile or self.device.type == "cuda"):
+            _logger.warning_once("decode steps of layers that keep a state run eagerly: neither compiled nor captured")
         self._num_moves = num_moves(model)
-        self._has_logits_to_keep = _has_logits_to_keep(model)
+        self._has_logits_to_keep, self._has_positions = _has_logits_to_keep(model), takes(model, "position_ids")
 
     def logits(self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None) -> torch.Tensor:
         """Run the prepared pass over packed tokens `ids`, `int64 [T]` on the device.
@@ -91,7 +102,9 @@ class CachedModel:
         return self._layers.run(lambda: self._forward(ids, position_ids))
 
     def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        kwargs = dict(self._kwargs, input_ids=ids[None], position_ids=position_ids[None], past_key_values=self.cache)
+        kwargs = dict(self._kwargs, input_ids=ids[None], **{self._cache_argument: self.cache})
+        if self._has_positions:
+            kwargs["position_ids"] = position_ids[None]
         if keep is not None and self._has_logits_to_keep:
             kwargs["logits_to_keep"], keep = keep, None
         logits = copy_context().run(self._run_model, kwargs).logits[0]
@@ -99,7 +112,10 @@ class CachedModel:
 
     def _run_model(self, kwargs: dict[str, object]) -> Any:
         """Run the model in a context of its own, which ends with the forward pass, even if it is interrupted."""
-        with block_attention_enabled(self.model, self.cache):
+        with (
+            block_attention_enabled(self.model, self.cache),
+            mixers_wrapped(self.model, self._mixers, self._call_mixers),
+        ):
             return self.model(use_cache=True, return_dict=True, **kwargs)
 
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.placement import execution_device
@@ -32,6 +33,16 @@ from hf_parallel.kernels import RotarySpec, rotate_by
 from hf_parallel.models import attention
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
 from hf_parallel.models.latent import are_latents, rotated_first
+from hf_parallel.models.mixers import (
+    Mixer,
+    cache_argument,
+    keep_states,
+    keeps_states,
+    mixers_wrapped,
+    packed_calls,
+    supported_mixers,
+    takes,
+)
 from hf_parallel.models.ranks import num_local_layers
 
 PROBE_POSITIONS = (1, 7)  # the queries of one token at these positions are compared with those at position 0
@@ -41,8 +52,6 @@ CHECK_SHARED, CHECK_TAILS = 5, (2, 3)  # numbers of shared tokens and of each ro
 # relative error of unrelated logits is 1.4.
 QUERY_TOLERANCE = (1e-4, 3e-2)
 LOGITS_TOLERANCE = (1e-2, 0.7)
-
-_OTHER_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "moe", "chunked_attention")
 
 Queries = dict[int, torch.Tensor]  # query [heads, head_dim] of one token, by layer index
 
@@ -77,6 +86,7 @@ class Capabilities:
     max_length: int | None = None  # length beyond which RoPE frequencies change, which makes stored keys invalid
     num_positions: int | None = None  # rows of the table of learned positions, if there is one
     has_latents: bool = False  # whether a layer caches latents, from which it expands keys and values
+    mixers: tuple[Mixer, ...] = ()  # modules that keep a state instead of keys
 
     def check_length(self, model: PreTrainedModel, longest: int) -> None:
         """Raise an error if rows of `longest` tokens exceed the model's positions; the last token needs none.
@@ -110,6 +120,7 @@ class Capabilities:
             }
             shared = {spec: spec for spec in rotary.values()}  # layers share equal embeddings, as after probing
             fields["rotary"] = {layer: shared[spec] for layer, spec in rotary.items()}
+        fields["mixers"] = tuple(Mixer(**mixer) for mixer in fields["mixers"])
         return cls(**fields)
 
 
@@ -120,7 +131,9 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
     """
     _check_config(model)
     with torch.no_grad(), _eval_mode(model):
-        recorder = AttentionRecorder()
+        mixers = supported_mixers(model)
+        stock = DynamicCache(config=model.config).layers
+        recorder = AttentionRecorder([i for i, layer in enumerate(stock) if isinstance(layer, CacheLayerMixin)])
         queries: dict[int, Queries] = {}
         reads: dict[int, list[tuple[int, int]]] = {}
         has_tables = sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1  # beside the tokens'
@@ -134,13 +147,19 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
                     _run_one_token(model, recorder, position, cache if position == 0 else None)
                 queries[position], recorder.queries = recorder.queries, {}
                 reads[position] = tables.read
-        _check_recorded(model, recorder, queries[0])
+        _check_recorded(model, recorder, queries[0], mixers)
         leads = _rotated_parts(recorder, cache)
-        rotary, why = _match_rotary(model, queries.pop(0), queries, leads)
-        _check_logits(model, recorder.keyword_arrives)
+        rotary, why = _match_rotary(model, queries.pop(0), queries, leads, mixers)
+        try:
+            _check_logits(model, recorder.keyword_arrives, mixers)
+        except UnsupportedModelError:
+            mixers = tuple(replace(mixer, stepwise=True) for mixer in mixers)
+            if not mixers:
+                raise
+            _check_logits(model, recorder.keyword_arrives, mixers)
     has_window = any(window is not None for window, _ in recorder.windows.values())
     limits = _max_length(model), _num_positions(reads)
-    return Capabilities(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads))
+    return Capabilities(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads), mixers)
 
 
 def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
@@ -187,8 +206,7 @@ def _check_config(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     text = model.config.get_text_config(decoder=True)
-    others = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind in _OTHER_LAYERS})
-    kinds = ", ".join(others) or ("recurrent state" if getattr(model, "_is_stateful", False) else "")
+    chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ())
     sharing = getattr(text, "num_kv_shared_layers", 0)
     alibi = getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt")
     ranks = getattr(model, "tp_size", None) or 1
@@ -196,22 +214,28 @@ def _check_config(model: PreTrainedModel) -> None:
     reasons = {
         "is an encoder-decoder; block attention supports decoder-only models": model.config.is_encoder_decoder,
         "cannot generate: it has no language modelling head": not model.can_generate(),
-        f"has layers without a key-value cache of all tokens ({kinds})": kinds,
+        "has layers without a key-value cache of all tokens (chunked_attention)": chunked,
         "selects the keys of each token by a sparse indexer": getattr(text, "index_topk", None),
         f"has {sharing} layers that read keys of earlier ones": sharing,
         "uses ALiBi: distances are added to scores, not rotated into keys": alibi,
         f"has {kv_heads} key-value heads, which tp_size={ranks} does not divide: each rank needs whole heads": (
             ranks > 1 and kv_heads % ranks
         ),
-        "does not use transformers' attention interface": not model._can_set_attn_implementation(),
+        "does not use transformers' attention interface": (
+            not model._can_set_attn_implementation() and not keeps_states(model)
+        ),
     }
     _raise_if(model, reasons)
 
 
-def _check_recorded(model: PreTrainedModel, recorder: AttentionRecorder, queries: Queries) -> None:
+def _check_recorded(
+    model: PreTrainedModel, recorder: AttentionRecorder, queries: Queries, mixers: Sequence[Mixer]
+) -> None:
     """Raise `UnsupportedModelError` if the attention calls of a model show that it is unsupported."""
     called, layers = len(queries), num_local_layers(model)
     limit, cache = _position_limit(model), DynamicCache(config=model.config)
+    if mixers:
+        layers = sum(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
     different: dict[str, int] = {}  # windows that are not the same in all places, by the places that have them
     for layer, (argument, mask) in recorder.windows.items():
         cached = getattr(cache.layers[layer], "sliding_window", None)
@@ -235,26 +259,28 @@ def _raise_if(model: PreTrainedModel, reasons: Mapping[str, object]) -> None:
             raise UnsupportedModelError(f"{type(model).__name__} {reason}")
 
 
-def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
+def _check_logits(model: PreTrainedModel, keyword: bool, mixers: Sequence[Mixer]) -> None:
     """Raise `UnsupportedModelError` if logits over blocks differ from those over a plain sequence."""
     device, vocabulary = execution_device(model), model.config.get_text_config(decoder=True).vocab_size
     tokens = (vocabulary // 2 + torch.arange(CHECK_SHARED + sum(CHECK_TAILS), device=device)) % vocabulary
     shared, *tails = tokens.split((CHECK_SHARED, *CHECK_TAILS))
-    expected = torch.cat(_stock_logits(model, shared, tails))
+    expected = torch.cat(_stock_logits(model, shared, tails, padded=not mixers))
     if not expected.isfinite().any():
         _raise_if(model, {"returns logits that are not finite": True})
     cache = BlockCache(device=device)
+    keep_states(cache, mixers)
     root = cache.pool.new_block(CHECK_SHARED)
     own = cache.pool.new_blocks(len(tails), max(CHECK_TAILS), base=CHECK_SHARED)
     segments = [Segment([root], CHECK_SHARED), *(Segment([root, b], len(t)) for b, t in zip(own, tails, strict=True))]
-    with block_attention_enabled(model, cache):
+    with block_attention_enabled(model, cache), mixers_wrapped(model, mixers, packed_calls(cache)):
         forward = cache.prepare(segments)
+        more = {"position_ids": forward.position_ids[None]} if takes(model, "position_ids") else {}
         try:
             logits = model(
                 input_ids=tokens[None],
-                position_ids=forward.position_ids[None],
-                past_key_values=cache,
                 use_cache=True,
+                **{cache_argument(model): cache},
+                **more,
                 **({"block_cache": cache} if keyword else {}),
             ).logits[0, CHECK_SHARED:]
         except UnsupportedModelError as error:
@@ -267,7 +293,7 @@ def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
     same = torch.equal(logits.isfinite(), expected.isfinite())  # a model may forbid tokens
     logits, expected = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (logits, expected))
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
-    stored = next(iter(cache.pool.arena.layers.values())).keys  # under autocast less precise than the logits
+    stored = next((layer.keys for layer in cache.pool.arena.layers.values()), logits)  # under autocast less precise
     differ = not same or (logits - expected).norm() > _tolerance(stored, LOGITS_TOLERANCE) * spread
     cause = "it mixes tokens outside of attention"
     if dynamic := {type(m).__name__ for m in model.modules() if "quantized.dynamic" in type(m).__module__}:
@@ -276,12 +302,19 @@ def _check_logits(model: PreTrainedModel, keyword: bool) -> None:
     _raise_if(model, {f"computes other logits over blocks than over a plain sequence: {cause}": differ})
 
 
-def _stock_logits(model: PreTrainedModel, shared: torch.Tensor, tails: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the stock logits of each row's own tokens, `[length, vocabulary]`, in a left-padded batch.
+def _stock_logits(
+    model: PreTrainedModel, shared: torch.Tensor, tails: Sequence[torch.Tensor], padded: bool
+) -> list[torch.Tensor]:
+    """Return the stock logits of each row's own tokens, `[length, vocabulary]`, in a left-padded batch or alone.
 
     Eager attention returns NaN for padded rows in float64, as its softmax is in float32; such a row is computed alone.
     """
     rows = [torch.cat((shared, tail)) for tail in tails]
+    if not padded:
+        return [
+            model(input_ids=row[None], use_cache=False).logits[0, -len(tail) :]
+            for row, tail in zip(rows, tails, strict=True)
+        ]
     ids = pad_sequence(rows, batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
@@ -312,9 +345,9 @@ def _run_one_token(
     token = model.config.get_text_config(decoder=True).vocab_size // 2
     device = execution_device(model)
     input_ids, position_ids = (torch.full((1, 1), value, device=device) for value in (token, position))
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
-    more = {"block_cache": recorder} if takes_any else {}
-    model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=cache is not None, **more)
+    given: dict[str, Any] = {"position_ids": position_ids, "block_cache": recorder, cache_argument(model): cache}
+    known = {name: value for name, value in given.items() if takes(model, name)}
+    model(input_ids=input_ids, use_cache=cache is not None, **known)
 
 
 def _rotated_parts(recorder: AttentionRecorder, cache: DynamicCache) -> dict[int, int]:
@@ -330,10 +363,16 @@ def _rotated_parts(recorder: AttentionRecorder, cache: DynamicCache) -> dict[int
 
 
 def _match_rotary(
-    model: PreTrainedModel, at_zero: Queries, queries: dict[int, Queries], leads: dict[int, int]
+    model: PreTrainedModel,
+    at_zero: Queries,
+    queries: dict[int, Queries],
+    leads: dict[int, int],
+    mixers: Sequence[Mixer],
 ) -> tuple[dict[int, RotarySpec | None] | None, str]:
     """Find each layer's rotary embedding: the candidate that maps its query at position 0 to the other positions."""
     name = type(model).__name__
+    if mixers:
+        return None, f"{name} keeps a state in {mixers[0].name}, which belongs to one order of tokens"
     changing = sorted(rope_types(model.config) & {"dynamic", "longrope"})
     if changing:
         return None, f"{name} uses {changing[0]} RoPE scaling, whose frequencies change with the length"

@@ -18,9 +18,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from hf_parallel.cache import BlockCache
 from hf_parallel.cache.placement import execution_device
+from hf_parallel.cache.state_plan import StateCall
 from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.compiled import InstalledCall
+from hf_parallel.models.ranks import num_ranks
 
 _READS = ("get_conv_state", "get_recurrent_state", "has_previous_state")
 _WRITES = ("update_conv_state", "update_recurrent_state")
@@ -33,6 +38,7 @@ class Mixer:
     name: str  # in `model.named_modules()`
     layer_idx: int
     argument: str  # of its forward, that takes the cache
+    stepwise: bool = False  # whether it continues from a state by one token at a time only
 
 
 MixerCall = Callable[[Mixer, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -98,6 +104,18 @@ def cache_argument(model: PreTrainedModel) -> str:
     return next((name for name in ("past_key_values", "cache_params") if name in known), "past_key_values")
 
 
+def keep_states(cache: BlockCache, mixers: Sequence[Mixer]) -> None:
+    """Make a cache keep the states of a model's mixers."""
+    states = cache.pool.states
+    states.in_use, states.stepwise = bool(mixers), any(mixer.stepwise for mixer in mixers)
+
+
+def takes(model: PreTrainedModel, name: str) -> bool:
+    """Return whether `model.forward` takes an argument of this name, or any."""
+    known = inspect.signature(model.forward).parameters
+    return name in known or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+
+
 def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
     """Find the mixers of a model in two forward passes over its stock cache, of three tokens and of one.
 
@@ -120,6 +138,32 @@ def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
             raise UnsupportedModelError(f"{type(model).__name__} {reached} that holds the cache")
         found.append(Mixer(names[module], layer_idx, argument))
     return tuple(found)
+
+
+def keeps_states(model: PreTrainedModel) -> bool:
+    """Return whether layers of a model keep states, in its stock cache or in modules."""
+    layers = DynamicCache(config=model.config).layers
+    return model._is_stateful or any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
+def supported_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
+    """Return the mixers of a model; raise `UnsupportedModelError` if it keeps states elsewhere than in the cache."""
+    if not keeps_states(model):
+        return ()
+    name, layers = type(model).__name__, DynamicCache(config=model.config).layers
+    try:
+        found = find_mixers(model)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(f"{name} keeps states in a cache of its own kind") from error
+    known = {mixer.layer_idx for mixer in found}
+    other = [
+        i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin) and i not in known
+    ]
+    if other or not found:
+        raise UnsupportedModelError(f"{name} keeps the states of layers {other} outside of the cache")
+    if num_ranks(model) > 1:
+        raise UnsupportedModelError(f"{name} keeps states in {found[0].name}, which tensor parallelism would divide")
+    return found
 
 
 class _Recorder(DynamicCache):
@@ -152,10 +196,70 @@ class _Recorder(DynamicCache):
 
 # Calls
 
+
+def packed_calls(cache: BlockCache) -> MixerCall:
+    """Return the function that calls mixers over packed tokens `[1, T, ...]` of the pass that a cache has prepared.
+
+    Rows with equally many new tokens are a batch, which continues from the states of its rows and updates them.
+    """
+
+    def call(mixer: Mixer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get(mixer.argument, cache) is not cache:
+            return module._call_impl(*args, **kwargs)
+        arena, results = cache.pool.states, []
+        calls = cache.state_plan.calls
+        for one in calls:
+            states = MixerStates()
+            if one.sources is not None:
+                states = MixerStates(**arena.read(mixer.name, one.sources, one.in_place))
+            own_args = [_rows_of(value, one, cache, states) for value in args]
+            own_kwargs = {name: _rows_of(value, one, cache, states) for name, value in kwargs.items()}
+            results.append(_packed(module._call_impl(*own_args, **own_kwargs)))
+            for kind, held in {"conv": states.conv, "recurrent": states.recurrent}.items():
+                for state_idx, new in held.items():
+                    if one.targets is not None:
+                        arena.write(mixer.name, kind, state_idx, new, one.targets)
+        return results[0] if calls[0].tokens is None else _in_order(calls, results)
+
+    return call
+
+
+def _rows_of(value: Any, call: StateCall, cache: BlockCache, states: MixerStates) -> Any:
+    """Return an argument for the rows of a call: their tokens as `[rows, length, ...]`, and the states as the cache."""
+    if value is cache:
+        return states
+    if isinstance(value, tuple | list):
+        return type(value)(_rows_of(one, call, cache, states) for one in value)
+    if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, cache.state_plan.num_tokens):
+        return value
+    own = value[0] if call.tokens is None else value[0].index_select(0, call.tokens.to(value.device))
+    return own.unflatten(0, (call.num_rows, -1))
+
+
+def _packed(result: Any) -> Any:
+    """Return a result `[rows, length, ...]` as `[1, tokens, ...]`."""
+    if isinstance(result, tuple | list):
+        return type(result)(map(_packed, result))
+    return result.flatten(0, 1)[None] if isinstance(result, torch.Tensor) else result
+
+
+def _in_order(calls: Sequence[StateCall], results: Sequence[Any]) -> Any:
+    """Join the packed results of calls in the order of the pass's tokens."""
+    if isinstance(results[0], tuple | list):
+        return type(results[0])(_in_order(calls, parts) for parts in zip(*results, strict=True))
+    if not isinstance(results[0], torch.Tensor):
+        return results[0]
+    joined = results[0].new_empty(1, sum(result.shape[1] for result in results), *results[0].shape[2:])
+    for one, result in zip(calls, results, strict=True):
+        assert one.tokens is not None
+        joined[0].index_copy_(0, one.tokens.to(result.device), result[0])
+    return joined
+
+
 _calls: ContextVar[MixerCall | None] = ContextVar("hf_parallel_mixer_calls", default=None)
 
 
-class _MixerImpl(partial[object]):
+class _MixerImpl(InstalledCall):
     """Call of a mixer, installed on the module. Copies and pickles of a module do not have it."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import hybrids
 import tiny
 from paths import ROOT
 from tiny import ARCHITECTURES, REFUSED, Architecture
@@ -21,11 +22,13 @@ Capabilities that `hf_parallel.enable` finds in tiny models of {works} supported
 configurations. Probing does not depend on architecture names: it runs a few forward passes and compares queries and
 logits. Models that are not listed may work. Unsupported models raise `UnsupportedModelError` with the reason.
 
-- **shared_prefix** needs keys and values of all tokens in a cache, and Transformers' attention interface. Tested:
+- **shared_prefix** needs keys and values, or states, in a cache, and Transformers' attention interface. Tested:
   greedy output equals `generate`'s token for token.
 - **hogwild** also rotates queries to other positions, which needs rotary embeddings (RoPE) with constant frequencies.
 - **RoPE**: which dimensions form a rotated pair (`half-split` as in Llama, `interleaved` as in GLM), the number of
   rotated dimensions of a head if not all are, layers without RoPE, and the scaling of the frequencies.
+- **States**: layers with linear attention, an SSM or a short convolution, which keep a state instead of keys, or beside
+  them. A state belongs to one order of tokens, so that hogwild does not work.
 - **Attention**: a sliding window (in all layers or some), soft-capped scores, attention sinks, latents (MLA: the cache
   holds a latent per token, from which keys and values of all heads are expanded). All are supported.
 
@@ -37,29 +40,36 @@ logits. Models that are not listed may work. Unsupported models raise `Unsupport
 
 def make_page() -> str:
     """Return the text of the page."""
-    return TEXT.format(works=len(ARCHITECTURES), refused=len(REFUSED), table=make_table())
+    return TEXT.format(works=len(ARCHITECTURES) + len(hybrids.ARCHITECTURES), refused=len(REFUSED), table=make_table())
 
 
 def make_table() -> str:
     """Return the table of all architectures, supported ones first."""
-    rows = [row_of(architecture) for architecture in (*ARCHITECTURES.values(), *REFUSED.values())]
+    every = (*ARCHITECTURES.values(), *REFUSED.values(), *hybrids.ARCHITECTURES.values())
+    rows = [row_of(architecture) for architecture in every]
     rows.sort(key=lambda row: (row[1] == "no", row[0]))
-    heads = ("architecture", "shared_prefix", "hogwild", "RoPE", "attention", "why not")
+    heads = ("architecture", "shared_prefix", "hogwild", "RoPE", "attention", "states", "why not")
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
 
 
 def row_of(architecture: Architecture) -> Sequence[str]:
     """Return the cells of one architecture."""
-    model, name = tiny.build(architecture.name), f"`{architecture.name}`"
+    build = hybrids.build if architecture.name in hybrids.ARCHITECTURES else tiny.build
+    model, name = build(architecture.name), f"`{architecture.name}`"
     try:
         found = probe_capabilities(model)
     except UnsupportedModelError as error:
-        return name, "no", "no", "", "", _reason(model, str(error))
+        return name, "no", "no", "", "", "", _reason(model, str(error))
     turns = "yes" if found.rotary is not None else "no"
     reason = _reason(model, found.why_no_rotation)
     if found.max_length is not None:
         reason += "; shared_prefix serves rows up to that length"
-    return name, "yes", turns, _rope(model, found), _attention(model, architecture), reason
+    return name, "yes", turns, _rope(model, found), _attention(model, architecture), _states(found), reason
+
+
+def _states(found: Capabilities) -> str:
+    layers = sorted({mixer.layer_idx for mixer in found.mixers})
+    return f"in layers {', '.join(map(str, layers))}" if layers else ""
 
 
 def _reason(model: PreTrainedModel, why: str) -> str:

@@ -78,12 +78,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 8},
 }
 """Settings of the config of each model, by `model_type`."""
+ARCHITECTURES = {
+    name: Architecture(name, partial(AutoConfig.for_model, name, **{**_COMMON, **settings}))
+    for name, settings in SETTINGS.items()
+}
 
 
 @cache
 def build(name: str) -> PreTrainedModel:
     """Build a model in float32, or return the one built earlier; undo changes, or deep-copy it first."""
-    architecture = Architecture(name, partial(AutoConfig.for_model, name, **{**_COMMON, **SETTINGS[name]}))
+    architecture = ARCHITECTURES[name]
     model = AutoModelForCausalLM.from_config(architecture.config(), dtype=torch.float32)
     tiny.draw_weights(model, architecture, 0)
     return model.eval()

@@ -65,7 +65,7 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
     """
 
     mode: ClassVar[str] = "shared_prefix"
-    traits = ModeTraits(prompt=LevelsPrompt, rows_continue_prompts=True)
+    traits = ModeTraits(prompt=LevelsPrompt, keeps_states=True, rows_continue_prompts=True)
 
     levels: Sequence[Any] | None = None
     keep_completions: bool = True

@@ -18,6 +18,7 @@ from hf_parallel.generation.replay.drafts import MAX_DRAFT_TOKENS, DraftSampler,
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import PassInputs, Row
 from hf_parallel.kernels import to_device
+from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.linear import linear_backend
 
 R = TypeVar("R", bound=Row)
@@ -29,11 +30,19 @@ class SpeculativeDecoder:
     def __init__(self, loop: DecodeLoop, replayer: Replayer, max_tokens: int | None = None) -> None:
         self.loop, self.replayer = loop, replayer
         self._on_cpu = execution_device(loop.call.model).type in HOST
+        self.is_asked = max_tokens is not None
         self.max_tokens = (MAX_DRAFT_TOKENS if self._on_cpu else 0) if max_tokens is None else max_tokens
 
     def start(self) -> bool:
         """Index the prompts for n-gram lookup. Return False if drafts are disabled or would change what is sampled."""
         loop, replayer = self.loop, self.replayer
+        if mixers := loop.call.capabilities.mixers:  # a rejected draft would have changed the state
+            if self.is_asked and self.max_tokens:
+                raise UnsupportedModelError(
+                    f"draft_tokens must be 0 or None, got {self.max_tokens}: {mixers[0].name} keeps a state, which "
+                    "does not go back before a rejected draft"
+                )
+            return False
         if not (self.max_tokens and loop.sampler.is_order_independent):
             return False
         settings = (replayer.model_key, replayer.policy.name, replayer.distributions.settings)

@@ -1,0 +1,144 @@
+"""Models whose layers keep a state: greedy tokens of the modes equal those of `generate` for each row alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import hybrids
+import pytest
+import tiny
+import torch
+from ascii_tokenizer import AsciiTokenizer
+from transformers import PreTrainedModel
+
+import hf_parallel
+from hf_parallel import LogitsCache, SharedPrefixCache, UnsupportedModelError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+EACH = [("lfm2", 1), ("qwen3_5_text", 1)] + [
+    pytest.param(name, 10, marks=pytest.mark.slow) for name in hybrids.SETTINGS
+]
+"""Families, each with a number of random calls."""
+NUM_TOKENS = 12
+NEVER = 10_000  # a token that no model generates
+
+
+@cache
+def enabled(name: str) -> PreTrainedModel:
+    return hf_parallel.enable(copy.deepcopy(hybrids.build(name)))
+
+
+class Alone:
+    """Greedy tokens of each prompt alone, from the model's own `generate`."""
+
+    def __init__(self, name: str) -> None:
+        self.model, self._known = hybrids.build(name), dict[tuple[int, ...], list[int]]()
+
+    def tokens(self, prompt: Sequence[int], eos: Sequence[int] = ()) -> list[int]:
+        key = tuple(prompt)
+        if key not in self._known:
+            out = self.model.generate(
+                torch.tensor([key]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=NEVER
+            )
+            self._known[key] = out[0, len(key) :].tolist()
+        tokens = self._known[key]
+        ends = [index + 1 for index, token in enumerate(tokens) if token in eos]
+        return tokens[: min(ends, default=len(tokens))]
+
+
+def completions(model: Any, prompts: Sequence[Sequence[int]], **settings: Any) -> tuple[list[list[int]], Any]:
+    ids, mask = tiny.left_pad([torch.tensor(prompt) for prompt in prompts])
+    settings = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "return_dict_in_generate": True} | settings
+    output = model.generate(ids, attention_mask=mask, generation_mode="shared_prefix", **settings)
+    begin = ids.shape[1]
+    rows = [row[begin:length] for row, length in zip(output.sequences.tolist(), output.record.lengths, strict=True)]
+    return rows, output
+
+
+def random_prompts(rng: random.Random, known: Sequence[Sequence[int]] = ()) -> list[list[int]]:
+    """Return prompts that begin alike, or like a known sequence."""
+    pool = [list(one) for one in known] or [[]]
+    prompts = []
+    for _ in range(rng.randint(1, 4)):
+        start = rng.choice(pool)
+        start = start[: rng.choice([len(start), rng.randint(0, len(start))])]
+        prompts.append(
+            start + [rng.randrange(3, tiny.VOCAB_SIZE) for _ in range(rng.choice([1, 2, rng.randint(1, 20)]))]
+        )
+        pool += [prompts[-1]] * rng.randint(0, 2)
+    return prompts + rng.choices(prompts, k=rng.randint(0, 2))
+
+
+@pytest.mark.parametrize(("name", "num_calls"), EACH)
+def test_random_calls_equal_generate(name: str, num_calls: int) -> None:
+    model, alone, rng = enabled(name), Alone(name), random.Random(name)
+    for _ in range(num_calls):
+        kept, known = SharedPrefixCache(), list[list[int]]()
+        for _ in range(3):
+            prompts = random_prompts(rng, known)
+            some = [token for prompt in prompts for token in alone.tokens(prompt)]
+            eos = rng.choice([[NEVER], rng.choices(some, k=2)])
+            chunk = rng.choice([1, 7, 64, None])
+            rows, _ = completions(model, prompts, past_key_values=kept, eos_token_id=eos, prefill_chunk_size=chunk)
+            assert rows == [alone.tokens(prompt, eos) for prompt in prompts]
+            known += [prompt + row for prompt, row in zip(prompts, rows, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "num_calls"), EACH)
+def test_seeded_samples_equal_the_row_alone_and_replay(name: str, num_calls: int) -> None:
+    model, rng = enabled(name), random.Random(name)
+    settings = {"do_sample": True, "top_k": 20}
+    logits, kept = LogitsCache(), SharedPrefixCache()
+    for _ in range(num_calls):
+        prompts = random_prompts(rng)[:3]
+        seeds = [rng.randint(0, 2) for _ in prompts]
+        alone = [completions(model, [one], seed=[s], **settings)[0][0] for one, s in zip(prompts, seeds, strict=True)]
+        for more in ({}, {"logits_cache": logits}, {"logits_cache": logits, "past_key_values": kept}):
+            rows, output = completions(model, prompts, seed=seeds, **settings, **more)
+            assert rows == alone
+        shorter = {**settings, "max_new_tokens": NUM_TOKENS + 6}
+        rows, output = completions(model, prompts, seed=seeds, **shorter, logits_cache=logits, past_key_values=kept)
+        assert rows == completions(model, prompts, seed=seeds, **shorter)[0]
+        assert output.stats.replayed_tokens >= NUM_TOKENS
+
+
+def test_modes_without_one_sequence_per_row_raise() -> None:
+    model, ids = enabled("lfm2"), torch.tensor([[5, 6, 7]])
+    with pytest.raises(UnsupportedModelError, match=r"hogwild .* model\.layers\.0\.conv: modes that work are"):
+        model.generate(ids, generation_mode="hogwild", max_new_tokens=4, num_workers=2, tokenizer=AsciiTokenizer())
+    with pytest.raises(UnsupportedModelError, match="draft_tokens must be 0"):
+        model.generate(ids, generation_mode="resample", max_new_tokens=4, draft_tokens=3, logits_cache=LogitsCache())
+    with pytest.raises(ValueError, match="keep a state cannot use this cache in a plain forward pass"):
+        model(ids, past_key_values=SharedPrefixCache(), use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+def test_a_state_that_is_not_finite_is_not_kept(name: str) -> None:
+    model, kept, prompt = enabled(name), SharedPrefixCache(), [5, 6, 7, 8]
+    (rows, _), broken = completions(model, [prompt], past_key_values=kept), []
+
+    def break_once(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        broken.append(output)
+        return output * torch.nan if len(broken) == 1 else output
+
+    mixer = model.get_submodule(model._parallel.capabilities.mixers[-1].name)
+    handle = mixer.in_proj.register_forward_hook(break_once)  # NaN reaches the state of the last layer
+    try:
+        completions(model, [[*prompt[:3], 9, 10, 11]], past_key_values=kept)
+    finally:
+        handle.remove()
+    assert broken
+    again, _ = completions(model, [prompt, [*prompt[:3], 9, 10, 11]], past_key_values=kept)
+    assert again[0] == rows[0]
+    assert again[1] == Alone(name).tokens([*prompt[:3], 9, 10, 11])
+
+
+def test_a_prompt_has_one_state_however_many_rows_start_from_it() -> None:
+    model, kept = enabled("lfm2"), SharedPrefixCache()
+    completions(model, [list(range(3, 40))] * 5, past_key_values=kept, keep_completions=False)
+    assert kept.pool.states.num_used == 2  # at its end and before its last token, whose logits a later call needs
+    assert kept.state_bytes == 2 * 3 * 64 * 3 * 4  # three layers, 64 channels, kernel of 3, float32
