@@ -1,12 +1,12 @@
 """Compares eviction policies on traces of agents (Hive, section 8.3): `python -m benchmarks.agents_cache --help`.
 
-- `workflow`: the five agents of the paper, 7 and 21 rounds. At the budget of each trace, LRU has the hit rate of the
-  paper's baseline for the hotspots: 0.903 and 0.935.
+- `workflow`: the five agents of the paper, in 7 and 21 rounds, at the budget where LRU has the hotspot hit rate of the
+  paper's baseline: 0.903 and 0.935.
 - `budgets`: the same with other budgets.
-- `robustness`: agents that exchange their parts half-way, agents that inflate their score, and random agents.
-- `engine`: the simulator beside an engine with the model, on the same trace.
+- `robustness`: agents that exchange their parts half-way, agents that inflate their score, random agents.
+- `engine`: the simulator and an engine with the model, on the same trace.
 
-All but the last part are simulated, and give the same figures on every machine.
+All but the last part are simulated, with the same figures on every machine.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ HOTSPOTS = ("Patcher", "Viewer")
 PAPER = {7: 0.903, 21: 0.935}
 """Hit rate of the hotspots with LRU in the paper, by rounds."""
 GRID = 100
-"""Tokens between the budgets that are tried."""
+"""Step between tried budgets, in tokens."""
 SMALL: dict[str, Any] = {
     **{"loops": 2, "code": 200, "documents": 80, "summary": 30},
     **{"message": 10, "answer": 12, "report": 15},
 }
-"""A workflow that a model computes in a minute."""
+"""A workflow that takes a model a minute."""
 ENGINE_BUDGET = 700
 
 
@@ -45,9 +45,9 @@ ENGINE_BUDGET = 700
 class FiveAgents:
     """The workflow of five agents of Hive, section 8.3 and figure 3. The paper does not give the lengths.
 
-    In each round, Decision sends work to Viewer and Patcher `loops` times: the main paths, whose two agents are the
-    hotspots. Both continue a conversation. Then Searcher retrieves documents, which are long and used once, and Summary
-    reads them with the report of the round. In the next round, the conversations begin again, with its summary.
+    In each round, Decision sends work to Viewer and Patcher `loops` times. These two are the hotspots, and continue a
+    conversation. Then Searcher retrieves long documents that are used once, and Summary reads them with the report of
+    the round. In the next round, the conversations begin again with this summary.
 
     Default lengths make LRU reproduce the paper's hit rates (0.90 for hotspots and 0.31 for others in 7 rounds) at the
     budget where its hotspot hit rate matches. Lengths vary by `spread`. `is_changing`: half-way, Searcher and Summary
@@ -80,7 +80,7 @@ class FiveAgents:
         task = (f"{name}: task", length(self.task))
         roles = {agent: (f"{name}: {agent}", length(self.role)) for agent in AGENTS}
         code = {agent: (f"{name}: code of {agent}", length(self.code)) for agent in HOTSPOTS}
-        parts = {agent: agent for agent in AGENTS}  # the agent that has each part
+        parts = {agent: agent for agent in AGENTS}  # agent by part
         kept: list[PromptSegment] = []  # the summary of the rounds so far
 
         def add(agent: str, prompt: Sequence[PromptSegment], answer: int) -> PromptSegment:
@@ -113,8 +113,8 @@ class FiveAgents:
 def random_trace(seed: int, num_agents: int = 8, num_requests: int = 300) -> Trace:
     """Return random requests of random agents.
 
-    Agents differ in how often they send requests, in the length of their rules, and in how probably they continue their
-    conversation. Some read long texts once. The quarter that sends most requests are the hotspots.
+    Agents differ in how often they send requests, in the length of their rules, and in the probability that they
+    continue their conversation. Some read long texts once. The quarter that sends the most requests are the hotspots.
     """
     rng = random.Random(seed)
     names = [f"agent {index}" for index in range(num_agents)]
@@ -138,10 +138,10 @@ def random_trace(seed: int, num_agents: int = 8, num_requests: int = 300) -> Tra
 
 
 def with_adversary(trace: Trace, seed: int = 0, requests: int = 2, *, imitates: bool = False) -> Trace:
-    """Return a trace in which an agent of another workflow sends requests after each one, to inflate its score.
+    """Return a trace in which an agent of another workflow sends requests after each request, to inflate its score.
 
-    Its requests share a long prefix with each other, and each has a text of its own. `imitates`: they begin with the
-    prompt of a hotspot instead, so that they share with that agent.
+    Its requests share a long prefix, followed by a text of their own. `imitates`: they begin with the prompt of a
+    hotspot instead, and so share tokens with that agent.
     """
     rng = random.Random(seed)
     rules: PromptSegment = ("adversary: rules", 1000)
@@ -158,7 +158,7 @@ def with_adversary(trace: Trace, seed: int = 0, requests: int = 2, *, imitates: 
 
 
 def replay(trace: Trace, engine: Engine) -> CacheResult:
-    """Run a trace in an open engine, with the tokens of the trace as answers, and count what `simulate` counts."""
+    """Run a trace in an open engine, with the trace's outputs as answers, and count like `simulate`."""
     before, began = engine.stats.evicted_tokens, time.perf_counter()
     result = CacheResult(engine.policy)
     for request in trace.requests:
@@ -184,7 +184,7 @@ def replay(trace: Trace, engine: Engine) -> CacheResult:
 
 
 def budget_of(trace: Trace, hit_rate: float) -> int:
-    """Return the budget at which the hotspots' hit rate with LRU is nearest to a given one."""
+    """Return the budget at which LRU's hotspot hit rate is nearest to a given one."""
     longest = max(len(trace.prompt_of(one)) + len(trace.output_of(one)) for one in trace.requests)
     enough = -(-longest // GRID) * GRID
     while simulate(trace, "lru", enough).hotspot_hit_rate < hit_rate:
@@ -200,10 +200,10 @@ def figures(result: CacheResult) -> dict[str, float]:
 
 
 def compare(traces: Sequence[Trace], budgets: Sequence[int]) -> list[dict[str, Any]]:
-    """Return means over traces for each policy, with the spread of the ratios to LRU; without a limit as `unlimited`.
+    """Return means over traces for each policy and without a limit (`unlimited`), with the spread of ratios to LRU.
 
-    Every token is computed at least once, and at most the budget remains: any policy evicts the other tokens.
-    In the entry `unlimited`, `fewer_evicted` is the number of tokens that LRU evicts, divided by this minimum.
+    Every token is computed at least once and at most the budget remains, so any policy evicts the other tokens. In the
+    entry `unlimited`, `fewer_evicted` is the number of tokens that LRU evicts, divided by this minimum.
     """
     unlimited = [simulate(trace) for trace in traces]
     pairs = list(zip(traces, budgets, strict=True))
@@ -229,7 +229,7 @@ def compare(traces: Sequence[Trace], budgets: Sequence[int]) -> list[dict[str, A
 
 
 def stored(unlimited: CacheResult, trace: Trace) -> int:
-    """Return the tokens that a run without a limit has stored; the last of each answer is not."""
+    """Return the tokens stored in a run without a limit: all but the last of each answer."""
     answers = sum(len(trace.output_of(request)) - 1 for request in trace.requests)
     return unlimited.hotspot_misses + unlimited.other_misses + answers
 

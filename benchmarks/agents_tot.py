@@ -1,13 +1,13 @@
 """Tree of Thoughts for the Game of 24 on the embedded model (Yao et al., 2023; Hive, section 8).
 
-`python -m benchmarks.agents_tot --help`. One agent spawns a search for each puzzle, all of which run at the same time.
-The agents and prompts are those of `examples/agents_game24.py`. There are three ways, with the same seeds:
+`python -m benchmarks.agents_tot --help`. One agent spawns a search for each puzzle, and all searches run at the same
+time. Agents and prompts are those of `examples/agents_game24.py`. There are three ways, with the same seeds:
 
 - `cached`: agents on an engine, with the logits cache of the runtime (stepwise replay).
 - `uncached`: the same without a logits cache.
-- `sequential`: the same searches, but each completion is a `generate` call by itself: no batch, nothing is shared.
+- `sequential`: the same searches, but each completion is a separate `generate` call, without batches or sharing.
 
-Completions are sampled with the seeds of the run, so that all ways should build the same trees.
+Completions are sampled with the seeds of the run, so all ways should build the same trees.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TARGETS = (
 
 
 class Sequential:
-    """A model that generates one completion after another, by `generate` calls that share nothing."""
+    """A model that generates one completion after another, in `generate` calls that share nothing."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
@@ -55,7 +55,7 @@ class Sequential:
         given = {"generation_mode": "shared_prefix", "tokenizer": self.tokenizer, "return_dict_in_generate": True}
         given |= settings
         count = given.pop("num_return_sequences", 1)
-        # The seeds of the rows in a call for all.
+        # seeds of the rows in one call for all
         outputs = [self.model.generate(prompt, seed=[mix(seed, row)], **given) for row in range(count)]
         self.passes += sum(output.stats.forward_passes for output in outputs)
         tokens = sum(output.stats.decoded_tokens for output in outputs)

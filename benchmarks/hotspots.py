@@ -1,7 +1,7 @@
 """Plots the hotspots of one answer (Hive, section 6.2, figure 7): `python -m benchmarks.hotspots --help`.
 
-The answer is a Game of 24 puzzle. The plot shows the scores of its steps (eq. 2 to 4), the threshold, and the tokens
-that a replay would sample anew. Needs matplotlib (extra `eval`).
+The model answers a Game of 24 puzzle. The plot shows the scores of the steps (eq. 2 to 4), the threshold, and the
+tokens that a replay would sample again. Needs matplotlib (extra `eval`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .resample import encode, solvable
 
 
 class Answer(NamedTuple):
-    """One decoded answer: the text of each token, the scores `[n]`, and whether a replay samples each anew `[n]`."""
+    """One answer: text of each token, score of each step `[n]`, and whether a replay would sample it again `[n]`."""
 
     tokens: list[str]
     scores: np.ndarray

@@ -1,13 +1,13 @@
 """Compares lm-eval's backends `hf` and `hf-parallel` on one model: `python -m benchmarks.lm_eval --help`.
 
-The questions are synthetic, made from a seed. Each run is a whole `simple_evaluate` of a loaded model:
+The questions are generated from a seed. Each run is a whole `simple_evaluate` of a loaded model:
 
-- `fixed`: 5-shot multiple choice with four choices of several tokens; all questions have the same examples, as in MMLU.
+- `fixed`: 5-shot multiple choice with four choices of several tokens. All questions have the same examples, as in MMLU.
 - `random`: the same with examples drawn for each question, lm-eval's default. Only choices share a prefix.
-- `repeats`: a `generate_until` task with `repeats: 8` and the same five examples, sampled, of equal lengths.
+- `repeats`: a sampled `generate_until` task with `repeats: 8`, the same five examples, and answers of equal length.
 
-Each backend runs with all batch sizes, and the fastest of each counts: rows of `hf`, contexts of `hf-parallel`. Scores
-of all runs of a multiple-choice task are compared, and greedy texts of the `repeats` task.
+Each backend runs with all batch sizes (rows of `hf`, contexts of `hf-parallel`), and its fastest run counts. All runs
+of a multiple-choice task must have the same scores, and both backends the same greedy texts in the `repeats` task.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Compares sequential and parallel answers (PDOS, section 4; Hogwild! Inference, section 4.1), all greedy.
+"""Compares sequential and parallel greedy answers (PDOS, section 4; Hogwild! Inference, section 4.1).
 
 `python -m benchmarks.parallel_answers --help`. There are two parts:
 
 - `rotate_from_reencode`: KL(p || q) in nats for each token after a rotated block, whose branches did not attend to each
-  other. q is the distribution that the token was chosen from, p that of a plain forward pass over the same text.
-- `branches`: ten branches of fixed length and a short conclusion, compared with sequential decoding of as many tokens.
+  other. q is the distribution of the token in `pdos`, p its distribution in a plain forward pass over the same text.
+- `branches`: ten branches of fixed length and a short conclusion, compared with sequential decoding of the same number
+  of tokens.
 
-A small model does not open a block by itself and miscounts parts. The answer therefore begins with the first title, and
-the number of parts is fixed. `hf-parallel evaluate` compares the accuracy of modes.
+A small model opens no block by itself and miscounts parts. So the answer begins with the first title, and the number of
+parts is fixed. `hf-parallel evaluate` compares the accuracy of modes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .report import Table, about, compare, finish, new_parser, new_path, set_up
 
 Problem = RetrievalProblem | ArithmeticProblem | PlanningProblem
 PARTS = {"retrieval": 10, "arithmetic": 5, "planning": 5}
-"""Number of students, questions and aspects of a problem."""
+"""Number of students, questions or aspects of a problem."""
 SIZES: dict[str, Any] = {
     "parts": None,
     "part_tokens": 20,
@@ -40,19 +41,19 @@ SIZES: dict[str, Any] = {
 }
 QUICK: dict[str, Any] = {"parts": 2, "part_tokens": 6, "branches": 2, "lengths": (2,), "conclusion": 2, "rounds": 1}
 LIMITS = (("branch_stage", "at least", 4.0), ("whole_answer", "at least", 2.5), ("kv_bytes", "at most", 1.01))
-"""Targets of the second part: tokens/s and KV bytes relative to sequential decoding."""
+"""Targets of the second part: tokens per second and KV bytes relative to sequential decoding."""
 
 
 @torch.no_grad()
 def distance(model: Any, output: Any, prompt_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Compare the distributions after joined blocks with those of a plain forward pass over the same text.
 
-    Returns the divergence, float64 `[positions]`, and whether the top token is equal, bool `[positions]`.
+    Return the divergence, float64 `[positions]`, and whether the top tokens are equal, bool `[positions]`.
     """
     blocks, length = output.blocks[0], len(output.logits)
     ends = [*(block.start for block in blocks[1:]), length]
     positions = [position for block, end in zip(blocks, ends, strict=False) for position in range(block.end, end)]
-    chosen = [position for position in positions if output.logits[position].any()]  # zeros: the token was forced
+    chosen = [position for position in positions if output.logits[position].any()]  # all zeros if the token was forced
     if not chosen:
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.bool)
     plain = model(input_ids=output.sequences, use_cache=False, logits_to_keep=length + 1).logits[0, chosen]
@@ -63,7 +64,7 @@ def distance(model: Any, output: Any, prompt_length: int) -> tuple[torch.Tensor,
 
 
 def branches_of(model: Any, tokenizer: Any, length: int, join: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Compare an answer with branches of fixed length with sequential decoding of the same number of tokens."""
+    """Compare an answer that has branches of fixed length with sequential decoding of as many tokens."""
     problem = RetrievalProblem.make(0, sizes["branches"])
     prompt = pdos_prompt(problem.prompt, tokenizer, parallel_hint=False)
     settings = coaching(problem) | {"branch_stops": (), "branch_max_new_tokens": length, "join": join}
@@ -101,7 +102,7 @@ def generate(model: Any, prompt: Any, **settings: Any) -> Any:
 
 
 def coaching(problem: Problem) -> dict[str, Any]:
-    """Return settings that open a block with one branch of one line per part of the problem."""
+    """Return settings that open a block with a one-line branch for each part of the problem."""
     if isinstance(problem, RetrievalProblem):
         said, first, count = "I check the students one by one.", problem.students[0].name, len(problem.students)
     elif isinstance(problem, ArithmeticProblem):
@@ -118,12 +119,12 @@ def coaching(problem: Problem) -> dict[str, Any]:
 
 
 def tokenize(model: Any, tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text, tokenized as an opening is."""
+    """Return the tokens of a text, as an opening is tokenized."""
     return encode_exactly(tokenizer, get_vocabulary(tokenizer, vocabulary_size(model)), text) or []
 
 
 def endings(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that may end a branch or an answer: special ones, and parts of the branch marker."""
+    """Return the tokens that may end a branch or an answer: special tokens and parts of the branch marker."""
     vocabulary, eos = get_vocabulary(tokenizer, vocabulary_size(model)), model.generation_config.eos_token_id
     marker = PDOSConfig().branch_marker.encode()
     marked = {token for token, text in enumerate(vocabulary.texts) if any(byte in marker for byte in text)}
@@ -131,7 +132,7 @@ def endings(model: Any, tokenizer: Any) -> list[int]:
 
 
 def divergence_of(model: Any, tokenizer: Any, task: str, sizes: dict[str, Any], problems: int, tokens: int) -> Any:
-    """Return the divergence of rotated answers to the problems of a task from the same texts reencoded."""
+    """Return the divergence of rotated answers to a task's problems from the same texts reencoded."""
     kept = []
     for seed in range(problems):
         problem = GENERATED[task].make(seed, sizes["parts"] or PARTS[task])

@@ -1,4 +1,4 @@
-"""Tasks of the papers: generated from a seed, or loaded from a file or the Hub by `datasets`."""
+"""Tasks of the papers, generated from a seed or loaded from a file or the Hub."""
 
 from __future__ import annotations
 
@@ -78,17 +78,17 @@ def load_problems(
         A file (.jsonl, .json, .csv or .parquet; of `needles`: a text), or a dataset on the Hub: `id`, or
         `id:config:split`. Default: the source of the task. Generated tasks have none.
     count : int, optional
-        Number of problems: the first ones. Default: all; 100 of generated tasks and of `needles`.
-        A source that has fewer gives a warning.
+        Number of problems, from the first. Default: all; 100 of generated tasks and of `needles`. Warns if the source
+        has fewer.
     seed : int
-        Seed of generated tasks: problem i has the seed `seed + i`. Loaded tasks keep their order.
+        Seed of generated tasks: problem i has the seed `seed + i`. Loaded tasks keep the order of their source.
     **options
         Arguments of `make` (`num_students`, `num_questions`, `num_aspects`) or `from_text` (`characters`, `num_facts`).
 
     Raises
     ------
     ValueError
-        If the task or an option is unknown, the file is missing or has another format, or a row lacks a column.
+        If the task or an option is unknown, if the file is missing or has another format, or if a row lacks a column.
     ImportError
         If the source is not a .jsonl file and `datasets` is not installed.
     """
@@ -96,7 +96,7 @@ def load_problems(
     if count is not None:
         check_int("count", count, at_least=1)
     if source is not None and not isinstance(source, str | os.PathLike):
-        hint = f"; TASKS[{task!r}].from_rows makes a problem of rows"
+        hint = f"; TASKS[{task!r}].from_rows makes a problem from rows"
         raise ValueError(f"source must be a file or the id of a dataset, got {source!r:.80}{hint}")
     if task in GENERATED:
         if source is not None:
@@ -127,7 +127,7 @@ def load_problems(
 
 
 def check_task(task: str, options: Mapping[str, object]) -> None:
-    """Raise `ValueError` for an unknown task, and for an unknown option of it; `count` and `seed` are not options."""
+    """Raise `ValueError` for an unknown task or option; `count` and `seed` are not options."""
     if task not in TASKS:
         raise ValueError(f"task must be one of {list(TASKS)}, got {task!r}{suggestion(task, TASKS)}")
     make = NeedleProblem.from_text if TASKS[task] is NeedleProblem else getattr(TASKS[task], "make", None)
@@ -139,7 +139,7 @@ def check_task(task: str, options: Mapping[str, object]) -> None:
 
 
 def _rows(source: str, cls: type[Problem]) -> Iterable[Mapping[str, object]]:
-    """Read the rows of a file or of a dataset on the Hub, one after another."""
+    """Yield the rows of a file or of a dataset on the Hub."""
     path, suffix = Path(source), Path(source).suffix.lower()
     if suffix in FORMATS:
         return _json_lines(source) if suffix == ".jsonl" else _rows_of_file(_existing(path), suffix[1:])
@@ -155,7 +155,7 @@ def _rows(source: str, cls: type[Problem]) -> Iterable[Mapping[str, object]]:
 
 
 def _json_lines(source: str) -> Iterator[Mapping[str, object]]:
-    """Read JSON objects, one per line, from a file or URL."""
+    """Yield JSON objects, one per line, from a file or URL."""
     import fsspec
 
     try:
@@ -171,7 +171,7 @@ def _json_lines(source: str) -> Iterator[Mapping[str, object]]:
 
 
 def _rows_of_file(path: Path, builder: str) -> Iterator[Mapping[str, object]]:
-    """Read the rows of a file by a builder of `datasets`."""
+    """Yield the rows of a file, read by a builder of `datasets`."""
     try:
         yield from _load_dataset(builder, data_files=str(path), split="train") if path.stat().st_size else ()
     except ImportError:

@@ -22,7 +22,7 @@ MODULES = (
     "string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, functools, operator, "
     "io, sys, json, builtins, typing"
 )
-"""Modules whose names answers may use without an import, as in LiveCodeBench."""
+"""Modules that answers may use without an import, as in LiveCodeBench."""
 PREAMBLE = "".join(f"from {name} import *\n" for name in MODULES.split(", ")) + f"import {MODULES}\n"
 PREAMBLE += "sys.setrecursionlimit(50000)\n"
 PROGRAM = """
@@ -48,7 +48,7 @@ assert _json.loads(_text) == _result, "the result must consist of lists, dicts, 
 _os.write(_channel, b"\\n" + _text.encode())
 """
 MAX_TESTS = 1 << 28
-"""Bytes of decompressed tests."""
+"""Maximum size of decompressed tests, in bytes."""
 TEXT_CODES = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 _FENCE = re.compile(r"^[ \t]*```[^\n]*$", re.MULTILINE)
 
@@ -64,10 +64,10 @@ class Test:
 
 @dataclass(frozen=True)
 class CodeProblem(Problem):
-    """A programming problem with tests. `answer` is empty: any program that passes all tests is correct.
+    """A programming problem with tests. `answer` is empty, because any program that passes all tests is correct.
 
-    `tests` are `Test` objects. `own` is the part of the prompt after the part that problems share, `shared`.
-    Programs read stdin and write stdout; if `function` is set, this function (or method of `Solution`) is called.
+    The prompt consists of `shared`, which other problems have too, and `own`. Programs read stdin and write stdout. If
+    `function` is given, tests call this function, or method of `Solution`, instead.
     """
 
     seconds: ClassVar[float] = 6.0
@@ -76,7 +76,7 @@ class CodeProblem(Problem):
     finisher_prompt: ClassVar[str] = "\n\n```python\n"
     finisher_tokens: ClassVar[int] = 1024
     nested_tuples: ClassVar[bool] = False
-    """Whether tuples within the result of a function count as lists."""
+    """Whether tuples in the result of a function count as lists."""
 
     own: str = field(repr=False)
     tests: tuple[Test, ...] = field(repr=False)
@@ -89,7 +89,7 @@ class CodeProblem(Problem):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The part of the prompt that all problems share, and the problem's own."""
+        """Part of the prompt that all problems share, and the problem's own."""
         return (self.shared, self.own)
 
     def has_answer(self, text: str) -> bool:
@@ -99,7 +99,7 @@ class CodeProblem(Problem):
     def score(self, text: str) -> float:
         """Return 1.0 if the code of the answer passes all tests in the sandbox, otherwise 0.0.
 
-        The code is the last fenced block; an answer without one is wrong.
+        The code is the last fenced block. An answer without a block is wrong.
         """
         source = last_block(text)
         return float(source is not None and all(self.passes(source, test) for test in self.tests))
@@ -120,13 +120,13 @@ class CodeProblem(Problem):
             return False
 
     def is_result(self, result: object, expected: object) -> bool:
-        """Return whether a function has returned what is expected."""
+        """Return whether a function's result is correct."""
         return bool(result == expected)
 
 
 @dataclass(frozen=True)
 class LiveCodeBenchProblem(CodeProblem):
-    """A problem of LiveCodeBench (Jain et al., 2024), code generation. The prompts of all problems begin equally."""
+    """A problem of LiveCodeBench (Jain et al., 2024), code generation. All prompts begin with the same text."""
 
     name: ClassVar[str] = "livecodebench"
     source: ClassVar[str] = "lighteval/code_generation_lite:release_v5:test"
@@ -148,7 +148,7 @@ class LiveCodeBenchProblem(CodeProblem):
 class APPSProblem(CodeProblem):
     """A problem of APPS (Hendrycks et al., 2021), with the two levels of Hydragen (section 4.4).
 
-    The few-shot examples are shared by all problems; a problem's question is shared by its completions.
+    All problems share the few-shot examples, and the completions of a problem share its question.
     """
 
     name: ClassVar[str] = "apps"
@@ -172,7 +172,7 @@ class APPSProblem(CodeProblem):
         return _make(cls, text_column(row, "question"), tests, function, str(row.get("starter_code") or ""), EXAMPLES)
 
     def is_result(self, result: object, expected: object) -> bool:
-        """Return whether a function has returned what is expected, which may be the only item of a list."""
+        """Return whether a function's result is correct; the expected one may be in a list."""
         return bool(result == expected or (isinstance(expected, list) and expected and result == expected[0]))
 
 
@@ -191,7 +191,7 @@ EXAMPLES = (
 
 
 def last_block(text: str) -> str | None:
-    """Return the last complete fenced block of a text, or None. A fence that names a language begins a block."""
+    """Return the last complete fenced block of a text, or None. A fence with a language begins a block."""
     opening: re.Match[str] | None = None
     found = None
     for fence in _FENCE.finditer(text):
@@ -229,7 +229,7 @@ def _json(text: object, name: str) -> JSONObject:
 
 
 def _test_cases(value: object) -> list[dict[str, str]]:
-    """Read test cases: JSON, or JSON compressed by zlib in base64, in which the Hub's dataset has a pickled string."""
+    """Read test cases: JSON, or base64 of JSON (on the Hub, of a pickled string) that zlib has compressed."""
     try:
         cases = json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -256,7 +256,7 @@ def _compressed(value: str) -> object:
 
 
 def _pickled_text(data: bytes) -> str:
-    """Return the text of a pickle of one string; raise `ValueError` for any other pickle. Nothing is unpickled."""
+    """Return the string in a pickle, without unpickling; raise `ValueError` for any other pickle."""
     steps = list(pickletools.genops(data))
     texts = [str(argument) for code, argument, _ in steps if code.name in TEXT_CODES]
     others = {code.name for code, _, _ in steps} - {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}

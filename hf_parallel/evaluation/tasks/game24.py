@@ -78,9 +78,9 @@ class Game24Problem(Problem):
 
 
 def evaluate(node: ast.AST, used: list[int]) -> Fraction:
-    """Return the exact value of an expression of integers and `+ - * /`; append its integers to `used`.
+    """Return the exact value of an expression of integers and `+ - * /`, and append its integers to `used`.
 
-    Raises `ValueError` for anything else.
+    Raises `ValueError` for other expressions.
     """
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         left, right = evaluate(node.left, used), evaluate(node.right, used)

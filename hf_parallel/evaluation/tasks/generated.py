@@ -1,4 +1,4 @@
-"""Tasks generated from a seed: retrieval and arithmetic with exact answers, and planning, scored by format only.
+"""Tasks generated from a seed: retrieval and arithmetic with exact answers, planning with a scored format.
 
 Each asks for several independent parts and a conclusion, like the tasks of Parallel Decoding in One Sequence (section
 4.2, appendix B) and Hogwild! Inference (section 4.1).
@@ -67,7 +67,7 @@ class Student:
 
 @dataclass(frozen=True)
 class RetrievalProblem(Problem):
-    """Find the full name of the only student whose GPA lies in a range. No student's GPA equals `low` or `high`."""
+    """Find the full name of the only student whose GPA is in a range. No GPA equals `low` or `high`."""
 
     name: ClassVar[str] = "retrieval"
     answer_pattern: ClassVar[str] = r"(?i)\bname\**:[ \t*]*([^\n*]+)"
@@ -83,7 +83,7 @@ class RetrievalProblem(Problem):
         draw = random.Random(f"{cls.name} {seed}")
         everyone = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]
         names = draw.sample(everyone, num_students)
-        hundredths = draw.sample(range(150, 480, 3), num_students)  # 0.03 apart or more, so that bounds fit between
+        hundredths = draw.sample(range(150, 480, 3), num_students)  # at least 0.03 apart, so bounds fit between
         students = tuple(_student(draw, name, gpa / 100) for name, gpa in zip(names, hundredths, strict=True))
         name, wanted = draw.choice(list(zip(names, hundredths, strict=True)))
         below = max((gpa for gpa in hundredths if gpa < wanted), default=wanted - 30)
@@ -101,7 +101,7 @@ class RetrievalProblem(Problem):
     def score(self, text: str) -> float:
         """Return 1.0 if the rest of the line after the last `Name:` is the student's full name, otherwise 0.0.
 
-        Case, bold type, quotes and final punctuation are ignored.
+        Ignores case, bold type, quotes and final punctuation.
         """
         given = find_answer(self.answer_pattern, text)
         return float(given is not None and normal_form(given.strip(" .!\"'")) == normal_form(self.answer))
@@ -111,7 +111,7 @@ class RetrievalProblem(Problem):
 class ArithmeticProblem(Problem):
     r"""Independent word problems of two to four steps in one prompt.
 
-    The answers are integers from 1 to 999. `answer` has all of them, separated by commas.
+    Answers are integers from 1 to 999. `answer` has all of them, separated by commas.
     """
 
     name: ClassVar[str] = "arithmetic"
@@ -122,7 +122,7 @@ class ArithmeticProblem(Problem):
 
     @classmethod
     def make(cls, seed: int, num_questions: int = 5) -> ArithmeticProblem:
-        """Generate a problem with 1 to 10 questions, each of a different kind."""
+        """Generate a problem with 1 to 10 questions of different kinds."""
         _check_count("num_questions", num_questions, 1, len(WORD_PROBLEMS))
         draw = random.Random(f"{cls.name} {seed}")
         kinds = draw.sample(list(WORD_PROBLEMS.items()), num_questions)
@@ -136,17 +136,13 @@ class ArithmeticProblem(Problem):
         return cls(prompt, ",".join(map(str, answers)), questions, answers)
 
     def score(self, text: str) -> float:
-        r"""Return the fraction of correct answers, compared by position (as in Hogwild! Inference, section 4.1).
-
-        If the last `\boxed{}` contains several answers, only these are scored; more answers than questions score 0.0.
-        Otherwise the last boxes with a single answer are scored, one box per question.
-        """
+        """Return the fraction of correct answers, compared by position; see `grading.score_by_position`."""
         return score_by_position(text, list(map(str, self.answers)))
 
 
 @dataclass(frozen=True)
 class PlanningProblem(Problem):
-    """Discuss aspects of a topic (`answer`: one per line), each under its own heading. Only the format is scored."""
+    """Discuss aspects of a topic, each under its heading. `answer` has one aspect per line. Only the format counts."""
 
     name: ClassVar[str] = "planning"
 
@@ -169,8 +165,8 @@ class PlanningProblem(Problem):
     def score(self, text: str) -> float:
         """Return the fraction of aspects that have a heading.
 
-        A heading is a line that contains only the aspect, or the aspect before a colon. Case and marks such as `##`,
-        `**`, `-` and `1.` are ignored.
+        A heading is a line with only the aspect, or with the aspect before a colon. Ignores case and marks such as
+        `##`, `**`, `-` and `1.`.
         """
         headings = {_heading(line) for line in text.splitlines()}
         return sum(aspect.casefold() in headings for aspect in self.aspects) / len(self.aspects)
@@ -198,7 +194,7 @@ Range: TypeAlias = Sequence[int] | Callable[..., Sequence[int]]
 def _word_problem(
     draw: random.Random, question: str, kind: tuple[Callable[..., int], dict[str, Range]]
 ) -> tuple[str, int]:
-    """Return a question with its answer; a range may depend on the numbers that are drawn before."""
+    """Return a question with its answer. A range may depend on numbers drawn before."""
     answer, ranges = kind
     numbers: dict[str, int] = {}
     for name, bounds in ranges.items():
@@ -263,4 +259,4 @@ WORD_PROBLEMS: dict[str, tuple[Callable[..., int], dict[str, Range]]] = {
         },
     ),
 }
-"""Kinds of word problems by question: function that computes the answer, and ranges of the numbers."""
+"""Kinds of word problems by question: function of the answer, and ranges of the numbers."""

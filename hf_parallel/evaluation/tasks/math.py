@@ -26,7 +26,7 @@ SOLVE = "Solve this problem step by step and give the final answer in \\boxed{}.
 class GSM8KProblem(Problem):
     r"""A word problem of GSM8K (Cobbe et al., 2021), whose answer is a number.
 
-    The last `\boxed{}` is compared by value, or else the line after the last `####`, as in the dataset's solutions.
+    Compares the last `\boxed{}` by value, or else the rest of the line after the last `####`, as in the solutions.
     """
 
     name: ClassVar[str] = "gsm8k"
@@ -45,9 +45,9 @@ class GSM8KProblem(Problem):
 
 @dataclass(frozen=True)
 class GSM8Kx5Problem(Problem):
-    """Five problems of GSM8K in one prompt (Hogwild! Inference, section 4.1); `answer` has the numbers, with commas.
+    """Five problems of GSM8K in one prompt (Hogwild! Inference, section 4.1). `answer` has the numbers, with commas.
 
-    Consecutive rows make a problem, so that no question is used twice.
+    Consecutive rows make a problem, so no question is used twice.
     """
 
     name: ClassVar[str] = "gsm8kx5"
@@ -75,7 +75,7 @@ class GSM8Kx5Problem(Problem):
 
 @dataclass(frozen=True)
 class FormulaProblem(Problem):
-    r"""A problem whose answer is a number or a formula. The last `\boxed{}` is compared by math-verify."""
+    r"""A problem whose answer is a number or a formula. math-verify compares the last `\boxed{}`."""
 
     answer_pattern: ClassVar[str] = BOXED
     finisher_tokens: ClassVar[int] = 64
@@ -93,7 +93,7 @@ class FormulaProblem(Problem):
 
 @dataclass(frozen=True)
 class LIMOProblem(FormulaProblem):
-    """A problem of LIMO (Ye et al., 2025): 817 problems that take long reasoning."""
+    """A problem of LIMO (Ye et al., 2025): 817 problems that need long reasoning."""
 
     name: ClassVar[str] = "limo"
     source: ClassVar[str] = "GAIR/LIMO::train"
@@ -157,7 +157,7 @@ class OlympiadBenchProblem(FormulaProblem):
         return cls(prompt, ", ".join(one.strip("$ ") for one in answers), _tolerance(row.get("error")))
 
     def score(self, text: str) -> float:
-        """Return 1.0 if the final answer has all answers and no others, otherwise 0.0."""
+        """Return 1.0 if the final answer has exactly the correct answers, otherwise 0.0."""
         return float(formulas_equal(self.answer, final_answer(text), self.tolerance))
 
 
@@ -171,7 +171,7 @@ def _gsm8k_answer(row: Mapping[str, object]) -> str:
 
 
 def _tolerance(error: object) -> float:
-    """Read the largest of error bounds, such as `1e-2` or `0.5,0.1`."""
+    """Return the largest error bound of a text such as `1e-2` or `0.5,0.1`."""
     try:
         return max((float(part) for part in str(error or "").split(",") if part.strip()), default=1e-8)
     except ValueError:

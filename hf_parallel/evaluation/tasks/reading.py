@@ -23,9 +23,9 @@ NEEDLE = "In those years the cat of {name} had {color} eyes."
 
 @dataclass(frozen=True)
 class DocumentsProblem(Problem):
-    """A question that one or two of several documents answer (PDOS, section 4.2: 2WikiMultihopQA of LongBench).
+    """A question about several documents (PDOS, section 4.2: 2WikiMultihopQA of LongBench).
 
-    `answer` is the first of `answers`. The paper rates answers by a model; here they are scored as in LongBench.
+    `answer` is the first of `answers`. In the paper, a model rates answers; here they are scored as in LongBench.
     """
 
     name: ClassVar[str] = "documents"
@@ -56,9 +56,9 @@ class DocumentsProblem(Problem):
 
 @dataclass(frozen=True)
 class NeedleProblem(Problem):
-    """A question about one of many facts that are hidden in a book (Hydragen, section 4.3).
+    """A question about one of many facts hidden in a book (Hydragen, section 4.3).
 
-    The problems of one seed have the same text, so that their prompts share everything but the question.
+    Problems of one seed have the same text, so their prompts share everything but the question.
     """
 
     name: ClassVar[str] = "needles"
@@ -68,7 +68,7 @@ class NeedleProblem(Problem):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """The text with all facts, and the question."""
+        """Text with all facts, and question."""
         return (self.book, self.prompt[len(self.book) :])
 
     @classmethod
@@ -80,15 +80,15 @@ class NeedleProblem(Problem):
         Parameters
         ----------
         text : str
-            A book, such as War and Peace, of which the first `characters` are used.
+            A book, such as War and Peace. Its first `characters` are used.
         count : int
             Number of problems.
         seed : int
-            Determines facts and places.
+            Seed of the facts and their places.
         characters : int
-            Length of the text; the paper's has about 20,000 tokens.
+            Length of the text. That of the paper has about 20,000 tokens.
         num_facts : int, optional
-            Number of facts; default: `count`, and at least 16.
+            Number of facts. Default: `count`, but at least 16.
         """
         num_facts = max(count, 16) if num_facts is None else num_facts
         names = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]
@@ -113,7 +113,7 @@ class NeedleProblem(Problem):
 
 
 def word_f1(answer: str, given: str) -> float:
-    """Return the F1 score of the words of two answers, without case, punctuation and articles (LongBench, qa_f1)."""
+    """Return the F1 score of the words of two answers, ignoring case, punctuation and articles (LongBench, qa_f1)."""
     wanted, words = (_words(text) for text in (answer, given))
     common = sum((Counter(wanted) & Counter(words)).values())
     return 2 * common / (len(wanted) + len(words)) if common else 0.0

@@ -1,8 +1,8 @@
-"""`generation_mode="best_of"`: several completions of each prompt, ranked by a score; the best come first.
+"""`generation_mode="best_of"`: several completions of each prompt, ranked by a score, best first.
 
 Best of n: Stiennon et al., Learning to summarize from human feedback, 2020; Cobbe et al., Training Verifiers to Solve
-Math Word Problems, 2021. Pruning while they are written: Sun et al., Fast Best-of-N Decoding via Speculative
-Rejection, 2024 (arXiv 2410.20290).
+Math Word Problems, 2021. Pruning during generation: Sun et al., Fast Best-of-N Decoding via Speculative Rejection,
+2024 (arXiv 2410.20290).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from hf_parallel.generation.validation import check_int
 from hf_parallel.transcript.sections import TranscriptStyle
 
 PRUNED = "pruned"
-"""End reason of a candidate that was dropped."""
+"""End reason of a dropped candidate."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A completion, finished or not, as a scorer receives it; see `BestOfConfig`."""
+    """A finished or unfinished completion, the argument of a scorer; see `BestOfConfig`."""
 
     prompt: str
     text: str
-    """Text without special tokens."""
+    """New text without special tokens."""
     tokens: list[int]
-    """New tokens, with the end-of-sequence token if there is one."""
+    """New tokens, including an end-of-sequence token."""
     mean_log_prob: float
     """Mean log-probability of the tokens under the model."""
     is_complete: bool
@@ -64,20 +64,20 @@ class BestOfRows(ModeRows["BestOfConfig"]):
 
 @dataclass
 class BestOfConfig(ParallelConfig["BestOfOutput"]):
-    """Several completions of each prompt; the best are returned, best first. `num_return_sequences` is their number.
+    """Several completions of each prompt, of which the `num_return_sequences` best are returned, best first.
 
     Parameters
     ----------
     num_candidates : int
-        Completions per prompt. More than one need `do_sample=True`.
+        Completions per prompt. More than one require `do_sample=True`.
     scorer : callable or str, optional
-        Receives a `Candidate` and returns a number, larger for better ones; or `"module:function"`, which names such a
-        function. Default: `mean_log_prob`. It is not stored, nor accepted from a generation config or by a server.
+        Function from a `Candidate` to a number, the larger the better, or its name `"module:function"`. Default:
+        `mean_log_prob`. It is not stored, and generation configs and servers cannot set it.
     prune_every : int, optional
-        Number of tokens after which the worst candidates of each prompt are dropped, again and again. Default: never.
+        Drop the worst candidates of each prompt after every `prune_every` tokens. Default: never.
     keep : float
-        Fraction of a prompt's candidates that each pruning keeps, rounded up, between 0 and 1. Those that have ended
-        compete, too. At least `num_return_sequences` are kept.
+        Fraction of a prompt's candidates that each pruning keeps, between 0 and 1, rounded up, but at least
+        `num_return_sequences`. Finished candidates compete too.
 
     Notes
     -----
@@ -130,7 +130,7 @@ class BestOfConfig(ParallelConfig["BestOfOutput"]):
 
 
 class BestOfRun:
-    """One call: all candidates decode together, and the worst are dropped at every `prune_every`-th token."""
+    """One call: all candidates decode together, and every `prune_every` tokens the worst are dropped."""
 
     def __init__(self, config: BestOfConfig, call: GenerationCall) -> None:
         self.config, self.call, self.cache = config, call, prefix_cache_of(call)
@@ -245,13 +245,13 @@ class BestOfOutput(ParallelOutput):
     """
 
     texts: list[list[str]] = ALWAYS
-    """Per row the texts of all candidates of its prompt, in the order in which they were drawn; so are the others."""
+    """Per row the texts of all candidates of its prompt, in drawing order, as in the other fields."""
     ratings: list[list[float]] = ALWAYS
-    """Per row the scores of all candidates of its prompt; of pruned ones, when they were pruned."""
+    """Per row the scores of all candidates of its prompt; a pruned candidate has its last score."""
     order: list[list[int]] = ALWAYS
     """Per row the indices of the candidates of its prompt, best first, pruned ones last."""
     pruned: list[list[int]] = ALWAYS
-    """Per row the indices of the candidates of its prompt that were pruned."""
+    """Per row the indices of the pruned candidates of its prompt."""
     chosen: list[int] = ALWAYS
     """Per row the index of its candidate."""
 
@@ -262,7 +262,7 @@ class BestOfOutput(ParallelOutput):
 
 
 def resolve_scorer(scorer: object) -> Scorer:
-    """Return a scorer that was given itself or as `"module:function"`; raise `ValueError` if it is neither."""
+    """Return a scorer, given as a function or as `"module:function"`; raise `ValueError` for anything else."""
     found = scorer
     if isinstance(scorer, str):
         try:

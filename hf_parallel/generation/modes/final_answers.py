@@ -18,16 +18,16 @@ BOXED = rf"\\boxed\{{({_BRACED})\}}"
 PATTERN_SECONDS = 1.0
 """Time limit for a regular expression on one text."""
 PATTERN_LENGTH, PATTERN_REPEATS = 10_000, 100_000
-"""Limits of a regular expression, which hold its compilation below a second: characters, and the product of the repeat
-counts `{n}`, as `regex` compiles repeated parts n times."""
+"""Limits of a regular expression, so that it compiles within a second: characters, and product of the repeat counts
+`{n}`, because `regex` compiles repeated parts n times."""
 SHOWN_LENGTH = 40
-"""Characters of a regular expression that messages show."""
+"""Maximum number of characters of a regular expression in messages."""
 _NUMBER = re.compile(r"\+?(-?)(\d+|\d{1,3}(?:,\d{3})+)(?:\.(\d*))?")
 _logger = logging.getLogger(__name__)
 
 
 def check_pattern(name: str, pattern: Any) -> None:
-    """Raise a `ValueError` unless `pattern` is a string that is a regular expression, and not too large to compile."""
+    """Raise a `ValueError` unless `pattern` is a regular expression that is small enough to compile."""
     check_text(name, pattern)
     repeats = math.prod(max(1, int(count)) for count in re.findall(r"\{\s*(\d{1,9})", pattern[:PATTERN_LENGTH]))
     if len(pattern) > PATTERN_LENGTH or repeats > PATTERN_REPEATS:
@@ -42,14 +42,14 @@ def check_pattern(name: str, pattern: Any) -> None:
 
 
 def describe_pattern(pattern: str) -> str:
-    """Return `answer_pattern` and its value for a message: the default by its meaning, of a long one the beginning."""
+    """Return `answer_pattern` for a message: the default by its meaning, a long one shortened."""
     if pattern == BOXED:
         return "answer_pattern (the default, \\boxed{...})"
     return f"answer_pattern={pattern[:SHOWN_LENGTH]!r}" + "..." * (len(pattern) > SHOWN_LENGTH)
 
 
 def find_matches(pattern: str, text: str) -> list[regex.Match[str]]:
-    """Return all matches of a regular expression in a text; none, with a warning, after `PATTERN_SECONDS`."""
+    """Return all matches of a regular expression in a text, or none and a warning after `PATTERN_SECONDS`."""
     try:
         return list(regex.finditer(pattern, text, timeout=PATTERN_SECONDS))
     except TimeoutError:
@@ -68,9 +68,9 @@ def find_answer(pattern: str, text: str) -> str | None:
 
 
 class AnswerSearch:
-    """Searches many texts by one pattern as `find_answer`, but no longer after it has been stopped on one of them.
+    """Searches many texts by one pattern like `find_answer`, until a search reaches the time limit.
 
-    Otherwise a pattern that is too slow for a growing text would use up the time limit at each token.
+    Otherwise, a pattern that is too slow for a growing text would use up the limit at each token.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -98,13 +98,13 @@ def _last_answer(matches: Sequence[regex.Match[str]]) -> str | None:
 
 
 def normal_form(answer: str) -> str:
-    r"""Normalize an answer, so that equivalent answers give the same string.
+    r"""Normalize an answer: equivalent answers have the same normal form.
 
     Ignores case, surrounding and repeated whitespace, a full stop at the end, surrounding dollar signs and `\text{}`.
     Numbers are compared by value: `1,000.0` becomes `1000`.
 
-    Votes are counted by this string. `math_verify` cannot replace it: it compares two formulas instead of returning a
-    key, and its comparison is not symmetric.
+    Votes are counted by this form. math-verify cannot replace it: it compares two formulas instead of returning a key,
+    and its comparison is not symmetric.
     """
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", answer)
     plain = " ".join(plain.split()).strip("$ ").removesuffix(".").strip("$ ").casefold()
@@ -123,8 +123,8 @@ Key = TypeVar("Key", bound=Hashable)
 def majority(answers: Sequence[Key | None], weights: Sequence[float] | None = None) -> tuple[int, dict[Key, float]]:
     """Count votes; a tie goes to the answer that occurs first (Wang et al., Self-Consistency, 2022).
 
-    Return the index of the first answer that equals the winner (0 without votes), and the votes in order of first
-    occurrence: sums of `weights`, or numbers of answers. None is not counted; compare texts by `normal_form`.
+    Return the index of the first answer that equals the winner (0 without votes), and the votes by answer in order of
+    first occurrence: sums of `weights`, or counts. None does not vote. Pass the `normal_form` of texts.
     """
     votes: dict[Key, float] = {}
     for answer, weight in zip(answers, weights or [1] * len(answers), strict=True):

@@ -1,6 +1,7 @@
-"""`generation_mode="self_consistency"`: several answers to one prompt, of which one is chosen.
+"""`generation_mode="self_consistency"`: choose among several answers to a prompt.
 
-By majority (Wang et al., Self-Consistency, 2022), or by the model, which reads all of them (Hogwild! Inference, 4.1).
+Either by majority (Wang et al., Self-Consistency, 2022), or by the model, which reads all of them (Hogwild! Inference,
+section 4.1).
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from hf_parallel.generation.validation import check_choice, check_int, check_tem
 from hf_parallel.transcript.sections import TranscriptStyle
 
 _SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
-"""For a small model. No repetition penalty, which would make the numbers of the question unlikely in the answer."""
+"""For a small model. A repetition penalty would make the question's numbers unlikely in the answer."""
 
 
 class SelfConsistencyRows(ModeRows["SelfConsistencyConfig"]):
-    """Answers, which do not see each other, and conclusions, which see all answers of their prompt."""
+    """Answers, which do not see each other, and conclusions, which see all answers to their prompt."""
 
     style = TranscriptStyle("answer", "conclusion")
 
@@ -71,23 +72,22 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
     Parameters
     ----------
     num_answers : int
-        Answers per prompt. More than one need `do_sample=True`.
+        Answers per prompt. More than one require `do_sample=True`.
     vote : str
-        `majority`: returns the first answer whose final answer has the most votes, as `generate` would return it.
-        `final`: appends all answers to the prompt, one after the other, and lets the model continue after
-        `conclusion_prompt`.
+        `majority`: return the first answer whose final answer has the most votes, as `generate` would return it.
+        `final`: append all answers to the prompt, and let the model continue after `conclusion_prompt`.
     weights : str
-        What each vote counts. `equal`: 1. `log_prob`: the exponential of the answer's mean log-probability per token
-        under the model, as in the normalized weighted sum of Wang et al.
+        Weight of a vote. `equal`: 1. `log_prob`: the exponential of the answer's mean log-probability per token under
+        the model, as in the normalized weighted sum of Wang et al.
     answer_pattern : str
         Regular expression of a final answer: its first group, if it has one, else the whole match. The last match in a
-        text counts. Empty: no final answers are extracted, which only `final` allows.
+        text counts. Empty (only with `final`): extract no final answers.
     answer_header : str
-        With `vote="final"`, precedes each answer; `{number}` is filled in.
+        Text before each answer, with `vote="final"`; `{number}` is filled in.
     conclusion_prompt : str
-        With `vote="final"`, follows the last answer; the conclusion continues it.
+        Text after the last answer, with `vote="final"`; the conclusion continues it.
     conclusion_tokens : int
-        Token budget of the conclusion, which stops at its final answer.
+        Token budget of the conclusion, which ends with its final answer.
 
     Notes
     -----
@@ -219,7 +219,7 @@ class SelfConsistencyRun(StagedRun):
             warn_caller(f"no {text} to {name_prompts(missing)} matches {pattern}, so there is no {result}")
 
     def _reading(self, answers: Sequence[CompletionRow]) -> list[int]:
-        """Return the tokens of all answers with their headers, and of the conclusion's prompt."""
+        """Return the tokens of all answers with their headers, and of `conclusion_prompt`."""
         tokens: list[int] = []
         for header, answer in zip(self.headers, answers, strict=True):
             tokens += encode(self.call.tokenizer, header) + answer.text_tokens
@@ -259,24 +259,24 @@ class SelfConsistencyOutput(ParallelOutput):
     texts: list[list[str]] = ALWAYS
     """Per prompt all answers."""
     found: list[list[str | None]] = ALWAYS
-    """Per prompt the final answer of each of them."""
+    """Per prompt the final answer in each of them."""
     mean_log_probs: list[list[float]] = ALWAYS
     """Per prompt the mean log-probability of each answer's tokens under the model."""
     votes: list[dict[str, float]] = ALWAYS
     """Per prompt the votes by normal form (see `normal_form`), in order of first occurrence; sums of `weights`."""
     ties: list[list[str]] = ALWAYS
-    """Per prompt the answers, by normal form, that have the most votes, if there are several; the first one is chosen.
-    Empty without a tie, and for `final`."""
+    """Per prompt the answers with the most votes, by normal form, if there are several; the first is chosen. Empty
+    without a tie and for `final`."""
     chosen: list[int | None] = ALWAYS
-    """Per prompt the index of the chosen answer: the first with the winning final answer, or 0 if there is none.
-    `final`: the first that agrees with the conclusion; None: none does."""
+    """Per prompt the index of the chosen answer: the first with the winning final answer, or 0 without votes. `final`:
+    the first that agrees with the conclusion, or None."""
     answers: list[str | None] = ALWAYS
     """Per prompt the final answer."""
     conclusions: list[str] = ALWAYS
     """Per prompt the conclusion, `conclusion_prompt` included; empty for `majority`."""
 
     def ranking(self, prompt: int) -> tuple[list[int], list[int]]:
-        """Return the answers, those with the most votes first, and the chosen one."""
+        """Return the answers by votes, most first, and the chosen one."""
         votes, found = self.votes[prompt], self.found[prompt]
         scores = [0.0 if answer is None else votes[normal_form(answer)] for answer in found]
         chosen = self.chosen[prompt]

@@ -1,7 +1,7 @@
 """`generation_mode="skeleton_of_thought"`: an outline, its points in parallel, a conclusion (Ning et al., 2024).
 
-A baseline for modes whose rows see each other: here points do not see each other, only the conclusion sees all of them.
-The limited number of workers and the conclusion follow Hogwild! Inference, section 4.1.
+A baseline for modes whose rows see each other: here, points do not see each other, and only the conclusion sees all of
+them. The limit on workers and the conclusion follow Hogwild! Inference, section 4.1.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from hf_parallel.generation.validation import check_int, check_template, check_t
 from hf_parallel.transcript.sections import TranscriptStyle
 
 POINT_LENGTH = 1000
-"""Characters of a line of an outline in which a point is looked for."""
+"""Number of characters of an outline's line to search for a point."""
 _FIELD, _OWN_FIELD = re.compile(r"\{\w+[^{}]*\}"), re.compile(r"\{(?:number|point)\b")
-"""Field of a template; field that differs from point to point."""
+"""Field of a template, and field that differs between points."""
 
 
 class SkeletonRows(ModeRows["SkeletonOfThoughtConfig"]):
-    """Points, which do not see each other, and a row of outline and conclusion."""
+    """Points, which do not see each other, and a row for outline and conclusion."""
 
     style = TranscriptStyle("point", "outline and conclusion")
 
@@ -53,7 +53,7 @@ class SkeletonRows(ModeRows["SkeletonOfThoughtConfig"]):
         return f"Point {index}" if index else "Outline"
 
     def step_name(self, index: int, step: int, text: str) -> str:
-        """Return the name of a text; the outline's row also generates the conclusion or an answer without points."""
+        """Return the name of a text; the outline's row also has the conclusion, or an answer without points."""
         if step == 1:
             return self.name(index)
         return "Conclusion" if text else "Answer"
@@ -63,36 +63,36 @@ class SkeletonRows(ModeRows["SkeletonOfThoughtConfig"]):
 class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
     r"""An outline whose points are generated in parallel. `max_new_tokens` is the budget of each part.
 
-    The outline follows the prompt and `outline_prompt`. Each point follows the prompt, `point_prompt` and
-    `point_heading`. The conclusion follows the prompt, all headings and points, and `conclusion_prompt`; together, the
-    texts after the prompt are the answer. If the outline has fewer than `min_points` points, the answer is generated
-    without an outline, as plain `generate` would, and the output gives the reason in `fallback`.
+    The outline continues the prompt and `outline_prompt`. Each point continues the prompt, `point_prompt` and
+    `point_heading`. The conclusion continues the prompt, all headings and points, and `conclusion_prompt`. The answer
+    is everything after the prompt. If the outline has fewer than `min_points` points, the answer is generated without
+    an outline, as by plain `generate`, and `fallback` in the output says why.
 
     Parameters
     ----------
     outline_prompt : str
-        Asks for an outline.
+        Text that asks for an outline.
     outline_start : str
-        First text of the outline.
+        Beginning of the outline.
     point_pattern : str
-        Regular expression of a line of the outline that is a point; its first group is the point.
+        Regular expression of a line with a point, which is the first group.
     min_points, max_points : int
-        Limits of the number of points. Points beyond the maximum and repeated points are dropped.
+        Limits of the number of points. Repeated points and points beyond the maximum are dropped.
     point_prompt : str
-        Asks for one point; `{skeleton}` (all points, numbered), `{number}` and `{point}` are filled in.
+        Text that asks for one point; `{skeleton}` (all points, numbered), `{number}` and `{point}` are filled in.
     point_heading : str
-        First text of a point, both after `point_prompt` and in the answer; `{number}` and `{point}` are filled in.
+        Beginning of a point, after `point_prompt` and in the answer; `{number}` and `{point}` are filled in.
     point_end : str
-        Text that ends a point if it follows other text than whitespace. Empty: points end as in plain `generate`.
+        Text that ends a point, unless only whitespace precedes it. Empty: points end as in plain `generate`.
     point_gap : str
-        Text between points, and before the conclusion. If a point ends with its beginning, only the rest is added.
+        Text between points and before the conclusion. If a point ends with a part of it, only the rest is added.
     point_workers : int, optional
-        Maximum number of points of a prompt that are generated at the same time. Default: all of them.
+        Maximum number of points of a prompt to generate at the same time. Default: all.
     conclusion_prompt : str
-        Asks for the conclusion, or begins it.
+        Text that asks for the conclusion or begins it.
     outline_tokens, point_tokens, conclusion_tokens : int, optional
-        Token budgets of the outline, of each point and of the conclusion. Default: `max_new_tokens`, which also is the
-        budget of an answer without outline. `conclusion_tokens=0`: no conclusion.
+        Token budgets of the outline, of each point and of the conclusion. Default: `max_new_tokens`, also the budget of
+        an answer without an outline. `conclusion_tokens=0`: no conclusion.
 
     Notes
     -----
@@ -152,7 +152,7 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
 
     @property
     def max_rows_per_prompt(self) -> int:
-        """Maximum number of points that are generated at the same time."""
+        """Maximum number of points generated at the same time."""
         return min(self.max_points, self.point_workers or self.max_points)
 
     def max_kv_tokens(self, call: GenerationCall) -> int:
@@ -181,7 +181,7 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
         return call.prompt_tokens + call.num_rows * (begin + outline + max(parts, new))
 
     def read_points(self, outline: str, truncated: bool = False) -> list[str]:
-        """Return the points of an outline, without the last line of a truncated one."""
+        """Return the points of an outline, ignoring the last line of a truncated one."""
         lines = outline.split("\n")
         points = filter(None, map(self._point, lines[:-1] if truncated else lines))
         return list(dict.fromkeys(points))[: self.max_points]
@@ -295,7 +295,7 @@ class SkeletonAnswer:
         return self.point_completions
 
     def conclusion_rows(self) -> list[CompletionRow]:
-        """Return the row of the conclusion, if there is one."""
+        """Return the row of the conclusion, if any."""
         config = self.config
         if self.fallback is not None:
             return []
@@ -361,7 +361,7 @@ class SkeletonAnswer:
         return encode(self.run.call.tokenizer, text) if text else []
 
     def _completion(self, point: int, *arguments: Any) -> CompletionRow:
-        """Return a row of a point, or with `point=0` of any other text; see `StagedRun.completion`."""
+        """Return a row for a point, or for another text if `point` is 0; see `StagedRun.completion`."""
         return self.run.completion(self.prompt, self.prompt + point * self.run.call.num_rows, *arguments)
 
 
@@ -373,7 +373,7 @@ def _missing_end(text: str, end: str) -> str:
 class SkeletonPoint:
     """A point of an outline and its text.
 
-    `prompt` holds all tokens before the point, `tokens` all generated ones, with an end-of-sequence token.
+    `prompt` has all tokens before the point, `tokens` the generated ones, including an end-of-sequence token.
     """
 
     number: int
@@ -400,13 +400,13 @@ class SkeletonOfThoughtOutput(ParallelOutput):
     outlines: list[str] = ALWAYS
     """Per prompt the outline, `outline_start` included."""
     points: list[list[SkeletonPoint]] = ALWAYS
-    """Per prompt; empty where the answer has no outline."""
+    """Per prompt the points; empty without an outline."""
     conclusions: list[str] = ALWAYS
-    """Per prompt the conclusion, `conclusion_prompt` included; empty where there is none."""
+    """Per prompt the conclusion, `conclusion_prompt` included; empty if there is none."""
     fallback: list[str | None] = ALWAYS
-    """Per prompt why the answer was generated without an outline; None: it has one."""
+    """Per prompt why the answer has no outline, or None if it has one."""
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        """Return the answer, and why it has no points."""
+        """Return the answer, and why it has no outline."""
         found = (("Answer", self.texts[prompt]), ("Without an outline", self.fallback[prompt]))
         return [(label, text) for label, text in found if text]

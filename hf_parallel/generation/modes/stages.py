@@ -1,7 +1,7 @@
-"""Stages of a mode: all completions of a stage, each with its own prompt, decode in the same forward passes.
+"""Stages of a mode: all completions of a stage decode in the same forward passes, each after its own prompt.
 
-Modes of several stages (self-consistency, Skeleton-of-Thought) derive their run from `StagedRun`. The prompts of all
-stages share prefixes with each other and with earlier completions in one tree (Hydragen, section 3.3).
+The runs of modes with several stages (self-consistency, Skeleton-of-Thought) derive from `StagedRun`. The prompts of
+all stages share prefixes with each other and with earlier completions, in one tree (Hydragen, section 3.3).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _PROMPT_RELATIVE = (
     "begin_suppress_tokens",
     "watermarking_config",
 )
-"""Settings of `generate` whose effect depends on the prompt that it was given."""
+"""Settings of `generate` whose effect depends on the prompt of the call."""
 
 
 class CompletionRow(Row):
-    """One completion over its own prompt, int64 `[length]`.
+    """One completion of its own prompt, int64 `[length]`.
 
-    `output_row` is its row in a `ParallelStreamer`, `prefix` the end of the prompt, which is streamed with the text.
-    `is_complete` is called with the text after each token; True ends the row. `truncated`: `max_new_tokens` ended it.
+    `prefix` is the end of the prompt, which is streamed with the text. `is_complete` receives the text after each
+    token; True ends the row. `truncated`: `max_new_tokens` ended it.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class CompletionRow(Row):
         self.max_new_tokens, self.output_row = max_new_tokens, output_row
         self.prefix, self.is_complete = prefix, is_complete
         self.tokens: list[int] = []
-        self.log_probs: list[float] = []  # of the tokens, under the model, once the stage has ended
+        self.log_probs: list[float] = []  # of the tokens under the model; known when the stage has ended
         self.truncated = False
         self.group_index = 0
         self.leaf: Node
-        self.recompute_last = False  # the next pass computes the logits of a token whose keys are cached already
+        self.recompute_last = False  # the keys of its pending token are cached: the next pass computes only logits
         self._detokenizer = IncrementalDetokenizer(tokenizer)
 
     @property
@@ -91,7 +91,7 @@ class CompletionRow(Row):
         return np.concatenate((self.prompt, np.array(self.tokens, np.int64)))
 
     def append(self, token: int, is_eos: bool, ended: bool) -> tuple[str, bool]:
-        """Append a token. Return the text that it added, and whether the row stays active."""
+        """Append a token. Return its text, and whether the row stays active."""
         self.tokens.append(token)
         added = "" if is_eos else self._detokenizer.add([token])
         complete = ended or (self.is_complete is not None and self.is_complete(self.text))
@@ -167,7 +167,7 @@ class _Stage:
         self._keep_completions(rows)
 
     def _start_rows(self, num_active: Counter[int]) -> list[CompletionRow]:
-        """Start as many rows of each group as `max_active` allows, given the number of active ones by group."""
+        """Start as many rows of each group as `max_active` allows, given the active ones of each group."""
         started: list[CompletionRow] = []
         for index, queue in enumerate(self._queues):
             free = len(queue) if self.max_active is None else min(self.max_active - num_active[index], len(queue))
@@ -190,7 +190,7 @@ class _Stage:
         return is_active
 
     def _schedule(self, active: Sequence[CompletionRow]) -> Sequence[CompletionRow]:
-        """Return the rows of the next pass: the active ones, and new ones in place of ended ones."""
+        """Return the rows of the next pass: active ones, and new ones in place of ended ones."""
         if not any(self._queues):
             return active
         started = self._start_rows(Counter(row.group_index for row in active))
@@ -200,14 +200,14 @@ class _Stage:
         return sorted([*active, *started], key=lambda row: row.index)
 
     def _keep_completions(self, rows: Sequence[CompletionRow]) -> None:
-        """Attach completions to the tree; the keys of their last tokens were never computed."""
+        """Attach completions to the tree, without their last tokens, whose keys were never computed."""
         for row in rows:
             block = row.view[-1]
             self.cache.add(row.leaf, np.array(row.tokens[block.base - len(row.prompt) :], np.int64), block)
 
 
 class StagedRun:
-    """Run of a mode that generates its answers in stages."""
+    """Run of a mode that generates in stages."""
 
     needs_log_probs = False
     """Whether `CompletionRow.log_probs` are computed even if the call does not return them."""
@@ -240,9 +240,9 @@ class StagedRun:
     ) -> DecodeLoop:
         """Generate completions, at least one in all. Return the decode loop, with its table and scores.
 
-        At most `max_active` rows of a group (default: all) decode at the same time; when one ends, the next one starts.
-        `input_ids`, int64 `[rows, length]`, are the prompts as logits processors see them (default: left-padded prompts
-        of the rows). See `Capabilities.check_length`.
+        At most `max_active` rows of a group (default: all) decode at the same time. When one ends, the next starts.
+        Logits processors see `input_ids`, int64 `[rows, length]`, as prompts (default: left-padded prompts of the
+        rows). For errors see `Capabilities.check_length`.
         """
         longest = max(len(row.prompt) + row.max_new_tokens for group in groups for row in group)
         self.call.capabilities.check_length(self.call.model, longest)
@@ -256,10 +256,9 @@ class StagedRun:
         /,
         **fields: Any,
     ) -> Any:
-        """Return what `generate` returns, given the tokens of each prompt's answer.
+        """Return the result of `generate`, given the tokens and `log_probs` of each prompt's answer.
 
-        With `return_dict_in_generate` that is a `cls` with further `fields`. `log_probs` belong to the answers; see
-        `ParallelOutput`.
+        With `return_dict_in_generate`, that is a `cls` with further `fields`; see `ParallelOutput`.
         """
         fields["log_probs"] = padded_log_probs(log_probs)
         call = self.call
@@ -292,7 +291,7 @@ def _with_padding(call: GenerationCall, padding: torch.Tensor) -> GenerationCall
 def check_vocabulary(call: GenerationCall, texts: Sequence[str], needed: Sequence[str] = ()) -> None:
     """Raise a `ValueError` unless the tokens of a mode's own texts are in the model's vocabulary.
 
-    Texts in `needed` must also have at least one token: the next token is predicted from them.
+    Texts in `needed` must have at least one token, from which the next is predicted.
     """
     vocabulary = vocabulary_size(call.model)
     for text in filter(None, (*texts, *needed)):
@@ -304,7 +303,7 @@ def check_vocabulary(call: GenerationCall, texts: Sequence[str], needed: Sequenc
 
 
 def check_no_prompt_relative_settings(call: GenerationCall, mode: str) -> None:
-    """Raise a `ValueError` for settings that depend on the call's prompts, as the completions have other prompts."""
+    """Raise a `ValueError` for settings that depend on the call's prompts: completions have other prompts."""
     for name in _PROMPT_RELATIVE:
         value = getattr(call.generation_config, name, None)
         if value not in (None, 0):
