@@ -258,7 +258,7 @@ def test_a_source_with_fewer_problems_than_count_warns(tmp_path: Path) -> None:
 
 def test_a_test_of_a_program_that_is_no_test_raises() -> None:
     with pytest.raises(ValueError, match="tests must be objects Test"):
-        CodeProblem("", "", own="", tests=(("", "42\n"),))  # type: ignore[arg-type]
+        CodeProblem("", "", tests=(("", "42\n"),))  # type: ignore[arg-type]
 
 
 def test_five_rows_make_a_problem_and_the_rest_is_left_out(tmp_path: Path) -> None:
@@ -444,5 +444,5 @@ def test_a_program_that_a_budget_has_cut_is_no_answer_and_the_finisher_begins_a_
 @pytest.mark.parametrize(("task", "score"), [("apps", 1.0), ("livecodebench", 0.0)])
 def test_tuples_within_a_result_count_as_lists_in_apps_only(task: str, score: float) -> None:
     test = Test("1", "[[1, 2]]")
-    problem = TASKS[task]("", "", own="", tests=(test,), function="pairs")  # type: ignore[call-arg]
+    problem = TASKS[task]("", "", tests=(test,), function="pairs")  # type: ignore[call-arg]
     assert problem.score("```python\ndef pairs(n):\n    return [(n, 2)]\n```") == score

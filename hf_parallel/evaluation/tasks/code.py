@@ -66,8 +66,8 @@ class Test:
 class CodeProblem(Problem):
     """A programming problem with tests. `answer` is empty, because any program that passes all tests is correct.
 
-    The prompt consists of `shared`, which other problems have too, and `own`. Programs read stdin and write stdout. If
-    `function` is given, tests call this function, or method of `Solution`, instead.
+    Programs read stdin and write stdout. If `function` is given, tests call this function, or method of `Solution`,
+    instead. `shared` is the beginning of the prompt that other problems have too.
     """
 
     seconds: ClassVar[float] = 6.0
@@ -78,7 +78,6 @@ class CodeProblem(Problem):
     nested_tuples: ClassVar[bool] = False
     """Whether tuples in the result of a function count as lists."""
 
-    own: str = field(repr=False)
     tests: tuple[Test, ...] = field(repr=False)
     function: str = ""
     shared: str = field(default="", repr=False)
@@ -89,8 +88,8 @@ class CodeProblem(Problem):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """Part of the prompt that all problems share, and the problem's own."""
-        return (self.shared, self.own)
+        """Part of the prompt that all problems share, and the problem's own; empty if none is shared."""
+        return (self.shared, self.prompt.removeprefix(self.shared)) if self.shared else ()
 
     def has_answer(self, text: str) -> bool:
         """Return whether a text holds a fenced block."""
@@ -210,8 +209,8 @@ def _make(cls: type[P], question: str, tests: Sequence[Test], function: str, sta
     form = f"Complete this code:\n```python\n{starter}\n```" if starter else "Read from stdin, write to stdout."
     if function and not starter:
         form = f"Define the function `{function}`."
-    own = f"Question: {question}\n{form}\n\nAnswer:\n"
-    return cls(shared + own, "", own=own, tests=tuple(tests), function=function, shared=shared)
+    prompt = f"{shared}Question: {question}\n{form}\n\nAnswer:\n"
+    return cls(prompt, "", tuple(tests), function, shared)
 
 
 def _lines(value: object) -> str:
