@@ -18,8 +18,9 @@ from hf_parallel.files import read_json, write_atomically
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
+from hf_parallel.transcript.page import render
 from hf_parallel.transcript.record import Record
-from hf_parallel.transcript.sections import check_run, is_plain, transcript_dict
+from hf_parallel.transcript.sections import is_plain, transcript_dict
 
 FORMAT, VERSION = "hf_parallel output", 1
 """Values of `format` and `version` in a file."""
@@ -106,7 +107,7 @@ def _check(output: Any) -> None:
     for row in (*range(rows), *record.returned):
         _expect(0 <= record.place(row)[0] < len(record.prompts), "there are more rows than prompts")
     output.to_records()
-    check_run(output.to_dict() if record.events else transcript_dict(record, output.stats, []))
+    render(output.to_dict() if record.events else transcript_dict(record, output.stats, []))
 
 
 def _expect(condition: bool, message: str) -> None:

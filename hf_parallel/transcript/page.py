@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from hf_parallel.files import JSONObject
 from hf_parallel.transcript.record import DRAFTED, HOTSPOT, REPLAYED
-from hf_parallel.transcript.sections import GIVEN, WHOLE_ANSWERS, TranscriptStyle, check_run
+from hf_parallel.transcript.sections import GIVEN, WHOLE_ANSWERS, TranscriptStyle, check_format
 
 HUES = (215, 335, 35, 160, 270, 5, 95, 190)
 """Hues of the columns, in degrees."""
@@ -75,8 +75,18 @@ def _templates(folder: Path) -> Environment:
 
 
 def render(transcript: object) -> str:
-    """Return a transcript, the dict of `ParallelOutput.to_dict` with or without `model` (a name), as an HTML page."""
-    run = check_run(transcript)
+    """Return a transcript, the dict of `ParallelOutput.to_dict` with or without `model` (a name), as an HTML page.
+
+    Raises `ValueError` if it is no transcript, of another version, or damaged.
+    """
+    run = check_format(transcript)
+    try:
+        return _render(run)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"the transcript is damaged: {type(error).__name__} {error}") from error
+
+
+def _render(run: JSONObject) -> str:
     style = {name: _DIRECTIONS.sub("", run["style"][name]) for name in TranscriptStyle._fields}
     origins = {piece[2] for section in run["sections"] for card in section["cards"] for piece in card["pieces"]}
     speed = _speed(run)

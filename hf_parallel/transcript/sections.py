@@ -25,9 +25,6 @@ FORMAT, VERSION = "hf_parallel run", 2
 GIVEN = "g"
 """Origin of text that was inserted, not generated; the other origins are those of `Record.origins`."""
 
-COUNTS = ("decoded_tokens", "prefilled_tokens", "replayed_tokens", "kv_bytes")
-"""Statistics that a page shows."""
-
 
 @dataclass
 class Card:
@@ -210,60 +207,10 @@ def is_plain(value: object) -> bool:
     return True
 
 
-def check_run(run: object) -> JSONObject:
-    """Return a transcript that was read from a file; raise `ValueError` if it is invalid or of another version."""
+def check_format(run: object) -> JSONObject:
+    """Return a transcript that was read from a file; raise `ValueError` if it is none, or of another version."""
     if not isinstance(run, Mapping) or run.get("format") != FORMAT:
         raise ValueError(f"not a transcript: it must be a JSON object whose 'format' is {FORMAT!r}")
     if run.get("version") != VERSION:
         raise ValueError(f"the transcript has version {run.get('version')!r}, but only version {VERSION} can be read")
-    try:
-        for section in run["sections"]:
-            _check_section(section)
-        words = [run["mode"], *(run["style"][name] for name in TranscriptStyle._fields)]
-        _expect(all(isinstance(word, str) for word in words), "mode or style")
-        _expect(_is_count(run["passes"]), "passes")
-        settings, stats = run["settings"], run["stats"]
-        _expect(isinstance(settings, Mapping) and all(map(is_plain, settings.values())), "settings")
-        _expect(isinstance(stats, Mapping | None), "stats")
-        for name in COUNTS:
-            _expect(_is_count((stats or {}).get(name, 0)), name)
-        for name, value in (stats or {}).items():
-            _expect(_is_count(value) or not isinstance(value, int), name)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the transcript is damaged: {type(error).__name__} {error}") from error
     return run
-
-
-def _check_section(section: Any) -> None:
-    names = section["columns"]
-    _expect(isinstance(section["prompt"], str | None) and _is_count(section["prompt_tokens"]), "prompt")
-    _expect(isinstance(section.get("task"), str | None), "task")
-    _expect(all(isinstance(name, str) for name in names), "columns")
-    for name in ("ranking", "chosen"):  # which older files lack
-        columns = section.get(name, [])
-        _expect(all(isinstance(column, int) and 0 <= column < len(names) for column in columns), name)
-        _expect(len(set(columns)) == len(columns), name)
-    for heading, text in section["notes"]:
-        _expect(isinstance(heading, str) and isinstance(text, str), "notes")
-    for card in section["cards"]:
-        column, begin, end, gone = card["column"], card["begin"], card["end"], card["gone"]
-        _expect(column is None or (isinstance(column, int) and 0 <= column < len(names)), "column")
-        _expect(_is_count(begin), "begin")
-        _expect(end is None or (_is_count(end) and end >= begin), "end")
-        _expect(gone is None or (_is_count(gone) and gone >= (begin if end is None else end)), "gone")
-        _expect(isinstance(card.get("truncated", False), bool), "truncated")  # which older files lack
-        _expect(isinstance(card.get("end_reason", ""), str), "end_reason")
-        _expect(isinstance(card["given"], str) and isinstance(card["ended"], str), "given or ended")
-        for at, text, origin in card["pieces"]:
-            _expect(isinstance(at, int) and begin <= at <= end and isinstance(text, str), "pieces")
-            _expect(isinstance(origin, str), "pieces")
-
-
-def _is_count(value: object) -> bool:
-    """Return whether a value is a number of passes, tokens or bytes."""
-    return isinstance(value, int) and 0 <= value < 2**63
-
-
-def _expect(condition: bool, name: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} has the wrong type or is out of range")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import cpu_as_default
@@ -336,20 +336,13 @@ class HogwildSession:
         }
         check_objects(helpers)
         check_tokenizer(tokenizer)
-        if unknown := state["generation"].keys() - vars(GenerationConfig()).keys():
-            raise ValueError(f"{path} is damaged: generation has {sorted(unknown)}, which generate does not know")
         try:
             config = make_config(HogwildConfig.mode, state["settings"])
             generation = {**state["generation"], "num_return_sequences": 1}
             prompt = torch.tensor([state["prompt"]], dtype=torch.int64, device="cpu")
             session = cls(model, tokenizer, prompt, parallel_config=config, **helpers, **generation)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} was saved with another tokenizer, or its prompt, settings or generation are damaged: {error}"
-            ) from error
-        try:
             session._with_model(lambda: session._run.restore(state))
-        except (LookupError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             message = "is damaged, or was saved with another tokenizer, or with other processors or criteria"
             raise ValueError(f"{path} {message}: {error}") from error
         return session
