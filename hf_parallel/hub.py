@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pprint import pformat
@@ -99,15 +100,12 @@ def export(
     FileExistsError
         If the folder contains files and is no earlier export.
     """
-    config = _config_of(model_or_config)
-    _check_adapter(model_or_config)
-    _check_tokenizer(tokenizer)
-    folder = Path(folder)
+    exported, folder = _Export.of(model_or_config, tokenizer), Path(folder)
     _check_folder(folder)
     with TemporaryDirectory() as temporary:
         new = Path(temporary) / "export"
         new.mkdir()
-        _write(new, str(folder), model_or_config, config, tokenizer)
+        exported.write(new, str(folder))
         shutil.copytree(new, folder, dirs_exist_ok=True)
     return folder
 
@@ -143,15 +141,12 @@ def push_to_hub(
     TypeError, ValueError
         See `export`, or if the base model of an adapter is a local folder; nothing is uploaded then.
     """
-    config = _config_of(model_or_config)
-    _check_adapter(model_or_config, on_hub=True)
-    _check_tokenizer(tokenizer)
-    api = HfApi(token=token)
+    exported, api = _Export.of(model_or_config, tokenizer, on_hub=True), HfApi(token=token)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        _write(folder, repo_id, model_or_config, config, tokenizer)
+        exported.write(folder, repo_id)
         url = api.create_repo(repo_id, private=private, exist_ok=True)
-        _write_card(folder, url.repo_id, model_or_config, config, tokenizer)  # with the full id
+        exported.write_card(folder, url.repo_id)  # with the full id
         if api.file_exists(url.repo_id, CARD):
             existing = Path(api.hf_hub_download(url.repo_id, CARD))
             if CARD_MARK.encode() not in existing.read_bytes():
@@ -206,58 +201,142 @@ def generate_as(
     return model.generate(*inputs, parallel_config=config, **arguments)
 
 
-def _is_model(given: object) -> bool:
-    return isinstance(unwrap(given), PreTrainedModel)
+@dataclass(frozen=True)
+class _Export:
+    """What is exported: a mode, and optionally a model, its adapter and a tokenizer."""
+
+    config: ParallelConfig
+    model: Any = None
+    adapter: str | None = None  # its name, if only the adapter of the model is saved
+    base_model: str | None = None  # of the adapter
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    @classmethod
+    def of(cls, given: Any, tokenizer: Any, on_hub: bool = False) -> _Export:
+        """Check what a caller wants to export."""
+        if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained")):
+            raise TypeError(f"tokenizer must be a tokenizer with save_pretrained(), not its name, got {tokenizer!r}")
+        if isinstance(unwrap(given), PreTrainedModel):
+            config = take_parallel_config(given.generation_config, {})
+            if config is None:
+                raise ValueError(
+                    f"set model.generation_config.generation_mode to one of {sorted(MODES)}, and optionally "
+                    f"model.generation_config.parallel_config: this {type(given).__name__} names no mode to export"
+                )
+            exported = cls(config, given, *_adapter_of(given, on_hub), tokenizer)
+        elif isinstance(given, ParallelConfig):
+            if MODES.get(given.mode) is not type(given):
+                raise ValueError(f"the config must be of one of the modes {sorted(MODES)}, got {given!r}")
+            exported = cls(given, tokenizer=tokenizer)
+        else:
+            kind = type(given).__name__
+            raise TypeError(f"model_or_config must be a PreTrainedModel or a ParallelConfig, got {kind}")
+        for name in exported.config.not_stored():
+            if getattr(exported.config, name) is not None:
+                raise ValueError(
+                    f"{name} cannot be stored, it is an object of this process: pass it in each call instead"
+                )
+        return exported
+
+    def write(self, folder: Path, name: str) -> None:
+        """Write all files to an empty folder."""
+        if self.model is not None:
+            keep_mode(self.model.generation_config)
+            self._save_model(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        (folder / GENERATE).parent.mkdir()
+        settings = pformat(self.config.stored(), width=110, sort_dicts=False)
+        code = _CODE.format(mark=MARK, mode=self.config.mode, settings=settings)
+        (folder / GENERATE).write_text(code, encoding="utf-8")
+        (folder / REQUIREMENTS).write_text(f"hf_parallel>={version('hf_parallel')}\n", encoding="utf-8")
+        self.write_card(folder, name)
+
+    def _save_model(self, folder: Path) -> None:
+        """Save the model, or its adapter, with its generation config."""
+        if self.adapter is None or isinstance(self.model, PreTrainedModel):
+            self.model.save_pretrained(folder)
+            return
+        self.model.save_pretrained(folder, selected_adapters=[self.adapter])
+        self.model.generation_config.save_pretrained(folder)
+        if (folder / self.adapter).is_dir():  # PEFT saves only the adapter "default" to the folder itself
+            shutil.copytree(folder / self.adapter, folder, copy_function=shutil.move, dirs_exist_ok=True)
+            shutil.rmtree(folder / self.adapter)
+
+    def write_card(self, folder: Path, name: str) -> None:
+        """Write the README."""
+        data: dict[str, object] = {"library_name": "transformers", "tags": [TAG]}
+        usage = f"Any model uses it with `model.generate(..., custom_generate={name!r}, trust_remote_code=True)`."
+        if self.adapter is not None:
+            data = {"base_model": self.base_model, "library_name": "peft", "tags": [TAG]}
+            usage = f"The adapter here uses it when `hf_parallel.hub.load({name!r})` has loaded it. {usage}"
+        elif self.model is not None:
+            usage = f"The model here uses it when it is loaded with `trust_remote_code=True`. {usage}"
+        card = _CARD.format(
+            mark=CARD_MARK,
+            mode=self.config.mode,
+            summary=(type(self.config).__doc__ or "").split("\n")[0],
+            usage=usage,
+            packages="hf_parallel" if self.adapter is None else "hf_parallel peft",
+            example=self._example(name),
+            settings=json.dumps(self.config.stored(), indent=2, ensure_ascii=False),
+        )
+        (folder / CARD).write_text(card, encoding="utf-8")
+        metadata_save(folder / CARD, data)
+
+    def _example(self, name: str) -> str:
+        config, has_model = self.config, self.model is not None
+        weights = name if has_model else EXAMPLE_MODEL
+        words = name if self.tokenizer is not None else getattr(self.model, "name_or_path", "") or weights
+        trust = ", trust_remote_code=True" if has_model else ""
+        loaded = f"AutoModelForCausalLM.from_pretrained({json.dumps(weights)}{trust})"
+        if self.adapter is not None:
+            loaded = f"hf_parallel.hub.load({json.dumps(name)})"
+        task = '"Plan a day in Rome for six friends."'
+        inputs = f'tokenizer({task}, return_tensors="pt")'
+        if config.prompt.rules() is not None:
+            settings = [f"{setting}={value!r}" for setting, value in config.stored().items()]
+            inputs = f"hf_parallel.build_prompt({', '.join([json.dumps(config.mode), task, 'tokenizer', *settings])})"
+        arguments = [] if config.prompt.replaces_input_ids else ["**inputs"]
+        arguments += ["max_new_tokens=64", "tokenizer=tokenizer"]
+        arguments += [f"{argument}={code}" for argument, code in config.traits.example_arguments.items()]
+        if not has_model:
+            arguments += [f"custom_generate={json.dumps(name)}", "trust_remote_code=True"]
+        lines = [
+            f"from transformers import {'' if self.adapter else 'AutoModelForCausalLM, '}AutoTokenizer",
+            "",
+            f"model = {loaded}",
+            f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(words)})",
+            f"inputs = {inputs}",
+            "output = model.generate(",
+            *(f"    {argument}," for argument in arguments),
+            ")",
+            "for row in output:",
+            "    print(tokenizer.decode(row, skip_special_tokens=True))",
+        ]
+        uses_package = any("hf_parallel." in line for line in lines)
+        return "\n".join(["import hf_parallel"] * uses_package + lines)
 
 
-def _adapter_of(given: Any) -> tuple[str, str] | None:
-    """Return the names of a model's adapter and of its base model; None if the whole model is saved."""
-    if isinstance(given, PreTrainedModel):
-        names = given.active_adapters() if getattr(given, "_hf_peft_config_loaded", False) else None
+def _adapter_of(model: Any, on_hub: bool) -> tuple[str | None, str | None]:
+    """Return the names of a model's adapter and its base model; None if the whole model is saved."""
+    if isinstance(model, PreTrainedModel):
+        names = model.active_adapters() if getattr(model, "_hf_peft_config_loaded", False) else None
     else:
-        names = getattr(given, "active_adapters", None)
+        names = getattr(model, "active_adapters", None)
     if names is None:
-        return None
+        return None, None
     if len(names) != 1:
         raise ValueError(f"one adapter must be active, got {list(names)}")
-    config = given.peft_config[names[0]]
-    return names[0], config.base_model_name_or_path or unwrap(given).name_or_path  # as PEFT saves it
-
-
-def _check_adapter(given: object, on_hub: bool = False) -> None:
-    """Raise `ValueError` if the adapter of a model could not be loaded again, or not elsewhere."""
-    name, base = _adapter_of(given) or (None, None)
-    if name is not None and (not base or (on_hub and Path(base).exists())):
+    (name,) = names
+    base = model.peft_config[name].base_model_name_or_path or unwrap(model).name_or_path  # as PEFT saves it
+    if not base or (on_hub and Path(base).exists()):
         where = "the Hub id of the model" if on_hub else "a folder or the Hub id of the model"
         raise ValueError(
             f"base_model_name_or_path of the adapter must be {where} that it changes, got {base!r}: set "
             f"model.peft_config[{name!r}].base_model_name_or_path"
         )
-
-
-def _config_of(given: Any) -> ParallelConfig:
-    if _is_model(given):
-        config = take_parallel_config(given.generation_config, {})
-        if config is None:
-            raise ValueError(
-                f"set model.generation_config.generation_mode to one of {sorted(MODES)}, and optionally "
-                f"model.generation_config.parallel_config: this {type(given).__name__} names no mode to export"
-            )
-    elif isinstance(given, ParallelConfig):
-        config = given
-        if MODES.get(config.mode) is not type(config):
-            raise ValueError(f"the config must be of one of the modes {sorted(MODES)}, got {config!r}")
-    else:
-        raise TypeError(f"model_or_config must be a PreTrainedModel or a ParallelConfig, got {type(given).__name__}")
-    for name in config.not_stored():
-        if getattr(config, name) is not None:
-            raise ValueError(f"{name} cannot be stored, it is an object of this process: pass it in each call instead")
-    return config
-
-
-def _check_tokenizer(tokenizer: object) -> None:
-    if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained")):
-        raise TypeError(f"tokenizer must be a tokenizer with save_pretrained(), not its name, got {tokenizer!r}")
+    return name, base
 
 
 def _check_folder(folder: Path) -> None:
@@ -269,91 +348,3 @@ def _check_folder(folder: Path) -> None:
         return
     if names := sorted(path.name for path in folder.iterdir()) if folder.exists() else []:
         raise FileExistsError(f"{folder} holds files of something else: {names}; pass a new or empty folder")
-
-
-def _write(
-    folder: Path, name: str, given: Any, config: ParallelConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> None:
-    if _is_model(given):
-        keep_mode(given.generation_config)
-        _save(folder, given)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    (folder / GENERATE).parent.mkdir()
-    settings = pformat(config.stored(), width=110, sort_dicts=False)
-    code = _CODE.format(mark=MARK, mode=config.mode, settings=settings)
-    (folder / GENERATE).write_text(code, encoding="utf-8")
-    (folder / REQUIREMENTS).write_text(f"hf_parallel>={version('hf_parallel')}\n", encoding="utf-8")
-    _write_card(folder, name, given, config, tokenizer)
-
-
-def _save(folder: Path, model: Any) -> None:
-    """Save a model, or its adapter, with its generation config."""
-    adapter = _adapter_of(model)
-    if adapter is None or isinstance(model, PreTrainedModel):
-        model.save_pretrained(folder)
-        return
-    name, _ = adapter
-    model.save_pretrained(folder, selected_adapters=[name])
-    model.generation_config.save_pretrained(folder)
-    if (folder / name).is_dir():  # PEFT saves only the adapter "default" to the folder itself
-        shutil.copytree(folder / name, folder, copy_function=shutil.move, dirs_exist_ok=True)
-        shutil.rmtree(folder / name)
-
-
-def _write_card(
-    folder: Path, name: str, given: object, config: ParallelConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> None:
-    data: dict[str, object] = {"library_name": "transformers", "tags": [TAG]}
-    adapter = _adapter_of(given)
-    usage = f"Any model uses it with `model.generate(..., custom_generate={name!r}, trust_remote_code=True)`."
-    if adapter is not None:
-        data = {"base_model": adapter[1], "library_name": "peft", "tags": [TAG]}
-        usage = f"The adapter here uses it when `hf_parallel.hub.load({name!r})` has loaded it. {usage}"
-    elif _is_model(given):
-        usage = f"The model here uses it when it is loaded with `trust_remote_code=True`. {usage}"
-    card = _CARD.format(
-        mark=CARD_MARK,
-        mode=config.mode,
-        summary=(type(config).__doc__ or "").split("\n")[0],
-        usage=usage,
-        packages="hf_parallel" if adapter is None else "hf_parallel peft",
-        example=_example(name, given, config, tokenizer),
-        settings=json.dumps(config.stored(), indent=2, ensure_ascii=False),
-    )
-    (folder / CARD).write_text(card, encoding="utf-8")
-    metadata_save(folder / CARD, data)
-
-
-def _example(name: str, given: object, config: ParallelConfig, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    has_model, adapter = _is_model(given), _adapter_of(given)
-    weights = name if has_model else EXAMPLE_MODEL
-    words = name if tokenizer is not None else getattr(given, "name_or_path", "") or weights
-    trust = ", trust_remote_code=True" if has_model else ""
-    loaded = f"AutoModelForCausalLM.from_pretrained({json.dumps(weights)}{trust})"
-    if adapter is not None:
-        loaded = f"hf_parallel.hub.load({json.dumps(name)})"
-    task = '"Plan a day in Rome for six friends."'
-    inputs = f'tokenizer({task}, return_tensors="pt")'
-    if config.prompt.rules() is not None:
-        settings = [f"{setting}={value!r}" for setting, value in config.stored().items()]
-        inputs = f"hf_parallel.build_prompt({', '.join([json.dumps(config.mode), task, 'tokenizer', *settings])})"
-    inputs_argument = [] if config.prompt.replaces_input_ids else ["**inputs"]
-    arguments = [*inputs_argument, "max_new_tokens=64", "tokenizer=tokenizer"]
-    arguments += [f"{argument}={code}" for argument, code in config.traits.example_arguments.items()]
-    if not has_model:
-        arguments += [f"custom_generate={json.dumps(name)}", "trust_remote_code=True"]
-    lines = [
-        f"from transformers import {'' if adapter else 'AutoModelForCausalLM, '}AutoTokenizer",
-        "",
-        f"model = {loaded}",
-        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(words)})",
-        f"inputs = {inputs}",
-        "output = model.generate(",
-        *(f"    {argument}," for argument in arguments),
-        ")",
-        "for row in output:",
-        "    print(tokenizer.decode(row, skip_special_tokens=True))",
-    ]
-    uses_package = any("hf_parallel." in line for line in lines)
-    return "\n".join(["import hf_parallel"] * uses_package + lines)

@@ -140,13 +140,9 @@ class _Server:
         """Submit the prompts of a request's body and return the response."""
         content = await request.body()
         pool = self.small if len(content) <= SMALL_BODY else self.large
-        submission = pool.submit(request.scope["submitter"], partial(self._submit, kind, content, request.scope))
-        try:
-            body, answers = await _unless_disconnected(request, asyncio.wrap_future(submission))
-        except BaseException:
-            if not submission.cancel():  # it runs already
-                submission.add_done_callback(_cancel_submitted)
-            raise
+        job = partial(self._submit, kind, content, request.scope)
+        submission = pool.run(request.scope["submitter"], job, _cancel_submitted)
+        body, answers = await _unless_disconnected(request, submission)
         writer = Writer(self.model, isinstance(body, ChatBody), self.engine.tokenizer)
         try:
             if body.stream:

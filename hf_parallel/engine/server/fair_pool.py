@@ -1,55 +1,34 @@
-"""FairPool: a thread pool that serves its submitters round-robin."""
+"""FairPool: threads that serve clients round-robin."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+import asyncio
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
+from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 
 
 class FairPool:
-    """Runs jobs in threads, round-robin by submitter, and one job of each submitter at a time."""
+    """Runs jobs in threads, and one job of each submitter at a time: the others of it queue behind other submitters."""
 
     def __init__(self, threads: int) -> None:
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="hf_parallel-submit")
-        self._lock = threading.Lock()
-        self._waiting: dict[Hashable, deque[tuple[Future[Any], Callable[[], object]]]] = {}  # of busy submitters
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="hf_parallel-submit")
+        self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
-    def submit(self, submitter: Hashable, job: Callable[[], T]) -> Future[T]:
-        """Queue a job of a submitter and return its future."""
-        future: Future[T] = Future()
-        with self._lock:
-            if submitter in self._waiting:
-                self._waiting[submitter].append((future, job))
-            else:
-                self._executor.submit(self._run, submitter, future, job)
-                self._waiting[submitter] = deque()
-        return future
-
-    def _run(self, submitter: Hashable, future: Future[Any], job: Callable[[], object]) -> None:
-        if future.set_running_or_notify_cancel():
+    async def run(self, submitter: Hashable, job: Callable[[], T], abandon: Callable[[Future[T]], None]) -> T:
+        """Run a job and return its result. If the caller is cancelled, `abandon` receives the future when it ends."""
+        turn = self._turns.setdefault(submitter, asyncio.Lock())
+        async with turn:
+            future = self._threads.submit(job)
             try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
-        with self._lock:
-            waiting = self._waiting[submitter]
-            while waiting and waiting[0][0].cancelled():
-                waiting.popleft()
-            if waiting:
-                future, job = waiting.popleft()
-                self._executor.submit(self._run, submitter, future, job)  # after jobs of other submitters
-            else:
-                del self._waiting[submitter]
+                return await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                future.add_done_callback(abandon)
+                raise
 
     def shutdown(self) -> None:
         """Cancel what waits, and wait for what runs."""
-        with self._lock:
-            for waiting in self._waiting.values():
-                for future, _ in waiting:
-                    future.cancel()
-        self._executor.shutdown()
+        self._threads.shutdown(cancel_futures=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import http.client
 import json
 import socket
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -320,17 +321,47 @@ def test_a_body_with_two_framings_closes_the_connection(server: Served) -> None:
 
 def test_a_pool_works_for_submitters_in_turn_and_for_each_in_order() -> None:
     done: list[str] = []
-    begin = threading.Event()
-    pool = FairPool(1)
-    futures = [pool.submit("a", begin.wait)]
-    futures += [pool.submit(name[0], partial(done.append, name)) for name in ("a1", "a2", "a3", "b1", "b2", "c1")]
-    assert futures[2].cancel()
-    failing = pool.submit("c", lambda: 1 // 0)
-    begin.set()
-    assert isinstance(failing.exception(600), ZeroDivisionError)
-    wait(futures[:2] + futures[3:], 600)
+    abandoned: list[Future[object]] = []
+    begin, pool = threading.Event(), FairPool(1)
+
+    async def run_all() -> list[object]:
+        def submit(name: str, job: Callable[[], object]) -> asyncio.Task[object]:
+            return asyncio.create_task(pool.run(name, job, abandoned.append))
+
+        tasks = [submit("a", begin.wait)]
+        tasks += [submit(name[0], partial(done.append, name)) for name in ("a1", "a2", "a3", "b1", "b2", "c1")]
+        tasks.append(submit("c", lambda: 1 // 0))
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        begin.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    *_, failed = asyncio.run(run_all())
     pool.shutdown()
+    assert isinstance(failed, ZeroDivisionError)
     assert done == ["b1", "c1", "a1", "b2", "a3"]
+    assert not abandoned  # what was cancelled had not begun
+
+
+def test_a_job_whose_caller_leaves_is_abandoned_when_it_ends() -> None:
+    begin, end, pool = threading.Event(), threading.Event(), FairPool(1)
+    abandoned: list[int] = []
+
+    def job() -> int:
+        begin.set()
+        end.wait(600)
+        return 3
+
+    async def leave() -> None:
+        task = asyncio.create_task(pool.run("a", job, lambda future: abandoned.append(future.result())))
+        await asyncio.to_thread(begin.wait, 600)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(leave())
+    end.set()
+    pool.shutdown()
+    assert abandoned == [3]
 
 
 def test_large_bodies_delay_neither_small_ones_nor_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,7 +342,7 @@ class HogwildSession:
             prompt = torch.tensor([state["prompt"]], dtype=torch.int64, device="cpu")
             session = cls(model, tokenizer, prompt, parallel_config=config, **helpers, **generation)
             session._with_model(lambda: session._run.restore(state))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             message = "is damaged, or was saved with another tokenizer, or with other processors or criteria"
             raise ValueError(f"{path} {message}: {error}") from error
         return session
