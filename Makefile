@@ -26,7 +26,7 @@ unexport VIRTUAL_ENV
 unexport PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all compat lint bench docs clean
+.PHONY: help demo test quick test-all compat lint bench docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
@@ -34,7 +34,10 @@ help: ## show this list
 demo: $(READY) ## run the demo on the embedded model
 	@$(RUN) -m hf_parallel demo $(ARGS)
 
-test: lint ## lint, then run the quick tests (minutes)
+test: $(READY) ## lint, and run the quick tests beside it (minutes)
+	@$(MAKE) --no-print-directory --jobs 2 lint quick
+
+quick: $(READY)
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: test ## make test, then run the slow tests

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _CONTEXT = 6  # tokens decoded again before the new ones, as spaces and merged characters depend on them
+_MAX_CONTEXT = 4 * _CONTEXT  # if no characters are complete
 _MAX_INCOMPLETE = 3  # tokens held back until a character is complete: it has at most four bytes, a token at least one
 _REPLACEMENT = "\ufffd"  # decoded from bytes that form no character, or no complete one
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -30,28 +31,37 @@ class IncrementalDetokenizer:
         self.tokens: list[int] = []
         self.text = ""
         self._num_decoded = 0  # tokens that `text` covers
+        self._starts = [0]  # where decoding may begin: within a character of several byte tokens it would fail
 
     def add(self, tokens: Sequence[int]) -> str:
         """Append tokens. Return the text that they add."""
         self.tokens += tokens
-        start, oldest = max(self._num_decoded - _CONTEXT, 0), len(self.tokens) - _MAX_INCOMPLETE
+        start, oldest = self._start(), len(self.tokens) - _MAX_INCOMPLETE
         before = _decode(self.tokenizer, self.tokens[start : self._num_decoded])
         for end in range(len(self.tokens), self._num_decoded, -1):
             after = _decode(self.tokenizer, self.tokens[start:end])
             complete = after.startswith(before) and not after.endswith(_REPLACEMENT)
             if complete or end <= oldest:
                 self._num_decoded, added = end, after[len(before) :]
+                if complete or end - self._starts[-1] > _MAX_CONTEXT:
+                    self._starts.append(end)
                 self.text += added
                 return added
         return ""
 
     def flush(self) -> str:
         """Return the text of the tokens that are held back, as no others follow."""
-        start = max(self._num_decoded - _CONTEXT, 0)
+        start = self._start()
         before = _decode(self.tokenizer, self.tokens[start : self._num_decoded])
         added = _decode(self.tokenizer, self.tokens[start:])[len(before) :]
         self._num_decoded, self.text = len(self.tokens), self.text + added
         return added
+
+    def _start(self) -> int:
+        """Return the last place at least `_CONTEXT` tokens back where a character begins, or 0."""
+        while len(self._starts) > 1 and self._starts[1] <= self._num_decoded - _CONTEXT:
+            del self._starts[0]
+        return self._starts[0]
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], before: Sequence[int]) -> list[bytes]:

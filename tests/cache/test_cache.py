@@ -123,7 +123,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert not ends or ends[-1] <= self.cache.pool.arena.num_slots
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+CacheMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30)
 TestRandomOperations = CacheMachine.TestCase
 # Arena
 

@@ -46,7 +46,7 @@ def prepare_run(scene: Scene, passes: Sequence[Sequence[Segment]]) -> torch.Tens
     return torch.cat(truths)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(scene=scenes(), data=st.data())
 def test_every_query_sees_the_blocks_of_its_own_pass(scene: Scene, data: st.DataObject) -> None:
     """Trees, workers and arbitrary views under windows, sinks and soft-capping; some tokens are recomputed."""

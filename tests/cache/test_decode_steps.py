@@ -17,7 +17,7 @@ from hf_parallel.kernels import AttentionPlan
 from hf_parallel.kernels.torch_attention import TorchBackend
 
 ARRAYS = [f.name for f in fields(AttentionPlan) if f.type == "np.ndarray"]
-EXACT = settings(max_examples=60)
+EXACT = settings(max_examples=30)
 
 
 def one_token_each(scene: Scene) -> list[Segment]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import linecache
 import warnings
 from collections.abc import Callable
@@ -11,13 +9,11 @@ from typing import Any
 
 import pytest
 import tiny
-from commands import loading
 from stories import tell
 from test_self_consistency import vote
 from workers import SETTINGS, TOKENIZER, small_model, write
 
 import hf_parallel
-from hf_parallel.cli import main as cli
 from hf_parallel.generation.modes.final_answers import BOXED
 
 EOS = tiny.EOS
@@ -90,20 +86,6 @@ def test_other_calls_do_not_warn(call: Callable[[], Any]) -> None:
     assert warned(call) == []
 
 
-@pytest.mark.parametrize("mode", ["hogwild", "pdos", "self_consistency", "skeleton_of_thought"])
-def test_the_streamer_has_ended_when_a_call_warns(mode: str) -> None:
-    texts: list[str] = []
-    streamer = hf_parallel.ConsoleStreamer(TOKENIZER, io.StringIO())
-    settings = {"hogwild": {"answer_pattern": BOXED}, "self_consistency": {"num_answers": 2, "do_sample": True}}
-    call = {"do_sample": False, "max_new_tokens": 3, "tokenizer": TOKENIZER, **settings.get(mode, {})}
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("always")
-        patch.setattr(warnings, "showwarning", lambda *_: texts.append(streamer.out.getvalue()))
-        small_model().generate(PROMPT, generation_mode=mode, streamer=streamer, **call)
-    assert texts == [streamer.out.getvalue()]
-    assert texts[0].endswith("\n")
-
-
 def test_a_warning_points_at_the_line_of_the_call() -> None:
     call = {"generation_mode": "pdos", "tokenizer": TOKENIZER, "max_new_tokens": 2, "do_sample": False}
     with pytest.warns(UserWarning, match="opened no block") as caught:
@@ -111,17 +93,3 @@ def test_a_warning_points_at_the_line_of_the_call() -> None:
     (warning,) = [one for one in caught if "opened no block" in str(one.message)]
     assert warning.filename == __file__
     assert linecache.getline(__file__, warning.lineno).strip() == "small_model().generate(PROMPT, **call)"
-
-
-@pytest.mark.filterwarnings("always:nothing was generated")
-def test_the_command_line_prints_a_warning_on_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loading(monkeypatch)(["a", EOS])
-    arguments = ["generate", "P", "--raw", "--mode", "pdos", "--max-new-tokens", "3", "--format", "jsonl"]
-    assert cli.main(arguments) == 0
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["generated_text"].startswith("a")
-    assert printed.err.startswith("hf-parallel: warning: nothing was generated in parallel for the prompt: the model ")
-    assert printed.err.endswith("; give --set titles='[...]'\n")
-    assert printed.err.count("\n") == 1

@@ -130,7 +130,7 @@ def test_damaged_files_raise_value_errors_or_load_an_output_that_works(
     by_depth = sorted(places(content), key=len)
     found = st.sampled_from(by_depth[:60]) | st.sampled_from(by_depth)
 
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(found, VALUES, st.booleans())
     def check(path: tuple[Any, ...], value: Any, deletes: bool) -> None:
         damaged = copy.deepcopy(content)

@@ -13,12 +13,10 @@ import tiny
 import torch
 from mode_cases import BUILT_IN, small_call
 from transformers import LogitsProcessor
-from workers import SETTINGS, TOKENIZER, Scripted, small_model
+from workers import TOKENIZER, Scripted, small_model
 
 from hf_parallel import (
     ConsoleStreamer,
-    HogwildConfig,
-    HogwildSession,
     LogitsCache,
     ParallelConfig,
     SelfConsistencyConfig,
@@ -93,15 +91,6 @@ def test_answers_of_a_vote_are_printed_while_they_are_generated() -> None:
     assert streamed(config, *ended) == "[Answer 1]\none\n\n[Answer 2]\ntwo\n\n[Conclusion]\nSo 2"
 
 
-def test_steps_that_begin_with_their_authors_name_get_no_name_in_their_heading() -> None:
-    config = HogwildConfig(step_prefix="{name} {step}: ")
-    begun = [(row, f"{name} 1: ", "begin") for row, name in enumerate(("Alice", "Bob") * 2)]
-    events = [*begun, *((row, "", "end") for row in range(4))]
-    expected = "[1 of 2]\nAlice 1:\n\n[1 of 2]\nBob 1:\n\n[2 of 2]\nAlice 1:\n\n[2 of 2]\nBob 1:"
-    assert streamed(config, *events, answers=2) == expected
-    assert streamed(config, *events[:1]) == "Alice 1:"
-
-
 # In calls of `generate`
 
 PROMPT = tiny.make_prompts([9], seed=4)[0][None]
@@ -135,21 +124,6 @@ def test_tokens_after_the_end_of_a_row_are_not_printed() -> None:
         logits_processor=write,
     )
     assert file.getvalue() == "== P\nYes, it is.\n\n== Q\nNo.\n"
-
-
-def test_texts_that_a_session_injects_are_printed() -> None:
-    file = io.StringIO()
-    with session(file, logits_processor=[Scripted(["One.\n\nTwo", "Uno"])]) as opened:
-        opened.inject("common", "Rain.")
-        opened.run()
-    assert "[common]\nRain." in file.getvalue()
-    assert file.getvalue().startswith("Alice 1: One.\n\n")
-
-
-def session(file: io.StringIO, **settings: Any) -> HogwildSession:
-    given = {**SETTINGS, "max_new_tokens": 9, "finisher_tokens": 0, "do_sample": False, **settings}
-    del given["tokenizer"]
-    return HogwildSession(small_model(), TOKENIZER, PROMPT, streamer=ConsoleStreamer(TOKENIZER, file), **given)
 
 
 class Failing(LogitsProcessor):
@@ -209,8 +183,3 @@ def test_a_text_that_a_time_limit_ended_is_not_marked(mode: str) -> None:
     small_model().generate(PROMPT, generation_mode=mode, **call)
     assert file.getvalue()
     assert "[truncated]" not in file.getvalue()
-
-
-def test_the_console_streamer_needs_a_tokenizer() -> None:
-    with pytest.raises((TypeError, ValueError), match="tokenizer must be a tokenizer"):
-        ConsoleStreamer(HogwildConfig())

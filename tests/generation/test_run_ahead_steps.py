@@ -10,9 +10,9 @@ import pytest
 import tiny
 import torch
 from mode_cases import BUILT_IN, small_call
-from test_hogwild_run import BLANKS, EOS, STOP_BLANK, WORDY
+from test_hogwild_run import BLANKS, EOS, STOP_BLANK
 from torch.overrides import TorchFunctionMode
-from workers import SETTINGS, TOKENIZER, Listener, Recording, small_model, write
+from workers import SETTINGS, TOKENIZER, WORDY, Listener, Recording, small_model, write
 
 import hf_parallel
 from hf_parallel.generation import decode, executor

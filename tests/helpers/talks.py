@@ -11,28 +11,23 @@ from typing import Any
 import tiny
 import torch
 from transformers import LogitsProcessor
-from workers import SETTINGS, TOKENIZER, encode, small_model
+from workers import SETTINGS, TOKENIZER, WORDY, encode, small_model
 
 from hf_parallel import HogwildSession
 
 PROMPT = tiny.make_prompts([23], seed=3)[0][None]
 SHORT = {name: value for name, value in SETTINGS.items() if name != "tokenizer"}
-WORDY: dict[str, Any] = {
+TALK: dict[str, Any] = {
     **SHORT,
-    "separator": "a",
-    "sentence_ends": [chr(c) for c in range(33, 127)],
-    "sequence_bias": [[[ord("a")], 6.0]],
-    "redundancy_interval": 15,
-    "redundancy_prompt": "Again? ",
+    **WORDY,
     "do_sample": True,
     "temperature": 0.4,
     "seed": 0,
 }
-"""Settings under which the tiny model, which writes random letters, ends a step now and then."""
 
 
 def begin(model: Any = None, **settings: Any) -> HogwildSession:
-    return HogwildSession(model or small_model(), TOKENIZER, PROMPT, **{**WORDY, "max_new_tokens": 40, **settings})
+    return HogwildSession(model or small_model(), TOKENIZER, PROMPT, **{**TALK, "max_new_tokens": 40, **settings})
 
 
 def scripted(*scripts: str, **settings: Any) -> HogwildSession:

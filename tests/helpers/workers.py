@@ -31,6 +31,14 @@ SETTINGS: dict[str, Any] = {
     "finisher_prompt": "So \\boxed{",
 }
 """Short texts, so that tests can spell out everything that a worker sees."""
+WORDY: dict[str, Any] = {
+    "separator": "a",
+    "sentence_ends": [chr(c) for c in range(33, 127)],
+    "sequence_bias": [[[ord("a")], 6.0]],
+    "redundancy_interval": 15,
+    "redundancy_prompt": "Again? ",
+}
+"""Settings under which the tiny model, which writes random letters, ends a step now and then."""
 FILLER = "x"
 """Written after the end of a script."""
 

@@ -35,7 +35,7 @@ from hf_parallel.kernels import torch_attention as torch_backend
 from hf_parallel.kernels.dense import dense_attention, matmul_attention
 from hf_parallel.kernels.schedule import make_schedule
 
-EXACT = settings(max_examples=60)
+EXACT = settings(max_examples=30)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from paths import ROOT
+from paths import PYTHONPATH, ROOT
 from scenes import Features, Scene
 
 from hf_parallel.cache import Segment
@@ -244,19 +244,42 @@ def test_checksums_compile_without_spills(capability: int, monkeypatch: pytest.M
 
 
 IN_THE_INTERPRETER = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling", "checksum")]
-FEW = "half_precision or padded_queries or append_follows or (tokens_that_are_kept and top_p-torch.float32-700)"
+IN_THE_INTERPRETER.append("tests/models/test_graph.py")
+FEW = """
+import test_triton as tests
+import torch
+from hf_parallel.kernels.sampling import Warpers
+from hf_parallel.kernels.triton import sampling
+
+torch.use_deterministic_algorithms(True)  # fills memory with NaN
+tests.check(tests.workers(tests.Features(groups=3, rotary=tests.ROTARY, window=7), 3, 2))
+tests.check(tests.workers(tests.Features(kv_heads=2, sinks=True, softcap=2.0), 2, 3), torch.float16)
+tests.test_padded_queries_are_zero_and_change_no_other()
+tests.test_append_follows_decode_steps()
+tests.test_move_does_what_the_torch_backend_does("half", 5, 37)
+# The last token that `top_p` keeps wins the race; tokens that it removes would win against it.
+scores = 2 * torch.randn(2, 700, generator=torch.Generator().manual_seed(1))
+probs, order = scores.softmax(-1).sort(descending=True)
+count = (probs.cumsum(-1) - probs < 0.9).sum(-1, keepdim=True)
+noise = torch.full_like(scores, 1e-35).scatter(1, order, (torch.arange(700) < count).float() + 1e-35)
+noise.scatter_(1, order.gather(1, count - 1), 1e-18)
+sampling._WARPS = 32
+drawn, _ = sampling.sample(scores, torch.tensor([Warpers(top_p=0.9).numbers(700)]), None, noise, True, False)
+assert torch.equal(drawn[0], order.gather(1, count - 1)[:, 0])
+"""
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "command",
     [
-        pytest.param([*IN_THE_INTERPRETER[:2], "-k", FEW], id="few"),
-        pytest.param([*IN_THE_INTERPRETER, "tests/models/test_graph.py"], id="all", marks=pytest.mark.slow),
+        pytest.param(["-c", FEW], id="few"),
+        pytest.param(
+            ["-m", "pytest", "-q", "-p", "no:cacheprovider", *IN_THE_INTERPRETER], id="all", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_kernels_equal_the_oracle_in_the_interpreter(arguments: list[str]) -> None:
+def test_kernels_equal_the_oracle_in_the_interpreter(command: list[str]) -> None:
     """Run tests in a process that selects the interpreter before torch imports Triton."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{PYTHONPATH}:{Path(__file__).parent}"}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -20,7 +20,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("places", LAYERS)
+@pytest.mark.parametrize("places", ["one layer on disk", pytest.param("all layers on disk", marks=pytest.mark.slow)])
 def test_a_model_with_layers_on_disk_generates_the_same_tokens(tmp_path: Path, places: str) -> None:
     model = copy.deepcopy(tiny.build("llama"))
     model.save_pretrained(tmp_path / "model")

@@ -171,7 +171,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["examples", "dicts", "texts"])
+@pytest.mark.parametrize("kind", ["examples", "texts", pytest.param("dicts", marks=pytest.mark.slow)])
 def test_the_trainer_of_trl_gives_the_losses_of_trainer(
     tmp_path: Path, examples: list[ParallelExample], kind: str
 ) -> None:

@@ -157,7 +157,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.usefixtures("not_host")
-@pytest.mark.parametrize("replay", ["stepwise", "hotspot"])
+@pytest.mark.parametrize("replay", ["stepwise", pytest.param("hotspot", marks=pytest.mark.slow)])
 def test_samples_are_equal_with_and_without_prefetch(model: PreTrainedModel, replay: str) -> None:
     """Settings change from call to call, and return, on one cache."""
     prefetched, replayed = LogitsCache(), LogitsCache()

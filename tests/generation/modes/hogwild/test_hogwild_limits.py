@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from talks import WORDY, begin, change_at_random, tokens_held
+from talks import TALK, begin, change_at_random, tokens_held
 from transformers import LogitsProcessor
 from transformers.utils import logging
 from workers import SETTINGS, TOKENIZER, Recording, encode, small_model
@@ -72,7 +72,7 @@ def longest_view(recording: Recording) -> int:
 
 
 LONG = encode("P") * 330
-TO_THE_END: dict[str, Any] = {**WORDY, "max_new_tokens": None, "max_length": tiny.MAX_POSITIONS, "finisher_tokens": 60}
+TO_THE_END: dict[str, Any] = {**TALK, "max_new_tokens": None, "max_length": tiny.MAX_POSITIONS, "finisher_tokens": 60}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import small_tokenizers
 import tiny
 import torch
 from transformers import TextStreamer
-from workers import SETTINGS, TOKENIZER, Listener, Scripted, encode, small_model, write
+from workers import SETTINGS, TOKENIZER, WORDY, Listener, encode, small_model, write
 
 import hf_parallel
 
@@ -20,16 +21,6 @@ def generate(ids: torch.Tensor, **settings: Any) -> Any:
     """Generate the choices of the tiny model itself."""
     given = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, **SETTINGS, **settings}
     return small_model().generate(ids, generation_mode="hogwild", **given)
-
-
-WORDY: dict[str, Any] = {
-    "separator": "a",
-    "sentence_ends": [chr(c) for c in range(33, 127)],
-    "sequence_bias": [[[ord("a")], 6.0]],
-    "redundancy_interval": 25,
-    "redundancy_prompt": "Again? ",
-}
-"""Settings under which the tiny model, which writes random letters, ends a step now and then."""
 
 
 # Outputs
@@ -132,29 +123,10 @@ def test_a_streamer_of_one_row_raises_for_several_workers() -> None:
         write("aa", "bb", streamer=TextStreamer(TOKENIZER))
 
 
-# A real tokenizer
-
-
-def test_a_stop_string_ends_its_worker(embedded: tuple[Any, Any]) -> None:
-    model, tokenizer = embedded
-    scripts = [
-        tokenizer(text, add_special_tokens=False).input_ids
-        for text in ("we are done now and then", "no not yet and so on")
-    ]
-    hf_parallel.enable(model)
-    try:
-        out = model.generate(
-            **hf_parallel.hogwild_prompt("Add.", tokenizer, collaboration_prompt="Work."),
-            generation_mode="hogwild",
-            tokenizer=tokenizer,
-            max_new_tokens=6,
-            stop_strings=["done"],
-            logits_processor=[Scripted(scripts)],
-            finisher_tokens=0,
-            return_dict_in_generate=True,
-        )
-    finally:
-        hf_parallel.disable(model)
-    assert [step.forward_pass for step in out.history[0]] == [3, None]
+def test_a_stop_string_ends_its_worker() -> None:
+    tokenizer = small_tokenizers.make("split_marker")
+    scripts = [tokenizer.encode(text) for text in ("we are done now and then", "no not yet and so on")]
+    out = write(*scripts, tokenizer=tokenizer, stop_strings=["done"])
+    assert out.history[0][0].forward_pass == len("we are done")
     assert out.texts[0].endswith("we are done")
-    assert out.texts[1].endswith("no not yet and so on")
+    assert out.texts[1].endswith("no not yet and so onxxxx"[: len("no not yet and so on")])

@@ -8,7 +8,7 @@ import dense
 import pytest
 import tiny
 import torch
-from talks import PROMPT, WORDY, begin, change_at_random, scripted, tokens_held
+from talks import PROMPT, TALK, begin, change_at_random, scripted, tokens_held
 from transformers import GenerationConfig
 from workers import TOKENIZER, Recording, check_against, small_model
 
@@ -30,7 +30,7 @@ def recorded() -> Recording:
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_session_equals_a_call_of_the_mode(layout: str, num_workers: int) -> None:
-    settings = {**WORDY, "layout": layout, "num_workers": num_workers, "max_new_tokens": 20, "finisher_tokens": 3}
+    settings = {**TALK, "layout": layout, "num_workers": num_workers, "max_new_tokens": 20, "finisher_tokens": 3}
     expected = small_model().generate(
         PROMPT, generation_mode="hogwild", tokenizer=TOKENIZER, return_dict_in_generate=True, **settings
     )
@@ -73,7 +73,7 @@ def test_the_model_is_free_between_steps() -> None:
         session.step()
         assert model.config._attn_implementation == before
         model.generate(PROMPT, generation_mode=None, max_new_tokens=2)
-        model.generate(PROMPT, generation_mode="hogwild", tokenizer=TOKENIZER, **{**WORDY, "max_new_tokens": 2})
+        model.generate(PROMPT, generation_mode="hogwild", tokenizer=TOKENIZER, **{**TALK, "max_new_tokens": 2})
     quiet.run(4)
     assert session.texts == quiet.texts
 
@@ -254,22 +254,6 @@ def test_logits_of_added_workers_begin_at_their_first_pass() -> None:
         [True, False, True],
         [True, False, True],
     ]
-
-
-def test_a_transcript_shows_all_workers_and_injected_texts() -> None:
-    session = scripted("One", "Uno")
-    session.run(2)
-    session.inject("common", "It rains.")
-    session.remove_worker("Bob")
-    session.add_worker()
-    session.inject("Alice", " Why? ")
-    session.run(2)
-    (section,) = session.output().to_dict()["sections"]
-    assert section["columns"] == ["Alice", "Bob", "Carol", "common"]
-    texts = [card["given"] + "".join(text for _, text, _ in card["pieces"]) for card in section["cards"]]
-    assert texts == ["Alice 1: On\nWhy? ex", "Bob 1: Un", "It rains.\n\n", "Carol 1: xx"]
-    assert [card["column"] for card in section["cards"]] == [0, 1, 3, 2]
-    assert "It rains." in session.output().to_html()
 
 
 def test_a_session_from_inference_mode_continues_outside() -> None:

@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
-from talks import PROMPT, WORDY, begin, change_at_random, logits_during, state
+from talks import PROMPT, TALK, begin, change_at_random, logits_during, state
 from transformers import GenerationConfig, LogitsProcessor
 from workers import TOKENIZER, Listener, small_model
 
@@ -79,7 +79,7 @@ def test_settings_of_generate_and_of_the_mode_are_restored(tmp_path: Path) -> No
 def test_padding_of_a_prompt_is_ignored(tmp_path: Path) -> None:
     ids, mask = tiny.left_pad([PROMPT[0, :5], PROMPT[0]])
     padded = {"input_ids": ids[:1], "attention_mask": mask[:1], "position_ids": (mask.cumsum(-1) - 1)[:1]}
-    settings = {**WORDY, "max_new_tokens": 20}
+    settings = {**TALK, "max_new_tokens": 20}
     session = HogwildSession(small_model(), TOKENIZER, padded, **settings)
     plain = HogwildSession(small_model(), TOKENIZER, PROMPT[:, :5], **settings)
     session.run(4)

@@ -119,7 +119,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-FUZZ = settings(max_examples=20)
+FUZZ = settings(max_examples=12)
 
 
 def fitting(given: dict[str, Any]) -> dict[str, Any]:
