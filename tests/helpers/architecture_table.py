@@ -54,8 +54,7 @@ def make_table() -> str:
 
 def row_of(architecture: Architecture) -> Sequence[str]:
     """Return the cells of one architecture."""
-    build = hybrids.build if architecture.name in hybrids.ARCHITECTURES else tiny.build
-    model, name = build(architecture.name), f"`{architecture.name}`"
+    model, name = tiny.build(architecture.name), f"`{architecture.name}`"
     try:
         found = probe_capabilities(model)
     except UnsupportedModelError as error:

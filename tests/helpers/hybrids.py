@@ -1,14 +1,12 @@
-"""Tiny randomly initialised models whose layers keep a state: hybrids, and models without any attention."""
+"""Tiny configurations of models whose layers keep a state: hybrids, and models without any attention."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import tiny
-import torch
 from architectures import BOS, EOS, MAX_POSITIONS, PAD, VOCAB_SIZE, Architecture
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -79,15 +77,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Settings of the config of each model, by `model_type`."""
 ARCHITECTURES = {
-    name: Architecture(name, partial(AutoConfig.for_model, name, **{**_COMMON, **settings}))
+    name: Architecture(
+        name,
+        partial(AutoConfig.for_model, name, **{**_COMMON, **settings}),
+        attn_implementation="eager" if "mamba" in name else "sdpa",
+    )
     for name, settings in SETTINGS.items()
 }
-
-
-@cache
-def build(name: str) -> PreTrainedModel:
-    """Build a model in float32, or return the one built earlier; undo changes, or deep-copy it first."""
-    architecture = ARCHITECTURES[name]
-    model = AutoModelForCausalLM.from_config(architecture.config(), dtype=torch.float32)
-    tiny.draw_weights(model, architecture, 0)
-    return model.eval()
+"""`tiny.build` creates models from them."""

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import hybrids
 import torch
 from architectures import (
     ARCHITECTURES,
@@ -59,7 +60,7 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pr
     Parameters
     ----------
     name : str
-        A key of `ARCHITECTURES` or `REFUSED`.
+        A key of `ARCHITECTURES`, `REFUSED` or `hybrids.ARCHITECTURES`.
     seed : int
         Of the weights. `tests/models/test_tiny.py` checks seed 0 in float32 only.
     dtype : torch.dtype
@@ -138,7 +139,7 @@ def built_models() -> list[PreTrainedModel]:
 
 
 def _build(name: str, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    architecture = ARCHITECTURES[name] if name in ARCHITECTURES else REFUSED[name]
+    architecture = {**ARCHITECTURES, **REFUSED, **hybrids.ARCHITECTURES}[name]
     config = architecture.config()
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model: PreTrainedModel = auto_class.from_config(

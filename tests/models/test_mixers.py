@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 
-import hybrids
 import pytest
+import tiny
 import torch
 from transformers import DynamicCache
 
@@ -14,7 +14,7 @@ from hf_parallel.models.mixers import Mixer, MixerStates, find_mixers, mixers_wr
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "falcon_h1", "mamba2"])
 def test_a_mixer_continues_from_the_state_it_left(name):
-    model = hybrids.build(name)
+    model = tiny.build(name)
     mixers = find_mixers(model)
     states = {mixer: MixerStates() for mixer in mixers}
 
@@ -22,7 +22,7 @@ def test_a_mixer_continues_from_the_state_it_left(name):
         states[mixer] = MixerStates(states[mixer].conv, states[mixer].recurrent)
         return module._call_impl(*args, **{**kwargs, mixer.argument: states[mixer]})
 
-    ids = torch.randint(3, hybrids.VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, tiny.VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         cache, logits = DynamicCache(config=model.config), []
@@ -34,7 +34,7 @@ def test_a_mixer_continues_from_the_state_it_left(name):
 
 
 def test_wrapped_mixers_leave_no_trace():
-    model = copy.deepcopy(hybrids.build("lfm2"))
+    model = copy.deepcopy(tiny.build("lfm2"))
     mixers = find_mixers(model)
     assert [mixer.layer_idx for mixer in mixers] == [0, 1, 3]
     ids = torch.tensor([[5, 6, 7]])

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hybrids
 import pytest
 import tiny
 import torch
@@ -141,7 +140,7 @@ def test_steps_equal_those_of_trl(name: str, checkpoint: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows of a prompt in several micro-batches", "reference model"])
 def test_steps_of_a_model_with_states_equal_those_of_trl(name: str, tmp_path: Path) -> None:
-    model = copy.deepcopy(hybrids.build("qwen3_5_text"))
+    model = copy.deepcopy(tiny.build("qwen3_5_text"))
     model.generation_config.eos_token_id = ENDS
     model.save_pretrained(tmp_path)
     expected, found = (

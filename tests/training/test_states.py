@@ -34,7 +34,7 @@ COMPLETIONS += [torch.cat((COMPLETIONS[2][:n], COMPLETIONS[3])) for n in (1, 12)
 
 def build(name: str) -> tuple[Any, float]:
     """Return a model, and the error allowed in its dtype."""
-    model = copy.deepcopy(hybrids.build(name))
+    model = copy.deepcopy(tiny.build(name))
     return (model.double(), 1e-6) if name in DOUBLE else (model, 1e-4)
 
 

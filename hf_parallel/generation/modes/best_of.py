@@ -88,6 +88,7 @@ class BestOfConfig(ParallelConfig["BestOfOutput"]):
     mode: ClassVar[str] = "best_of"
     traits = ModeTraits(
         rows=BestOfRows,
+        keeps_states=True,
         streams_text=True,
         streams_tokens="at_end",
         rows_field="texts",

@@ -98,6 +98,7 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
     mode: ClassVar[str] = "self_consistency"
     traits = ModeTraits(
         rows=SelfConsistencyRows,
+        keeps_states=True,
         streams_text=True,
         streams_tokens="at_end",
         rows_field="texts",

@@ -101,7 +101,7 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
     """
 
     mode: ClassVar[str] = "skeleton_of_thought"
-    traits = ModeTraits(rows=SkeletonRows, streams_text=True, streams_tokens="at_end")
+    traits = ModeTraits(rows=SkeletonRows, keeps_states=True, streams_text=True, streams_tokens="at_end")
 
     outline_prompt: str = (
         "\n\nThe answer has several parts. Here is a list of their names, one short name in each line, without any "

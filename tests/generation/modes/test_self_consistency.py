@@ -206,7 +206,7 @@ def test_votes_are_weighted_by_the_mean_log_probability_of_the_answers(dictionar
 # Sampling
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "lfm2"])
 def test_answers_are_the_completions_of_shared_prefix(name: str) -> None:
     """With one RNG per row, as with `num_return_sequences`."""
     model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
@@ -251,7 +251,7 @@ def test_a_seed_makes_a_call_repeatable_in_any_batch() -> None:
 # Conclusions
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "qwen3_5_text"])
 def test_the_conclusion_equals_generate_on_the_same_text(name: str) -> None:
     model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
     wanted = {"vote": "final", "num_answers": 2, "top_k": 1, "conclusion_tokens": NEW, "output_logits": True, **TEXTS}

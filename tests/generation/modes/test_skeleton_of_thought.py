@@ -135,7 +135,7 @@ def greedy(model: PreTrainedModel, tokens: Sequence[int], new: int = NEW, **more
 # Equal to generate
 
 
-@pytest.mark.parametrize(("name", "workers"), [("llama", 1), ("mistral", 2), ("gpt2", None)])
+@pytest.mark.parametrize(("name", "workers"), [("llama", 1), ("mistral", 2), ("gpt2", None), ("lfm2", 2)])
 def test_points_and_conclusion_equal_greedy_generate_on_their_prompts(name: str, workers: int | None) -> None:
     model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
     budgets = {"max_new_tokens": NEW, "outline_tokens": 20}

@@ -12,7 +12,7 @@ import hybrids
 import pytest
 import tiny
 import torch
-from ascii_tokenizer import AsciiTokenizer
+from tiny_tokenizer import TOKENIZER
 from transformers import PreTrainedModel
 
 import hf_parallel
@@ -29,14 +29,14 @@ NEVER = 10_000  # a token that no model generates
 
 @cache
 def enabled(name: str) -> PreTrainedModel:
-    return hf_parallel.enable(copy.deepcopy(hybrids.build(name)))
+    return hf_parallel.enable(copy.deepcopy(tiny.build(name)))
 
 
 class Alone:
     """Greedy tokens of each prompt alone, from the model's own `generate`."""
 
     def __init__(self, name: str) -> None:
-        self.model, self._known = hybrids.build(name), dict[tuple[int, ...], list[int]]()
+        self.model, self._known = tiny.build(name), dict[tuple[int, ...], list[int]]()
 
     def tokens(self, prompt: Sequence[int], eos: Sequence[int] = ()) -> list[int]:
         key = tuple(prompt)
@@ -106,10 +106,18 @@ def test_seeded_samples_equal_the_row_alone_and_replay(name: str, num_calls: int
         assert output.stats.replayed_tokens >= NUM_TOKENS
 
 
+def test_best_of_drops_rows_of_a_hybrid() -> None:
+    model, ids = enabled("lfm2"), torch.tensor([[5, 6, 7, 8]])
+    settings = {"do_sample": True, "seed": 3, "max_new_tokens": NUM_TOKENS}
+    rows = model.generate(ids, generation_mode="shared_prefix", num_return_sequences=4, **settings)
+    best = model.generate(ids, generation_mode="best_of", tokenizer=TOKENIZER, prune_every=4, **settings)
+    assert best[0].tolist() in rows.tolist()
+
+
 def test_modes_without_one_sequence_per_row_raise() -> None:
     model, ids = enabled("lfm2"), torch.tensor([[5, 6, 7]])
     with pytest.raises(UnsupportedModelError, match=r"hogwild .* model\.layers\.0\.conv: modes that work are"):
-        model.generate(ids, generation_mode="hogwild", max_new_tokens=4, num_workers=2, tokenizer=AsciiTokenizer())
+        model.generate(ids, generation_mode="hogwild", max_new_tokens=4, num_workers=2, tokenizer=TOKENIZER)
     with pytest.raises(UnsupportedModelError, match="draft_tokens must be 0"):
         model.generate(ids, generation_mode="resample", max_new_tokens=4, draft_tokens=3, logits_cache=LogitsCache())
     with pytest.raises(ValueError, match="keep a state cannot use this cache in a plain forward pass"):
