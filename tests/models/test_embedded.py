@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,28 @@ def test_concurrent_loads_convert_once(tiny_conversion, tmp_path):
     for thread in threads:
         thread.join(timeout=600)
     assert tiny_conversion.calls == 1
+
+
+def test_a_load_waits_for_the_conversion_of_another_process(tiny_conversion, monkeypatch, tmp_path):
+    begun, go = os.pipe(), os.pipe()
+
+    def convert_slowly(gguf_file: Path, folder: Path) -> None:
+        os.write(begun[1], b"1")
+        os.read(go[0], 1)
+        tiny_conversion(gguf_file, folder)
+
+    def other() -> None:
+        monkeypatch.setattr(embedded_module, "_convert", convert_slowly)
+        load_embedded_model(cache_dir=tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        converting = pool.submit(exit_status, other)
+        os.read(begun[0], 1)
+        waiting = pool.submit(load_embedded_model, cache_dir=tmp_path)
+        os.write(go[1], b"1")
+        assert waiting.result(600)
+        assert converting.result(600) == 0
+    assert tiny_conversion.calls == 0, "this process converts nothing"
 
 
 # Errors

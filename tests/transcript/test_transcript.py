@@ -84,15 +84,6 @@ def test_each_prompt_has_its_own_section() -> None:
     assert [(section["prompt"], section["prompt_tokens"]) for section in sections] == [("P", 1), ("QQ", 2)]
 
 
-@pytest.mark.parametrize(
-    ("layout", "visibility", "history"),
-    [("combined", "live", "history"), ("interleaved", "ended", "history"), ("contiguous", "live", "")],
-)
-def test_the_style_follows_from_the_layout(layout: str, visibility: str, history: str) -> None:
-    style = write(ALICE, BOB, layout=layout).to_dict()["style"]
-    assert (style["visibility"], style["history"]) == (visibility, history)
-
-
 def test_the_early_finisher_and_its_answer_are_noted() -> None:
     section = one_section(write("a", "b", finisher="42}"))
     assert section["notes"] == [("Answer", "42"), ("Written by a reader of everything", "So \\boxed{42}")]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from ascii_tokenizer import AsciiTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import pass_sizes
@@ -252,6 +253,32 @@ def test_the_gap_is_only_what_a_point_lacks() -> None:
 def test_a_point_ends_where_it_is_said_to(script: Script, text: str) -> None:
     out = write(scripts(script, "y", "z"), point_end="\n")
     assert out.points[0][0].text == text
+
+
+class WithVocabulary(AsciiTokenizer):
+    """Tokenizer with what stop strings of Transformers need."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(token): token for token in range(32, 127)}
+
+    def _convert_id_to_token(self, token: int) -> str:
+        return chr(token)
+
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        return "".join(tokens)
+
+    def __call__(self, text: str, **settings: Any) -> Any:
+        return super().__call__(text)
+
+
+def test_a_stop_string_ends_the_text_that_it_is_in() -> None:
+    given = scripts("one Q more", "two", "three Q x", end="so Q end")
+    out = write(given, tokenizer=WithVocabulary(), stop_strings=["Q"])
+    assert [point.text for point in out.points[0]] == ["one Q", "two", "three Q"]
+    assert out.texts[0].endswith("[END]so Q")
+    with pytest.warns(UserWarning, match="1 of at least 2 points"):
+        out = write(given, tokenizer=WithVocabulary(), stop_strings=["2."])
+    assert out.outlines == ["1. a\n2."]
 
 
 def test_every_text_has_a_budget_of_its_own() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dense
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -74,6 +75,36 @@ def test_settings_of_generate_and_of_the_mode_are_restored(tmp_path: Path) -> No
     other.run()
     session.run()
     assert state(other)[:-1] == state(session)[:-1]
+
+
+def test_numbers_of_numpy_are_saved_as_numbers(tmp_path: Path) -> None:
+    ours = {"seed": np.int64(3), "temperature": np.float64(0.5), "num_workers": np.int64(2)}
+    for name, settings in (("numpy", ours), ("plain", {name: value.item() for name, value in ours.items()})):
+        with begin(**settings) as session:
+            session.run(5)
+            session.save(tmp_path / name)
+    assert json.loads((tmp_path / "numpy").read_text()) == json.loads((tmp_path / "plain").read_text())
+
+
+def test_a_save_that_fails_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, session = tmp_path / "session.json", begin()
+    session.run(4)
+    session.save(path)
+    before = path.read_bytes()
+    session.run(1)
+
+    def write_half(file: Path, text: str, *given: Any, **settings: Any) -> None:
+        file.write_bytes(text.encode()[:50])
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", write_half)
+        with pytest.raises(OSError, match="no space left on device"):
+            session.save(path)
+    assert path.read_bytes() == before
+    assert [*tmp_path.iterdir()] == [path]
+    session.save(path)
+    assert state(load(path))[:-1] == state(session)[:-1]
 
 
 def test_padding_of_a_prompt_is_ignored(tmp_path: Path) -> None:
