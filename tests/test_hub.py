@@ -363,13 +363,6 @@ def test_an_upload_keeps_foreign_readmes_and_replaces_weights(model: Any, tmp_pa
     assert b"old" not in {whole["model.safetensors"], shards[index]}
 
 
-def test_nothing_is_uploaded_if_the_export_fails() -> None:
-    with pytest.raises(ValueError, match="logits_cache cannot be stored"):
-        hf_parallel.hub.push_to_hub(SharedPrefixConfig(logits_cache=LogitsCache()), "somebody/new")
-    with pytest.raises(ValueError, match="names no mode"):
-        hf_parallel.hub.push_to_hub(tiny.build("llama"), "somebody/new")
-
-
 # Adapters
 
 OF_ADAPTER = OF_CONFIG | {"adapter_config.json", "adapter_model.safetensors", "generation_config.json"}

@@ -198,23 +198,28 @@ def test_the_directory_of_the_package_lists_public_names_that_exist() -> None:
     assert {*hf_parallel.generation.modes.__all__} <= {*hf_parallel.__all__}
 
 
+def test_the_core_imports_no_extras() -> None:
+    for name in MODULES:
+        if layer(name) in LAYERS.keys() - {"engine", "agents"} | GROUND and "triton" not in name:  # loaded on a GPU
+            nodes = [node for node in syntax_tree(MODULES[name]).body if isinstance(node, ast.Import | ast.ImportFrom)]
+            modules = [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
+            modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+            assert not (found := {*OPTIONAL} & {module.split(".")[0] for module in modules}), f"{name} imports {found}"
+
+
 def test_importing_the_package_imports_no_torch() -> None:
     run("import hf_parallel\nassert 'torch' not in sys.modules")
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "hf_parallel",
-        *(pytest.param(f"{name}.pipelines", marks=pytest.mark.slow) for name in ("transformers", "hf_parallel")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["hf_parallel", "hf_parallel.pipelines", "transformers.pipelines"])
 def test_importing_the_package_registers_the_pipeline(first: str) -> None:
     used = "PIPELINE_REGISTRY.check_task('parallel-text-generation')"
     looked_up = "import importlib.util\nimportlib.util.find_spec('transformers.pipelines')"  # does not import it
     run(f"import {first}, hf_parallel\n{looked_up}\nfrom transformers.pipelines import PIPELINE_REGISTRY\n{used}")
 
 
+@pytest.mark.slow
 def test_core_needs_torch_and_transformers_only() -> None:
     run(f"HIDDEN = set({OPTIONAL!r})" + _WITHOUT_EXTRAS)
 

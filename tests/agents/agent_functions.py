@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from hf_parallel.agents import agent
-
 
 async def bug_repair(bug):
     """Agent of Hive's figure 6."""
@@ -108,30 +106,6 @@ async def returns_through(lock):
     async with lock:
         return await work()
     await unreachable()
-
-
-async def margin():
-    """Text with a line
-    at the margin."""
-    await once()
-
-
-class Tools:
-    """A function that is indented in its source."""
-
-    async def look(self):
-        """Text with a line
-                and another
-        at the margin."""
-        await once()
-
-
-@agent(
-    supervisor=None,
-)
-async def decorated():
-    """An agent whose decorator has several lines."""
-    yield 1
 
 
 def hostile(text='</text><script>"&\x00'):

@@ -68,35 +68,6 @@ def number(attributes: dict[str, str], name: str) -> float:
     return float(style[name].rstrip("px%"))
 
 
-def test_each_agent_has_a_lane_below_its_parent() -> None:
-    trace = RunTrace(clock=ticking())
-    for agent in ("a#0", "b#0", "a#0/x#0", "a#0/x#0/y#0", "a#0/x#1", "b#0/x#0"):
-        trace.add(agent, "yield", value="1")
-    trace.add("a#0", "end", value="1")
-    trace.add("b#0", "error", error="ValueError: no")
-    trace.add("a#0/x#0", "cancel")
-    page = Page(render(trace))
-    lanes = page.elements("name")
-    assert [lane["title"] for lane in lanes] == [
-        "a#0: ended",
-        "a#0/x#0: cancelled",
-        "a#0/x#0/y#0: unfinished",
-        "a#0/x#1: unfinished",
-        "b#0: failed",
-        "b#0/x#0: unfinished",
-    ]
-    assert page.titles("mark", "error") == ["b#0, 8 s: failed ValueError: no"]
-
-
-def test_boxes_say_what_ran_and_for_how_long() -> None:
-    page = Page(render(repair_trace()))
-    assert page.titles("box", "gen")[0] == (
-        f"{REPAIR}, state 0.0, 5 s\u20136 s: 3 tokens, 8 of 10 prompt tokens reused\ntemperature = 0.5\n\nfix"
-    )
-    assert page.titles("box", "tool", "failed")[0] == f"{GATHER}, 2 s\u20133 s: tool read\n\nerror: fix"
-    assert page.titles("box", "next")[0] == f"{REPAIR}, 2 s\u20135 s: waits for {GATHER}"
-
-
 def test_boxes_of_a_lane_do_not_overlap() -> None:
     trace = RunTrace(clock=ticking())
     for branch in range(8):
@@ -107,22 +78,6 @@ def test_boxes_of_a_lane_do_not_overlap() -> None:
     assert len({top for top, *_ in spans}) == 8, "the last one follows in the first free row"
     for index, (top, left, right) in enumerate(spans):
         assert all(top != other or end <= left or begin >= right for other, begin, end in spans[:index])
-
-
-def test_messages_are_arrows_between_the_lanes() -> None:
-    page = Page(render(repair_trace()))
-    parent, child = page.elements("name")
-    for kind, way, about in [
-        ("spawn", "down", f"{REPAIR} spawns {GATHER}, 1 s"),
-        ("next", "down", f"{REPAIR} asks {GATHER} for its next value, 2 s"),
-        ("resume", "down", f"{REPAIR} resumes {GATHER}, 11 s"),
-        ("yield", "up", f"{GATHER} yields to {REPAIR}, 4 s: fix"),
-    ]:
-        arrow = page.elements("arrow", kind, way)[0]
-        assert arrow["title"] == about
-        begin, end = number(arrow, "top"), number(arrow, "top") + number(arrow, "height")
-        assert number(parent, "top") < begin < end < number(child, "top") + number(child, "height")
-    assert len(page.elements("arrow")) == 7
 
 
 def test_all_text_of_a_trace_is_escaped() -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
-import tiny
 
 import hf_parallel
 from hf_parallel import HogwildConfig
@@ -25,9 +21,8 @@ from hf_parallel.cli import bench
 from hf_parallel.cli import generate as cli_generate
 from hf_parallel.cli import main as cli
 from hf_parallel.cli import settings as cli_settings
-from hf_parallel.cli.measure import StepClock
 from hf_parallel.generation import MODES
-from hf_parallel.models.capabilities import Capabilities, embedded_capabilities, probe_capabilities
+from hf_parallel.models.capabilities import embedded_capabilities
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,27 +68,17 @@ def test_a_source_without_a_valid_prompt_raises(
         (["x", "--file", "/nowhere"], "/nowhere"),
         (["x", "--lines"], "--lines"),
         (["x", "--set", "num_worker=3"], "did you mean 'num_workers'?"),
-        (["x", "--set", "num_workers=two"], "got 'two'"),
-        (["x", "--set", "num_workers"], "NAME=VALUE, got 'num_workers'"),
         (["x", "--set", "logits_cache=1"], "--logits-cache"),
         (["x", "--mode", "generate", "--set", "layout=combined"], "'layout'"),
-        (["x", "--greedy", "--temperature", "0.5"], "--greedy .* --temperature"),
         (["x", "--set", "do_sample=false", "--top-p", "0.5"], "do_sample=False .* --top-p"),
         (["x", "--temperature", "0.9", "--set", "temperature=0.1"], "--set temperature and --temperature"),
         (["x", "--mode", "pdos", "--logits-cache", "f"], "--logits-cache .* --mode pdos"),
         (["x", "--mode", "generate", "-o", "run.json"], "-o .* --mode generate"),
-        (["x", "--mode", "generate", "--stats"], "--stats .* --mode generate"),
         (["x", "-o", "/nowhere/run.json"], "/nowhere"),
-        (["x", "-o", "/"], "-o / is a folder"),
-        (["x", "-o", "run.txt"], "run.txt must end in .json"),
-        (["x", "-o", "/proc/run.json"], "/proc/run.json cannot be written"),
         (["x", "--batch-size", "0"], "at least 1, got 0"),
         (["x", "y", "--format", "live"], "got 2"),
         (["x", "--device", "cuda:99"], "--device cuda:99"),
-        (["x", "--model", "/proc"], "--model /proc: no model"),
         (["x", "--model", "./nothere"], "--model ./nothere: no such folder"),
-        (["x", "--top-p", "1.5"], "top_p=1.5"),
-        (["x", "--max-new-tokens", "0"], "max_new_tokens must be an int of at least 1, got 0"),
         (["x", "--greedy", "--num-return-sequences", "2"], "num_return_sequences"),
     ],
 )
@@ -123,24 +108,6 @@ def test_a_model_that_does_not_exist_is_one_line(
 def test_debug_shows_the_traceback() -> None:
     with pytest.raises(ValueError, match="num_workers must be"):
         cli.main(["generate", "x", "--debug", "--set", "num_workers=0"])
-
-
-@pytest.mark.parametrize(
-    ("text", "default", "value"),
-    [
-        ("3", 2, 3),
-        ("False", True, False),
-        ("None", 3, None),
-        ('["a", "b"]', None, ["a", "b"]),
-        ("interleaved", "combined", "interleaved"),
-        ("42", "text", "42"),
-        ('"\\n"', "text", "\n"),
-        ('"quoted', "text", '"quoted'),
-        ("plain", None, "plain"),
-    ],
-)
-def test_values_are_json_or_text_and_text_settings_stay_text(text: str, default: Any, value: Any) -> None:
-    assert cli_settings.parse(text, default) == value
 
 
 def test_only_given_settings_are_passed_on_so_that_presets_can_fill_in_the_others() -> None:
@@ -273,22 +240,7 @@ def test_view_rejects_other_files(
     assert cli.main(["view", str(tmp_path / "run.html")]) == 2
 
 
-@pytest.mark.parametrize(("arguments", "message"), [([], "stdin is not JSON: "), (["--open"], "--open needs a file")])
-def test_view_rejects_other_text_on_stdin(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("not json"))
-    assert cli.main(["view", "-", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 # Start-up
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "exaone4", "llama-dynamic", "gemma3_text"])
-def test_capabilities_survive_json(name: str) -> None:
-    found = probe_capabilities(tiny.build(name))
-    assert Capabilities.from_json(found.to_json()) == found
 
 
 def test_the_embedded_model_is_probed_once(
@@ -312,43 +264,3 @@ def test_the_embedded_model_is_probed_once(
     assert [probed for _, probed in found] == [True, False, True, True, False]
     assert all(of == found[0][0] for of, _ in found)
     assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_the_first_token_takes_at_most_1_2_times_as_long_as_with_generate(
-    monkeypatch: pytest.MonkeyPatch, embedded: tuple[Any, Any]
-) -> None:
-    """Processor time from the command, or from loading the model, to the first token, without imports."""
-    prompt = "Name three fruits that grow in Italy, and say in one sentence each what they taste like."
-
-    def command() -> float:
-        first: list[float] = []
-
-        class Output(io.StringIO):
-            def write(self, text: str) -> int:
-                first.extend([time.process_time()] if text.strip() else [])
-                return super().write(text)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", Output())
-            cli.main(["generate", prompt, "--mode", "shared_prefix", "--max-new-tokens", "2", "--greedy"])
-        return first[0]
-
-    def plain() -> float:
-        first: list[float] = []
-        model, tokenizer = hf_parallel.load_embedded_model()
-        chat = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        clock = StepClock(lambda count: first.append(time.process_time()))
-        model.generate(**inputs, streamer=clock, max_new_tokens=2, do_sample=False)
-        return first[0]
-
-    def seconds(run: Callable[[], float]) -> float:
-        gc.collect()  # garbage of other tests would be collected during the run
-        return -time.process_time() + run()
-
-    seconds(command)  # warm-up
-    times: list[tuple[float, float]] = []
-    while not times or min(of for of, _ in times) > 1.2 * min(of for _, of in times):
-        assert len(times) < 6, times
-        times.append((seconds(command), seconds(plain)))

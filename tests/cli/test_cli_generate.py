@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -14,9 +13,8 @@ from typing import Any
 import pytest
 import serving
 import tiny
-from commands import STEPS, WORKERS, Tokenizer, at, given, in_a_terminal, interrupt, loading
+from commands import STEPS, WORKERS, Tokenizer, at, in_a_terminal, interrupt, loading
 from consoles import a_terminal
-from test_skeleton_of_thought import TEXTS as OUTLINE
 from workers import small_model
 
 from hf_parallel import ConsoleStreamer, LogitsCache
@@ -31,8 +29,6 @@ VOTE = [
     *("generate", "P", "--raw", "--mode", "self_consistency", "--no-preset", "--sample"),
     *("--set", "num_answers=2"),
 ]
-TIE = "Answer: 4 (the first of equally many votes for 4, 5)\n"
-SKELETON = ["generate", "P", "--raw", "--mode", "skeleton_of_thought", *given(OUTLINE)]
 
 
 @pytest.fixture
@@ -90,27 +86,6 @@ def test_a_completion_that_its_budget_ended_is_marked(
         assert json.loads(capsys.readouterr().out)["truncated"] is truncated
 
 
-def test_answers_of_a_vote_are_printed_with_their_names(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model(["\\boxed{4}", tiny.EOS], ["\\boxed{5}", tiny.EOS])
-    assert cli.main(VOTE) == 0
-    assert capsys.readouterr().out == "[Answer 1]\n\\boxed{4}\n\n[Answer 2]\n\\boxed{5}\n" + TIE
-
-
-@pytest.mark.parametrize(
-    ("outline", "printed"),
-    [
-        ([" a\n2. b", tiny.EOS], "1. a\n2. b\n\n[Point 1]\n1. a:xx\n\n[Point 2]\n2. b:yy\n\n[Conclusion]\n[END]e\n"),
-        (["no", tiny.EOS], "1.no\n\n[Answer]\ne\n"),
-    ],
-)
-def test_outline_points_and_conclusion_are_printed_with_their_names(
-    model: Any, capsys: pytest.CaptureFixture[str], outline: list[Any], printed: str
-) -> None:
-    model(["xx", tiny.EOS], ["yy", tiny.EOS], finisher=[*outline, "e", tiny.EOS])
-    assert cli.main(SKELETON) == 0
-    assert capsys.readouterr().out == "[Outline]\n" + printed
-
-
 def test_json_lines_have_the_fields_of_the_modes_output(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model(*STEPS)
     assert cli.main([*WORKERS, "--format", "jsonl"]) == 0
@@ -122,31 +97,6 @@ def test_json_lines_have_the_fields_of_the_modes_output(model: Any, capsys: pyte
     assert record["generated_text"].startswith("Alice 1: Ann.\n\nBob 1: Bo is slow.\n\n")
     assert record["stats"]["decoded_tokens"] == 28
     assert record["truncated"] is True
-
-
-def test_json_lines_have_one_object_per_answer(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model("aa", "bb", "cc", "dd")
-    arguments = ["P", "Q", "--raw", "--mode", "shared_prefix", "--sample", "--num-return-sequences", "2"]
-    assert cli.main(["generate", *arguments, "--max-new-tokens", "2", "--format", "jsonl"]) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(record["prompt"], record["generated_text"]) for record in records] == [
-        ("P", "aa"),
-        ("P", "bb"),
-        ("Q", "cc"),
-        ("Q", "dd"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("encoding", "line"), [("ascii", '{"prompt": "\\u00fc"}\n'), ("utf-8", '{"prompt": "\u00fc"}\n')]
-)
-def test_json_lines_are_escaped_if_stdout_is_not_utf_8(
-    monkeypatch: pytest.MonkeyPatch, encoding: str, line: str
-) -> None:
-    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace", write_through=True)
-    monkeypatch.setattr(sys, "stdout", out)
-    cli_generate.print_record({"prompt": "\u00fc"})
-    assert out.buffer.getvalue().decode(encoding) == line  # type: ignore[attr-defined]
 
 
 def test_settings_stored_with_a_model_are_used(
@@ -296,19 +246,6 @@ def test_a_transcript_is_saved_if_its_text_cannot_be_printed(
     assert "Ann." in "".join(piece[1] for piece in saved["sections"][0]["cards"][0]["pieces"])
 
 
-def test_logits_are_saved_if_the_text_cannot_be_printed(
-    model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipe: Any
-) -> None:
-    out, break_pipe, status, _ = pipe
-    monkeypatch.setattr(sys, "stdout", out)
-    model("a" * 9)
-    at(monkeypatch, 4, break_pipe)
-    arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits")]
-    assert cli.main(["generate", *arguments, "-o", str(tmp_path / "run.json")]) == status
-    assert len(LogitsCache.load(tmp_path / "logits")) >= 3
-    assert json.loads((tmp_path / "run.json").read_text())["interrupted"] is True
-
-
 def test_a_call_with_an_invalid_argument_keeps_earlier_files(model: Any, capsys: Any, tmp_path: Path) -> None:
     model()
     (tmp_path / "run.json").write_text("earlier")
@@ -434,18 +371,6 @@ def test_an_interrupted_transcript_is_saved_and_viewed(
     for text in (capsys.readouterr().out, page.read_text()):
         assert "into the history after pass 6" in text
         assert "Interrupted" in text
-
-
-def test_completions_of_an_interrupted_call_are_saved(
-    model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    model("aaaa", "bbbb")
-    interrupt(monkeypatch, 3)
-    arguments = ["P", "--raw", "--mode", "shared_prefix", "--sample", "--num-return-sequences", "2"]
-    assert cli.main(["generate", *arguments, "-o", str(tmp_path / "run.json")]) == 130
-    (section,) = json.loads((tmp_path / "run.json").read_text())["sections"]
-    assert (section["prompt"], section["columns"]) == ("<bos>P", ["completion 1", "completion 2"])
-    assert [[piece[1] for piece in card["pieces"]] for card in section["cards"]] == [["a", "a"], ["b", "b"]]
 
 
 def test_an_interrupt_before_the_first_token_keeps_an_earlier_transcript(

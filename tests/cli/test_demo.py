@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -14,7 +13,6 @@ from consoles import a_pipe, printed
 
 import hf_parallel
 from hf_parallel.cli import demo
-from hf_parallel.cli.live import make_console
 from hf_parallel.cli.main import main
 from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
 
@@ -67,42 +65,10 @@ def test_the_first_interrupt_skips_the_workers_and_the_second_exits(
     assert "on to the second part" in capsys.readouterr().out
 
 
-def test_a_task_is_shown_unchanged(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], embedded: tuple[Any, Any]
-) -> None:
-    def fail(*arguments: Any, **settings: Any) -> Any:
-        raise demo.UnsupportedModelError("no call")
-
-    task = "Sort [3, 1] in [red]code[/red] :smile:"
-    monkeypatch.setattr(demo, "load_model", lambda name: embedded)
-    monkeypatch.setattr(embedded[0], "generate", fail)
-    monkeypatch.setattr(demo, "show_shared_prefix", lambda *arguments: None)
-    assert main(["demo", "--task", task]) == 0
-    assert task in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("arguments", [["--max-new-tokens", "0"], ["--task", " "], ["--model", "/nowhere"]])
 def test_invalid_options_of_the_demo_raise(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert main(["demo", *arguments]) == 2
     assert re.search(arguments[0] if arguments[0] != "--model" else "/nowhere", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("terminal", "environment", "interactive"),
-    [(True, {}, True), (False, {}, False), (True, {"NO_COLOR": "1"}, False), (True, {"TERM": "dumb"}, False)],
-    ids=["terminal", "pipe", "no-color", "dumb"],
-)
-def test_frames_need_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, environment: dict[str, str], interactive: bool
-) -> None:
-    stdout = io.StringIO()
-    stdout.isatty = lambda: terminal  # type: ignore[method-assign]
-    monkeypatch.setattr(sys, "stdout", stdout)
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in ({"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"} | environment).items():
-        monkeypatch.setenv(name, value)
-    assert make_console().is_interactive is interactive
 
 
 def test_the_clock_records_the_prompt_and_every_token(embedded: tuple[Any, Any]) -> None:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import random
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiny
-import torch
 
 pytest.importorskip("greenlet")
 
-from engine_requests import random_case, random_prefixes, wait_until_idle
-
-import hf_parallel
 from hf_parallel.engine import (
     AgentHints,
     ContributionPolicy,
     Engine,
     LeastRecentlyUsed,
-    RequestCancelledError,
     RequestObserver,
     StepsToExecution,
 )
@@ -31,12 +23,6 @@ from hf_parallel.engine.policies import ContributionScores
 from hf_parallel.engine.policies.agents import Call, Member
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-POLICIES: dict[str, Any] = {
-    "lru": LeastRecentlyUsed,
-    "contribution": ContributionPolicy,
-    "steps": StepsToExecution,
-}
 
 
 def call(agent: str, prompt: int = 100, new: int = 10, concurrency: int = 1, **reused: int) -> Call:
@@ -98,11 +84,6 @@ def test_a_flood_of_requests_does_not_displace_others_from_the_window() -> None:
     assert scores.current.keys() == {"a", "b", "x"}
 
 
-def test_agents_leave_the_window() -> None:
-    scores = scores_of([call("a"), call("b", a=9)] * 4 + [call("c"), call("d", c=9)] * 8, window=2, round_turns=8)
-    assert scores.current.keys() == {"c", "d"}
-
-
 def test_scores_are_computed_once_a_round_and_kept_as_history() -> None:
     scores = ContributionScores(window=8, round_turns=16)
     for number in range(320):
@@ -127,18 +108,6 @@ def test_invalid_settings_raise(settings: dict[str, Any], message: str) -> None:
 
 
 # In an engine
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
-
-
-@pytest.fixture(scope="module")
-def token_bytes(model: Any) -> int:
-    with Engine(model) as engine:
-        engine.submit([5, 6, 7], max_new_tokens=1).result()
-        return engine._storage.arena.bytes_per_token
 
 
 class Agents:
@@ -200,21 +169,6 @@ def test_a_policy_learns_from_requests_what_they_use(small_engine: Any) -> None:
     ]
 
 
-def test_what_an_agent_uses_once_is_evicted_before_what_agents_use_again(small_engine: Any) -> None:
-    """A searcher's documents fill the memory between the requests of two agents that continue their prompts."""
-    hits = {}
-    for name in ("lru", "contribution"):
-        agents = small_engine(POLICIES[name]())
-        hits[name] = 0
-        for number in range(5):
-            for agent, first in [("Patcher", 10), ("Viewer", 20)] * 2:
-                hits[name] += agents.ask(agent, text(first, 24))
-            agents.ask("Searcher", text(30 + number, 30))
-            agents.ask("Summary", text(50 + number, 30))
-    assert hits["lru"] == 5 * 2 * 24
-    assert hits["contribution"] > 1.4 * hits["lru"]
-
-
 def test_steps_to_execution_keeps_the_prefix_of_the_agent_that_is_next(small_engine: Any) -> None:
     graph = {"plan": ["write"], "write": ["review"], "review": ["publish"], "publish": ["plan"]}
     reused = {}
@@ -236,44 +190,6 @@ def test_steps_to_execution_learns_the_graph(small_engine: Any) -> None:
     members = {member.agent: member for member in learned._members.values()}
     assert [learned._distance(members[agent]) for agent in "abc"] == [1, 2, 3]
     assert [given._distance(member) for member in given._members.values()] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("name", ["contribution", "steps"])
-def test_a_policy_changes_no_token(model: Any, token_bytes: int, name: str) -> None:
-    rng = random.Random(1)
-    cases = [random_case(rng, random_prefixes(random.Random(0), 2, 20)) for _ in range(12)]
-    cases = [case for case in cases if case.mode in (None, "shared_prefix")]
-    expected = [case.alone(model) for case in cases]
-    with Engine(model, max_kv_bytes=400 * token_bytes, policy=POLICIES[name](), max_rows=8) as engine:
-        hints = [{"workflow_id": str(i % 2), "agent_id": str(i % 3)} for i in range(len(cases))]
-        handles = [
-            engine.submit(case.prompt, case.mode, agent_hints=hint, **case.arguments)
-            for case, hint in zip(cases, hints, strict=True)
-        ]
-        assert [handle.result(600).sequences.tolist() for handle in handles] == expected
-
-
-class Failing:
-    """Logits processor that raises an error."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError
-
-
-@pytest.mark.parametrize("name", ["contribution", "steps"])
-def test_requests_that_fail_or_are_cancelled_leave_nothing_in_a_policy(model: Any, token_bytes: int, name: str) -> None:
-    policy = POLICIES[name]()
-    with Engine(model, max_kv_bytes=300 * token_bytes, policy=policy) as engine:
-        failing = engine.submit([5] * 9, max_new_tokens=9, logits_processor=[Failing()], agent_hints={"agent_id": "a"})
-        cancelled = engine.submit([6] * 9, max_new_tokens=200, agent_hints={"agent_id": "b"})
-        with pytest.raises(ArithmeticError):
-            failing.result(600)
-        cancelled.cancel()
-        with pytest.raises(RequestCancelledError):
-            cancelled.result(600)
-        wait_until_idle(engine)
-        assert not policy._calls
-        assert not policy.running
 
 
 def test_a_policy_remembers_a_limited_number_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:

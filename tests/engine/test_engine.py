@@ -118,13 +118,8 @@ def test_a_request_that_is_preempted_at_every_step_gets_the_probabilities_of_gen
             if not engine._scheduler.is_busy or sum(r.num_tokens for r in engine._scheduler.running) != before:
                 return
 
-    expected: Any = model.generate(
-        case.prompt,
-        tokenizer=TOKENIZER,
-        generation_mode=mode,
-        return_dict_in_generate=True,
-        **case.arguments,
-    )
+    more = {"tokenizer": TOKENIZER, "generation_mode": mode, "return_dict_in_generate": True}
+    expected: Any = model.generate(case.prompt, **more, **case.arguments)
     monkeypatch.setattr(Engine, "_step", preempt_all)
     with Engine(model, TOKENIZER) as engine:
         output = engine.submit(case.prompt, mode, **case.arguments).result(600)
@@ -192,17 +187,6 @@ def test_texts_of_a_request_that_is_preempted_before_its_first_token_are_streame
     assert output.sequences.tolist() == expected.sequences.tolist()
 
 
-def test_equal_completions_are_kept_once() -> None:
-    model, prompt = enabled("llama"), torch.arange(40, 60)[None]
-    with Engine(model, TOKENIZER) as engine:
-        held = []
-        for _ in range(3):
-            engine.submit(prompt, do_sample=False, max_new_tokens=8).result(600)
-            assert_nothing_is_held(engine)
-            held.append(engine.stats.kv_bytes)
-    assert held[0] == held[1] == held[2]
-
-
 def test_prefixes_of_earlier_and_of_running_requests_are_computed_once() -> None:
     model, rng = enabled("llama"), random.Random(5)
     (prefix,) = random_prefixes(rng, 1, 60)
@@ -211,13 +195,14 @@ def test_prefixes_of_earlier_and_of_running_requests_are_computed_once() -> None
         handles = [engine.submit(prompt, max_new_tokens=8) for prompt in prompts]
         outputs = [handle.result(600).sequences.tolist() for handle in handles]
         stats = engine.stats
+        assert engine.submit(prompts[0], max_new_tokens=8).result(600).sequences.tolist() == outputs[0]
+        assert engine.stats.kv_bytes == stats.kv_bytes  # equal completions are kept once
         assert stats.prefilled_tokens == 60 + 2 * len(prompts)
         assert stats.reused_tokens == 60 * (len(prompts) - 1)
         longer = torch.tensor([outputs[0][0] + [33, 34]])  # the conversation goes on
+        prefilled = engine.stats.prefilled_tokens
         engine.submit(longer, max_new_tokens=4).result(600)
-        assert (
-            engine.stats.prefilled_tokens - stats.prefilled_tokens == 3
-        )  # the last token of an answer has no keys yet
+        assert engine.stats.prefilled_tokens - prefilled == 3  # the last token of an answer has no keys yet
     assert outputs == [model.generate(prompt, max_new_tokens=8).tolist() for prompt in prompts]
 
 
@@ -227,13 +212,8 @@ def test_cached_tokens_are_those_of_the_prompt_that_earlier_requests_have_comput
     (prefix, other) = random_prefixes(rng, 2, 50)
     (case,) = itertools.islice(filter(lambda case: case.mode == mode, iter(lambda: random_case(rng, [prefix]), 0)), 1)
     settings = {**case.settings, "do_sample": True, "seed": 1, "num_return_sequences": 3}
-    prompts = [
-        prefix,
-        torch.cat((prefix[:30], other)),
-        prefix[:40],
-        torch.cat((prefix, other)),
-        torch.cat((prefix, other)),
-    ]
+    longer = torch.cat((prefix, other))
+    prompts = [prefix, torch.cat((prefix[:30], other)), prefix[:40], longer, longer]
     with Engine(model, TOKENIZER) as engine:
         found = [engine.submit(prompt, mode, **settings).result(600).stats.cached_tokens for prompt in prompts]
     assert found == [0, 30, 40, 50, 100]
@@ -243,7 +223,7 @@ def test_cached_tokens_of_replayed_completions_are_those_of_the_prompt() -> None
     model, (prompt,) = enabled("llama"), random_prefixes(random.Random(7), 1, 50)
     settings = {"do_sample": True, "temperature": 0.4, "max_new_tokens": 24, "logits_cache": LogitsCache()}
     with Engine(model, TOKENIZER) as engine:
-        outputs = [engine.submit(prompt, "resample", seed=seed, **settings).result(600) for seed in range(12)]
+        outputs = [engine.submit(prompt, "resample", seed=seed, **settings).result(600) for seed in range(8)]
     assert any(0 < output.stats.replayed_tokens < 24 for output in outputs)
     assert any(output.stats.reused_tokens > 50 for output in outputs)
     assert {output.stats.cached_tokens for output in outputs[1:] if output.stats.replayed_tokens < 24} == {50}
@@ -257,7 +237,7 @@ def test_requests_share_prefixes_with_those_of_their_salt_only() -> None:
     ]
     seen: dict[str | None, list[list[int]]] = {None: [], "": [], "a": [], "b": []}
     with Engine(model, TOKENIZER) as engine:
-        for _ in range(60):
+        for _ in range(30):
             prompt, salt = rng.choice(prompts).tolist(), rng.choice(list(seen))
             output = engine.submit(prompt, max_new_tokens=4, cache_salt=salt).result(600)
             shared = [len(os.path.commonprefix([prompt[:-1], other[:-1]])) for other in seen[salt]]

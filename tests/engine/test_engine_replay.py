@@ -15,7 +15,6 @@ import torch
 from engine_requests import assert_nothing_is_held, wait_until_idle
 
 from hf_parallel import LogitsCache
-from hf_parallel.cache.logits import Cursors
 
 pytest.importorskip("greenlet")
 
@@ -115,11 +114,10 @@ def test_a_request_goes_on_alone_if_the_one_that_it_waits_for_is_cancelled(model
         assert handles[1].result().sequences.tolist() == handles[2].result().sequences.tolist()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_requests_share_a_logits_cache_within_a_budget(model: Any, token_bytes: int, seed: int) -> None:
+def test_random_requests_share_a_logits_cache_within_a_budget(model: Any, token_bytes: int) -> None:
     """Requests are cancelled and preempted; the others get the tokens that they get alone."""
-    rng = random.Random(seed)
-    prompts = [*tiny.make_prompts([30, 31, 32], seed=seed)]
+    rng = random.Random(0)
+    prompts = [*tiny.make_prompts([30, 31, 32], seed=0)]
     prompts += [torch.cat((prompts[0], prompts[1][:4]))]
     cases = [
         (
@@ -133,7 +131,7 @@ def test_random_requests_share_a_logits_cache_within_a_budget(model: Any, token_
                 "priority": rng.randrange(2),
             },
         )
-        for _ in range(30)
+        for _ in range(20)
     ]
     cache, handles = LogitsCache(), []
     with Engine(model, max_kv_bytes=90 * token_bytes, max_rows=6) as engine:
@@ -155,16 +153,4 @@ def test_random_requests_share_a_logits_cache_within_a_budget(model: Any, token_
             alone = model.generate(prompt[None], generation_mode="resample", logits_cache=LogitsCache(), **given)
             assert sequence == alone.tolist()
     assert all(node.pins == 0 for _, node in cache.nodes())
-    assert not cache._computing
-
-
-def test_a_row_that_has_ended_holds_no_logits_that_others_wait_for() -> None:
-    cache = LogitsCache()
-    first, second = Cursors(cache), Cursors(cache)
-    for cursors in (first, second):
-        cursors.start(0, "model", [5, 6])
-    first.start_computing(0, "a call")
-    assert (first.computed_by(0), second.computed_by(0)) == ("a call", "a call")
-    first.stop_computing(0)
-    assert second.computed_by(0) is None
     assert not cache._computing

@@ -142,7 +142,10 @@ def test_threads_and_coroutines_submit_at_once(model: Any) -> None:
 
 
 def test_closing_finishes_the_requests_of_an_engine(model: Any) -> None:
-    with Engine(model, max_rows=2) as engine:
+    engine = Engine(model, max_rows=2)
+    with pytest.raises(RuntimeError, match="not open"):
+        engine.submit(PROMPT)
+    with engine:
         handles = [engine.submit(PROMPT, **CASE.settings) for _ in range(5)]
     expected = CASE.alone(model)
     assert [handle.result(0).sequences.tolist() for handle in handles] == [expected] * 5
@@ -313,33 +316,12 @@ def test_no_keys_computed_with_dropout_are_used(model: Any) -> None:
         assert result == expected
 
 
-def test_a_write_through_data_fails_the_last_request_that_ran(model: Any) -> None:
-    """And, at the latest, is noticed when another one begins."""
-    entered, go = threading.Event(), threading.Event()
-
-    def block(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        entered.set()
-        assert go.wait(600)
-        return scores
-
-    with Engine(model) as engine:
-        for joined in (False, True):
-            entered.clear()
-            go.clear()
-            running = engine.submit(PROMPT, max_new_tokens=5, logits_processor=[block])
-            assert entered.wait(600)
-            _scale_data(model)
-            new = engine.submit(PROMPT, **CASE.settings) if joined else None
-            go.set()
-            with pytest.raises(WeightsChangedError):
-                running.result(600)
-            if new is not None:
-                assert new.result(600).sequences.tolist() == CASE.alone(copy.deepcopy(model))
-
-
-def test_requests_during_which_the_weights_change_raise(model: Any) -> None:
+@pytest.mark.parametrize("change", [_load, _scale_data])
+def test_requests_during_which_the_weights_change_raise(model: Any, change: Callable[[Any], None]) -> None:
+    """At the latest when another one begins or the last one ends."""
     changed = copy.deepcopy(model)
-    _load(changed)
+    for _ in range(2):
+        change(changed)
     after = CASE.alone(changed)
     entered, go = threading.Event(), threading.Event()
 
@@ -351,16 +333,15 @@ def test_requests_during_which_the_weights_change_raise(model: Any) -> None:
     with Engine(model) as engine:
         last = engine.submit(PROMPT, max_new_tokens=3, logits_processor=[block])
         assert entered.wait(600)
-        _load(model)
+        change(model)
         go.set()
         with pytest.raises(WeightsChangedError, match="the model's weights changed while the request ran"):
             last.result(600)
         entered.clear()
         go.clear()
-        running = engine.submit(PROMPT, max_new_tokens=300, logits_processor=[block])
+        running = engine.submit(PROMPT, max_new_tokens=5, logits_processor=[block])
         assert entered.wait(600)
-        _load(model)
-        model.load_state_dict(changed.state_dict())
+        change(model)
         new = engine.submit(PROMPT, **CASE.settings)
         go.set()
         with pytest.raises(WeightsChangedError):

@@ -83,17 +83,6 @@ def test_scores_equal_those_of_plain_forward_passes(name: str) -> None:
     assert_equal(loglikelihoods(model, *few_shot()), plain(model, *few_shot()), 1e-6)
 
 
-def test_a_continuation_is_greedy_if_greedy_decoding_generates_it(llama: Any) -> None:
-    contexts, _ = few_shot((1,))
-    continued = [
-        llama.generate(torch.tensor([context]), max_new_tokens=6, do_sample=False)[0, len(context) :].tolist()
-        for context in contexts
-    ]
-    almost = [[*tokens[:3], tokens[3] ^ 1, *tokens[4:]] for tokens in continued]
-    scores = loglikelihoods(llama, contexts * 2, continued + almost)
-    assert [greedy for _, greedy in scores] == [True] * len(contexts) + [False] * len(contexts)
-
-
 def test_shared_tokens_are_computed_once_and_in_one_pass(llama: Any) -> None:
     rows = few_shot()
     stats = GenerationStats()
@@ -105,7 +94,7 @@ def test_shared_tokens_are_computed_once_and_in_one_pass(llama: Any) -> None:
     assert stats.reused_tokens == inputs - sizes[0]
 
 
-@pytest.mark.parametrize("limit", [1, 7, 32, 60])
+@pytest.mark.parametrize("limit", [7, 60])
 def test_passes_and_memory_are_bounded_and_scores_the_same(llama: Any, limit: int) -> None:
     contexts, continuations = few_shot((1, 2, 3, 30))
     rows = contexts * 2, continuations + [tokens[::-1] for tokens in continuations]
@@ -134,7 +123,7 @@ def test_logits_of_a_pass_are_bounded(llama: Any, monkeypatch: pytest.MonkeyPatc
     assert_equal(scores, plain(llama, [context], [continuation]), 1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_rows_in_any_batches_with_any_cache_equal_plain_passes(llama: Any, data: st.DataObject) -> None:
     tokens = st.integers(3, 5)

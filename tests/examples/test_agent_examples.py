@@ -6,7 +6,6 @@ import ast
 import asyncio
 import importlib.util
 import itertools
-import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,17 +21,9 @@ import hf_parallel
 pytest.importorskip("greenlet")
 
 from hf_parallel.agents import (
-    DVTS,
-    MCTS,
-    BeamSearch,
     BestOfN,
     Runtime,
     ScriptedModel,
-    SelfConsistency,
-    SelfRefine,
-    Single,
-    State,
-    Supervisor,
     TreeOfThoughts,
 )
 from hf_parallel.engine import Engine
@@ -255,13 +246,7 @@ def test_tests_that_pass_are_told_from_tests_that_fail() -> None:
     [
         ("while True: pass", "more than 1 seconds"),
         ("x = [0] * 10**9", "MemoryError"),
-        ("import socket; socket.create_connection(('127.0.0.1', 9))", "Error"),
         ("import socket; socket.socket()", "Error"),
-        ("import subprocess; subprocess.run(['true'])", "Error"),
-        ("import os; assert os.system('true') == 0", "Error"),
-        ("import os; os.fork()", "Error"),
-        ("import os; os.remove('tests.py')", "Error"),
-        ("open('file', 'w')", "Error"),
         ("raise SystemExit(0)", ""),
         ("import os; os._exit(0)", ""),
         ("print('x' * 10**7)", "x"),
@@ -282,7 +267,7 @@ def test_tests_see_no_environment_and_an_empty_folder(monkeypatch: pytest.Monkey
 def test_a_test_that_takes_long_leaves_no_process() -> None:
     async def cancelled() -> None:
         task = asyncio.create_task(bug_repair.run_tests("while True: pass", "", seconds=60))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)  # cancelled at any moment
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -349,49 +334,3 @@ def test_workers_write_again_until_the_checker_is_content() -> None:
     content = Runtime(ScriptedModel(lambda *_: "ok")).run(hogwild.team, "Plan.")
     assert content.value == {"answer": "ok", "remarks": ["ok"]}
     assert content.stats.completions == 2
-
-
-# Every example under every supervisor
-
-EVERY: dict[str, tuple[Any, tuple[Any, ...], Callable[[Messages, Mapping[str, Any], int], str]]] = {
-    "game24": (game24.solve, ("1 1 4 6",), play),
-    "bug_repair": (bug_repair.bug_repair, (bug_repair.BUGS["mean"],), programmer("mean").script),
-    "debate": (debate.debate, ("Why?",), speak),
-    "hogwild": (hogwild.team, ("Plan.",), lambda *_: "ok"),
-}
-
-
-def length(state: State) -> float:
-    """Value of any state, from 0 to 1."""
-    return 1 - 1 / (1 + len(state.text if state.is_choice else repr(state.yielded)))
-
-
-SUPERVISORS = [
-    Single(),
-    BestOfN(3, value=length),
-    SelfConsistency(3, key=repr),
-    SelfRefine(1),
-    BeamSearch(2, 2, value=length),
-    TreeOfThoughts(2, 2, value=length),
-    TreeOfThoughts(2, 2, search="dfs", value=length),
-    MCTS(4, 2, value=length),
-    DVTS(2, 2, value=length),
-]
-"""Short searches by each."""
-
-
-@pytest.mark.parametrize("supervisor", SUPERVISORS, ids=lambda one: type(one).__name__)
-@pytest.mark.parametrize("name", EVERY)
-def test_every_supervisor_runs_every_example_and_builds_the_same_tree_again(name: str, supervisor: Supervisor) -> None:
-    agent, arguments, script = EVERY[name]
-    rng = random.Random(5)
-
-    async def slow(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
-        await asyncio.sleep(rng.random() / 500)
-        return script(messages, settings, seed)
-
-    results = [Runtime(ScriptedModel(slow), seed=7).run(agent.under(supervisor), *arguments) for _ in range(2)]
-    assert results[0].value == results[1].value is not None
-    assert results[0].stats.agents >= 1
-    events = [sorted((e.agent, e.kind, e.state) for e in result.trace.events) for result in results]
-    assert events[0] == events[1]

@@ -30,9 +30,8 @@ from serving import MODEL, Served, served, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
-from hf_parallel.engine.server.errors import APIError  # noqa: E402
 from hf_parallel.engine.server.fair_pool import FairPool  # noqa: E402
-from hf_parallel.engine.server.schema import ChatBody, CompletionBody, read_body  # noqa: E402
+from hf_parallel.engine.server.schema import ChatBody, CompletionBody  # noqa: E402
 from hf_parallel.engine.server.submission import COMMON, NEUTRAL, Translator  # noqa: E402
 from hf_parallel.generation import MODES  # noqa: E402
 
@@ -97,7 +96,7 @@ VALUES = st.recursive(
 SETTINGS = [(mode, name) for mode, cls in MODES.items() for name in cls.fields() if name not in COMMON]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     place=st.one_of(
         st.tuples(st.just(CHAT), st.sampled_from([*ChatBody.model_fields, *NEUTRAL, "unknown"]), st.none()),
@@ -219,29 +218,6 @@ def test_other_content_types_methods_and_paths_are_rejected(server: Served) -> N
         assert send(server, VALID.encode(), path)[0] == 404
     for name in ("other", "..%2f..%2fetc%2fpasswd", "../../../etc/passwd", "x" * 3000):
         assert send(server, b"", f"/v1/models/{name}", "GET")[0] == 404
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"stop": ["a", 5]}, "stop.1: Input should be a valid string, got 5"),
-        ({"stop": 5}, "stop: must be a text or a list"),
-        ({"prompt": [[1], [-2]]}, "prompt.1.0: Input should be greater than or equal to 0, got -2"),
-        ({"prompt": ["a", 5]}, "prompt.1: Input should be a valid string, got 5"),
-        ({"prompt": []}, "prompt: must be a text, token ids"),
-        ({"content": 5}, "messages.0.content: must be a text"),
-        ({"content": [{"type": "image_url", "image_url": {}}]}, "messages.0.content.0: image_url is not supported"),
-        ({"content": None, "tool_calls": [{"id": "1"}]}, "messages.0: tool_calls is not supported"),
-    ],
-)
-def test_an_error_is_about_the_kind_of_value_that_was_given(fields: dict[str, Any], message: str) -> None:
-    kind, body = CompletionBody, {"model": MODEL, "prompt": "a", **fields}
-    if "content" in fields:
-        kind, body = ChatBody, {"model": MODEL, "messages": [{"role": "user", **fields}]}
-    with pytest.raises(APIError) as raised:
-        read_body(kind, json.dumps(body).encode())
-    assert str(raised.value).startswith(message)
-    assert raised.value.param == message.partition(":")[0].partition(".")[0]
 
 
 @pytest.mark.usefixtures("unaffected")
