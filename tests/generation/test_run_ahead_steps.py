@@ -16,7 +16,8 @@ from workers import SETTINGS, TOKENIZER, WORDY, Listener, Recording, small_model
 
 import hf_parallel
 from hf_parallel.generation import decode, executor
-from hf_parallel.generation.sampling import Sampler
+from hf_parallel.generation.executor import LocalExecutor
+from hf_parallel.generation.sampling import Sampler, SamplingTask
 
 PROMPTS, MASK = tiny.left_pad(tiny.make_prompts([23, 11]))
 
@@ -165,14 +166,14 @@ def test_sampling_for_rows_of_unequal_lengths_does_not_wait_for_copies(
     monkeypatch: pytest.MonkeyPatch, scores: bool
 ) -> None:
     """They are unequal because workers receive headers at different times."""
-    copies, unequal, sample = PageableCopies(), [], Sampler.sample
+    copies, unequal, sample = PageableCopies(), [], LocalExecutor.sample
 
-    def watched(sampler: Sampler, rows: Any, *given: Any) -> Any:
-        unequal.append(len({sampler.table.lengths[row] for row in rows}) > 1)
+    def watched(executor: LocalExecutor, task: SamplingTask, logits: torch.Tensor) -> Any:
+        unequal.append(len({task.sampler.table.lengths[row] for row in task.rows}) > 1)
         with copies:
-            return sample(sampler, rows, *given)
+            return sample(executor, task, logits)
 
-    monkeypatch.setattr(Sampler, "sample", watched)
+    monkeypatch.setattr(LocalExecutor, "sample", watched)
     settings = {"num_workers": 3, "do_sample": True, "repetition_penalty": 1.5, "max_new_tokens": 28}
     settings |= {"return_dict_in_generate": True, "output_scores": scores, "finisher_tokens": 0}
     torch.manual_seed(0)

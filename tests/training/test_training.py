@@ -26,7 +26,8 @@ from transformers import LlamaForCausalLM
 import hf_parallel
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.sampling import Sampler
+from hf_parallel.generation.executor import LocalExecutor
+from hf_parallel.generation.sampling import SamplingTask
 from hf_parallel.kernels import AttentionParams, RotarySpec
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.training import (
@@ -59,14 +60,14 @@ def enabled(name: str = "llama") -> Any:
 def computed_logits() -> Iterator[list[torch.Tensor]]:
     """Collect the logits from which tokens are sampled, in the model's dtype, unlike `output.logits`."""
     computed: list[torch.Tensor] = []
-    plain = Sampler.sample
+    plain = LocalExecutor.sample
 
-    def spy(sampler: Sampler, rows: Any, logits: torch.Tensor) -> Any:
+    def spy(executor: LocalExecutor, task: SamplingTask, logits: torch.Tensor) -> Any:
         computed.append(logits)
-        return plain(sampler, rows, logits)
+        return plain(executor, task, logits)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sampler, "sample", spy)
+        patch.setattr(LocalExecutor, "sample", spy)
         yield computed
 
 
