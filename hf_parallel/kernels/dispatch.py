@@ -29,7 +29,7 @@ _logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Backend:
-    """An implementation of block attention, and whether it is available on this machine."""
+    """Description of an implementation of block attention, and whether it is available on this machine."""
 
     name: str
     available: bool
@@ -150,6 +150,7 @@ def block_attention(
     Notes
     -----
     Keys and values of a block are read once per tile of rows, not once per row (Hydragen, section 3.2); partial
-    results are merged by their log-sum-exp (Hydragen, eq. 5).
+    results are merged by their log-sum-exp (Hydragen, eq. 5). The layers of a model call `attend` of the backend that
+    their storage has chosen once (`LayerStorage`).
     """
     return backend_for(keys, values).attend(query, keys, values, plan, params)

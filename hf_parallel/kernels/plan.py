@@ -146,7 +146,7 @@ class AttentionPlan:
     """`[W]`. Where they are stored: at `write_index` of the extent at `write_origin`."""
     increments: Increments | None = None
     """Difference to the next step, if the pass is a decode step."""
-    run: object = field(default_factory=object, repr=False)
+    lineage: object = field(default_factory=object, repr=False)
     """Token of a planned pass and the decode steps that follow from it by `next_step`; other plans have another."""
     step: int = 0
     """Number of decode steps since the planned pass."""

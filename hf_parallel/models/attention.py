@@ -4,6 +4,9 @@ The cache of the running call reaches the attention function as the keyword argu
 `model.forward`. Models that drop unknown keyword arguments get it through a context variable. The same variable makes
 the model's config name block attention in the thread of the call, and in no other. While a model is probed
 (`capabilities.py`), an `AttentionRecorder` takes the cache's place.
+
+A layer stores its new keys and values in `BlockCache.update`, before it attends. In a compiled layer, `_attend` does
+both: there, `update` returns them only.
 """
 
 from __future__ import annotations

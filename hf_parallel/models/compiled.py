@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from hf_parallel.cache.placement import execution_device, weight_devices
 from hf_parallel.models.fused import MERGE, FusedLinear, fuse
 
-BACKEND = "inductor"
+COMPILER = "inductor"
 COMPILE_SECONDS = 10.0
 SECONDS_SAVED = 60e-6
 """Estimates that `compile=None` uses: time to compile a model's layers, and time that a decode step saves per layer.
@@ -64,8 +64,8 @@ class CompiledLayers:
         self._num_fused: int | None = None  # None: not tried yet
         # A function of its own, as Dynamo keeps graphs, and counts them, by the function's code.
         own = FunctionType(_call_layer.__code__.replace(), _call_layer.__globals__)
-        options: Any = {"post_grad_custom_pre_pass": MERGE} if BACKEND == "inductor" else None
-        self._compiled: Callable[..., object] = torch.compile(own, fullgraph=True, backend=BACKEND, options=options)
+        options: Any = {"post_grad_custom_pre_pass": MERGE} if COMPILER == "inductor" else None
+        self._compiled: Callable[..., object] = torch.compile(own, fullgraph=True, backend=COMPILER, options=options)
 
     def pays_off(self, steps: float) -> bool:
         """Return whether `steps` more decode steps are likely to save more time than compilation takes."""

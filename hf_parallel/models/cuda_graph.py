@@ -22,7 +22,7 @@ from hf_parallel.cache import BlockCache, ForwardPass
 from hf_parallel.cache.placement import all_modules, weight_devices
 from hf_parallel.kernels import AttentionPlan, DeviceBuffers, select_backend
 
-Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+RunModel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From token ids and positions, `int64 [T]` each, to logits `[T, vocabulary]`."""
 
 # Operations whose result the CPU needs before it continues.
@@ -88,20 +88,21 @@ class DecodeGraphs:
         """Drop the captured steps, as they read weights at addresses that no longer hold them."""
         self._steps, self._pool, self.num_bytes = {}, None, 0
 
-    def logits(self, forward: Forward, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
+    def logits(self, run_model: RunModel, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
         """Compute the logits `[T, vocabulary]` of the prepared decode step for `ids`, `int64 [T]`.
 
-        Captures a graph if none fits; runs eagerly if that fails. The next step overwrites the logits. `forward` runs
-        the model on the cache's prepared pass and must be the same for every step.
+        Captures a graph if none fits; runs eagerly if that fails. The next step overwrites the logits. `run_model` runs
+        it on the prepared pass of the cache, and must be the same for every step.
         """
         rows = bucket_size(len(ids))
         if rows == 1 and self._steps and 1 not in self._steps:
             rows = 2  # padded: compiled layers have another graph for one row, which takes seconds to compile
         captured = self._steps.get(rows)
-        if captured is None or captured.storage != self._storage() or not captured.load(step.plan):
-            captured = self._capture(forward, step, rows)
+        is_loaded = captured is not None and captured.storage == self._storage() and captured.load(step.plan)
+        if not is_loaded:
+            captured = self._capture(run_model, step, rows)
         if captured is None:
-            return forward(ids, step.position_ids)
+            return run_model(ids, step.position_ids)
         captured.ids[: len(ids)] = ids
         captured.positions[: len(ids)] = step.position_ids
         captured.graph.replay()
@@ -117,7 +118,7 @@ class DecodeGraphs:
         layers = self._cache.pool.arena.layers.values()
         return bool(layers) and all(layer.backend.capturable for layer in layers)
 
-    def _capture(self, forward: Forward, step: ForwardPass, rows: int) -> _DecodeStep | None:
+    def _capture(self, run_model: RunModel, step: ForwardPass, rows: int) -> _DecodeStep | None:
         """Capture the prepared step for up to `rows` rows; padding rows write nothing and attend to nothing."""
         if self._failed or not self._capturable():
             return None
@@ -125,7 +126,7 @@ class DecodeGraphs:
         parts = sum(1 + len(m._forward_hooks) + len(m._forward_pre_hooks) for m in all_modules(self._model))
         is_checked = _never_waits.get(self._model) == parts
         try:
-            graph = capture_graph(lambda: forward(ids, positions), ids.device, self._pool, is_checked)
+            graph = capture_graph(lambda: run_model(ids, positions), ids.device, self._pool, is_checked)
         except RuntimeError as error:
             self._failed, self._steps, self.num_bytes = True, {}, 0
             reason = error.__context__ or error  # ending a failed capture raises a second, less specific error
@@ -134,6 +135,7 @@ class DecodeGraphs:
             return None
         self._pool, _never_waits[self._model] = graph.pool, parts
         self.num_bytes += graph.num_bytes
+        # `launch_for` (kernels/triton/launch.py) has left the buffers that the graph reads in `plan.derived`.
         # Only now releases an outdated graph: a pool can be shared only while it has a graph.
         self._steps[rows] = _DecodeStep(graph, ids, positions, step.plan.device_buffers, self._storage())
         return self._steps[rows]

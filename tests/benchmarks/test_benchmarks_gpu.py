@@ -121,7 +121,7 @@ def test_flash_attention_gets_the_same_problem_as_dense_copies() -> None:
 
 
 def test_attention_is_skipped_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(compiled, "COMPILER", "eager")
     toy, usual = models.Models(CPU, torch.float32).get("toy"), attention.attend_blocks
     with models.attention_skipped() as asked:
         assert attention.attend_blocks is not usual

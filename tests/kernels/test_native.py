@@ -207,7 +207,7 @@ def test_calls_are_carried_over_to_following_and_repeated_decode_steps(window: i
         out = torch_attention.TorchBackend().attend(query, layer.keys, layer.values, plan, params)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
         assert computed_natively(plan.windowed(window))
-        runs.add(plan.run)
+        runs.add(plan.lineage)
         cache.rollback() if number % 2 else cache.commit()
     assert len(runs) == 1
 

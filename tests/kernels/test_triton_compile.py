@@ -244,7 +244,7 @@ def test_checksums_compile_without_spills(capability: int, monkeypatch: pytest.M
 
 
 IN_THE_INTERPRETER = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling", "checksum")]
-IN_THE_INTERPRETER.append("tests/models/test_graph.py")
+IN_THE_INTERPRETER.append("tests/models/test_cuda_graph.py")
 FEW = """
 import test_triton as tests
 import torch

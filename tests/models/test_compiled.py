@@ -36,7 +36,7 @@ ARCHITECTURES = [
 @pytest.fixture(autouse=True)
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Dynamo alone: one test runs Inductor, which takes ten times as long."""
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(compiled, "COMPILER", "eager")
     yield
     torch.compiler.reset()
 
@@ -67,7 +67,7 @@ def test_compiled_layers_generate_the_same_tokens(name: str) -> None:
 
 @pytest.mark.slow
 def test_inductor_generates_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    monkeypatch.setattr(compiled, "COMPILER", "inductor")
     model = enabled()
     assert torch.equal(generate(model, compile=True).sequences, generate(model, compile=False).sequences)
 
@@ -188,7 +188,7 @@ def test_fused_projections_generate_the_same_tokens_without_a_second_copy(name: 
 @pytest.mark.usefixtures("fusing")
 @pytest.mark.slow
 def test_inductor_computes_fused_projections_as_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    monkeypatch.setattr(compiled, "COMPILER", "inductor")
     model = enabled("qwen2")  # with biases
     expected = generate(model, compile=False).sequences
     for mixed in (False, True):
@@ -234,7 +234,7 @@ def test_graphs_that_read_the_weights_before_their_fusion_are_dropped() -> None:
 @pytest.mark.slow
 def test_compiled_layers_serve_calls_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """AOTAutograd runs compiled code without autocast, whatever the caller's context is."""
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled, "COMPILER", "aot_eager")
     model = enabled("qwen2")
     with torch.autocast("cpu", torch.bfloat16):
         expected, out = (generate(model, compile=compile) for compile in (False, True))  # noqa: A001

@@ -36,7 +36,7 @@ from hf_parallel.kernels.triton.launch import (
     on_device,
 )
 
-SCHEDULED_RUN = 64  # new tokens of a row above which FlashAttention (torch backend) is faster
+MAX_RUN = 64  # new tokens of a row above which FlashAttention (torch backend) is faster
 MAX_DIM = 512  # with larger heads a tile would not fit into registers
 _NO_WINDOW = 1 << 30
 _TOKENS_PER_PROGRAM = 16  # stored or moved
@@ -63,7 +63,7 @@ class TritonBackend:
     """Block attention on a GPU."""
 
     prefills: AttentionBackend | None = None
-    """Backend that serves passes with a run of more than `SCHEDULED_RUN` new tokens; None: this one."""
+    """Backend that serves passes with a run of more than `MAX_RUN` new tokens; None: this one."""
     capturable: ClassVar[bool] = True
 
     def attend(
@@ -148,4 +148,4 @@ class TritonBackend:
 def _is_prefill(keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams) -> bool:
     """Whether a pass has a run of new tokens so long that FlashAttention, which has no soft-capping, is faster."""
     is_fused = params.softcap is None and (keys.shape == values.shape or params.latent is not None)
-    return is_fused and plan.longest_run > SCHEDULED_RUN
+    return is_fused and plan.longest_run > MAX_RUN

@@ -96,11 +96,11 @@ class Launch(DeviceBuffers):
     def _step_of(self, plan: AttentionPlan) -> int | None:
         """Number of steps from the loaded plan to `plan`; None if `plan` does not follow from it."""
         step = plan.step - self._loaded_step
-        return step if plan.run is self._run and 0 <= step <= self.horizon else None
+        return step if plan.lineage is self._lineage and 0 <= step <= self.horizon else None
 
     def _load(self, plan: AttentionPlan, arrays: Mapping[str, np.ndarray]) -> None:
         self.buffers.load(arrays)
-        self._run, self._loaded_step = plan.run, plan.step
+        self._lineage, self._loaded_step = plan.lineage, plan.step
         self._advance(0)
 
     @abstractmethod
