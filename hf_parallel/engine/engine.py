@@ -355,14 +355,11 @@ class Engine:
             request.handle.notify()
 
     def _free_memory(self) -> bool:
-        """Free memory for the request whose code is running, in the order of `_plan`. Return False if it runs alone.
-
-        If it is the next to be preempted, it waits: others end or preempt it.
-        """
+        """Free memory for the request whose code is running, in the order of `_plan`. Return False if it runs alone."""
         current = self._current
         victim = None if current is None else self._scheduler.victim_of([current])
         if current is not None and victim is current:
-            current.wait()
+            current.wait()  # others end or preempt it
         elif victim is not None:
             self._scheduler.preempt(victim)
         return victim is not None
@@ -414,13 +411,13 @@ class Engine:
             return
         pending = [request.pending for request in batch if request.pending is not None]
         self._decode_run = record_passes(batch, pending, joined, forward, self._decode_run)
-        for request, one, rows in zip(batch, pending, joined.rows, strict=True):
+        for request, one, part in zip(batch, pending, joined.parts, strict=True):
             if request.pending is not one and not request.preempted:
                 continue  # it was restarted by one before it
             if one.sampling is not None:
-                request.take_logits(one, Part(logits, rows))
+                request.take_logits(one, Part(logits, part))
             else:
-                self._call(request, request.resume, logits[rows], one)
+                self._call(request, request.resume, logits[part], one)
 
     def _sample_waiting(self) -> bool:
         """Sample the next tokens of all requests that wait for them; continue each. Return whether there were any."""
@@ -441,7 +438,7 @@ class Engine:
 
     def _forward(self, joined: JoinedPasses, forward: ForwardPass) -> torch.Tensor:
         """Run a pass that is planned. Return its logits; raise an error for NaN."""
-        logits = self._cached_model.logits(forward, joined.ids, joined.keep)
+        logits = self._cached_model.logits(forward, joined.ids, joined.logits_to_keep)
         self._work.steps += 1
         if not bool(logits.amax(-1).isfinite().all()):
             raise NonFiniteLogitsError("the model's logits are not finite")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -72,27 +74,13 @@ class PendingPass:
         return last[[*self.ends, *({len(last) - 1} - set(self.ends))]]
 
 
-class JoinedPasses:
-    """The passes of several requests as those of one, over packed tokens `ids`, `int64 [T]`.
+class JoinedPasses(NamedTuple):
+    """The passes of several requests as those of one."""
 
-    `keep` are the indices of the tokens whose logits are computed (None: all), and `rows` those of the logits that each
-    request receives.
-    """
-
-    __slots__ = ("ids", "keep", "passes", "rows")
-
-    def __init__(
-        self,
-        passes: Sequence[Sequence[Segment]],
-        ids: torch.Tensor,
-        keep: list[int] | None,
-        computed: Sequence[int],
-        wanted: Sequence[int],
-    ) -> None:
-        self.passes, self.ids, self.keep, self.rows, begin = passes, ids, keep, list[slice](), 0
-        for count, num_wanted in zip(computed, wanted, strict=True):
-            self.rows.append(slice(begin, begin + num_wanted))
-            begin += count
+    passes: Sequence[Sequence[Segment]]
+    ids: torch.Tensor  # packed tokens, int64 [T]
+    logits_to_keep: list[int] | None  # indices of the tokens whose logits are computed; None: all
+    parts: list[slice]  # of the logits, by request
 
 
 def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
@@ -101,8 +89,8 @@ def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
         segments: list[Segment] = []
         for one in pending:
             segments += one.passes[0]
-        counts = [one.num_tokens for one in pending]
-        return JoinedPasses([segments], join([one.ids for one in pending]), None, counts, counts)
+        parts = _slices([one.num_tokens for one in pending])
+        return JoinedPasses([segments], join([one.ids for one in pending]), None, parts)
     depth = max(len(one.passes) for one in pending)
     passes: list[list[Segment]] = [[] for _ in range(depth)]
     ids: list[torch.Tensor] = []
@@ -120,8 +108,15 @@ def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
             taken[index] += count
             total += count
     kept = [np.concatenate(place)[one.kept_tokens] for one, place in zip(pending, places, strict=True)]
-    keep = np.concatenate(kept)
-    is_all = len(keep) == total and bool((np.diff(keep) == 1).all())
-    counts = [len(one) for one in kept]
-    wanted = [count if one.ends is None else len(one.ends) for one, count in zip(pending, counts, strict=True)]
-    return JoinedPasses(passes, torch.cat(ids), None if is_all else keep.tolist(), counts, wanted)
+    to_keep = np.concatenate(kept)
+    is_all = len(to_keep) == total and bool((np.diff(to_keep) == 1).all())
+    parts = _slices([len(one) for one in kept])
+    for index, one in enumerate(pending):
+        if one.ends is not None:  # without the logits of the last token, which it did not ask for
+            parts[index] = slice(parts[index].start, parts[index].start + len(one.ends))
+    return JoinedPasses(passes, torch.cat(ids), None if is_all else to_keep.tolist(), parts)
+
+
+def _slices(counts: Sequence[int]) -> list[slice]:
+    ends = list(accumulate(counts))
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]

@@ -23,14 +23,11 @@ class PassAhead:
     def __init__(self, runner: Runner, rows: Sequence[Row], ids: Part) -> None:
         self._rows, self._ids, self._cache = rows, ids, runner.cache
         self._segments = [Segment(row.current_view(), 1) for row in rows]
-        log = self._cache.log
-        recorded = None if log is None else log.state
+        log, self._cache.log = self._cache.log, None  # `confirm` records the pass
         logits = runner.run([self._segments], ids, range(len(rows)))
         assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
-        self._logits = logits
+        self._cache.log, self._logits = log, logits
         self._step = self._cache.take_back()
-        if log is not None and recorded is not None:
-            log.restore(recorded)
 
     def confirm(self, rows: Sequence[Row], tokens: Sequence[int]) -> torch.Tensor | None:
         """Return the logits `[len(rows), vocabulary]` if this is the next pass of `rows`; else None: it is void.
@@ -41,7 +38,7 @@ class PassAhead:
         """
         places = {row: place for place, row in enumerate(self._rows)}
         kept = [places.get(row, -1) for row in rows]
-        if not kept or not all(place >= 0 and self._holds(place, tokens[place]) for place in kept):
+        if not kept or not all(self._holds(place, tokens) for place in kept):
             return None
         if len(kept) < len(self._rows):
             dropped = {self._segments[place].view[-1] for place in set(range(len(self._rows))) - set(kept)}
@@ -58,5 +55,5 @@ class PassAhead:
             return self._logits
         return self._logits.index_select(0, to_device(kept, self._logits.device))
 
-    def _holds(self, place: int, token: int) -> bool:
-        return self._rows[place].continues(self._segments[place], token)
+    def _holds(self, place: int, tokens: Sequence[int]) -> bool:
+        return place >= 0 and self._rows[place].continues(self._segments[place], tokens[place])

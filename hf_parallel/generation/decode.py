@@ -273,15 +273,13 @@ class DecodeLoop:
         return self.call.executor.sample(SamplingTask(self.sampler, [row.index for row in rows]), next_tokens)
 
     def _can_overlap(self, rows: Sequence[Row]) -> bool:
-        """Whether the next pass may be queued before its tokens have been copied to the CPU.
-
-        Not in an engine, which waits for each pass: tokens would only arrive later. The first token is streamed before
-        the first decode pass, which may compile layers and capture a CUDA graph.
-        """
+        """Return whether the next pass may be queued before its tokens have been copied to the CPU."""
         if not self.call.executor.runs_ahead or self.replayer is not None:
             return False
         if self.call.streamer is not None and not self.call.record.passes:
-            return False
+            return (
+                False  # the first decode pass may compile layers and capture a CUDA graph: the first token goes first
+            )
         is_rarely_void = VOID_COST * self._num_void <= self._num_kept + VOID_COST
         if not is_rarely_void and self.call.record.passes % RETRY:
             return False
