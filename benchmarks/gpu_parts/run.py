@@ -126,7 +126,7 @@ def start(names: Sequence[str], toy: bool, seconds: float, seed: int, folder: Pa
     kind, device, dtype = ("toy", "cpu", torch.float32) if toy else ("full", "cuda", torch.bfloat16)
     if toy:
         os.environ[BACKEND_VARIABLE] = toy_backend()
-        compiled.BACKEND = "eager"  # Inductor takes longer than all stages
+        compiled.COMPILER = "eager"  # Inductor takes longer than all stages
     path = folder / f"{datetime.now():%Y-%m-%d-%H%M%S}-gpu{'-toy' * toy}.json"
     about = {"kind": kind, "seed": seed, "seconds": seconds}
     run = Run(TOY if toy else FULL, Models(torch.device(device), dtype), path, about)

@@ -92,7 +92,7 @@ def main() -> int:
 
     settings = json.loads(sys.argv[1])
     if settings["device"] == "cpu":  # toy sizes
-        compiled.BACKEND = "eager"
+        compiled.COMPILER = "eager"
     began = time.perf_counter()
     model = Models(torch.device(settings["device"]), getattr(torch, settings["dtype"])).get(settings["model"])
     built = time.perf_counter()
