@@ -366,5 +366,5 @@ def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> t
     layout = _prepare_layout(LayoutBatch([example]), inner, capabilities)
     ids, positions = (torch.from_numpy(v)[None].to(inner.device) for v in (example.input_ids, example.position_ids))
     kwargs = {"block_cache": layout} if capabilities.keyword else {}
-    with block_attention_enabled(inner, layout), states_branched(inner, [example]):
+    with states_branched(inner, [example]), block_attention_enabled(inner, layout):
         return model(input_ids=ids, position_ids=positions, use_cache=False, **kwargs).logits[0]

@@ -87,7 +87,15 @@ def states_branched(model: PreTrainedModel, examples: Sequence[ParallelExample])
     def call(mixer: Mixer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return MixerPass(mixer, module, args, kwargs).over(rows)
 
-    with mixers_wrapped(model, mixers, call), _checkpoints_wrapped(model, lambda: mixers_wrapped(model, mixers, call)):
+    @contextmanager
+    def along_the_tree() -> Iterator[None]:
+        with (
+            mixers_wrapped(model, mixers, call),
+            torch.compiler.set_stance("force_eager"),
+        ):  # compiled code has no calls
+            yield
+
+    with along_the_tree(), _checkpoints_wrapped(model, along_the_tree):
         yield
 
 
@@ -249,11 +257,13 @@ class MixerPass:
 
     def __init__(self, mixer: Mixer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._mixer, self._module = mixer, module
-        given = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+        names = list(inspect.signature(module.forward).parameters)
+        given = dict(zip(names, args, strict=False)) | kwargs
         given.pop(mixer.argument, None)
         # A mask is one of padding, which rows do not have.
         given = {name: None if name.endswith("mask") else value for name, value in given.items()}
-        self._shape = next(iter(given.values())).shape[:2]  # rows of the batch, tokens
+        given = {names[0]: given.pop(names[0]), **given}  # the hidden states first
+        self._shape = given[names[0]].shape[:2]  # rows of the batch, tokens
         leaves, self._spec = tree_flatten(given)
         self._leaves = [_Flat.of(leaf, self._shape) for leaf in leaves]
 

@@ -94,6 +94,15 @@ def test_padded_and_packed_trees_give_the_logits_of_rows() -> None:
 
 
 @torch.no_grad()
+def test_a_compiled_model_computes_trees_without_compiled_code() -> None:
+    model, tolerance = build("lfm2")
+    rows = [row_logprobs(model, PROMPT, completion) for completion in COMPLETIONS]
+    compiled = torch.compile(model, backend="eager")
+    compiled(input_ids=PROMPT[None], use_cache=False)
+    torch.testing.assert_close(tree_logprobs(compiled, PROMPT, COMPLETIONS), rows, rtol=0, atol=tolerance)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("name", "shared"), [("qwen3_5_text", True), ("jamba", False)])
 def test_a_layer_that_continues_from_states_computes_a_prompt_once(name: str, shared: bool) -> None:
     model, _ = build(name)
