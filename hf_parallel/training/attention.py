@@ -23,7 +23,7 @@ from hf_parallel.generation.mixin import is_enabled, unwrap
 from hf_parallel.kernels import AttentionParams, RotarySpec
 from hf_parallel.kernels.dense import matmul_attention
 from hf_parallel.kernels.rope import rotate, table_dtype
-from hf_parallel.models.attention import UnsupportedModelError, block_attention_enabled, block_attention_forward
+from hf_parallel.models.attention import block_attention_enabled, block_attention_forward
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.layout import LayoutView, make_views
@@ -237,8 +237,6 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def _prepare_layout(layout: LayoutBatch, model: PreTrainedModel, capabilities: Capabilities) -> LayoutBatch:
     """Move a layout to its model, and give it the rotary embeddings. Raises `ValueError` if they do not fit."""
-    if capabilities.mixers:
-        raise UnsupportedModelError(f"{capabilities.mixers[0].name} keeps a state: train this model on plain rows")
     moves = any(view.query_rotation.any() or view.key_rotation.any() for view in layout.views)
     if capabilities.rotary is None and (moves or len(layout.views) > 1):
         raise ValueError(f"the tokens of this batch move, but {capabilities.why_no_rotation}")

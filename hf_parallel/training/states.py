@@ -22,12 +22,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers import PreTrainedModel
 
 from hf_parallel.generation.mixin import unwrap
 from hf_parallel.models.attention import UnsupportedModelError, gradient_checkpointing_disabled
-from hf_parallel.models.mixers import Mixer, MixerStates, find_mixers, mixers_wrapped
+from hf_parallel.models.mixers import Mixer, MixerStates, mixers_wrapped, supported_mixers
 from hf_parallel.training.example import ParallelExample
 
 SHORTEST = 8
@@ -42,25 +41,10 @@ _continues: weakref.WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = weak
 
 
 def mixers_of(model: PreTrainedModel) -> tuple[Mixer, ...]:
-    """Return the modules of a model that keep a state; they are found once.
-
-    Raises `UnsupportedModelError` if a layer keeps a state that is not in the cache.
-    """
+    """Return `supported_mixers` of a model, which are found once."""
     if model not in _mixers:
-        layers = DynamicCache(config=model.config).layers
-        stateful = {i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
-        try:
-            with gradient_checkpointing_disabled(model):
-                found = find_mixers(model) if stateful else ()
-        except (AttributeError, TypeError, ValueError) as error:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} keeps states in a cache of its own: {error}"
-            ) from error
-        missing = sorted(stateful - {mixer.layer_idx for mixer in found})
-        if missing or (getattr(model, "_is_stateful", False) and not found):
-            where = f"layer {missing[0]}" if missing else "its layers"
-            raise UnsupportedModelError(f"{type(model).__name__} keeps a state in {where} that is not in its cache")
-        _mixers[model] = found
+        with gradient_checkpointing_disabled(model):
+            _mixers[model] = supported_mixers(model)
     return _mixers[model]
 
 

@@ -138,14 +138,13 @@ def test_steps_equal_those_of_trl(name: str, checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rows of a prompt in several micro-batches", "reference model"])
+@pytest.mark.parametrize("name", ["rollouts shared", "rows of a prompt in several micro-batches", "reference model"])
 def test_steps_of_a_model_with_states_equal_those_of_trl(name: str, tmp_path: Path) -> None:
     model = copy.deepcopy(tiny.build("qwen3_5_text"))
     model.generation_config.eos_token_id = ENDS
     model.save_pretrained(tmp_path)
     expected, found = (
-        steps(make_trainer(cls, tmp_path, enable=False, **SETTINGS[name]))
-        for cls in (trl.GRPOTrainer, SharedPrefixGRPOTrainer)
+        steps(make_trainer(cls, tmp_path, **SETTINGS[name])) for cls in (trl.GRPOTrainer, SharedPrefixGRPOTrainer)
     )
     assert_equal_steps(found, expected)
 
