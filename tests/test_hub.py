@@ -385,7 +385,7 @@ def lora() -> Any:
     return peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False, lora_alpha=64)
 
 
-@pytest.mark.parametrize("name", ["default", "second"])
+@pytest.mark.parametrize("name", [pytest.param("default", marks=pytest.mark.slow), "second"])
 def test_an_adapter_is_loaded_with_its_mode_and_generates_the_same(
     name: str, adapted: Any, tokenizer: Any, tmp_path: Path
 ) -> None:

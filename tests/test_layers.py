@@ -163,9 +163,9 @@ def mode_names_in(name: str) -> list[str]:
 
 def test_files_are_short_and_have_a_docstring() -> None:
     for path in python_files():
-        if "tests" not in path.relative_to(ROOT).parts:
-            assert path.read_text(encoding="utf-8").count("\n") <= MAX_LINES, path
-        assert ast.get_docstring(syntax_tree(path)), f"{path} has no docstring"
+        text = path.read_text(encoding="utf-8")
+        assert "tests" in path.relative_to(ROOT).parts or text.count("\n") <= MAX_LINES, path
+        assert re.match(r'(#[^\n]*\n)*r?"""', text), f"{path} has no docstring"
 
 
 def test_public_functions_and_classes_are_documented() -> None:

@@ -51,7 +51,11 @@ def refuse(*args: Any, **kwargs: Any) -> None:
     raise ValueError("Unrecognized configuration class")
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=TITLES)
+@pytest.mark.parametrize(
+    "section",
+    [pytest.param(section, marks=[pytest.mark.slow] * section.startswith("TRL")) for section in SECTIONS],
+    ids=TITLES,
+)
 def test_code_of_section_runs_in_the_modes_that_it_names(
     section: str, small: tuple[Any, Any], modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

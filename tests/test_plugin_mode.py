@@ -165,14 +165,6 @@ def test_the_command_prints_each_row_under_its_name(
         assert f"[{opening}]\n{text.removeprefix(opening).strip()}" in shown
 
 
-def test_a_saved_run_can_be_viewed(saved: Path, tmp_path: Path) -> None:
-    run, page = tmp_path / "run.json", tmp_path / "run.html"
-    assert cli.main(command(saved, *PROMPTS, "-o", str(run))) == 0
-    assert json.loads(run.read_text())["mode"] == "openings"
-    assert cli.main(["view", str(run), "-o", str(page)]) == 0
-    assert all(opening in page.read_text() for opening in OPENINGS)
-
-
 @pytest.mark.parametrize("console", [a_pipe, a_terminal])
 def test_the_live_view_has_a_column_per_row(console: Any, model: Any, tokenizer: Any) -> None:
     screen, config = console(), MODES["openings"](openings=OPENINGS)

@@ -30,7 +30,7 @@ RECIPES = sorted({*(ROOT / "examples").glob("*.py")} - {*EXAMPLES, *AGENTS})
 """Scripts that train, see test_recipes.py and test_grpo.py."""
 
 
-QUICK = ("shared_prefix", "hogwild")
+QUICK = ("shared_prefix",)
 
 
 @pytest.mark.filterwarnings(*FALSE_WARNINGS)

@@ -36,6 +36,7 @@ def test_recipe_train_pdos_trains_and_exports(
     assert hf_parallel.hub.load(tmp_path / "adapter").generation_config.generation_mode == "pdos"
 
 
+@pytest.mark.slow
 def test_recipe_train_workers_trains_and_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

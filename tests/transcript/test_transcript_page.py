@@ -297,6 +297,7 @@ def test_the_page_shows_which_cards_a_row_could_see_at_a_pass(browse: Callable[.
         assert message in Page(dom).text
 
 
+@pytest.mark.slow
 def test_the_page_fits_its_width_and_cards_are_wide_enough(browse: Callable[..., list[str]]) -> None:
     measuring = """
         const cards = [...document.querySelectorAll("article")], page = document.documentElement;
