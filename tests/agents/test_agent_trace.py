@@ -67,26 +67,18 @@ def changed(index: int, **entries: Any) -> dict[str, Any]:
     return data
 
 
-WRONG = [
-    ([], "not a trace of agents"),
-    (small_trace().to_dict() | {"version": 9}, "version 9"),
-    (small_trace().to_dict() | {"events": {}}, "events must be a list"),
-    (small_trace().to_dict() | {"events": [[]]}, "event 0 must be an object"),
-    (changed(0, time=float("nan")), "'time' must be"),
-    (changed(0, time=10**400), "'time' must be"),
-    (changed(0, kind=["x"]), "'kind' must be text"),
-    (changed(0, child=...), "event 0 .*'child' is missing"),
-    (changed(1, tokens=-1), "'tokens' must be .* got -1"),
-    (changed(1, begin=99), "event 1: begin 99 must not be after time 2"),
-    (changed(6, status="won"), "'status' must be .* got 'won'"),
-    (changed(8, scores={"solve": None}), "'scores' must be an object of numbers"),
-]
-
-
-@pytest.mark.parametrize(("data", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_a_malformed_trace_raises(tmp_path: Path, data: Any, message: str) -> None:
+def test_a_malformed_trace_raises_and_names_the_entry(tmp_path: Path) -> None:
+    """Damage at any place is in test_untrusted_files.py."""
     path = tmp_path / "run.json"
-    path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=message) as found:
-        RunTrace.load(path)
-    assert str(path) in str(found.value)
+    for data, message in [
+        (small_trace().to_dict() | {"version": 9}, "version 9"),
+        (changed(0, time=float("nan")), "'time' must be"),
+        (changed(0, child=...), "event 0 .*'child' is missing"),
+        (changed(1, tokens=-1), "'tokens' must be .* got -1"),
+        (changed(1, begin=99), "event 1: begin 99 must not be after time 2"),
+        (changed(6, status="won"), "'status' must be .* got 'won'"),
+    ]:
+        path.write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=message) as found:
+            RunTrace.load(path)
+        assert str(path) in str(found.value)

