@@ -37,7 +37,7 @@ FIXED_LENGTH: dict[str, Any] = {"do_sample": False, "eos_token_id": -1, "pad_tok
 
 
 def system_prompt(tokenizer: Any, number: int, length: int) -> list[int]:
-    """Return a system prompt of `length` tokens; those of different numbers differ from the first words on."""
+    """Return a system prompt of `length` tokens; different numbers give different first words."""
     text = f"{number + 1}. You are the porter of hotel {number + 1}, and know its guest book.\n"
     return (tokenizer(text)["input_ids"] + long_prompt(tokenizer, length)[0].tolist())[:length]
 

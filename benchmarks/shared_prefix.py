@@ -24,7 +24,7 @@ BOUND_PROMPT = 4
 TARGETS = (
     ("prefill_by_one_row", "at most", 1.1, "prefill relative to one row"),
     ("step_by_bound", "at most", 1.25, "decode step relative to the bound"),
-    ("kv_bytes_by_unique_tokens", "at most", 1.0, "KV bytes relative to those of the unique tokens"),
+    ("kv_bytes_by_unique_tokens", "at most", 1.0, "KV bytes relative to the unique tokens'"),
 )
 
 

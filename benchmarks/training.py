@@ -2,7 +2,7 @@
 
 Completions of one long prompt: the loss with its gradients (a tree against full rows), its peak memory, the rollouts,
 and a whole step of GRPO. Full rows are computed in micro-batches, as all at once need more memory than most machines
-have. For the memory each way runs in a process of its own, and that of all full rows is read from the line through
+have. For the memory, each way runs in a process of its own, and the memory of all full rows is extrapolated from
 smaller batches.
 """
 
@@ -38,9 +38,9 @@ from .rounds import timed
 
 TARGETS = (
     ("loss_of_full_rows_by_tree", "at least", 6.0, "forward and backward pass: full rows relative to the tree"),
-    ("memory_of_tree_by_full_rows", "at most", 0.25, "peak memory of it: the tree relative to full rows"),
+    ("memory_of_tree_by_full_rows", "at most", 0.25, "its peak memory: the tree relative to full rows"),
     ("rollouts_of_generate_by_ours", "at least", 5.0, "rollouts: generate relative to shared_prefix"),
-    ("rollouts_of_continuous_batching_by_ours", "at least", 1.0, "rollouts: continuous batching relative to it"),
+    ("rollouts_of_continuous_batching_by_ours", "at least", 1.0, "rollouts: continuous batching relative to ours"),
     ("step_of_stock_by_ours", "at least", 4.0, "a whole step of GRPO: TRL relative to both shared"),
 )
 """Ratio, direction, limit, and description of the ratio."""

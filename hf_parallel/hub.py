@@ -133,7 +133,7 @@ def push_to_hub(
     private : bool, optional
         Whether a newly created repository is private. Default: the account's setting.
     token : str or bool, optional
-        Default: that of `hf auth login`.
+        Default: the token stored by `hf auth login`.
     commit_message : str
 
     Raises
@@ -175,7 +175,7 @@ def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
         If there is no `generation_config.json`, or no model.
     """
     known = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
-    stored = GenerationConfig.from_pretrained(name, **known)  # transformers would read that of an adapter's base model
+    stored = GenerationConfig.from_pretrained(name, **known)  # transformers would read the base model's file
     return enable(AutoModelForCausalLM.from_pretrained(name, **{"generation_config": stored, **kwargs}))
 
 

@@ -89,7 +89,7 @@ def _versus(name: str) -> Callable[[list[Figures]], list[float | None]]:
 
 
 def measure(bench: Bench, features: Features, rows: int, prefix: int, suffix: int) -> Figures:
-    """Measure the attention of one layer in a decode step, and that of the baselines.
+    """Measure the attention of one layer in a decode step, and the baselines.
 
     `difference` is the largest difference from the output of a baseline, relative to its largest value. If a dense copy
     for all rows does not fit in memory, a few rows are compared.

@@ -54,7 +54,7 @@ class ModelStage:
     steps: int = 48
 
     def cases(self, bench: Bench) -> Iterator[Case]:
-        """Yield all combinations: those of the targets first, the slowest baselines last.
+        """Yield all combinations: first the sizes of the targets, last the slowest baselines.
 
         The first model is measured before the others, whose baselines are left out.
         """
@@ -111,7 +111,7 @@ class ModelStage:
             return lambda cases: [next((c.get("step_seconds") for c in cases if wanted.items() <= c.items()), None)]
 
         def speed(what: str, way: str, size: Size, other: str, other_size: Size, limit: float) -> Target:
-            """Tokens per second of a way and size, relative to those of another."""
+            """Tokens per second of a way and size, relative to another way and size."""
 
             def values(cases: list[Figures]) -> Iterable[float | None]:
                 (ours,), (theirs,) = step(way, size)(cases), step(other, other_size)(cases)

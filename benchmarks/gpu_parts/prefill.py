@@ -28,7 +28,7 @@ class PrefillStage:
     lengths : tuple of int
         Lengths of the prompt.
     repeats : int
-        Number of measurements, of which the median is reported.
+        Number of measurements per median.
     """
 
     share: ClassVar[float] = 0.06

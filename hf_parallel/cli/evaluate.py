@@ -41,7 +41,7 @@ EXAMPLES = f"""examples:
       four lines in each plot: plain generation, two workers, three workers, a vote among four answers
 
   accelerate launch --num_processes 2 -m hf_parallel evaluate --task arithmetic --output runs/both
-      in two processes, each of which solves half of the problems on its own GPU (on a CPU: --multi_gpu, too)
+      in two processes: each solves half of the problems on its own GPU (on a CPU, also give --multi_gpu)
 
 settings:
   --set MODE.NAME=VALUE  a setting of a mode, which is then evaluated even without --mode
@@ -85,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="seed of generated problems and of the sampling (0)")
     words = "tokens of the early finisher (1024 for programs, 64 for formulas, else 32); 0: only answers in time count"
     add("--finisher-tokens", type=int, metavar="N", help=words)
-    add("--finisher-prompt", metavar="TEXT", help="text that it continues (default: one that fits the task)")
+    add("--finisher-prompt", metavar="TEXT", help="text that it continues (default: depends on the task)")
     add = parser.add_argument_group("model").add_argument
     add_model_options(add)
     words = "generations at a time, all of one mode and its settings (8); 1 measures the seconds of one alone"
@@ -140,7 +140,7 @@ def evaluate(options: argparse.Namespace) -> int:
             **common,
         )
     except KeyboardInterrupt:
-        print(f"hf-parallel: interrupted: give the same command again to go on from {options.output}", file=sys.stderr)
+        print(f"hf-parallel: interrupted: give the same command again to resume from {options.output}", file=sys.stderr)
         raise
     if state.is_main_process:
         stored = {key_of(result): result for result in [*results, *read_results(options.output)]}

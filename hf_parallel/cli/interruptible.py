@@ -62,7 +62,7 @@ class InterruptibleCall:
 
     @property
     def progress(self) -> str:
-        """Decode passes and generated tokens of an interrupted call, in words."""
+        """Description of an interrupted call: its decode passes and generated tokens."""
         cards = [card for section in self.to_dict()["sections"] for card in section["cards"]]
         generated = sum(origin != GIVEN for card in cards for _, _, origin in card["pieces"])
         return f"{self._record.passes} decode passes, {generated} tokens"

@@ -150,7 +150,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _in_options(message: object) -> str:
-    """Return a message on one line, with options in place of the arguments that it asks for."""
+    """Return a message on one line, with command-line options in place of arguments of `generate`."""
     text = " ".join(str(message).split())
     for arguments, option in _IN_OPTIONS:
         text = re.sub(arguments, option, text)

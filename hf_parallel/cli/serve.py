@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument_group("model").add_argument
     add_model_options(add)
-    add("--served-model-name", metavar="NAME", help="name of the model for clients (default: that of --model)")
+    add("--served-model-name", metavar="NAME", help="name of the model for clients (default: from --model)")
     add = parser.add_argument_group("address").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
     add("--port", type=_port, default=8000, metavar="N", help="port to listen on (8000); 0: any that is free")

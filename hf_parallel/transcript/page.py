@@ -188,7 +188,7 @@ def _joined(cards: Sequence[JSONObject], style: Mapping[str, str]) -> Iterator[t
 def _joins(
     cards: Sequence[JSONObject], style: Mapping[str, str], intervals: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield place, hue and pass of an arrow from each joined card to the one that continues it."""
+    """Yield place, hue and pass of the arrow below each joined card, towards the card that continues it."""
     for card, at in _joined(cards, style):
         rows = f"{1 + bisect_left(intervals, (_end(card), _end(card)))} / {2 + bisect_left(intervals, (at, at))}"
         yield f"grid-row:{rows};grid-column:{card['column'] + 2}", _hue(card), at
@@ -236,12 +236,12 @@ def _cards(
 
 
 def _begins_with(text: str, name: str) -> bool:
-    """Return whether a text begins with a name as a whole word, after marks such as those of bold type."""
+    """Return whether a text begins with a name as a whole word, after marks such as `**`."""
     return re.match(rf"[\W_]*{re.escape(name.casefold())}(?![^\W_])", text.casefold()) is not None
 
 
 def _passes(card: JSONObject, style: Mapping[str, str]) -> str:
-    """Return the passes that computed tokens of a card, in words, and how many tokens were replayed without one."""
+    """Return a description of the passes that computed a card's tokens, and of tokens replayed without a pass."""
     replayed = sum(origin in _WITHOUT_PASS for _, _, origin in card["pieces"])
     computed = [at for at, _, origin in card["pieces"] if origin not in (*_WITHOUT_PASS, GIVEN)]
     words = []
@@ -264,7 +264,7 @@ def _parts(card: JSONObject, style: Mapping[str, str]) -> list[tuple[str, int | 
 
 
 def _source(at: int, origin: str, style: Mapping[str, str]) -> str:
-    """Return in words where a token is from."""
+    """Return a description of a token's origin."""
     has_pass = origin not in (*_WITHOUT_PASS, GIVEN)
     return ", ".join(filter(None, [f"{style['tick']} {at}" if has_pass else "", _SOURCES.get(origin, "")]))
 

@@ -75,7 +75,7 @@ class Record:
     def sampled_log_probs(self, processed: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows, int64 `[N]`, and the log-probabilities, float32 `[N]`, of all sampled tokens in order.
 
-        They are those of the model, the log-softmax of its unprocessed logits; NaN for tokens of a loaded session.
+        The values are the model's: the log-softmax of its unprocessed logits. NaN for tokens of a loaded session.
         `processed`: of the distributions that were sampled, after processors, temperature and the like, as importance
         ratios need them; NaN in calls with a `LogitsCache`, too.
         """

@@ -23,7 +23,7 @@ from hf_parallel.transcript.task import find_task
 FORMAT, VERSION = "hf_parallel run", 2
 """Values of `format` and `version` in a transcript."""
 GIVEN = "g"
-"""Origin of text that was inserted, not generated; the other origins are those of `Record.origins`."""
+"""Origin of text that was inserted, not generated. `Record.origins` has the others."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ WHOLE_ANSWERS = ("completion", "answer")
 class TranscriptStyle(NamedTuple):
     """How a page shows the rows of a mode.
 
-    `unit` is the name of a card and `spanning` that of the row that spans all columns. `visibility` says which text of
+    `unit` names a card, and `spanning` names the row that spans all columns. `visibility` says which text of
     the other columns a row sees: `live` (all), `ended` (finished cards) or `never` (none). `final_event` finishes a
     card, which then moves to the shared text named `history` (empty: it stays in its column).
     """
@@ -116,7 +116,7 @@ def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
 
 
 def column_names(record: Record, prompt: int, cards: Sequence[Card]) -> list[str]:
-    """Return the names of the columns of a prompt's cards: those of the rows that wrote them."""
+    """Return names for the columns of a prompt's cards, after the rows that wrote them."""
     config, names = record.config, {}
     for row in {event.row for event in record.events}:
         if (place := config.rows.place(row, len(record.prompts))).prompt == prompt:

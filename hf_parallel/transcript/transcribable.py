@@ -42,7 +42,7 @@ class Transcribable:
     def to_html(self, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
         """Return the transcript as a self-contained HTML page: one column per row, forward passes on the vertical axis.
 
-        Parameters and errors are those of `to_dict`. In a notebook: `IPython.display.HTML(output.to_html())`.
+        Parameters and errors: see `to_dict`. In a notebook: `IPython.display.HTML(output.to_html())`.
         """
         return render(self.to_dict(tokenizer))
 

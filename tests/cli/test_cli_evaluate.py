@@ -134,7 +134,7 @@ def test_an_interrupted_sweep_says_how_to_go_on(
 
     monkeypatch.setattr("hf_parallel.evaluation.solver.Solver.solve", interrupt)
     assert cli.main([*SMALL, "--model", str(folder), "-o", str(tmp_path / "out")]) == 130
-    assert f"interrupted: give the same command again to go on from {tmp_path / 'out'}" in capsys.readouterr().err
+    assert f"interrupted: give the same command again to resume from {tmp_path / 'out'}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ class Answers:
 
     @property
     def num_tokens(self) -> int:
-        """Number of generated tokens, those of all rows."""
+        """Number of generated tokens in all rows."""
         return self.handle.stats.decoded_tokens
 
     @property
@@ -69,7 +69,7 @@ class Answers:
         return self.handle.stats.cached_tokens
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield what is new as it is generated; at last the end of every choice."""
+        """Yield new text and tokens as they are generated, and finally the end of every choice."""
         if self.submission.config.traits.rows_continue_prompts:
             async for token in self.handle:
                 delta = self._token_delta(token.row, int(token))

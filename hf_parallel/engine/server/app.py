@@ -1,4 +1,4 @@
-"""The application: routes of the OpenAI API over an engine, and what watches its clients."""
+"""The application: routes of the OpenAI API over an engine. Requests of clients that disconnect are cancelled."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def create_app(
         Name of the model for clients.
     limits : Limits, optional
     api_keys : sequence of str
-        Keys of which a request needs one. Empty: none is needed.
+        Accepted keys. Empty: requests need none.
     max_kv_bytes : int, optional
         Budget of the engine, for the metrics.
     hosts : sequence of str
@@ -132,7 +132,7 @@ class _Server:
         self.large.shutdown()
 
     def check_model(self, name: str) -> None:
-        """Raise an error unless a model's name is that of the server's."""
+        """Raise an error unless the server has a model of this name."""
         if name != self.model:
             raise APIError(404, f"the model is {self.model!r}, got {name[:200]!r}", "model", "model_not_found")
 

@@ -1,4 +1,4 @@
-"""Answers that match a JSON schema, by llguidance: a processor that allows the tokens with which the answer can go on.
+"""Answers that match a JSON schema: a logits processor over llguidance.
 
 The state of the grammar belongs to the tokens of a row, so that rows may end, fork and be processed in any order.
 """
@@ -19,7 +19,7 @@ from hf_parallel.engine.server.schema_check import error_of
 class JSONProcessor(LogitsProcessor):
     """Restricts rows to texts that match a JSON schema.
 
-    A row whose text cannot go on, although it does not match yet, ends: `error_of` says why.
+    A row ends if its text does not match yet and no token can continue it. `error_of` says why.
 
     Parameters
     ----------

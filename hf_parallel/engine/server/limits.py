@@ -110,7 +110,7 @@ class Gate:
         return equal.index(True)
 
     async def _with_body(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """Receive the whole body and return a `receive` that replays it."""
+        """Receive the whole body and return a `receive` that returns it again."""
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type != b"application/json":  # browsers send a preflight request first
             raise APIError(415, "the request needs the header Content-Type: application/json")
@@ -134,7 +134,7 @@ class Gate:
             raise APIError(408, f"the body did not arrive within {self.limits.body_seconds} seconds") from error
         messages = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
-        async def replay() -> Message:
+        async def receive_again() -> Message:
             return messages.pop(0) if messages else await receive()
 
-        return replay
+        return receive_again

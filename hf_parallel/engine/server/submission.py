@@ -53,9 +53,9 @@ MAX_TEXT = 4096
 MAX_ITEMS = 64
 """Items of a setting that is a list."""
 BANNING = ("no_repeat_ngram_size", "min_new_tokens")
-"""Settings that may ban all tokens with which an answer in JSON can go on."""
+"""Settings that may ban every token that continues an answer in JSON."""
 COMMON = ("seed", "cuda_graph")
-"""Settings of all modes, which are no further fields of a request."""
+"""Settings of all modes that a request cannot give as further fields."""
 
 
 @dataclass

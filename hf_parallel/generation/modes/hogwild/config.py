@@ -3,49 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ModePrompt, ModeRows, ModeTraits, RowPlace
-from hf_parallel.generation.modes.final_answers import BOXED, check_pattern
-from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput
+from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
+from hf_parallel.generation.modes.hogwild.settings import HogwildSettings, default_name
 from hf_parallel.generation.prompts import Chat, build_prompt
-from hf_parallel.generation.replay.config import ReplayConfig
-from hf_parallel.generation.settings import NOT_REMOTE, Arguments
-from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text, check_texts
+from hf_parallel.generation.settings import Arguments
 from hf_parallel.models.capabilities import max_positions
 from hf_parallel.transcript.sections import TranscriptStyle
-
-NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
-"""Default names of the first workers."""
-MAX_WORKERS = 1000
-"""Limit of `num_workers` that holds its checks below a second."""
-LATE_STEP = 1234567890
-"""Step number for checks of step prefixes: it has every digit, and more digits than any step of a call."""
-
-
-def default_name(index: int) -> str:
-    """Return the default name of a worker."""
-    return NAMES[index] if index < len(NAMES) else f"Worker {index + 1}"
-
-
-class _Names(list[str]):
-    """Names in a template: `{names}` lists them, `{names[i]}` is one of them for any `i`."""
-
-    def __format__(self, spec: str) -> str:
-        return format(", ".join(self), spec)
-
-    def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(index % len(self))
 
 
 class HogwildRows(ModeRows["HogwildConfig"]):
@@ -94,8 +68,8 @@ class HogwildPrompt(ModePrompt["HogwildConfig"]):
 
 
 @dataclass
-class HogwildConfig(ReplayConfig[HogwildOutput]):
-    r"""Workers over one shared KV cache. `max_new_tokens` counts forward passes, each of which adds a token per worker.
+class HogwildConfig(HogwildSettings):
+    r"""Workers over one shared KV cache. `max_new_tokens` counts forward passes; each adds a token per worker.
 
     Parameters
     ----------
@@ -163,81 +137,6 @@ class HogwildConfig(ReplayConfig[HogwildOutput]):
         presets={"embedded": EMBEDDED_PRESET},
     )
 
-    num_workers: int = 2
-    layout: str = "combined"
-    worker_names: Sequence[str] | None = None
-    history_header: str = "\n\n### Finished steps of everyone\n\n"
-    others_header: str = "\n\n### What the others are writing right now (unfinished)\n\n"
-    own_header: str = "\n\n### What I am writing right now\n\n"
-    step_gap: str = "\n\n"
-    step_prefix: str = "**{name} [{step}]:**"
-    separator: str = "\n\n"
-    sentence_ends: Sequence[str] = (".", "!", "?", '."', '!"', '?"', ".)", "\\]", "$$", "。", "！", "？")
-    code_fence: str = "```"
-    redundancy_prompt: str = "Let me check: is somebody else already doing what I am doing (yes/no)?"
-    redundancy_interval: int = 1024
-    answer_pattern: str = field(default=BOXED, metadata=NOT_REMOTE)
-    stop_on_answer: str = "any"
-    finisher_prompt: str = "\n\nTime is up. From everything written so far, the final answer is \\boxed{"
-    finisher_tokens: int = 16
-    collaboration_prompt: str = (
-        "{count} assistants, {names}, work on the task below at the same time and write into one shared notebook. "
-        "Everyone sees at once what the others write, also steps that are not finished yet. A step is one short "
-        "paragraph and begins with the name of its author. Talk to each other: split the work at the start, say what "
-        "you are going to do, use and check each other's results, and change your plan when somebody else was faster. "
-        "Never repeat what is being done already. Whoever is sure of the final answer writes it inside \\boxed{{}}."
-    )
-    task_prompt: str = "{task}"
-
-    def validate(self) -> None:
-        """Check every setting; see `ParallelConfig.validate`."""
-        super().validate()
-        if self.prefetch:
-            raise ValueError("prefetch must be None or False for hogwild, whose workers decode in lockstep, got True")
-        check_int("num_workers", self.num_workers, at_least=1)
-        if self.num_workers > MAX_WORKERS:
-            raise ValueError(f"num_workers must be at most {MAX_WORKERS}, got {self.num_workers!r}")
-        check_choice("layout", self.layout, LAYOUTS)
-        headers = ("history_header", "others_header", "own_header", "step_gap")
-        for name in (*headers, "code_fence", "redundancy_prompt", "finisher_prompt"):
-            check_text(name, getattr(self, name))
-        check_text("separator", self.separator)
-        if not self.separator:
-            raise ValueError(f"separator must be a non-empty string, got {self.separator!r}")
-        check_texts("sentence_ends", self.sentence_ends)
-        check_pattern("answer_pattern", self.answer_pattern)
-        check_int("redundancy_interval", self.redundancy_interval, at_least=1)
-        check_int("finisher_tokens", self.finisher_tokens, at_least=0)
-        check_choice("stop_on_answer", self.stop_on_answer, ("any", "all", "never"))
-        if self.worker_names is not None:
-            check_texts("worker_names", self.worker_names)
-            if len(self.worker_names) != self.num_workers or len(set(self.worker_names)) != self.num_workers:
-                raise ValueError(f"worker_names must be {self.num_workers} different names, got {self.worker_names!r}")
-        for worker in self.names:
-            check_template("step_prefix", self.step_prefix, name=worker, step=1)
-        if not self.step_prefix:
-            raise ValueError("step_prefix must not be empty: the first token of a step is predicted from it")
-        check_template("collaboration_prompt", self.collaboration_prompt, **self.prompt_fields())
-        check_template("task_prompt", self.task_prompt, task="")
-        if "{task}" not in self.task_prompt:
-            raise ValueError(f"task_prompt must contain {{task}}, got {self.task_prompt!r}")
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the workers."""
-        if self.worker_names is not None:
-            return list(self.worker_names)
-        return [default_name(i) for i in range(self.num_workers)]
-
-    def step_prefix_of(self, name: str, step: int = LATE_STEP) -> str:
-        """Return the prefix of a worker's step, by default the longest one."""
-        return self.step_prefix.format(name=name, step=step)
-
-    @property
-    def rows_per_prompt(self) -> int:
-        """The number of workers."""
-        return self.num_workers
-
     def max_kv_tokens(self, call: GenerationCall) -> int:
         """See `ParallelConfig.max_kv_tokens`. Assumes that no step is shorter than its `step_prefix`.
 
@@ -257,10 +156,6 @@ class HogwildConfig(ReplayConfig[HogwildOutput]):
         if positions is not None and longest <= positions:
             group = min(group, positions + new + prefix)
         return call.prompt_tokens + call.num_rows * group
-
-    def prompt_fields(self) -> dict[str, object]:
-        """Return the fields of `collaboration_prompt`."""
-        return {"names": _Names(self.names), "count": self.num_workers}
 
     def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer and the streamer before `generate` prepares the call."""

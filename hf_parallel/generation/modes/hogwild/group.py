@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from transformers import MaxTimeCriteria
 from transformers.utils import logging
@@ -18,6 +17,7 @@ from hf_parallel.generation.call import with_gaps
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.final_answers import AnswerSearch
 from hf_parallel.generation.modes.hogwild.output import COMMON, Step
+from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
 from hf_parallel.generation.rows import PassInputs, PendingWrites, Row, RowGroup
 from hf_parallel.models.capabilities import max_positions
 
@@ -30,7 +30,7 @@ class WorkerGroup(RowGroup):
     `history` lists the finished steps in the order in which they ended, and the unfinished steps of stopped workers.
     """
 
-    def __init__(self, config: Any, loop: DecodeLoop, cache: HogwildCache, index: int, leaf: Node) -> None:
+    def __init__(self, config: HogwildSettings, loop: DecodeLoop, cache: HogwildCache, index: int, leaf: Node) -> None:
         self.config, self.loop, self.cache, self.index, self.leaf = config, loop, cache, index, leaf
         self.call = loop.call
         prompt = self.call.prompts[index]

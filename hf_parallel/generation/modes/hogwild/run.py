@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from transformers import (
@@ -30,6 +30,7 @@ from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.final_answers import describe_pattern
 from hf_parallel.generation.modes.hogwild.group import Finisher, WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
+from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.modes.stages import check_vocabulary
 from hf_parallel.generation.prefill import count_cached
@@ -69,7 +70,7 @@ class HogwildRun:
     outlives_call: ClassVar[bool] = False
     """Whether the cache is used by later calls, between which weights may change."""
 
-    def __init__(self, config: Any, call: GenerationCall) -> None:
+    def __init__(self, config: HogwildSettings, call: GenerationCall) -> None:
         headers = (config.history_header, config.others_header, config.own_header, config.step_gap)
         prefixes = [config.step_prefix_of(name) for name in config.names]
         check_vocabulary(

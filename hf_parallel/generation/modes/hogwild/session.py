@@ -5,12 +5,12 @@ Between passes the caller injects texts, removes steps, adds and removes workers
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -24,47 +24,22 @@ from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.claim import Claim
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.mixin import ParallelGenerationMixin, enable, unwrap
-from hf_parallel.generation.modes.hogwild.config import HogwildConfig, default_name
+from hf_parallel.generation.modes.hogwild.config import HogwildConfig
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
+from hf_parallel.generation.modes.hogwild.settings import default_name
 from hf_parallel.generation.modes.hogwild.stepping import open_run
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int, check_text, is_int
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-_Method = Callable[Concatenate["HogwildSession", _P], _T]
-
-
-def _exclusive(method: _Method[_P, _T]) -> _Method[_P, _T]:
-    """Run a method while no other thread uses the session."""
-
-    @functools.wraps(method)
-    def run(session: HogwildSession, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return session._exclusively(lambda: method(session, *args, **kwargs))
-
-    return run
-
-
-def _change(method: _Method[_P, _T]) -> _Method[_P, _T]:
-    """Run a method that changes an open session between two passes. If it raises, the session is unchanged."""
-
-    @functools.wraps(method)
-    def changed(session: HogwildSession, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        session._check_open()
-        with session._run.transaction():
-            return method(session, *args, **kwargs)
-
-    return _exclusive(changed)
-
 
 class HogwildSession:
-    """Workers over one shared memory, each of which gets one token per `step`. A context manager.
+    """Workers over one shared KV cache. A `step` adds one token per worker. A context manager.
 
-    Settings, tokens and texts equal those of `generate(..., generation_mode="hogwild")`. A step or change that raises
-    leaves the session unchanged; only a streamer may have received its text. Other threads may call the session while
-    one runs it: their changes happen between two passes.
+    Settings, tokens and texts are the same as with `generate(..., generation_mode="hogwild")`. A step or change that
+    raises leaves the session unchanged; only a streamer may have received its text. Other threads may call the session
+    while one runs it: their changes happen between two passes.
 
     Parameters
     ----------
@@ -72,7 +47,7 @@ class HogwildSession:
         Enabled if it is not. Other calls may use it between steps. Its weights, device and dtype must not change.
     tokenizer
     prompt : str, list of messages, mapping or int64 [1, length]
-        A task or a chat, for `hogwild_prompt`; or `input_ids` used as they are, optionally with an `attention_mask`.
+        A task or a chat, for `hogwild_prompt`; or `input_ids`, used unchanged, optionally with an `attention_mask`.
     **settings
         Those of `HogwildConfig`, of `generate`, and `chat_template_kwargs` of `hogwild_prompt`. `seed` is an int or a
         list of ints; default: drawn from PyTorch's global generator. Without `max_new_tokens` and `max_length`, workers
@@ -159,13 +134,13 @@ class HogwildSession:
         """Costs of the session. Those of a loaded session start at `load`, except for the generated tokens."""
         return self._run.loop.stats
 
-    @_exclusive
     def output(self) -> HogwildOutput:
         """Return the current state as `generate` would with `return_dict_in_generate=True`.
 
         Rows are workers in the order in which they joined, removed ones included.
         """
-        return self._run.loop.result(HogwildOutput, **self._run.fields())
+        with self._alone():
+            return self._run.loop.result(HogwildOutput, **self._run.fields())
 
     def step(self) -> dict[str, str]:
         """Run one forward pass, in which every active worker gets one token. Return as `run`."""
@@ -181,23 +156,16 @@ class HogwildSession:
         if passes is not None:
             check_int("passes", passes, at_least=0)
         written: dict[str, str] = {}
-
-        def step() -> bool:
-            self._check_open()
-            if not self._run.active:
-                return False
-            for name, text in self._run.step().items():
-                written[name] = written.get(name, "") + text
-            return True
-
-        def run() -> None:
+        with self._model_claimed():
             for _ in itertools.count() if passes is None else range(passes):
                 with self._turn:  # threads that wait for the end of a pass hold it
                     pass
-                if not self._locked(step):
-                    break
-
-        self._with_model(run)
+                with self._locked():
+                    self._check_open()
+                    if not self._run.active:
+                        break
+                    for name, text in self._run.step().items():
+                        written[name] = written.get(name, "") + text
         return written
 
     def finish(self) -> HogwildOutput:
@@ -205,29 +173,25 @@ class HogwildSession:
 
         Afterwards only `output` and the properties can be used, even if `finish` raises.
         """
-
-        def finish() -> None:
+        with self._model_claimed(), self._alone():
             self._check_open()
             self._ended_by = "finished"
             self._run.group.move_ended_steps()
             self._run.active = []
             self._run.finish()
-
-        self._with_model(lambda: self._exclusively(finish))
         output = self._run.loop.output(HogwildOutput, **self._run.fields())
         self._run.warn_unanswered()
         return output
 
-    @_exclusive
     def close(self) -> None:
         """Free the memory of the cache. Texts can still be read."""
-        if not self._ended_by and self._call.streamer is not None:
-            self._call.streamer.end()
-        self._ended_by, self._run.active = "closed", []
-        self._call.executor.release()
-        self._run.cache.reset()
+        with self._alone():
+            if not self._ended_by and self._call.streamer is not None:
+                self._call.streamer.end()
+            self._ended_by, self._run.active = "closed", []
+            self._call.executor.release()
+            self._run.cache.reset()
 
-    @_change
     def inject(self, to: str, text: str) -> None:
         """Append a text, without a name or template, which the model reads in the next forward pass.
 
@@ -236,34 +200,34 @@ class HogwildSession:
         ends with it. Raises `ValueError` if the worker does not exist or has stopped, if the text is empty or cannot be
         encoded, and for `common` in the layout `contiguous`, which has no history.
         """
-        worker = None if to == COMMON else self._find(to)
-        if worker is None:
-            self._check_has_history()
-        elif worker.stopped:
-            raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} has stopped")
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"text must be a non-empty string, got {text!r}")
-        if worker is not None:
-            text = worker.on_new_line(text)
-        elif not text.endswith(self.config.separator):
-            text += self.config.separator
-        number = None if worker is None else worker.number
-        self._run.apply({"tell": number, "text": text, "tokens": self._encode("text", text)})
+        with self._changing():
+            worker = None if to == COMMON else self._find(to)
+            if worker is None:
+                self._check_has_history()
+            elif worker.stopped:
+                raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} has stopped")
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"text must be a non-empty string, got {text!r}")
+            if worker is not None:
+                text = worker.on_new_line(text)
+            elif not text.endswith(self.config.separator):
+                text += self.config.separator
+            number = None if worker is None else worker.number
+            self._run.apply({"tell": number, "text": text, "tokens": self._encode("text", text)})
 
-    @_change
     def forget(self, step: Step | int) -> None:
         """Remove a finished step from memory; later steps move up, but no text is recomputed.
 
         `step` is an element of `history`, or its index. Raises `ValueError` if there is no such step, and in the layout
         `contiguous`, which has no history.
         """
-        self._check_has_history()
-        found = [i for i, other in enumerate(self.history) if other == step or (is_int(step) and i == step)]
-        if not found:
-            raise ValueError(f"step must be one of the {len(self.history)} in history, or its index, got {step!r}")
-        self._run.apply({"forget": found[0]})
+        with self._changing():
+            self._check_has_history()
+            found = [i for i, other in enumerate(self.history) if other == step or (is_int(step) and i == step)]
+            if not found:
+                raise ValueError(f"step must be one of the {len(self.history)} in history, or its index, got {step!r}")
+            self._run.apply({"forget": found[0]})
 
-    @_change
     def add_worker(self, name: str | None = None) -> str:
         """Add a worker, which starts writing in the next forward pass. Return its name.
 
@@ -271,28 +235,28 @@ class HogwildSession:
         Alice, Bob, Carol, ... that no worker has had. Raises `ValueError` if the name is taken, is `common` or cannot
         be encoded, if the streamer supports one row only, and if `max_new_tokens` or the model's positions are used up.
         """
-        if self.passes >= self._call.max_new_tokens:
-            raise ValueError(f"no pass is left for a worker: max_new_tokens={self._call.max_new_tokens} is used up")
-        if self._run.group.is_full():
-            raise ValueError("no capacity is left for a worker: the model's positions are used up")
-        if name is None:
-            used = {worker.name for worker in self._run.workers}
-            name = next(new for i in itertools.count(len(used)) if (new := default_name(i)) not in used)
-        if not isinstance(name, str) or not name or name in (*self.names, COMMON):
-            raise ValueError(f"name must be none of {[*self.names, COMMON]} and not empty, got {name!r}")
-        if isinstance(self._call.streamer, TextStreamer):
-            kind = type(self._call.streamer).__name__
-            raise ValueError(f"streamer must be a ParallelStreamer for several workers, got a {kind}")
-        self._encode("name", self.config.step_prefix_of(name))
-        self._run.apply({"add": name})
-        return name
+        with self._changing():
+            if self.passes >= self._call.max_new_tokens:
+                raise ValueError(f"no pass is left for a worker: max_new_tokens={self._call.max_new_tokens} is used up")
+            if self._run.group.is_full():
+                raise ValueError("no capacity is left for a worker: the model's positions are used up")
+            if name is None:
+                used = {worker.name for worker in self._run.workers}
+                name = next(new for i in itertools.count(len(used)) if (new := default_name(i)) not in used)
+            if not isinstance(name, str) or not name or name in (*self.names, COMMON):
+                raise ValueError(f"name must be none of {[*self.names, COMMON]} and not empty, got {name!r}")
+            if isinstance(self._call.streamer, TextStreamer):
+                kind = type(self._call.streamer).__name__
+                raise ValueError(f"streamer must be a ParallelStreamer for several workers, got a {kind}")
+            self._encode("name", self.config.step_prefix_of(name))
+            self._run.apply({"add": name})
+            return name
 
-    @_change
     def remove_worker(self, name: str) -> None:
         """Remove a worker and its unfinished step; its finished steps stay. Raises `ValueError` for unknown names."""
-        self._run.apply({"remove": self._find(name).number})
+        with self._changing():
+            self._run.apply({"remove": self._find(name).number})
 
-    @_exclusive
     def save(self, path: str | Path) -> None:
         """Write the session to a JSON file, atomically.
 
@@ -300,8 +264,9 @@ class HogwildSession:
         criteria must be passed to `load` again, and their internal state is not saved. Raises `ValueError` for settings
         that are not plain data, for `output_scores` and `output_logits`, and for offloaded weights.
         """
-        self._check_open()
-        write_journal(path, self._run.state())
+        with self._alone():
+            self._check_open()
+            write_journal(path, self._run.state())
 
     @classmethod
     def load(
@@ -320,7 +285,7 @@ class HogwildSession:
         Logits therefore agree up to rounding, and the same seed samples the same tokens. A file saved under another
         version of transformers, which may round differently, causes a warning.
 
-        Model, tokenizer, processors and criteria must be those of the saved session. The `streamer` receives all
+        Model, tokenizer, processors and criteria must be the same as in the saved session. The `streamer` receives all
         earlier text first. Raises `OSError` if the file does not exist, and `ValueError` if it is not a saved session,
         is damaged, or was saved with another model, tokenizer, processors or criteria.
         """
@@ -341,7 +306,8 @@ class HogwildSession:
             generation = {**state["generation"], "num_return_sequences": 1}
             prompt = torch.tensor([state["prompt"]], dtype=torch.int64, device="cpu")
             session = cls(model, tokenizer, prompt, parallel_config=config, **helpers, **generation)
-            session._with_model(lambda: session._run.restore(state))
+            with session._model_claimed():
+                session._run.restore(state)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             message = "is damaged, or was saved with another tokenizer, or with other processors or criteria"
             raise ValueError(f"{path} {message}: {error}") from error
@@ -368,8 +334,9 @@ class HogwildSession:
             raise ValueError(f"{name} must be text in the model's vocabulary, got {text!r} (tokens {tokens})")
         return tokens
 
-    def _with_model(self, function: Callable[[], None]) -> None:
-        """Call a function while the session holds the model, if the model has not changed since the session began."""
+    @contextmanager
+    def _model_claimed(self) -> Iterator[None]:
+        """Hold the model, if it has not changed since the session began."""
         location = self._model.device, self._model.dtype
         if not isinstance(self._model, ParallelGenerationMixin):
             raise RuntimeError("the model is not enabled any more: call hf_parallel.enable(model) to continue")
@@ -383,21 +350,31 @@ class HogwildSession:
                     self._run.cache.claim(self._call.model, claim, kept=True)
                 except ValueError as error:
                     raise ValueError("the weights of the model have changed since this session began") from error
-                function()
+                yield
         finally:
             claim.active = False
 
-    def _exclusively(self, function: Callable[[], _T]) -> _T:
-        """Call a function while no other thread uses the session; `run` lets a thread that waits here go first."""
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change an open session between two passes. If the body raises, the session is unchanged."""
+        with self._alone():
+            self._check_open()
+            with self._run.transaction():
+                yield
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads from using the session; `run` lets a thread that waits here go first."""
         if self._user == threading.get_ident():
             raise RuntimeError("this session is in a step: it was called again from a processor or a streamer")
-        with self._turn:
-            return self._locked(function)
+        with self._turn, self._locked():
+            yield
 
-    def _locked(self, function: Callable[[], _T]) -> _T:
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         with self._lock, cpu_as_default():
             try:
                 self._user = threading.get_ident()
-                return function()
+                yield
             finally:
                 self._user = None

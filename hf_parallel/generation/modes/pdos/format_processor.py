@@ -187,7 +187,7 @@ class ParallelBlockLogitsProcessor(LogitsProcessor):
         self._parsed: dict[int, tuple[list[int], SkeletonParser]] = {}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores `[rows, vocabulary]` with those of forbidden tokens at minus infinity."""
+        """Return scores `[rows, vocabulary]`, minus infinity for forbidden tokens."""
         mask = self._mask
         if mask is None or len(mask.vocabulary) != scores.shape[-1]:
             mask = self._mask = get_block_mask(self.format, get_vocabulary(self.tokenizer, scores.shape[-1]))
@@ -197,7 +197,7 @@ class ParallelBlockLogitsProcessor(LogitsProcessor):
         return force(scores, [mask.allowed(self._parser(mask, row, tokens)) for row, tokens in enumerate(rows)])
 
     def _parser(self, mask: BlockMask, row: int, tokens: list[int]) -> SkeletonParser:
-        """Return a parser that has parsed all tokens of a row, reusing that of the last step."""
+        """Return a parser that has parsed all tokens of a row, continuing the last step's parser."""
         parsed, parser = self._parsed.get(row, ([], SkeletonParser(self.format)))
         if tokens[: len(parsed)] != parsed:
             parsed, parser = [], SkeletonParser(self.format)
@@ -250,7 +250,7 @@ def _is_unambiguous(parser: SkeletonParser, after: SkeletonParser, text: bytes) 
 
 
 def _is_utf8_prefix(text: bytes) -> bool:
-    """Whether bytes are valid UTF-8, of which only the last character may be incomplete."""
+    """Whether bytes are valid UTF-8, except that the last character may be incomplete."""
     try:
         _, length = codecs.utf_8_decode(text, "strict", False)
     except UnicodeDecodeError:

@@ -50,7 +50,7 @@ class StageStats:
     computed_again: int = 0
     """Tokens whose keys and values were computed a second time, at other positions or with another context."""
     seconds: float = 0.0
-    """Wall-clock time; that of a pass is divided among its stages in proportion to their tokens."""
+    """Wall-clock time. A pass that serves several stages is divided in proportion to their tokens."""
 
 
 @dataclass

@@ -116,7 +116,7 @@ class SkeletonParser:
 
     @property
     def expected(self) -> list[bytes]:
-        """Texts, one of which must follow, optionally after whitespace; empty if any text may follow."""
+        """Texts that may follow, optionally after whitespace; empty if any text may."""
         if self.phase == ELLIPSIS:
             return [self.ellipsis[len(self.matched) :]]
         if self.phase == GAP:

@@ -28,7 +28,7 @@ class TrunkRow(Row):
         self.tree = tree
         self.tokens: list[Token] = []  # joined blocks, and the text that follows them
         self.blocks: list[ParallelBlock] = []
-        self.branches: list[BranchRow] = []  # those of the open block, during which the trunk pauses
+        self.branches: list[BranchRow] = []  # of the open block; the trunk pauses until they have ended
         self.branch_budget = 0  # tokens that the branches may still generate in all
         self.parser, self.parsed_from = SkeletonParser(fmt), 0  # index of the first token that the parser has parsed
         self.num_samples = 0

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from transformers import LogitsProcessor, StoppingCriteriaList
@@ -35,6 +35,7 @@ from hf_parallel.generation.modes.pdos.output import (
 )
 from hf_parallel.generation.modes.pdos.parser import BROKEN, DONE, OUTSIDE, SkeletonParser
 from hf_parallel.generation.modes.pdos.rows import BranchRow, TrunkRow, answer_log_probs
+from hf_parallel.generation.modes.pdos.settings import PDOSSettings
 from hf_parallel.generation.modes.pdos.token_text import (
     WHITESPACE,
     Token,
@@ -65,9 +66,9 @@ _BATCH_DEPENDENT = {
 
 
 class PDOSRun:
-    """One call of the mode, with a `PDOSConfig`."""
+    """One call of the mode."""
 
-    def __init__(self, config: Any, call: GenerationCall) -> None:
+    def __init__(self, config: PDOSSettings, call: GenerationCall) -> None:
         if call.past_key_values is not None:
             raise ValueError("pdos makes its own cache; past_key_values cannot be given")
         if config.join == "rotate" and call.capabilities.rotary is None:
@@ -95,7 +96,7 @@ class PDOSRun:
         self.ends += [(stop.encode(), len(stop.encode()), "stop") for stop in config.branch_stops]
         self.cache = call.new_cache(TreeBranchCache, call.capabilities.rotary)
         call.claim_cache(self.cache)
-        # The budget is that of the joined answer, whose length MaxLengthCriteria cannot check.
+        # The budget counts the joined answer, whose length MaxLengthCriteria cannot check.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, TRUNK_CAPACITY))
         self.loop = DecodeLoop(call, self.cache, table, criteria, config.seed, stream=False)
@@ -300,7 +301,7 @@ class PDOSRun:
         return True
 
     def _add_branches(self, trunk: TrunkRow, tokens: list[Token], cached: int, prefixes: list[list[Token]]) -> None:
-        """Cut a trunk back to `tokens`, of which the first `cached` have keys and values, and add branches to it."""
+        """Cut a trunk back to `tokens` and add branches; the first `cached` tokens have keys and values."""
         computed = set(map(id, trunk.tokens[: trunk.tree.trunk.length]))
         trunk.tokens, tail = tokens, ids(tokens[cached:])
         trunk.writes.add(trunk.tree.trunk, tail)
