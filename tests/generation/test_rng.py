@@ -75,18 +75,6 @@ def test_replayed_tokens_have_the_noise_of_those_that_were_computed(mode: str, d
     assert set(drawn) < set(first), "tokens that are kept pass over their noise"
 
 
-DRAWS = 20_000
-
-
-def test_tokens_come_as_often_as_their_shares_say() -> None:
-    shares = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]).repeat(DRAWS, 1)
-    drawn = draw(shares, [RowRNG(seed) for seed in range(DRAWS)])
-    counts = drawn.bincount(minlength=5)
-    assert counts[4] == 0
-    expected = shares[0, :4] * DRAWS
-    assert float(((counts[:4] - expected) ** 2 / expected).sum()) < 16.3  # 0.1% of fair draws, 3 degrees of freedom
-
-
 def test_noise_is_that_of_splitmix64() -> None:
     def plain(key: int, token: int) -> float:
         bits = (key + token * 0x9E3779B97F4A7C15) % 2**64

@@ -141,16 +141,6 @@ def test_sampled_tokens_have_the_models_distribution(model: PreTrainedModel, see
     assert p_value(draw_pairs(model, temperature=1.25, **seeded), probabilities) < 1e-6  # the test can fail
 
 
-def test_rows_that_share_a_prompt_draw_independently(model: PreTrainedModel) -> None:
-    """The second tokens of neighbouring rows with equal first ones: as alike as chance has it."""
-    probabilities = two_token_probabilities(model, ROWS[0])
-    alike_by_chance = sum(p * p for p in probabilities.values())
-    pairs = draw_pairs(model, seed=5)
-    alike = (pairs[0::2] == pairs[1::2]).all(dim=1).double().mean().item()
-    error = (alike_by_chance / (DRAWS / 2)) ** 0.5
-    assert abs(alike - alike_by_chance) < 5 * error
-
-
 # A row's own randomness
 
 

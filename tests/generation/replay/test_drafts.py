@@ -120,14 +120,6 @@ def test_the_record_marks_accepted_draft_tokens_and_counts_passes(model: PreTrai
     assert section["cards"][0]["end"] == out.record.passes
 
 
-@pytest.mark.parametrize("length", [1, 2, 7])
-def test_drafts_do_not_exceed_max_new_tokens(model: PreTrainedModel, length: int) -> None:
-    cache = LogitsCache()
-    for seed in range(4):
-        out = sample(model, logits_cache=cache, seed=seed, max_new_tokens=length)
-        assert out.sequences.shape[1] == WIDTH + length
-
-
 @pytest.mark.parametrize(
     ("settings", "drafted"),
     [

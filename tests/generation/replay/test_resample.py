@@ -107,26 +107,3 @@ def test_logits_of_another_model_are_not_replayed(model: PreTrainedModel, other:
 
 
 # Interrupts
-
-
-def test_an_interrupt_while_completions_are_kept_leaves_no_freed_block_in_the_tree(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = SharedPrefixCache()
-    add, completions = SharedPrefixCache.add, []
-
-    def interrupted(self: SharedPrefixCache, *args: Any) -> Any:
-        node = add(self, *args)
-        if len(args) == 3:  # with the block of a completion
-            completions.append(node)
-            if len(completions) == 2:
-                raise KeyboardInterrupt
-        return node
-
-    monkeypatch.setattr(SharedPrefixCache, "add", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        sample(model, "shared_prefix", past_key_values=cache)
-    assert all(node.block in cache.pool.blocks for node in cache.tree.nodes())
-    assert {node.block for node in cache.tree.nodes()} == cache.pool.blocks
-    expected = sample(model, "shared_prefix").sequences
-    assert torch.equal(sample(model, "shared_prefix", past_key_values=cache).sequences, expected)
