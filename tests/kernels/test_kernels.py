@@ -115,6 +115,15 @@ def test_a_long_prefill_builds_no_mask() -> None:
         assert [call.causal for call in calls][-1:] == [True]
 
 
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_long_runs_after_few_keys_equal_softmax(before: int) -> None:
+    scene = _row(Features(), before) if before else Scene(Features())
+    view = scene.forward.segments[0].view if before else [scene.cache.pool.new_block()]
+    scene.step([Segment(view, 80)])
+    out = scene.attend(torch_backend.TorchBackend().attend, torch.float64)
+    torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-12)
+
+
 def test_a_sliding_window_touches_a_band_of_keys() -> None:
     plan = _row(Features(), 3000).forward.plan.windowed(64)
     assert sum(call.num_keys * call.num_queries for call in make_schedule(plan).calls) < 3000 * (64 + 256)

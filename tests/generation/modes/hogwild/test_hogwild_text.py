@@ -34,7 +34,10 @@ def test_a_character_over_several_tokens_appears_when_it_is_complete(tokenizer: 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 @settings(max_examples=40)
-@given(text=st.text(max_size=60), cuts=st.lists(st.integers(1, 5), max_size=30))
+@given(
+    text=st.text(max_size=60) | st.text("tAn 東😀.", max_size=60),
+    cuts=st.lists(st.integers(1, 3), min_size=9, max_size=60),
+)
 def test_any_text_can_be_added_in_any_pieces(kind: str, text: str, cuts: list[int]) -> None:
     tokenizer = small_tokenizers.make(kind)
     tokens = tokenizer(text, add_special_tokens=False).input_ids
