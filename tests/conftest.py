@@ -35,7 +35,7 @@ hypothesis.settings.register_profile("tests", deadline=None, suppress_health_che
 hypothesis.settings.load_profile("tests")  # no test depends on the speed of the machine
 
 
-QUICK_CASES = 3
+QUICK_CASES = 2
 """Cases of a test in `make test`; `make test-all` runs the others."""
 
 
