@@ -86,6 +86,11 @@ class BlockCache(Cache):
         """Bytes of the keys and values of all unique tokens."""
         return self.pool.kv_bytes
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states that layers keep instead of keys."""
+        return sum(block.state >= 0 for block in self.pool.blocks) * self.pool.states.bytes_per_slot
+
     # Forward passes
 
     def prepare(self, segments: Sequence[Segment]) -> ForwardPass:

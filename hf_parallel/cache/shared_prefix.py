@@ -169,8 +169,10 @@ class SharedPrefixCache(BlockCache):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of layers that keep them instead of keys."""
-        return self.pool.states.num_used * self.pool.states.bytes_per_slot
+        """Bytes of the states that layers keep instead of keys; in an engine, of those that the request uses."""
+        pinned = () if self.owner is None else self.tree.pinned(self.owner)
+        held = sum(node.block.state >= 0 for node in pinned if node.block is not None)
+        return super().state_bytes + held * self.pool.states.bytes_per_slot
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_user": None}

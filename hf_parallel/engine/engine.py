@@ -32,7 +32,7 @@ from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.sampling import sample_together
 from hf_parallel.kernels.native import release_threads
-from hf_parallel.models.attention import UnsupportedModelError, gradient_checkpointing_disabled
+from hf_parallel.models.attention import gradient_checkpointing_disabled
 from hf_parallel.models.cached_model import CachedModel
 from hf_parallel.models.linear import linear_layers
 from hf_parallel.models.ranks import num_ranks
@@ -92,8 +92,6 @@ class Engine:
         self.tokenizer: Any = tokenizer or enabled(self.model).tokenizer
         self.max_waiting = max_waiting
         device, rotary = execution_device(self.model), enabled(self.model).capabilities.rotary
-        if mixers := enabled(self.model).capabilities.mixers:
-            raise UnsupportedModelError(f"an engine keeps no states, as {mixers[0].name} needs: use model.generate")
         self._storage = KVStorage(rotary, device, max_kv_bytes, policy, self._free_memory)
         self.policy = self._storage.policy
         self._scheduler = Scheduler(self._storage, max_rows, max_batch_tokens or BATCH_TOKENS.get(device.type, 4096))
@@ -399,10 +397,12 @@ class Engine:
             self._storage.cache.rollback()
             if isinstance(raised, NonFiniteLogitsError):
                 self._storage.pool.clear_unused()  # where the pass has written
-            error = raised if len(batch) == 1 else None  # its traceback refers to the requests of the batch
+            is_lost = len(batch) == 1 or self._storage.pool.states.in_use  # states may be half written
+            error = raised if is_lost else None  # its traceback refers to the requests of the batch
         self._work.model_seconds += time.perf_counter() - began
         if error is not None:
-            self._call(batch[0], batch[0].fail, error)
+            for request in batch:
+                self._call(request, request.fail, error)
             return
         if logits is None:
             middle = len(batch) // 2  # find the request that fails

@@ -17,6 +17,7 @@ from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Owner, RequestObserver
 from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed
 from hf_parallel.kernels import RotarySpec
+from hf_parallel.models.attention import UnsupportedModelError
 
 
 class KVBudgetError(RuntimeError):
@@ -101,6 +102,8 @@ class KVStorage:
     def set_token_size(self, bytes_per_token: int) -> None:
         """Apply the budget, given the bytes of one token over all layers."""
         if self.max_bytes is not None:
+            if self.pool.states.in_use:
+                raise UnsupportedModelError("max_kv_bytes must be None for a model that keeps states beside its keys")
             if self.max_bytes < bytes_per_token:
                 raise ValueError(f"max_kv_bytes={self.max_bytes} is less than one token needs: {bytes_per_token} bytes")
             self.arena.max_slots = self.max_bytes // bytes_per_token

@@ -90,7 +90,7 @@ class DecodeLoop:
                     self.cache.end_call()
                 except RuntimeError:  # out of memory: what cannot be checked is not kept
                     self.cache.reset()
-        self.stats.kv_bytes = self.cache.kv_bytes
+        self.stats.kv_bytes, self.stats.state_bytes = self.cache.kv_bytes, self.cache.state_bytes
         self.stats.reserved_bytes = self.cache.pool.arena.reserved_bytes
 
     def decode(

@@ -29,6 +29,8 @@ class GenerationStats:
     """Draft tokens that were verified (`draft_tokens`), and those of them that were accepted."""
     kv_bytes: int = 0
     """Bytes of keys and values at the end, each unique token counted once."""
+    state_bytes: int = 0
+    """Bytes of the states that layers keep instead of keys, at the end."""
     reserved_bytes: int = 0
     """Bytes of storage reserved for them at the end."""
     graph_bytes: int = 0

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, __version__
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from hf_parallel.cache import BlockCache
@@ -151,6 +151,10 @@ def supported_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
     if not keeps_states(model):
         return ()
     name, layers = type(model).__name__, DynamicCache(config=model.config).layers
+    if not all(hasattr(DynamicCache, method) for method in _READS + _WRITES):
+        raise UnsupportedModelError(
+            f"{name} keeps states, which transformers {__version__} has no interface for: update it"
+        )
     try:
         found = find_mixers(model)
     except (AttributeError, IndexError, TypeError, ValueError) as error:

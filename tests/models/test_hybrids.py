@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache, UnsupportedModelError
+from hf_parallel.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EACH = [("lfm2", 1), ("qwen3_5_text", 1)] + [
@@ -104,6 +105,38 @@ def test_seeded_samples_equal_the_row_alone_and_replay(name: str, num_calls: int
         rows, output = completions(model, prompts, seed=seeds, **shorter, logits_cache=logits, past_key_values=kept)
         assert rows == completions(model, prompts, seed=seeds, **shorter)[0]
         assert output.stats.replayed_tokens >= NUM_TOKENS
+
+
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+def test_an_engine_forks_and_rebuilds_states(name: str) -> None:
+    model, alone, rng, known = enabled(name), Alone(name), random.Random(name), list[list[int]]()
+    settings = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": NEVER}
+    with pytest.raises(UnsupportedModelError, match="max_kv_bytes must be None"), Engine(model, max_kv_bytes=1 << 20):
+        pass
+    with Engine(model, max_batch_tokens=64) as engine:
+        plan = engine._storage.cache.prepare_run
+
+        def sometimes(passes: Any) -> Any:
+            if len(passes[0]) > 4 and rng.random() < 0.2:
+                raise RuntimeError("out of memory")
+            return plan(passes)
+
+        engine._storage.cache.prepare_run = sometimes  # type: ignore[method-assign]
+        for _ in range(3):
+            batches = [random_prompts(rng, known)[:3] for _ in range(5)]
+            expected = [[alone.tokens(prompt) for prompt in prompts] for prompts in batches]
+            handles = []
+            for prompts in batches:
+                ids, mask = tiny.left_pad([torch.tensor(prompt) for prompt in prompts])
+                handles.append(engine.submit(ids, attention_mask=mask, generation_mode="shared_prefix", **settings))
+            engine.submit(ids, attention_mask=mask, generation_mode="shared_prefix", **settings).cancel()
+            for prompts, tokens, handle in zip(batches, expected, handles, strict=True):
+                rows = handle.result(timeout=600).sequences[:, max(map(len, prompts)) :].tolist()
+                assert rows == tokens
+                known += [prompt + row for prompt, row in zip(prompts, rows, strict=True)]
+        assert engine.stats.preemptions > 0
+        kept = [node for node in engine._storage.tree.nodes() if node.block is not None and node.block.state >= 0]
+        assert engine._storage.pool.states.num_used == len(kept)
 
 
 def test_best_of_drops_rows_of_a_hybrid() -> None:
