@@ -99,7 +99,7 @@ def attend(
     lead, dim = 0 if leads is None else leads.shape[1], values.shape[1]
     out, lse = query.new_empty(tokens, heads, dim), query.new_empty(tokens, heads)
     tensors = query, keys if leads is None else leads, keys, values, out, lse
-    layer = _Layer(*(tensor.data_ptr() for tensor in tensors), heads, kv_heads, lead, dim, scale)
+    layer = _Layer(*map(Tensor.data_ptr, tensors), heads, kv_heads, lead, dim, scale)  # each step runs this
     sinks = None if sinks is None else sinks.float().contiguous()
     sink_pointer = None if sinks is None else sinks.data_ptr()
     call_array = calls.array, len(calls.array)
