@@ -57,6 +57,17 @@ def test_a_copy_is_reused_like_the_cache(
     assert again.stats.prefilled_tokens == 1
 
 
+def test_eviction_deletes_parents_after_their_children(model: PreTrainedModel, cache: SharedPrefixCache) -> None:
+    other = torch.cat((IDS[:, :20], IDS[:, :5]), dim=1)  # splits the first prompt
+    generate(model, cache, ids=other)
+    nodes = list(cache.tree.nodes())
+    assert any(node.all_children() for node in nodes)
+    evicted = list(cache.tree.evict(lambda node: node.last_used))
+    assert sorted(evicted) == sorted(node.num_cached for node in nodes)
+    assert not list(cache.tree.nodes())
+    assert cache.kv_bytes == 0
+
+
 @pytest.mark.parametrize("common", [0, 12], ids=["distinct", "shared start"])
 def test_max_bytes_limits_the_memory_kept_between_calls(common: int, model: PreTrainedModel) -> None:
     """The least recently used prompt is evicted; a prompt that every other call uses stays."""
