@@ -162,7 +162,7 @@ def test_the_command_prints_each_row_under_its_name(
         assert f"== {prompt}" in shown
     rows = texts(generate(model, tokenizer), tokenizer)
     for opening, text in zip(OPENINGS * 2, rows, strict=True):
-        assert f"[{opening}]\n{text.removeprefix(opening).strip()}" in shown
+        assert f"[{opening}]\n{text.strip()}" in shown
 
 
 @pytest.mark.parametrize("console", [a_pipe, a_terminal])

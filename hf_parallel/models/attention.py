@@ -148,12 +148,13 @@ def block_attention_forward(
             query, key = (rotated_first(x, params.rotary.rotary_dim) for x in (query, key))
         return cache.attend(query, key, value, params), None
     layer = cache.pool.arena.layers[layer_idx]
-    try:
-        params.latent = latent_heads(module, key, value, layer)
-    except LookupError as error:
-        raise UnsupportedModelError(f"{error.args[0]} (layer {layer_idx})") from None
-    if params.latent is not None:
-        query, params.num_kv_heads = rotated_first(query, layer.values.shape[-1]), 1
+    if (key.shape[-1], value.shape[-1]) != (layer.keys.shape[-1], layer.values.shape[-1]):  # made from what is stored
+        try:
+            params.latent = latent_heads(module, key, value, layer)
+        except LookupError as error:
+            raise UnsupportedModelError(f"{error.args[0]} (layer {layer_idx})") from None
+        if params.latent is not None:
+            query, params.num_kv_heads = rotated_first(query, layer.values.shape[-1]), 1
     return attend_blocks(cache, query, layer_idx, params), None
 
 
