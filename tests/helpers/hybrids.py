@@ -36,6 +36,19 @@ _EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "layer_types": [_LINEAR, _FULL, _LINEAR, _FULL],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**_DELTA, **_LAST_FULL},
@@ -55,6 +68,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64, "mamba_d_head": 8},
     "olmo_hybrid": {},
+    "kimi_linear": {**_LATENT, "linear_head_dim": 16, "linear_num_heads": 4},
+    "bailing_hybrid": {**_LATENT, "n_group": 2, "topk_group": 1, "head_dim": 16},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "jamba": {
         "attn_layer_period": 2,
