@@ -31,8 +31,8 @@ class SharedPrefixCache(BlockCache):
     rotary, device
         See `BlockCache`; neither is needed.
     max_bytes : int, optional
-        Maximum bytes of keys and values kept between calls. Each call first evicts the least recently used nodes,
-        leaves first, until the rest fits; its own tokens come on top. Default: keep everything until `reset()`.
+        Maximum bytes of keys, values and states kept between calls. Each call first evicts the least recently used
+        nodes, leaves first, until the rest fits; its own tokens come on top. Default: keep everything until `reset()`.
     lent : (PrefixTree, Owner), optional
         Tree of an engine, and the request that uses it through the cache. Default: a tree of the cache's own.
 
@@ -179,9 +179,9 @@ class SharedPrefixCache(BlockCache):
 
     def _evict(self) -> None:
         """Remove the least recently used nodes, leaves first, until at most `max_bytes` are held."""
-        if self.max_bytes is None or (held := self.kv_bytes) <= self.max_bytes:
+        if self.max_bytes is None or (held := self.kv_bytes) + self.state_bytes <= self.max_bytes:
             return
         for tokens in self.tree.evict(lambda node: node.last_used):
             held -= tokens * self.pool.arena.bytes_per_token
-            if held <= self.max_bytes:
+            if held + self.state_bytes <= self.max_bytes:
                 return

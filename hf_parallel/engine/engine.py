@@ -397,18 +397,20 @@ class Engine:
             self._storage.cache.rollback()
             if isinstance(raised, NonFiniteLogitsError):
                 self._storage.pool.clear_unused()  # where the pass has written
-            is_lost = len(batch) == 1 or self._storage.pool.states.in_use  # states may be half written
-            error = raised if is_lost else None  # its traceback refers to the requests of the batch
+            error = raised if len(batch) == 1 else None  # its traceback refers to the requests of the batch
         self._work.model_seconds += time.perf_counter() - began
         if error is not None:
-            for request in batch:
-                self._call(request, request.fail, error)
+            self._call(batch[0], batch[0].fail, error)
+            return
+        if logits is None and self._storage.pool.states.in_use:  # they may be half written: each alone, from the start
+            self._scheduler.isolate(batch)
             return
         if logits is None:
             middle = len(batch) // 2  # find the request that fails
             self._compute(batch[:middle])
             self._compute([request for request in batch[middle:] if request.pending is not None])
             return
+        self._scheduler.isolated.difference_update([request for request in batch if not request.is_rebuilding])
         pending = [request.pending for request in batch if request.pending is not None]
         self._decode_run = record_passes(batch, pending, joined, forward, self._decode_run)
         for request, one, part in zip(batch, pending, joined.parts, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -51,6 +51,7 @@ class Scheduler:
         self._num_active = 0  # submitters with requests
         self._fair = 0.0  # tokens served to a submitter that was never idle (virtual time)
         self.preemptions = 0
+        self.isolated: set[Request] = set()  # see `isolate`
         self._submitted = 0
 
     @property
@@ -90,6 +91,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Remove a request that has ended."""
+        self.isolated.discard(request)
         for requests in (self.waiting, self.running):
             if request in requests:
                 requests.remove(request)
@@ -139,7 +141,9 @@ class Scheduler:
 
     def next_batch(self) -> list[Request]:
         """Return the requests whose passes are computed in the next step."""
-        batch: list[Request] = []
+        batch: list[Request] = [one for one in self.running if one.pending is not None and one in self.isolated][:1]
+        if batch:
+            return batch
         prefills: list[Request] = []
         for request in self.running:
             if request.pending is not None:
@@ -175,6 +179,12 @@ class Scheduler:
             request.restart()
             self.running.remove(request)
             self.waiting.append(request)
+
+    def isolate(self, batch: Sequence[Request]) -> None:
+        """Preempt requests one of which has failed a pass, and compute each alone until a pass of it succeeds."""
+        self.isolated.update(batch)
+        for request in batch:
+            self.preempt(request)
 
     def _order(self, request: Request) -> tuple[Any, ...]:
         return -request.priority, request.account.served, request.number

@@ -148,6 +148,12 @@ def make_call(
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
     check_model_inputs(record.config.title, model_kwargs)
     prompts, gaps = _unpad(input_ids, mask, positions)
+    if capabilities.mixers and any(gaps):
+        row = next(row for row, gap in enumerate(gaps) if gap)
+        raise ValueError(
+            f"attention_mask masks tokens inside the prompt of row {row}, which {type(model).__name__} would read into "
+            f"the state of {capabilities.mixers[0].name}: remove these tokens from the prompt"
+        )
     vocabulary = vocabulary_size(model)
     for row, prompt in enumerate(prompts):
         if prompt.min() < 0 or prompt.max() >= vocabulary:

@@ -60,6 +60,8 @@ class CachedModel:
         self._layers = None if is_eager else compiled_layers(model, compile, steps)
         if self._mixers and (compile or self.device.type == "cuda"):
             _logger.warning_once("decode steps of layers that keep a state run eagerly: neither compiled nor captured")
+        elif is_eager and compile:
+            _logger.warning_once("decode steps of layers that cache latents run uncompiled")
         self._num_moves = num_moves(model)
         self._has_logits_to_keep, self._has_positions = _has_logits_to_keep(model), takes(model, "position_ids")
 

@@ -30,7 +30,6 @@ from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.files import cache_folder, write_atomically
 from hf_parallel.kernels import RotarySpec, rotate_by
-from hf_parallel.models import attention
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
 from hf_parallel.models.latent import are_latents, rotated_first
 from hf_parallel.models.mixers import (
@@ -168,7 +167,7 @@ def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
     The saved file is keyed by the model's config and dtype, the versions of torch and transformers, and the source of
     the probing code. Any other model may have been modified and must be probed.
     """
-    code = [Path(path).read_text(encoding="utf-8") for path in (__file__, attention.__file__)]
+    code = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
     known = (code, torch.__version__, transformers.__version__, str(model.dtype), model.config.to_json_string())
     path = cache_folder() / f"capabilities-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.json"
     try:

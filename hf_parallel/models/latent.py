@@ -13,8 +13,8 @@ from torch import nn
 
 from hf_parallel.kernels import LatentHeads, LayerStorage
 
-_expansions: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
-"""The linear layer that expands latents, by the module that calls the attention function."""
+_expansions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Name of the linear layer that expands latents, by the module that calls the attention function."""
 
 
 def latent_heads(module: nn.Module, key: torch.Tensor, value: torch.Tensor, layer: LayerStorage) -> LatentHeads | None:
@@ -28,14 +28,15 @@ def latent_heads(module: nn.Module, key: torch.Tensor, value: torch.Tensor, laye
     if not are_latents((layer.num_kv_heads, rank, lead), (heads, key_dim, value_dim)):
         return None
     dims = key_dim - lead + value_dim
-    linear = _expansions.get(module)
-    if linear is None:
-        linear = _expansions[module] = _find_linear(module, rank, heads * dims)
-    if type(linear) is nn.Linear and not linear.weight.is_meta:
+    name = _expansions.get(module)
+    if name is None:
+        name = _expansions[module] = _find_linear(module, rank, heads * dims)
+    linear = getattr(module, name)  # an adapter may have replaced it
+    if type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not linear.weight.is_meta:
         weight = linear.weight
     else:  # quantized, with an adapter, or offloaded
         weight = linear(torch.eye(rank, dtype=key.dtype, device=key.device)).T
-    return LatentHeads(weight.view(heads, dims, rank), key_dim - lead)
+    return LatentHeads(weight.to(layer.keys.dtype).view(heads, dims, rank), key_dim - lead)
 
 
 def are_latents(cached: tuple[int, int, int], attended: tuple[int, int, int]) -> bool:
@@ -48,8 +49,8 @@ def rotated_first(x: torch.Tensor, lead: int) -> torch.Tensor:
     return torch.cat((x[..., -lead:], x[..., :-lead]), dim=-1)
 
 
-def _find_linear(module: nn.Module, inputs: int, outputs: int) -> nn.Module:
-    for child in module.children():
+def _find_linear(module: nn.Module, inputs: int, outputs: int) -> str:
+    for name, child in module.named_children():
         if (getattr(child, "in_features", None), getattr(child, "out_features", None)) == (inputs, outputs):
-            return child
+            return name
     raise LookupError(f"has no linear layer from its {inputs} cached dimensions to keys and values ({outputs})")

@@ -158,7 +158,10 @@ def supported_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
     try:
         found = find_mixers(model)
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(f"{name} keeps states in a cache of its own kind") from error
+        raise UnsupportedModelError(
+            f"{name} keeps states in a cache of its own kind; over Transformers' it fails with "
+            f"{type(error).__name__}: {error}"
+        ) from error
     known = {mixer.layer_idx for mixer in found}
     other = [
         i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin) and i not in known

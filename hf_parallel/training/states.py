@@ -255,6 +255,8 @@ class MixerPass:
         """Return the result for the rows of the batch, as the layer would compute each of them."""
         known, dtype = _continues.setdefault(self._module, {}), self._leaves[0].value.dtype
         if dtype not in known:
+            if torch.is_inference_mode_enabled():
+                raise RuntimeError("layers that keep a state need torch.no_grad() here, not torch.inference_mode()")
             hidden = saved_tensors_hooks(lambda x: x, lambda x: x)  # from gradient checkpointing
             with torch.enable_grad(), hidden:
                 known[dtype] = self._can_continue()

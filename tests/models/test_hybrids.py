@@ -183,3 +183,42 @@ def test_a_prompt_has_one_state_however_many_rows_start_from_it() -> None:
     completions(model, [list(range(3, 40))] * 5, past_key_values=kept, keep_completions=False)
     assert kept.pool.states.num_used == 2  # at its end and before its last token, whose logits a later call needs
     assert kept.state_bytes == 2 * 3 * 64 * 3 * 4  # three layers, 64 channels, kernel of 3, float32
+
+
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("mamba", marks=pytest.mark.slow)])
+def test_max_bytes_bounds_keys_and_states_of_a_kept_cache(name: str) -> None:
+    model, kept, limit = enabled(name), SharedPrefixCache(max_bytes=30_000), 30_000
+    for prompt in tiny.make_prompts([12] * 6):
+        model.generate(prompt[None], generation_mode="shared_prefix", past_key_values=kept, max_new_tokens=4)
+        own = SharedPrefixCache()
+        model.generate(prompt[None], generation_mode="shared_prefix", past_key_values=own, max_new_tokens=4)
+        # A call's own tokens come on top, and a state where the prompt leaves another one.
+        assert kept.kv_bytes + kept.state_bytes <= limit + 2 * (own.kv_bytes + own.state_bytes)
+
+
+def test_masked_tokens_inside_a_prompt_raise() -> None:
+    ids = tiny.make_prompts([9])[0][None]
+    mask = torch.ones_like(ids)
+    mask[0, 4] = 0
+    with pytest.raises(ValueError, match="attention_mask masks tokens inside the prompt of row 0"):
+        enabled("lfm2").generate(ids, attention_mask=mask, generation_mode="shared_prefix", max_new_tokens=4)
+
+
+def test_a_request_that_fails_ends_alone_in_an_engine() -> None:
+    """States of its batch may be half written: the other requests are preempted and computed again."""
+    model = copy.deepcopy(tiny.build("lfm2"))
+    prompts = [prompt.tolist() for prompt in tiny.make_prompts([5, 7, 6, 9])]
+    expected = [Alone("lfm2").tokens(prompt) for prompt in prompts]
+    used = {token for prompt, tokens in zip(prompts, expected, strict=True) for token in prompt + tokens}
+    bad = next(token for token in range(3, tiny.VOCAB_SIZE) if token not in used)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad] = torch.nan
+        if model.config.tie_word_embeddings:
+            model.lm_head.weight = torch.nn.Parameter(tiny.build("lfm2").lm_head.weight.clone())
+    with Engine(hf_parallel.enable(model)) as engine:
+        settings = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": NEVER}
+        handles = [engine.submit(prompt, **settings) for prompt in (prompts[0], prompts[1], [5, bad, 7], *prompts[2:])]
+        with pytest.raises(RuntimeError, match="not finite"):
+            handles.pop(2).result()
+        rows = [handle.result().sequences[0, len(p) :].tolist() for handle, p in zip(handles, prompts, strict=True)]
+    assert rows == expected
