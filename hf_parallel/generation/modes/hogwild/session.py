@@ -5,12 +5,12 @@ Between passes the caller injects texts, removes steps, adds and removes workers
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -32,6 +32,35 @@ from hf_parallel.generation.modes.hogwild.stepping import open_run
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int, check_text, is_int
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Method = Callable[Concatenate["HogwildSession", _P], _T]
+
+
+def _exclusive(method: _Method[_P, _T]) -> _Method[_P, _T]:
+    """Run a method while no other thread uses the session.
+
+    Not a generator with `contextmanager`: a traceback that an interrupt leaves would keep it suspended, with the lock.
+    """
+
+    @functools.wraps(method)
+    def run(session: HogwildSession, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return session._exclusively(lambda: method(session, *args, **kwargs))
+
+    return run
+
+
+def _change(method: _Method[_P, _T]) -> _Method[_P, _T]:
+    """Run a method that changes an open session between two passes. If it raises, the session is unchanged."""
+
+    @functools.wraps(method)
+    def changed(session: HogwildSession, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        session._check_open()
+        with session._run.transaction():
+            return method(session, *args, **kwargs)
+
+    return _exclusive(changed)
 
 
 class HogwildSession:
@@ -134,13 +163,13 @@ class HogwildSession:
         """Costs of the session. Those of a loaded session start at `load`, except for the generated tokens."""
         return self._run.loop.stats
 
+    @_exclusive
     def output(self) -> HogwildOutput:
         """Return the current state as `generate` would with `return_dict_in_generate=True`.
 
         Rows are workers in the order in which they joined, removed ones included.
         """
-        with self._alone():
-            return self._run.loop.result(HogwildOutput, **self._run.fields())
+        return self._run.loop.result(HogwildOutput, **self._run.fields())
 
     def step(self) -> dict[str, str]:
         """Run one forward pass, in which every active worker gets one token. Return as `run`."""
@@ -156,16 +185,23 @@ class HogwildSession:
         if passes is not None:
             check_int("passes", passes, at_least=0)
         written: dict[str, str] = {}
-        with self._model_claimed():
+
+        def step() -> bool:
+            self._check_open()
+            if not self._run.active:
+                return False
+            for name, text in self._run.step().items():
+                written[name] = written.get(name, "") + text
+            return True
+
+        def run() -> None:
             for _ in itertools.count() if passes is None else range(passes):
                 with self._turn:  # threads that wait for the end of a pass hold it
                     pass
-                with self._locked():
-                    self._check_open()
-                    if not self._run.active:
-                        break
-                    for name, text in self._run.step().items():
-                        written[name] = written.get(name, "") + text
+                if not self._locked(step):
+                    break
+
+        self._with_model(run)
         return written
 
     def finish(self) -> HogwildOutput:
@@ -173,25 +209,29 @@ class HogwildSession:
 
         Afterwards only `output` and the properties can be used, even if `finish` raises.
         """
-        with self._model_claimed(), self._alone():
+
+        def finish() -> None:
             self._check_open()
             self._ended_by = "finished"
             self._run.group.move_ended_steps()
             self._run.active = []
             self._run.finish()
+
+        self._with_model(lambda: self._exclusively(finish))
         output = self._run.loop.output(HogwildOutput, **self._run.fields())
         self._run.warn_unanswered()
         return output
 
+    @_exclusive
     def close(self) -> None:
         """Free the memory of the cache. Texts can still be read."""
-        with self._alone():
-            if not self._ended_by and self._call.streamer is not None:
-                self._call.streamer.end()
-            self._ended_by, self._run.active = "closed", []
-            self._call.executor.release()
-            self._run.cache.reset()
+        if not self._ended_by and self._call.streamer is not None:
+            self._call.streamer.end()
+        self._ended_by, self._run.active = "closed", []
+        self._call.executor.release()
+        self._run.cache.reset()
 
+    @_change
     def inject(self, to: str, text: str) -> None:
         """Append a text, without a name or template, which the model reads in the next forward pass.
 
@@ -200,34 +240,34 @@ class HogwildSession:
         ends with it. Raises `ValueError` if the worker does not exist or has stopped, if the text is empty or cannot be
         encoded, and for `common` in the layout `contiguous`, which has no history.
         """
-        with self._changing():
-            worker = None if to == COMMON else self._find(to)
-            if worker is None:
-                self._check_has_history()
-            elif worker.stopped:
-                raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} has stopped")
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"text must be a non-empty string, got {text!r}")
-            if worker is not None:
-                text = worker.on_new_line(text)
-            elif not text.endswith(self.config.separator):
-                text += self.config.separator
-            number = None if worker is None else worker.number
-            self._run.apply({"tell": number, "text": text, "tokens": self._encode("text", text)})
+        worker = None if to == COMMON else self._find(to)
+        if worker is None:
+            self._check_has_history()
+        elif worker.stopped:
+            raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} has stopped")
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"text must be a non-empty string, got {text!r}")
+        if worker is not None:
+            text = worker.on_new_line(text)
+        elif not text.endswith(self.config.separator):
+            text += self.config.separator
+        number = None if worker is None else worker.number
+        self._run.apply({"tell": number, "text": text, "tokens": self._encode("text", text)})
 
+    @_change
     def forget(self, step: Step | int) -> None:
         """Remove a finished step from memory; later steps move up, but no text is recomputed.
 
         `step` is an element of `history`, or its index. Raises `ValueError` if there is no such step, and in the layout
         `contiguous`, which has no history.
         """
-        with self._changing():
-            self._check_has_history()
-            found = [i for i, other in enumerate(self.history) if other == step or (is_int(step) and i == step)]
-            if not found:
-                raise ValueError(f"step must be one of the {len(self.history)} in history, or its index, got {step!r}")
-            self._run.apply({"forget": found[0]})
+        self._check_has_history()
+        found = [i for i, other in enumerate(self.history) if other == step or (is_int(step) and i == step)]
+        if not found:
+            raise ValueError(f"step must be one of the {len(self.history)} in history, or its index, got {step!r}")
+        self._run.apply({"forget": found[0]})
 
+    @_change
     def add_worker(self, name: str | None = None) -> str:
         """Add a worker, which starts writing in the next forward pass. Return its name.
 
@@ -235,28 +275,28 @@ class HogwildSession:
         Alice, Bob, Carol, ... that no worker has had. Raises `ValueError` if the name is taken, is `common` or cannot
         be encoded, if the streamer supports one row only, and if `max_new_tokens` or the model's positions are used up.
         """
-        with self._changing():
-            if self.passes >= self._call.max_new_tokens:
-                raise ValueError(f"no pass is left for a worker: max_new_tokens={self._call.max_new_tokens} is used up")
-            if self._run.group.is_full():
-                raise ValueError("no capacity is left for a worker: the model's positions are used up")
-            if name is None:
-                used = {worker.name for worker in self._run.workers}
-                name = next(new for i in itertools.count(len(used)) if (new := default_name(i)) not in used)
-            if not isinstance(name, str) or not name or name in (*self.names, COMMON):
-                raise ValueError(f"name must be none of {[*self.names, COMMON]} and not empty, got {name!r}")
-            if isinstance(self._call.streamer, TextStreamer):
-                kind = type(self._call.streamer).__name__
-                raise ValueError(f"streamer must be a ParallelStreamer for several workers, got a {kind}")
-            self._encode("name", self.config.step_prefix_of(name))
-            self._run.apply({"add": name})
-            return name
+        if self.passes >= self._call.max_new_tokens:
+            raise ValueError(f"no pass is left for a worker: max_new_tokens={self._call.max_new_tokens} is used up")
+        if self._run.group.is_full():
+            raise ValueError("no capacity is left for a worker: the model's positions are used up")
+        if name is None:
+            used = {worker.name for worker in self._run.workers}
+            name = next(new for i in itertools.count(len(used)) if (new := default_name(i)) not in used)
+        if not isinstance(name, str) or not name or name in (*self.names, COMMON):
+            raise ValueError(f"name must be none of {[*self.names, COMMON]} and not empty, got {name!r}")
+        if isinstance(self._call.streamer, TextStreamer):
+            kind = type(self._call.streamer).__name__
+            raise ValueError(f"streamer must be a ParallelStreamer for several workers, got a {kind}")
+        self._encode("name", self.config.step_prefix_of(name))
+        self._run.apply({"add": name})
+        return name
 
+    @_change
     def remove_worker(self, name: str) -> None:
         """Remove a worker and its unfinished step; its finished steps stay. Raises `ValueError` for unknown names."""
-        with self._changing():
-            self._run.apply({"remove": self._find(name).number})
+        self._run.apply({"remove": self._find(name).number})
 
+    @_exclusive
     def save(self, path: str | Path) -> None:
         """Write the session to a JSON file, atomically.
 
@@ -264,9 +304,8 @@ class HogwildSession:
         criteria must be passed to `load` again, and their internal state is not saved. Raises `ValueError` for settings
         that are not plain data, for `output_scores` and `output_logits`, and for offloaded weights.
         """
-        with self._alone():
-            self._check_open()
-            write_journal(path, self._run.state())
+        self._check_open()
+        write_journal(path, self._run.state())
 
     @classmethod
     def load(
@@ -306,8 +345,7 @@ class HogwildSession:
             generation = {**state["generation"], "num_return_sequences": 1}
             prompt = torch.tensor([state["prompt"]], dtype=torch.int64, device="cpu")
             session = cls(model, tokenizer, prompt, parallel_config=config, **helpers, **generation)
-            with session._model_claimed():
-                session._run.restore(state)
+            session._with_model(lambda: session._run.restore(state))
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             message = "is damaged, or was saved with another tokenizer, or with other processors or criteria"
             raise ValueError(f"{path} {message}: {error}") from error
@@ -334,9 +372,8 @@ class HogwildSession:
             raise ValueError(f"{name} must be text in the model's vocabulary, got {text!r} (tokens {tokens})")
         return tokens
 
-    @contextmanager
-    def _model_claimed(self) -> Iterator[None]:
-        """Hold the model, if it has not changed since the session began."""
+    def _with_model(self, function: Callable[[], None]) -> None:
+        """Call a function while the session holds the model, if the model has not changed since the session began."""
         location = self._model.device, self._model.dtype
         if not isinstance(self._model, ParallelGenerationMixin):
             raise RuntimeError("the model is not enabled any more: call hf_parallel.enable(model) to continue")
@@ -350,31 +387,21 @@ class HogwildSession:
                     self._run.cache.claim(self._call.model, claim, kept=True)
                 except ValueError as error:
                     raise ValueError("the weights of the model have changed since this session began") from error
-                yield
+                function()
         finally:
             claim.active = False
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Change an open session between two passes. If the body raises, the session is unchanged."""
-        with self._alone():
-            self._check_open()
-            with self._run.transaction():
-                yield
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other threads from using the session; `run` lets a thread that waits here go first."""
+    def _exclusively(self, function: Callable[[], _T]) -> _T:
+        """Call a function while no other thread uses the session; `run` lets a thread that waits here go first."""
         if self._user == threading.get_ident():
             raise RuntimeError("this session is in a step: it was called again from a processor or a streamer")
-        with self._turn, self._locked():
-            yield
+        with self._turn:
+            return self._locked(function)
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, function: Callable[[], _T]) -> _T:
         with self._lock, cpu_as_default():
             try:
                 self._user = threading.get_ident()
-                yield
+                return function()
             finally:
                 self._user = None
