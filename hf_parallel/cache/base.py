@@ -74,12 +74,8 @@ class BlockCache(Cache):
         self.log, self.pool.on_copy = log, log.add_copy
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {
-            "_pass": None,
-            "_last": None,
-            "_states": None,
-            "log": None,
-        }  # plans of passes hold kernel buffers
+        # Plans of passes hold kernel buffers.
+        return self.__dict__ | dict.fromkeys(("_pass", "_last", "_states", "log"))
 
     @property
     def kv_bytes(self) -> int:

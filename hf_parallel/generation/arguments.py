@@ -133,19 +133,6 @@ def setting_names() -> frozenset[str]:
     return frozenset(vars(config)) | frozenset(config.to_dict())
 
 
-def parameter_names(function: Any) -> frozenset[str]:
-    """Return the names of a function's arguments; methods of classes are inspected once, which takes a while."""
-    owner = getattr(function, "__self__", None)
-    if owner is None or function.__name__ in vars(owner):  # replaced on this object alone
-        return frozenset(inspect.signature(function).parameters)
-    return _method_parameters(function.__func__)
-
-
-@cache
-def _method_parameters(method: Callable[..., object]) -> frozenset[str]:
-    return frozenset(inspect.signature(method).parameters) - {"self"}
-
-
 def check_supported_arguments(title: str, kwargs: Arguments) -> None:
     """Raise `ValueError` for an argument of `generate` that no mode supports."""
     for name in _UNSUPPORTED_ARGUMENTS:

@@ -45,6 +45,7 @@ from hf_parallel.models.capabilities import Capabilities, probe_capabilities
 from hf_parallel.models.compiled import forget
 from hf_parallel.models.mixers import unwrap_mixers
 from hf_parallel.models.ranks import common_seed, num_ranks
+from hf_parallel.models.signature import parameters_of
 from hf_parallel.transcript.record import Record
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -145,8 +146,7 @@ class ParallelGenerationMixin:
             call = dataclasses.replace(self._generate_plainly(kwargs, ()), progress=progress)
         finally:
             preparation.calls = outer
-        begin_call = getattr(call.streamer, "begin_call", None)
-        if callable(begin_call):
+        if callable(begin_call := getattr(call.streamer, "begin_call", None)):
             begin_call(call)
         return call
 
@@ -237,9 +237,9 @@ class ParallelGenerationMixin:
         arguments.check_inputs(kwargs)
         arguments.check_objects(kwargs)
         settings = arguments.setting_names()
-        inputs = arguments.parameter_names(self.forward)  # type: ignore[attr-defined]
+        inputs = parameters_of(self.forward).keys()  # type: ignore[attr-defined]
         arguments.check_model_inputs(config.title, {n: v for n, v in kwargs.items() if n in inputs - settings})
-        known = settings | arguments.OTHER_ARGUMENTS | inputs | arguments.parameter_names(super().generate)  # type: ignore[misc]
+        known = settings | arguments.OTHER_ARGUMENTS | inputs | parameters_of(super().generate).keys()  # type: ignore[misc]
         check_setting_names(None if config.is_implicit else type(config), kwargs, {*known, *config.fields()})
         given = kwargs.get("generation_config")
         for stored in (given, self.generation_config):  # type: ignore[attr-defined]

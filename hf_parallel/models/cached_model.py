@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from contextvars import copy_context
@@ -19,7 +18,8 @@ from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.models.compiled import compiled_layers, num_moves
 from hf_parallel.models.cuda_graph import DecodeGraphs
-from hf_parallel.models.mixers import cache_argument, keep_states, mixers_wrapped, packed_calls, takes
+from hf_parallel.models.mixers import cache_argument, keep_states, mixers_wrapped, packed_calls
+from hf_parallel.models.signature import parameters_of, takes
 
 _logger = logging.get_logger(__name__)
 
@@ -63,7 +63,7 @@ class CachedModel:
         elif is_eager and compile:
             _logger.warning_once("decode steps of layers that cache latents run uncompiled")
         self._num_moves = num_moves(model)
-        self._has_logits_to_keep, self._has_positions = _has_logits_to_keep(model), takes(model, "position_ids")
+        self._has_logits_to_keep, self._has_positions = _has_logits_to_keep(model), takes(model.forward, "position_ids")
 
     def logits(self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None) -> torch.Tensor:
         """Run the prepared pass over packed tokens `ids`, `int64 [T]` on the device.
@@ -130,4 +130,4 @@ def prefill_chunk(model: PreTrainedModel, device: torch.device) -> int:
 
 
 def _has_logits_to_keep(model: PreTrainedModel) -> bool:
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+    return "logits_to_keep" in parameters_of(model.forward)

@@ -10,7 +10,6 @@ Probing takes as long as several decode steps, so the capabilities of the embedd
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -40,9 +39,9 @@ from hf_parallel.models.mixers import (
     mixers_wrapped,
     packed_calls,
     supported_mixers,
-    takes,
 )
 from hf_parallel.models.ranks import num_local_layers
+from hf_parallel.models.signature import parameters_of, takes
 
 PROBE_POSITIONS = (1, 7)  # the queries of one token at these positions are compared with those at position 0
 CHECK_SHARED, CHECK_TAILS = 5, (2, 3)  # numbers of shared tokens and of each row's own in the comparison of logits
@@ -273,7 +272,7 @@ def _check_logits(model: PreTrainedModel, keyword: bool, mixers: Sequence[Mixer]
     segments = [Segment([root], CHECK_SHARED), *(Segment([root, b], len(t)) for b, t in zip(own, tails, strict=True))]
     with block_attention_enabled(model, cache), mixers_wrapped(model, mixers, packed_calls(cache)):
         forward = cache.prepare(segments)
-        more = {"position_ids": forward.position_ids[None]} if takes(model, "position_ids") else {}
+        more = {"position_ids": forward.position_ids[None]} if takes(model.forward, "position_ids") else {}
         try:
             logits = model(
                 input_ids=tokens[None],
@@ -317,7 +316,7 @@ def _stock_logits(
     ids = pad_sequence(rows, batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    known = inspect.signature(model.forward).parameters
+    known = parameters_of(model.forward)
     logits = model(**{name: value for name, value in inputs.items() if name in known}, use_cache=False).logits
     own = [logits[row, -len(tail) :] for row, tail in enumerate(tails)]
     return [
@@ -345,7 +344,7 @@ def _run_one_token(
     device = execution_device(model)
     input_ids, position_ids = (torch.full((1, 1), value, device=device) for value in (token, position))
     given: dict[str, Any] = {"position_ids": position_ids, "block_cache": recorder, cache_argument(model): cache}
-    known = {name: value for name, value in given.items() if takes(model, name)}
+    known = {name: value for name, value in given.items() if takes(model.forward, name)}
     model(input_ids=input_ids, use_cache=cache is not None, **known)
 
 

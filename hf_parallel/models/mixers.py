@@ -6,7 +6,6 @@ by probing, not by their class: the innermost module that is running when a stat
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -26,6 +25,7 @@ from hf_parallel.cache.state_plan import StateCall
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.compiled import InstalledCall
 from hf_parallel.models.ranks import num_ranks
+from hf_parallel.models.signature import parameters_of
 
 _READS = ("get_conv_state", "get_recurrent_state", "has_previous_state")
 _WRITES = ("update_conv_state", "update_recurrent_state")
@@ -100,7 +100,7 @@ class MixerStates:
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name of the argument of `model.forward` that takes the cache."""
-    known = inspect.signature(model.forward).parameters
+    known = parameters_of(model.forward)
     return next((name for name in ("past_key_values", "cache_params") if name in known), "past_key_values")
 
 
@@ -108,12 +108,6 @@ def keep_states(cache: BlockCache, mixers: Sequence[Mixer]) -> None:
     """Make a cache keep the states of a model's mixers."""
     states = cache.pool.states
     states.in_use, states.stepwise = bool(mixers), any(mixer.stepwise for mixer in mixers)
-
-
-def takes(model: PreTrainedModel, name: str) -> bool:
-    """Return whether `model.forward` takes an argument of this name, or any."""
-    known = inspect.signature(model.forward).parameters
-    return name in known or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
 
 
 def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
@@ -142,15 +136,20 @@ def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
 
 def keeps_states(model: PreTrainedModel) -> bool:
     """Return whether layers of a model keep states, in its stock cache or in modules."""
+    return bool(model._is_stateful or _state_layers(model))
+
+
+def _state_layers(model: PreTrainedModel) -> list[int]:
+    """Return the indices of layers that keep states in a model's stock cache."""
     layers = DynamicCache(config=model.config).layers
-    return model._is_stateful or any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return [index for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
 
 
 def supported_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
     """Return the mixers of a model; raise `UnsupportedModelError` if it keeps states elsewhere than in the cache."""
     if not keeps_states(model):
         return ()
-    name, layers = type(model).__name__, DynamicCache(config=model.config).layers
+    name = type(model).__name__
     if not all(hasattr(DynamicCache, method) for method in _READS + _WRITES):
         raise UnsupportedModelError(
             f"{name} keeps states, which transformers {__version__} has no interface for: update it"
@@ -163,9 +162,7 @@ def supported_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
             f"{type(error).__name__}: {error}"
         ) from error
     known = {mixer.layer_idx for mixer in found}
-    other = [
-        i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin) and i not in known
-    ]
+    other = [i for i in _state_layers(model) if i not in known]
     if other or not found:
         raise UnsupportedModelError(f"{name} keeps the states of layers {other} outside of the cache")
     if num_ranks(model) > 1:
@@ -185,7 +182,7 @@ class _Recorder(DynamicCache):
 
     def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Note that a module starts, and which argument holds the cache."""
-        names = inspect.signature(module.forward).parameters
+        names = parameters_of(module.forward)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         self._running.append((module, next((name for name, value in given.items() if value is self), "")))
 

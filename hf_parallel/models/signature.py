@@ -1,0 +1,27 @@
+"""Arguments of functions, such as a model's `forward`, whose inspection takes as long as a small decode step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return a function's arguments by name, without `self`; methods of classes are inspected once."""
+    owner = getattr(function, "__self__", None)
+    if owner is None or function.__name__ in vars(owner):  # replaced on this object alone
+        return inspect.signature(function).parameters
+    return _of_method(function.__func__)
+
+
+def takes(function: Any, name: str) -> bool:
+    """Return whether a function takes an argument of this name, or any."""
+    known = parameters_of(function)
+    return name in known or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+
+
+@cache
+def _of_method(method: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    return {name: one for name, one in inspect.signature(method).parameters.items() if name != "self"}
