@@ -1,7 +1,7 @@
 """Tree of Thoughts for the Game of 24 on the embedded model (Yao et al., 2023; Hive, section 8).
 
 `python -m benchmarks.agents_tot --help`. One agent spawns a search for each puzzle, and all searches run at the same
-time. Agents and prompts are those of `examples/agents_game24.py`. There are three ways, with the same seeds:
+time. Agents and prompts come from `examples/agents_game24.py`. There are three ways, with the same seeds:
 
 - `cached`: agents on an engine, with the logits cache of the runtime (stepwise replay).
 - `uncached`: the same without a logits cache.

@@ -25,7 +25,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Bench:
-    """What a stage measures with."""
+    """Objects that all stages share to measure: models, timer, ceilings and deadline."""
 
     models: Models
     timer: Timer

@@ -28,7 +28,7 @@ from hf_parallel.files import (
 FORMAT, VERSION = "hf_parallel agents", 1
 """Values of `format` and `version` in the file of a trace."""
 STATUSES = ("committed", "selected", "dropped")
-"""What a supervisor did with a state."""
+"""Actions of a supervisor on a state."""
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class RunTrace:
         return event
 
     def to_dict(self) -> dict[str, object]:
-        """Return the trace as plain data. Other values than those of JSON become their `repr`."""
+        """Return the trace as plain data. Values that JSON does not have become their `repr`."""
         names = Event.__slots__
         events = [{name: _plain(getattr(event, name)) for name in names} for event in self.events]
         return {"format": FORMAT, "version": VERSION, "events": events}

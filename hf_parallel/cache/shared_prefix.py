@@ -169,7 +169,7 @@ class SharedPrefixCache(BlockCache):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states that layers keep instead of keys; in an engine, of those that the request uses."""
+        """Bytes of states that layers keep instead of keys; in an engine, only states that the request uses."""
         pinned = () if self.owner is None else self.tree.pinned(self.owner)
         held = sum(node.block.state >= 0 for node in pinned if node.block is not None)
         return super().state_bytes + held * self.pool.states.bytes_per_slot

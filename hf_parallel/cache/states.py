@@ -1,4 +1,4 @@
-"""StateArena: storage of the states that layers keep instead of keys, such as those of linear attention."""
+"""StateArena: storage for layers that keep a state instead of keys, such as linear attention."""
 
 from __future__ import annotations
 

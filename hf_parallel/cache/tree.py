@@ -387,7 +387,7 @@ class PrefixTree:
     def _fork(self, node: Node, tokens: np.ndarray, gap: int) -> int:
         """Return how many of the tokens that follow a node a new child holds.
 
-        It ends where the tokens leave those of another child, from which no row can continue: the state is kept there.
+        It ends where the tokens diverge from another child that keeps no state there: the new child keeps one.
         """
         return max((length for _, length in self._common_prefixes(node, tokens, gap)), default=len(tokens))
 

@@ -75,7 +75,7 @@ class PendingPass:
 
 
 class JoinedPasses(NamedTuple):
-    """The passes of several requests as those of one."""
+    """The passes of several requests, joined into one."""
 
     passes: Sequence[Sequence[Segment]]
     ids: torch.Tensor  # packed tokens, int64 [T]

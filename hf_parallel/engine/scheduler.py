@@ -181,7 +181,7 @@ class Scheduler:
             self.waiting.append(request)
 
     def isolate(self, batch: Sequence[Request]) -> None:
-        """Preempt requests one of which has failed a pass, and compute each alone until a pass of it succeeds."""
+        """Preempt the requests of a failed pass. Each is then computed alone until one of its passes succeeds."""
         self.isolated.update(batch)
         for request in batch:
             self.preempt(request)

@@ -269,7 +269,7 @@ class _MixerImpl(InstalledCall):
 
 @contextmanager
 def mixers_wrapped(model: nn.Module, mixers: Sequence[Mixer], call: MixerCall) -> Iterator[None]:
-    """Pass calls of the mixers in this context to `call`; those of other threads run as before."""
+    """Pass calls of the mixers in this context to `call`; other threads are not affected."""
     for mixer in mixers:
         module = model.get_submodule(mixer.name)
         if not isinstance(vars(module).get("_compiled_call_impl"), _MixerImpl):

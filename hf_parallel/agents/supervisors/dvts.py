@@ -1,4 +1,4 @@
-"""DVTS: several independent trees, each of which continues its best step."""
+"""DVTS: several independent trees; each continues its best step."""
 
 from __future__ import annotations
 
