@@ -345,8 +345,9 @@ def assert_same_storage(actual: LayerStorage, expected: LayerStorage) -> None:
 
 def new_tokens(scene: Scene, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """New keys and values, with the strides of a model's projections."""
-    f = scene.features
-    drawn = [scene.draw(count, f.kv_heads, dim).float().transpose(0, 1) for dim in (f.head_dim, f.value_dim)]
+    layer = scene.cache.pool.arena.layers[0]
+    sizes = layer.keys.shape[1], layer.values.shape[1]
+    drawn = [scene.draw(count, layer.num_kv_heads, dim).float().transpose(0, 1) for dim in sizes]
     return drawn[0], drawn[1]
 
 

@@ -218,7 +218,7 @@ def test_calls_return_what_they_return_without_the_kernels(
 def test_calls_that_sample_together_get_the_tokens_of_each_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "MANY_ROWS", 0)
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    samplers = [test_joint_sampling.random_sampler(rng) for _ in range(4)]
+    samplers = [test_joint_sampling.random_sampler(rng, do_sample=rng.random() < 0.6) for _ in range(4)]
     joins = seed % 2 == 1
     for sampler in samplers[: 4 * joins]:
         sampler.scores, sampler.rngs = None, make_rngs(seed, sampler.num_rows)
