@@ -167,11 +167,9 @@ def test_the_command_prints_each_row_under_its_name(
 
 @pytest.mark.parametrize("console", [a_pipe, a_terminal])
 def test_the_live_view_has_a_column_per_row(console: Any, model: Any, tokenizer: Any) -> None:
-    screen, config = console(), MODES["openings"](openings=OPENINGS)
-    with LiveView(config, screen, tokenizer) as view, view.watching(model):
+    screen = console()
+    with LiveView(tokenizer, screen) as view:
         generate(model, tokenizer, PROMPTS[:1], streamer=view)
-    assert [row.name for row in view.rows.values()] == OPENINGS
-    assert view.passes > 0
     assert all(opening in printed(screen) for opening in OPENINGS)
 
 

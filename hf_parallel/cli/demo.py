@@ -91,7 +91,7 @@ def show_workers(
     console.print(f"Task: {options.task}\n")
     inputs = {name: tensor.to(model.device) for name, tensor in prompt.items()}
     settings = {**SAMPLING, "max_new_tokens": passes, "return_dict_in_generate": True}
-    with LiveView(config, console) as view, view.watching(model):
+    with LiveView(tokenizer, console) as view:
         output = model.generate(**inputs, **settings, parallel_config=config, tokenizer=tokenizer, streamer=view)
     moved, megabytes = sum(step.forward_pass is not None for step in output.history[0]), output.stats.kv_bytes / 1e6
     console.print(f"{moved} steps moved into the history. The cache stores every token once: {megabytes:.1f} MB.\n")

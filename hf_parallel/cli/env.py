@@ -24,20 +24,12 @@ VARIABLES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=env)
 
 
 def env(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
-    found = environment()
-    if options.json:
-        print(json.dumps(found, indent=1))
-        return 0
-    for heading, entry in found.items():
-        print(f"{heading}:" if isinstance(entry, dict) else f"{heading}: {entry}")
-        for name, value in entry.items() if isinstance(entry, dict) else ():
-            print(f"  {name}: {value}")
+    """Print the environment as JSON and return the exit status."""
+    print(json.dumps(environment(), indent=1))
     return 0
 
 

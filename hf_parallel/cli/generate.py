@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -17,14 +18,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from hf_parallel.cli.interruptible import InterruptibleCall
-from hf_parallel.cli.settings import GENERATION_OPTIONS, PLAIN, add_template_option, describe, read_settings
+from hf_parallel.cli.settings import PLAIN, SET_OPTIONS, add_template_option, describe, read_settings
+from hf_parallel.detokenizer import decode
 from hf_parallel.files import JSONObject, write_atomically
-from hf_parallel.generation import MODES, GenerationStats, ParallelConfig, enable
+from hf_parallel.generation import MODES, GenerationStats, ParallelConfig, ParallelOutput, enable
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import DEFAULT_MODE, PDOSConfig, SharedPrefixConfig
-from hf_parallel.generation.printing import INTERRUPTED, ConsoleStreamer
+from hf_parallel.generation.printing import ConsoleStreamer
 from hf_parallel.generation.prompts import build_prompt, check_unused_template_kwargs, encode_task
 from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.rng import mix
@@ -63,11 +64,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=words)
     add("--logits-cache", type=Path, metavar="FILE", help="load cached logits from the file, and save them there")
     add = parser.add_argument_group("generation").add_argument
-    for name, kind, words in GENERATION_OPTIONS:
-        add(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=words)
-    words = "sample tokens (implied by temperature, top-p, top-k and similar settings)"
-    add("--sample", action="store_true", default=None, help=words)
-    add("--greedy", action="store_true", help="greedy decoding")
+    for name, words in SET_OPTIONS.items():
+        option, setting = f"--{name.replace('_', '-')}", f"{name}={{}}".format
+        add(option, dest="set", action="append", type=setting, metavar="X", help=words)
+    words = "sample tokens (implied by temperature, top_p, top_k and similar settings)"
+    add("--sample", dest="set", action="append_const", const="do_sample=true", help=words)
+    add("--greedy", dest="set", action="append_const", const="do_sample=false", help="greedy decoding")
     add("--seed", type=int, metavar="N", help="seed of the sampling")
     add = parser.add_argument_group("output").add_argument
     add("--format", default="text", choices=FORMATS, help="text as it is generated, one object per answer, a live view")
@@ -114,46 +116,43 @@ def generate(options: argparse.Namespace) -> int:
         enable(model, None if options.model else embedded_capabilities(model))
     elif options.seed is not None:
         torch.manual_seed(options.seed)
-    settings["return_dict_in_generate"] = True
-    stats: list[GenerationStats] = []
-    runs: list[JSONObject] = []
-    with ExitStack() as at_end:  # results are saved even if a later batch or printing fails
-        at_end.callback(_save_run, options, runs, stats)
+    settings |= {"return_dict_in_generate": True, "tokenizer": tokenizer}
+    outputs: list[ParallelOutput] = []
+    with ExitStack() as at_end:  # finished batches are saved even if a later one fails or is interrupted
+        at_end.callback(_save_run, options, outputs, tokenizer)
         at_end.callback(_save_logits, options, config)
         for number, begin in enumerate(range(0, len(prompts), options.batch_size)):
             batch = prompts[begin : begin + options.batch_size]
             inputs = encode(batch, tokenizer, config, options, model.device)
-            call = InterruptibleCall(model, tokenizer, _batch_config(config, number), {**inputs, **settings})
-            try:
-                if options.format != "live" or not _watch(call):
-                    _print(options, call, batch, number, len(prompts) > 1)
-            finally:
-                stats += [call.stats] if call.stats is not None else []
-                runs += [call.to_dict()] if options.output is not None and call.has_text else []
-            if call.interrupted:
-                break
-    if options.stats and stats:
-        print(_cost(_total(stats)), file=sys.stderr)
-    if options.stats and call.interrupted:
-        print(f"interrupted after {call.progress}", file=sys.stderr)
-    return 130 if call.interrupted else 0
+            mode = {} if config is None else {"parallel_config": _batch_config(config, number)}
+            call = partial(model.generate, **inputs, **settings, **mode)
+            output = _answer(options, call, tokenizer, batch, number, headed=len(prompts) > 1)
+            outputs += [output] if isinstance(output, ParallelOutput) else []
+            if options.format == "jsonl":
+                for record in records(output, batch, tokenizer, inputs["input_ids"].shape[1]):
+                    print_record(record)
+    if options.stats:
+        print(_cost(_total(outputs)), file=sys.stderr)
+    return 0
 
 
-def _batch_config(config: ParallelConfig | None, number: int) -> ParallelConfig | None:
+def _batch_config(config: ParallelConfig, number: int) -> ParallelConfig:
     """Return the config of a batch; an int seed is varied, as equal seeds would give equal samples in every batch."""
-    if config is None or number == 0 or not is_int(config.seed):
+    if number == 0 or not is_int(config.seed):
         return config
     return make_config(config.mode, {"seed": mix(config.seed, number)}, config)
 
 
-def _save_run(options: argparse.Namespace, runs: Sequence[JSONObject], stats: Sequence[GenerationStats]) -> None:
+def _save_run(
+    options: argparse.Namespace, outputs: Sequence[ParallelOutput], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Write the transcripts of all batches as one, if there are any."""
-    if not runs:
+    if options.output is None or not outputs:
         return
+    runs = [output.to_dict(tokenizer) for output in outputs]
     run = {
-        **runs[-1],  # only the last run can have `interrupted`
         **runs[0],
-        "stats": _total(stats).to_dict() if stats else None,
+        "stats": _total(outputs).to_dict(),
         "passes": sum(run["passes"] for run in runs),
         "sections": [section for run in runs for section in run["sections"]],
         "model": options.model or MODEL_NAME,
@@ -167,24 +166,31 @@ def _save_logits(options: argparse.Namespace, config: ParallelConfig | None) -> 
         cache.save(options.logits_cache)
 
 
-def _print(options: argparse.Namespace, call: InterruptibleCall, prompts: list[str], batch: int, headed: bool) -> None:
-    """Run a call and print its answers: streamed, under a heading per prompt, or as JSON lines at the end."""
+def _answer(
+    options: argparse.Namespace,
+    call: Callable[..., Any],
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    batch: int,
+    headed: bool,
+) -> Any:
+    """Call `generate` and print the answers, unless they are printed as JSON lines: streamed, or in a live view."""
+    if options.format == "live":
+        from hf_parallel.cli.live import LiveView, make_console
+
+        if (console := make_console()).is_interactive:
+            with LiveView(tokenizer, console) as view:
+                return call(streamer=view)
     headings = [f"== {' '.join(prompt.split())[:72]}" if headed else "" for prompt in prompts]
-    if batch and options.format != "jsonl":
-        print()
-    out = StringIO() if options.format == "jsonl" else sys.stdout
-    ends, budget = call.model.generation_config.eos_token_id, call.arguments.get("max_new_tokens")
-    ends = ends if isinstance(ends, list) else [ends]
-    printer = ConsoleStreamer(call.tokenizer, out, headings, eos_token_ids=ends, max_new_tokens=budget)
-    call.run(printer)
-    if call.interrupted:
-        printer.mark_unfinished(INTERRUPTED)
-        printer.end()
-    if options.format == "jsonl":
-        for record in call.records(prompts):
-            print_record(record)
-    else:
-        _print_answers(printer, call.output, headings)
+    printer = ConsoleStreamer(tokenizer, StringIO() if options.format == "jsonl" else sys.stdout, headings)
+    if batch:
+        printer.out.write("\n")
+    try:
+        output = call(streamer=printer)
+    finally:
+        printer.print_line("")
+    _print_answers(printer, output, headings)
+    return output
 
 
 def _print_answers(printer: ConsoleStreamer, output: object, headings: Sequence[str]) -> None:
@@ -203,24 +209,30 @@ def _print_answers(printer: ConsoleStreamer, output: object, headings: Sequence[
                 printer.print_line(f"{place}Answer: {answer}{tie}")
 
 
+def records(
+    output: Any, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, begin: int
+) -> Iterator[JSONObject]:
+    """Yield one object per answer: its prompt, its text and, in a mode, the fields of the mode's output.
+
+    `truncated` is True if the token budget of any of the answer's rows ended it. `begin` is the length of the prompts.
+    """
+    if isinstance(output, ParallelOutput):
+        texts, fields, record = output.answer_texts(tokenizer), output.to_records(), output.record
+        is_answer = record.config.rows_per_prompt > 1 and not record.config.traits.merges_rows
+        answers = record.answers_of(record.truncated, lambda row: row if is_answer else record.place(row)[0])
+        for index, of_answer in enumerate(fields):
+            of_answer["truncated"] = index in answers.values()
+    else:
+        texts = [decode(tokenizer, row[begin:], skip_special_tokens=True) for row in output.sequences]
+        fields = [{} for _ in texts]
+    for index, (text, of_answer) in enumerate(zip(texts, fields, strict=True)):
+        yield {"prompt": prompts[index * len(prompts) // len(texts)], "generated_text": text, **of_answer}
+
+
 def print_record(record: JSONObject) -> None:
     """Print an object as a line of JSON, escaped to ASCII unless stdout is UTF-8."""
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     print(json.dumps(record, ensure_ascii=not unicode), flush=True)
-
-
-def _watch(call: InterruptibleCall) -> bool:
-    """Run a call in a live view; return False if stdout is no terminal that can show it."""
-    from hf_parallel.cli.live import LiveView, make_console
-
-    assert call.config is not None, "check_options requires a mode"
-    console = make_console()
-    if not console.is_interactive:
-        return False
-    with LiveView(call.config, console, call.tokenizer) as view, view.watching(call.model):
-        call.run(view)
-        view.interrupted = call.interrupted
-    return True
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
@@ -332,11 +344,11 @@ def encode(
     return {"input_ids": ids, "attention_mask": pad_sequence(masks, batch_first=True, padding_side="left")}
 
 
-def _total(stats: Sequence[GenerationStats]) -> GenerationStats:
+def _total(outputs: Sequence[ParallelOutput]) -> GenerationStats:
     """Return the cost of several calls."""
     total = GenerationStats()
-    for one in stats:
-        total.add(one)
+    for output in outputs:
+        total.add(output.stats)
     return total
 
 

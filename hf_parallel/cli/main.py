@@ -46,9 +46,7 @@ COMMANDS = {
         "Serve a model to many clients at a time over an OpenAI-compatible API, in all modes. SIGTERM and Ctrl-C let "
         "running requests finish.",
     ),
-    "top": Command("watch a running server", "Show queue, memory, cache hits and latencies of a running server."),
     "lm-eval": Command("lm-evaluation-harness with `--model hf-parallel`; see `lm-eval --help`"),
-    "bench": Command("list and run the benchmarks of the repository"),
     "view": Command(
         "render a transcript as an HTML page",
         "Render a transcript, saved by `generate -o run.json`, or the trace of a run of agents as one self-contained "

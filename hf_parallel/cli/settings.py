@@ -6,10 +6,8 @@ import argparse
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-import transformers
 from transformers import GenerationConfig
 
 from hf_parallel.cache.logits import LogitsCache
@@ -20,27 +18,13 @@ from hf_parallel.generation.presets import SAMPLING_ONLY
 from hf_parallel.generation.prompts import check_template_kwargs
 
 PLAIN = "generate"  # value of `--mode` for `generate` without a mode
-GENERATION_OPTIONS: tuple[tuple[str, type, str], ...] = (
-    ("max_new_tokens", int, "maximum number of new tokens of each row (256)"),
-    ("num_return_sequences", int, "answers per prompt (1)"),
-    ("temperature", float, "sampling temperature"),
-    ("top_p", float, "sample from the most probable tokens whose probabilities sum to this"),
-    ("top_k", int, "sample from this many of the most probable tokens"),
-    ("repetition_penalty", float, "above 1: repeat less"),
-)
-"""Settings of `generate` that have an option: name, type, help."""
-_CONSTANTS = {"True": True, "False": False, "None": None}
-_PROCESSORS: dict[str, tuple[Callable[[Any], object], object]] = {
-    "temperature": (transformers.TemperatureLogitsWarper, 1),
-    "top_k": (transformers.TopKLogitsWarper, 0),
-    "top_p": (transformers.TopPLogitsWarper, 1),
-    "min_p": (transformers.MinPLogitsWarper, None),
-    "typical_p": (transformers.TypicalLogitsWarper, 1),
-    "epsilon_cutoff": (transformers.EpsilonLogitsWarper, 0),
-    "eta_cutoff": (transformers.EtaLogitsWarper, 0),
-    "repetition_penalty": (transformers.RepetitionPenaltyLogitsProcessor, 1),
+SET_OPTIONS = {
+    "max_new_tokens": "maximum number of new tokens of each row (256)",
+    "num_return_sequences": "answers per prompt (1)",
+    "temperature": "sampling temperature",
 }
-"""By setting: its logits processor, which raises for a value out of range, and the value that disables it."""
+"""Settings of `generate` with an option, short for `--set NAME=VALUE`, and their help."""
+_CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def add_template_option(add: Callable[..., object]) -> None:
@@ -75,17 +59,21 @@ def _default(field: dataclasses.Field[object]) -> str:
 def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, dict[str, object]]:
     """Return the mode's config (None without a mode) and the arguments of `generate`; check them."""
     cls = MODES.get(options.mode)
-    given, flags = _given_options(options)
-    of_mode: dict[str, object] = {"seed": given.pop("seed")} if "seed" in given else {}
+    given: dict[str, object] = {}
+    of_mode: dict[str, object] = {} if cls is None or options.seed is None else {"seed": options.seed}
     for text in options.set:
-        name, value = _parse_set(text, cls, flags)
-        (of_mode if cls is not None and name in cls.fields() else given)[name] = value
-        flags[name] = f"--set {name}={value}" if name == "do_sample" else f"--set {name}"
-    sampling = [flags[name] for name in SAMPLING_ONLY if given.get(name) is not None] + ["--sample"] * bool(
-        options.sample
-    )
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise ValueError(f"--set must be NAME=VALUE, got {text!r}")
+        if name == "logits_cache":
+            raise ValueError(f"--set cannot hold the object {name} (got {text!r}); use --logits-cache FILE")
+        check_setting_names(cls, {name: value}, GENERATION_SETTINGS)
+        is_of_mode = cls is not None and name in cls.fields()
+        parsed = parse(value, getattr(cls if is_of_mode else GenerationConfig(), name, None))
+        (of_mode if is_of_mode else given)[name] = parsed
+    sampling = [name for name in SAMPLING_ONLY if given.get(name) is not None]
     if sampling and not given.setdefault("do_sample", True):
-        raise ValueError(f"{flags['do_sample']} disables sampling, so it cannot be combined with {', '.join(sampling)}")
+        raise ValueError(f"do_sample=False disables sampling, so it cannot be combined with {', '.join(sampling)}")
     if given.get("max_length") is None:
         given.setdefault("max_new_tokens", 256)
     check_generation(given)
@@ -97,42 +85,10 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
     return None if cls is None else make_config(cls.mode, of_mode), given
 
 
-def _given_options(options: argparse.Namespace) -> tuple[dict[str, object], dict[str, str]]:
-    """Return the settings that were given as options, and those options by setting."""
-    names = [*(name for name, _, _ in GENERATION_OPTIONS), "seed"]
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    flags = {name: f"--{name.replace('_', '-')}" for name in given}
-    if options.greedy or options.sample:
-        given["do_sample"] = not options.greedy
-        flags["do_sample"] = "--greedy" if options.greedy else "--sample"
-    return given, flags
-
-
-def _parse_set(text: str, cls: type[ParallelConfig] | None, flags: Mapping[str, str]) -> tuple[str, object]:
-    """Return the name and value of a `--set` option; `flags` maps settings to the options that gave them."""
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise ValueError(f"--set must be NAME=VALUE, got {text!r}")
-    if not flags.get(name, "--set").startswith("--set"):  # a later --set replaces an earlier one
-        raise ValueError(f"--set {name} and {flags[name]} are the same setting, give one of them")
-    if name == "logits_cache":
-        raise ValueError(f"--set cannot hold the object {name} (got {text!r}); use --logits-cache FILE")
-    check_setting_names(cls, {name: value}, GENERATION_SETTINGS)
-    is_of_mode = cls is not None and name in cls.fields()
-    return name, parse(value, getattr(cls if is_of_mode else GenerationConfig(), name, None))
-
-
 def check_generation(settings: dict[str, object]) -> None:
     """Raise `ValueError` for values that `generate` rejects for any model."""
     check_values(settings)
     GenerationConfig(**{"do_sample": True, **settings})  # the model's own config may enable sampling
-    for name, (processor, disabled) in _PROCESSORS.items():
-        value = settings.get(name)
-        try:
-            if value is not None and value != disabled:
-                processor(value)
-        except ValueError as error:
-            raise ValueError(f"{name}={value!r} is invalid: {error}") from error
 
 
 def parse(text: str, default: object) -> object:

@@ -17,69 +17,24 @@ from workers import TOKENIZER, Scripted, small_model
 
 from hf_parallel import (
     ConsoleStreamer,
+    HogwildConfig,
     LogitsCache,
     ParallelConfig,
     SelfConsistencyConfig,
 )
-from hf_parallel.generation.printing import SequentialPrinter
 from hf_parallel.transcript.record import Record
 
 
-def printed(*events: Any, headings: tuple[str, ...] = ("",), by_end: bool = False) -> str:
-    out = io.StringIO()
-    printer = SequentialPrinter(out, headings, by_end)
-    for name, *rest in events:
-        getattr(printer, name)(*rest)
-    printer.end()
-    return out.getvalue()
-
-
-def test_a_text_is_printed_until_it_ends_before_the_next_one() -> None:
-    events = [
-        ("begin", "a", 0),
-        ("begin", "b", 0),
-        ("write", "b", "second"),
-        ("write", "a", "fi"),
-        ("write", "a", "rst"),
-    ]
-    assert printed(*events) == "first\n\nsecond\n"
-
-
-@pytest.mark.parametrize(("by_end", "expected"), [(False, "a\n\nb!\n\nc\n\nd\n"), (True, "a\n\nd\n\nc\n\nb!\n")])
-def test_texts_are_printed_in_the_order_of_their_beginnings_or_of_their_ends(by_end: bool, expected: str) -> None:
-    begun = [("begin", name, 0) for name in "abcd"] + [("write", name, name) for name in "abcd"]
-    ended = [("close", "d"), ("close", "c"), ("close", "a"), ("write", "b", "!")]
-    assert printed(*begun, *ended, by_end=by_end) == expected
-
-
-def test_a_group_is_printed_before_the_next_one() -> None:
-    begun = [("begin", "a", 0), ("begin", "b", 1), ("begin", "c", 0), *(("write", name, name) for name in "abc")]
-    assert printed(*begun, ("close", "b"), ("close", "a"), headings=("== 1", "== 2")) == "== 1\na\n\nc\n\n== 2\nb\n"
-
-
-def test_whitespace_is_printed_inside_a_text_but_not_around_it() -> None:
-    events = [("begin", "a", 0), *(("write", "a", text) for text in (" \n", "one ", "\n", "two", "\n\n"))]
-    assert printed(*events) == "one \ntwo\n"
-
-
-def test_terminal_commands_in_generated_text_are_not_printed_to_a_terminal() -> None:
-    out = io.StringIO()
-    out.isatty = lambda: True  # type: ignore[method-assign]
-    printer = ConsoleStreamer(TOKENIZER, out, ["\x1b[1m"])
-    printer.begin(0, 0)
-    printer.write(0, "a\x1b[2Jb\tc\n\x9bd")
-    printer.end()
-    assert out.getvalue() == "\ufffd[1m\na\ufffd[2Jb\tc\n\ufffdd\n"
-
-
-def streamed(config: ParallelConfig, *events: tuple[int, str, str], answers: int = 1, headings: Any = ("",)) -> str:
-    """Return the output for events of rows, before the end of the call."""
+def streamed(config: ParallelConfig, *events: tuple[int, str, str], headings: Any = ("",), end: bool = False) -> str:
+    """Return the output for events of rows, before or after the end of the call."""
     out = io.StringIO()
     printer = ConsoleStreamer(TOKENIZER, out, headings)
-    printer.put(torch.zeros(len(headings) * answers, 1))
+    printer.put(torch.zeros(len(headings), 1))
     printer.begin_call(SimpleNamespace(record=Record(config), eos_token_ids=()))
     for event in events:
         printer.write_row(*event)
+    if end:
+        printer.end()
     return out.getvalue()
 
 
@@ -87,8 +42,29 @@ def test_answers_of_a_vote_are_printed_while_they_are_generated() -> None:
     config = SelfConsistencyConfig(num_answers=2, vote="final")
     begun = [(0, "", "begin"), (0, "one", "token"), (1, "", "begin"), (1, "two", "token")]
     assert streamed(config, *begun) == "[Answer 1]\none"
+    assert streamed(config, *begun, end=True) == "[Answer 1]\none\n\n[Answer 2]\ntwo\n"
     ended = [*begun, (0, "", "end"), (1, "", "end"), (2, "So ", "begin"), (2, "2", "token")]
     assert streamed(config, *ended) == "[Answer 1]\none\n\n[Answer 2]\ntwo\n\n[Conclusion]\nSo 2"
+
+
+def test_steps_are_printed_in_the_order_of_their_ends_prompt_by_prompt() -> None:
+    config = HogwildConfig()
+    begun = [(row, f"**{name} [1]:**", "begin") for row, name in enumerate(("Alice", "Bob") * 2)]
+    ended = [(3, " D.", "token"), (3, "", "step"), (1, " B.", "token"), (1, "", "step"), (0, " A.\n\n", "token")]
+    shown = "== P\n**Alice [1]:** A.\n\n**Bob [1]:** B.\n\n== Q\n**Bob [1]:** D.\n\n**Alice [1]:**\n"
+    assert streamed(config, *begun, *ended, headings=["== P", "== Q"], end=True) == shown
+
+
+def test_terminal_commands_in_generated_text_are_not_printed_to_a_terminal() -> None:
+    out = io.StringIO()
+    out.isatty = lambda: True  # type: ignore[method-assign]
+    printer = ConsoleStreamer(TOKENIZER, out, ["\x1b[1m"])
+    printer.put(torch.zeros(1, 1))
+    printer.begin_call(SimpleNamespace(record=Record(SelfConsistencyConfig()), eos_token_ids=()))
+    printer.write_row(0, "", "begin")
+    printer.write_row(0, "a\x1b[2Jb\tc\n\x9bd", "token")
+    printer.end()
+    assert out.getvalue() == "\ufffd[1m\n[Answer 1]\na\ufffd[2Jb\tc\n\ufffdd\n"
 
 
 # In calls of `generate`
@@ -144,12 +120,12 @@ def test_calls_after_one_that_raised_are_printed_on_new_lines(mode: str) -> None
     """In the mode, and without one."""
     call = {**small_call(mode), "do_sample": True, "seed": 3, "tokenizer": TOKENIZER}
     file, fresh = io.StringIO(), io.StringIO()
-    streamer = ConsoleStreamer(TOKENIZER, file, max_new_tokens=5)
+    streamer = ConsoleStreamer(TOKENIZER, file)
     with pytest.raises(ZeroDivisionError):
         small_model().generate(PROMPT, streamer=streamer, **call, logits_processor=[Failing()])
     begun = file.getvalue()
     for given in (call, {"max_new_tokens": 5, "do_sample": False}):
-        for other in (streamer, ConsoleStreamer(TOKENIZER, fresh, max_new_tokens=5)):
+        for other in (streamer, ConsoleStreamer(TOKENIZER, fresh)):
             small_model().generate(PROMPT, streamer=other, **given)
     assert file.getvalue() == begun + "\n" * bool(begun) + fresh.getvalue()
 

@@ -66,18 +66,12 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any
     def use(*scripts: Any, finisher: Any = "") -> list[dict[str, Any]]:
         calls: list[dict[str, Any]] = []
 
-        def scripted(arguments: dict[str, Any]) -> dict[str, Any]:
-            calls.append(arguments)
-            return {**arguments, "logits_processor": [Scripted(scripts, finisher)] if scripts else []}
-
         def generate(**arguments: Any) -> Any:
-            return type(loaded).generate(loaded, **scripted(arguments))
-
-        def prepared_call(config: Any, arguments: dict[str, Any]) -> Any:
-            return type(loaded).prepared_call(loaded, config, scripted(arguments))
+            calls.append(arguments)
+            processors = [Scripted(scripts, finisher)] if scripts else []
+            return type(loaded).generate(loaded, **arguments, logits_processor=processors)
 
         monkeypatch.setitem(vars(loaded), "generate", generate)
-        monkeypatch.setitem(vars(loaded), "prepared_call", prepared_call)
 
         def load(name: Any, dtype: Any, device: Any, preset: bool) -> Any:
             mark = "embedded" if preset and name is None else None

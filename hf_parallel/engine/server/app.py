@@ -109,10 +109,6 @@ def create_app(
     async def metrics() -> Response:
         return PlainTextResponse(server.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/stats")
-    async def stats() -> Response:
-        return json_response({"model": model, **server.metrics.to_dict()})
-
     return app
 
 

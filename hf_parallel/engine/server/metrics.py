@@ -1,19 +1,14 @@
-"""Metrics of a server: for Prometheus, and as JSON for `hf-parallel top`."""
+"""Metrics of a server, in the text format of Prometheus."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterator
 
-import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from hf_parallel.engine import Engine, RequestHandle
 
-RECENT = 512
-"""Requests over which `hf-parallel top` shows latencies."""
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _GAUGES = {
     "running": "Requests that run",
@@ -38,7 +33,7 @@ class Metrics:
     """Collects the metrics of one server."""
 
     def __init__(self, engine: Engine, max_kv_bytes: int | None = None) -> None:
-        self.engine, self.max_kv_bytes, self.began = engine, max_kv_bytes, time.time()
+        self.engine, self.max_kv_bytes = engine, max_kv_bytes
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(self))
         self._responses = Counter(
@@ -53,29 +48,24 @@ class Metrics:
                 ("request", "Time from submission to the end"),
             )
         }
-        self._recent: dict[str, deque[float]] = {name: deque(maxlen=RECENT) for name in self._histograms}
 
     def add_response(self, path: str, status: int) -> None:
         """Count a response."""
-        known = path in ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/stats")
+        known = path in ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
         self._responses.labels(path if known else "other", str(status)).inc()
 
     def add_request(self, handle: RequestHandle, num_rows: int) -> None:
         """Record the times of a request that has ended."""
         times = handle.times
         if times.started is not None:
-            self._observe("queue", times.started - times.submitted)
+            self._histograms["queue"].observe(times.started - times.submitted)
         if times.first_token is not None and times.ended is not None:
-            self._observe("time_to_first_token", times.first_token - times.submitted)
+            self._histograms["time_to_first_token"].observe(times.first_token - times.submitted)
             steps = handle.stats.decoded_tokens / max(num_rows, 1) - 1
             if steps > 0:
-                self._observe("time_per_token", (times.ended - times.first_token) / steps)
+                self._histograms["time_per_token"].observe((times.ended - times.first_token) / steps)
         if times.ended is not None:
-            self._observe("request", times.ended - times.submitted)
-
-    def _observe(self, name: str, seconds: float) -> None:
-        self._histograms[name].observe(seconds)
-        self._recent[name].append(seconds)
+            self._histograms["request"].observe(times.ended - times.submitted)
 
     @property
     def hit_rate(self) -> float:
@@ -86,16 +76,6 @@ class Metrics:
     def text(self) -> bytes:
         """Return the metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the state of the server as JSON data."""
-        return {
-            "seconds": time.time() - self.began,
-            "engine": self.engine.stats.to_dict(),
-            "max_kv_bytes": self.max_kv_bytes,
-            "hit_rate": self.hit_rate,
-            "latency": {name: _quantiles(values) for name, values in self._recent.items()},
-        }
 
 
 class _EngineCollector:
@@ -115,11 +95,3 @@ class _EngineCollector:
         yield GaugeMetricFamily("hf_parallel_hit_rate", words, self.metrics.hit_rate)
         if self.metrics.max_kv_bytes is not None:
             yield GaugeMetricFamily("hf_parallel_max_kv_bytes", "Budget of keys and values", self.metrics.max_kv_bytes)
-
-
-def _quantiles(values: deque[float]) -> dict[str, float] | None:
-    """Return median and 99th percentile in seconds; None without values."""
-    if not values:
-        return None
-    median, high = np.quantile(list(values), (0.5, 0.99))
-    return {"p50": float(median), "p99": float(high)}
