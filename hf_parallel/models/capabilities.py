@@ -213,7 +213,9 @@ def _check_config(model: PreTrainedModel) -> None:
         "is an encoder-decoder; block attention supports decoder-only models": model.config.is_encoder_decoder,
         "cannot generate: it has no language modelling head": not model.can_generate(),
         "has layers without a key-value cache of all tokens (chunked_attention)": chunked,
-        "selects the keys of each token by a sparse indexer": getattr(text, "index_topk", None),
+        "selects the keys of each token by a sparse indexer": any(
+            hasattr(layer, "update_indexer") for layer in DynamicCache(config=model.config).layers
+        ),
         f"has {sharing} layers that read keys of earlier ones": sharing,
         "uses ALiBi: distances are added to scores, not rotated into keys": alibi,
         f"has {kv_heads} key-value heads, which tp_size={ranks} does not divide: each rank needs whole heads": (

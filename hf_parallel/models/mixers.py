@@ -164,7 +164,8 @@ def supported_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
     known = {mixer.layer_idx for mixer in found}
     other = [i for i in _state_layers(model) if i not in known]
     if other or not found:
-        raise UnsupportedModelError(f"{name} keeps the states of layers {other} outside of the cache")
+        what = f"the states of layers {other}" if other else "its states"
+        raise UnsupportedModelError(f"{name} keeps {what} outside of the cache")
     if num_ranks(model) > 1:
         raise UnsupportedModelError(f"{name} keeps states in {found[0].name}, which tensor parallelism would divide")
     return found
