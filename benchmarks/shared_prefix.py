@@ -35,8 +35,8 @@ class SharedPrefixBenchmark:
     Parameters
     ----------
     prompt, rows, new_tokens, rounds : int
-    generate, generate_batch : bool
-        Whether to measure plain `generate`, which prefills every row, and continuous batching.
+    generate, generate_batch, prefilled_cache : bool
+        Whether to measure plain `generate`, which prefills every row, continuous batching, and copies of a cache.
     """
 
     prompt: int = 2048
@@ -45,6 +45,7 @@ class SharedPrefixBenchmark:
     rounds: int = 5
     generate: bool = True
     generate_batch: bool = True
+    prefilled_cache: bool = True
 
     def run(self, model: Any, ids: torch.Tensor, log: Log) -> dict[str, Any]:
         """Measure with the prompt `ids`, `int64 [1, prompt]`; return the entries of the report."""
@@ -63,25 +64,28 @@ class SharedPrefixBenchmark:
             "ratios": {
                 "prefill_by_one_row": prefill_ratio(prefill["shared_prefix"], prefill["one row"]),
                 "step_by_bound": step_ratio(decode["shared_prefix"], decode["bound"]),
-                "step_of_prefilled_cache_by_ours": step_ratio(decode["prefilled_cache"], decode["shared_prefix"]),
                 "kv_bytes_by_unique_tokens": ours.stats.kv_bytes
                 / (unique * ours.past_key_values.pool.arena.bytes_per_token),
             },
         }
-        reference = prefilled.sequences
         if self.generate:
             result["generate"], reference = self._generate(model, batch, log)
+        else:
+            reference = prefilled.sequences
         result["shared_prefix"] |= {
             "prefill_seconds": statistics.median(prefill["shared_prefix"].prefill),
             "kv_bytes": ours.stats.kv_bytes,
             "stats": ours.stats.to_dict(),
             "same_tokens": bool(torch.equal(reference, ours.sequences)),
         }
-        result["prefilled_cache"] |= {
-            "prefill_seconds": one_row + statistics.median(prefilled.copying),
-            "kv_bytes": prefilled.kv_bytes,
-            "same_tokens": bool(torch.equal(reference, prefilled.sequences)),
-        }
+        if self.prefilled_cache:
+            copies, own = decode["prefilled_cache"], decode["shared_prefix"]
+            result["ratios"]["step_of_prefilled_cache_by_ours"] = step_ratio(copies, own)
+            result["prefilled_cache"] |= {
+                "prefill_seconds": one_row + statistics.median(prefilled.copying),
+                "kv_bytes": prefilled.kv_bytes,
+                "same_tokens": bool(torch.equal(reference, prefilled.sequences)),
+            }
         if self.generate_batch:
             result["generate_batch"] = self._generate_batch(model, ids, reference, log)
         return result
@@ -119,6 +123,8 @@ class SharedPrefixBenchmark:
             "shared_prefix": lambda clock: self._call(model, batch, streamer=clock, **ours),
             "prefilled_cache": over_copies,
         }
+        if not self.prefilled_cache:
+            del ways["prefilled_cache"]
         return run_rounds(ways, self.rounds, log), prefilled
 
     def _way(self, times: Times) -> dict[str, Any]:
