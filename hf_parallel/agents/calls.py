@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import AgentCancelledError, AgentEndedError, ToolError
-from hf_parallel.agents.execution import Frame, current_frame, in_thread, outside_of_agents, perform, source_line
+from hf_parallel.agents.execution import Frame, current_frame, in_thread, outside_of_agents, perform
 from hf_parallel.agents.search import Search
 from hf_parallel.agents.state import END, Entry, State, derive_seed, fingerprint
 from hf_parallel.generation.validation import check_int
@@ -95,8 +95,7 @@ def _start(frame: Frame, origin: State, sent: object, agent_id: str | None = Non
 
 
 def _trace(frame: Frame, kind: str, **data: object) -> None:
-    line = source_line(frame.state.agent.function)
-    frame.execution.search.runtime.trace.add(frame.execution.agent_id, kind, frame.state.id, **data, line=line)
+    frame.execution.search.runtime.trace.add(frame.execution.agent_id, kind, frame.state.id, **data)
 
 
 async def next(handle: AgentHandle) -> Any:

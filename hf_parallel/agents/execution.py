@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import sys
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
@@ -124,19 +123,6 @@ def current_frame() -> Frame:
     if frame.task is not asyncio.current_task():
         raise RuntimeError("an agent's tasks must be made by gather of hf_parallel.agents, not by asyncio")
     return frame
-
-
-def source_line(function: Callable[..., object]) -> int | None:
-    """Return the line of an agent's function that called the running operation, directly or through a helper.
-
-    None outside the function: in value functions and tasks of `gather`.
-    """
-    code, frame = getattr(function, "__code__", None), sys._getframe(1)
-    while frame.f_code is not code:
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return frame.f_lineno
 
 
 async def perform(

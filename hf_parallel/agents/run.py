@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import AgentError, DeadlockError, ReplayError, ToolError, agent_failure
-from hf_parallel.agents.execution import Context, Execution, source_line
+from hf_parallel.agents.execution import Context, Execution
 from hf_parallel.agents.models import Completion, EngineModel, Model
 from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.search import Search
@@ -69,7 +69,6 @@ class Run:
         self._scores: Mapping[str, Contribution] = {}  # the last ones in the trace
         self.executions: set[Execution] = set()
         self.search_tasks: set[asyncio.Task[State]] = set()  # tasks of `Search` objects
-        self.functions: dict[str, Agent] = {}
         self._busy = self._operations = 0  # operations running now; starts and ends so far
         self._places = asyncio.Semaphore(max_requests)
         self._missing: dict[str, Context] = {}  # agents that wait for a completion that the recording lacks, by key
@@ -171,7 +170,6 @@ class Run:
             reused=found.reused_tokens,
             text="\n\n".join(found.texts),
             settings={name: repr(value) for name, value in settings.items()},
-            line=source_line(state.agent.function),
         )
         if isinstance(model, EngineModel):
             self.trace.add(agent_id, "kv", bytes=model.engine.stats.kv_bytes)

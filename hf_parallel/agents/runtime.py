@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hf_parallel.agents.agent import Agent
+from hf_parallel.agents.drawing import run_graph
 from hf_parallel.agents.models import EngineModel, Model
 from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.run import AgentStats, Run
@@ -42,15 +42,11 @@ class AgentResult:
     values: list[Any]
     trace: RunTrace = field(repr=False)
     stats: AgentStats
-    functions: dict[str, Agent] = field(default_factory=dict, repr=False)
-    """Functions of the agents, by name."""
 
-    @cached_property
+    @property
     def graph(self) -> str:
-        """Agents, their messages and states, and the flow graph of each, as Mermaid text."""
-        from hf_parallel.agents.drawing.run_graph import run_graph
-
-        return run_graph(self.trace, self.functions)
+        """Agents, their messages and the states of their searches, as Mermaid text."""
+        return run_graph(self.trace)
 
 
 class Runtime:
@@ -147,4 +143,4 @@ class Runtime:
             recording = Recording(record, self.seed, name)
         run = Run(self.model, self.seed, self._max_requests, recording)
         values = await run.drive(agent, arguments, named)
-        return AgentResult(values[-1] if values else None, values, run.trace, run.stats, run.functions)
+        return AgentResult(values[-1] if values else None, values, run.trace, run.stats)

@@ -29,7 +29,6 @@ class Search:
     ) -> None:
         self.runtime, self.origin, self.sent, self.is_exclusive = runtime, origin, sent, is_exclusive
         self.agent_id = agent_id or origin.agent_id
-        runtime.functions[origin.agent.name] = origin.agent
         runtime.stats.agents += origin.status != YIELD
         self._states: list[State] = []
         self._final: State | None = None

@@ -77,6 +77,8 @@ def _templates(folder: Path) -> Environment:
 def render(transcript: object) -> str:
     """Return a transcript, the dict of `ParallelOutput.to_dict` with or without `model` (a name), as an HTML page.
 
+    A transcript of something else than a call has `facts`, pairs of value and unit, in place of numbers of tokens.
+
     Raises `ValueError` if it is no transcript, of another version, or damaged.
     """
     run = check_format(transcript)
@@ -90,13 +92,13 @@ def _render(run: JSONObject) -> str:
     style = {name: _DIRECTIONS.sub("", run["style"][name]) for name in TranscriptStyle._fields}
     origins = {piece[2] for section in run["sections"] for card in section["cards"] for piece in card["pieces"]}
     speed = _speed(run)
-    style["tick"] = "pass" if speed["passes"] == run["passes"] else "step"
+    style["tick"] = "step" if "facts" in run or speed["passes"] != run["passes"] else "pass"
     return fill(
         Path(__file__).with_name("page.html"),
         title=" \u00b7 ".join(filter(None, [run["mode"] or "hf_parallel", str(run.get("model", ""))])),
         style=style,
-        speed=speed,
-        facts=_facts(run["stats"] or {}),
+        speed=None if "facts" in run else speed,
+        facts=run["facts"] if "facts" in run else _facts(run["stats"] or {}),
         visibility=_VISIBILITY.get(style["visibility"], ""),
         settings="\n".join(f"{name} = {value!r}" for name, value in run["settings"].items()),
         origins={origin: words for origin, words in _ORIGINS.items() if origin in origins},

@@ -28,7 +28,7 @@ from hf_parallel.agents import (
     spawn,
     tool,
 )
-from hf_parallel.agents.drawing.page import render
+from hf_parallel.agents.drawing import render
 from hf_parallel.engine import Engine
 from hf_parallel.generation import MODES
 

@@ -94,18 +94,6 @@ def test_an_agent_that_inflates_its_score_does_not_displace_the_hotspots() -> No
     assert beside.hotspot_hit_rate > simulate(crowded, "lru", 8500).hotspot_hit_rate - 0.005
 
 
-def test_an_agent_whose_prefix_is_always_evicted_before_its_next_request_is_learned() -> None:
-    """The rules of two agents alternate with texts that are used once; a round exceeds the budget."""
-    requests = []
-    for number in range(12):
-        texts = (("Searcher", f"text {number}", 30), ("Summary", f"report {number}", 30))
-        for agent, name, length in (("Patcher", "rules", 24), ("Viewer", "guide", 24), *texts):
-            requests.append(TraceRequest(agent, ((name, length),), ("answer", 2)))
-    lru, contribution = (simulate(Trace(tuple(requests)), policy, 100) for policy in ("lru", "contribution"))
-    assert lru.hotspot_hits + lru.other_hits == 0
-    assert contribution.reused[-8:] == [24, 24, 0, 0] * 2
-
-
 def test_requests_may_hold_token_ids_and_come_from_json() -> None:
     requests = [TraceRequest("a", ([5, 6, 7],), [8, 9]), TraceRequest("a", ([5, 6, 7, 8], ("x", 3)), ("y", 2))]
     read = [TraceRequest(**fields) for fields in json.loads(json.dumps([*map(asdict, requests)]))]

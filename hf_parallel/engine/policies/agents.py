@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,7 +24,6 @@ class Member:
     agent: str
     calls: int = 0  # finished requests
     last_turn: int = 0  # turn of the last request
-    interval: float | None = None  # running mean of the turns between two requests
 
 
 class Use(NamedTuple):
@@ -64,6 +63,14 @@ class AgentPolicy(RequestObserver):
         self._calls: dict[Any, Call] = {}
         self._last: Member | None = None
 
+    def users_of(self, node: Node) -> dict[Member, Use]:
+        """Return the members that have used a node."""
+        uses = self.uses.get(node)
+        return {} if uses is None else uses.users
+
+    def on_call(self, call: Call) -> None:
+        """Receive a finished request."""
+
     def on_use(self, request: Any, nodes: Sequence[Node]) -> None:
         """See `RequestObserver.on_use`."""
         call = self._calls.get(request) or self._begin(request)
@@ -88,39 +95,23 @@ class AgentPolicy(RequestObserver):
         self.running -= Counter([member.agent])
         if member is not self._last:
             self.turn, self._last = self.turn + 1, member
-            passed = self.turn - member.last_turn
-            if member.calls:
-                member.interval = passed if member.interval is None else (member.interval + passed) / 2
         member.last_turn = self.turn
-        used = [(node, self.uses[node]) for node in nodes if node in self.uses]
-        counts = self.note_call(call, used)
-        for node, uses in used:
+        self.on_call(call)
+        for uses in [self.uses[node] for node in nodes if node in self.uses]:
             before = uses.users.pop(member, None)
-            count = counts.get(node, 0) if before is None else before.times
-            uses.users[member] = Use(member.calls, count + 1)
+            uses.users[member] = Use(member.calls, 1 if before is None else before.times + 1)
             if len(uses.users) > MAX_USERS:
-                self.forget(node, next(iter(uses.users)))
+                del uses.users[next(iter(uses.users))]
         member.calls += 1
-
-    def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> Mapping[Node, int]:
-        """Record a finished request and its nodes with their earlier uses.
-
-        Return the numbers of earlier uses of nodes that were evicted since.
-        """
-        return {}
-
-    def forget(self, node: Node, member: Member) -> None:
-        """Remove a member from the users of a node."""
-        del self.uses[node].users[member]
-
-    def on_evict(self, node: Node) -> None:
-        """See `RequestObserver.on_evict`."""
-        self.uses.pop(node, None)
 
     def on_split(self, head: Node, tail: Node) -> None:
         """See `RequestObserver.on_split`."""
         if (uses := self.uses.get(tail)) is not None:
             self.uses[head] = NodeUses(uses.owner, dict(uses.users))
+
+    def on_evict(self, node: Node) -> None:
+        """See `RequestObserver.on_evict`."""
+        self.uses.pop(node, None)
 
     def on_reset(self) -> None:
         """See `RequestObserver.on_reset`."""

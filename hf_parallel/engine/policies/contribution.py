@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from hf_parallel.cache.tree import Node
-from hf_parallel.engine.policies.agents import AgentPolicy, Call, Member, NodeUses
-from hf_parallel.engine.policies.reuse import ReuseEstimate
+from hf_parallel.engine.policies.agents import AgentPolicy, Call
 from hf_parallel.engine.policies.scores import ContributionScores
 
-DEFAULT_INTERVAL = 16.0
-"""Assumed turns between two requests of an agent that has sent only one."""
-PATIENCE = 4.0
-"""A silent agent counts less and less after this many of its usual intervals."""
+PATIENCE = 64
+"""Turns of other agents after which a silent agent counts less and less."""
 
 
 class ContributionPolicy(AgentPolicy):
@@ -20,9 +15,8 @@ class ContributionPolicy(AgentPolicy):
 
     The paper evicts prefixes of the agent with the lowest score. But a score is one number for everything that an agent
     has computed, and an important agent also leaves prefixes that it never uses again, such as turns before a summary.
-    Here, the priority of a prefix is the sum, over its users, of the agent's score times the probability that its next
-    request uses the prefix (`ReuseEstimate`). An agent that is silent for much longer than usual counts less. Among
-    equal priorities, the least recently used prefix is evicted.
+    Here, a user's score counts `(1 - 0.5 ** uses) * 0.5 ** age`, where `age` are its requests since its last use of the
+    prefix. An agent that is silent for long counts less. Among equals, the least recently used prefix is evicted.
 
     Parameters
     ----------
@@ -41,40 +35,16 @@ class ContributionPolicy(AgentPolicy):
         super().__init__()
         self.scores = ContributionScores(alpha, window, round_turns)
         """Current and earlier scores of the agents."""
-        self._reuse = ReuseEstimate()
 
     def priority(self, node: Node) -> tuple[float, float]:
         """See `EvictionPolicy.priority`."""
-        uses = self.uses.get(node)
         expected = 0.0
-        for member, use in uses.users.items() if uses is not None else ():
-            expected += self._score(member.agent) * self._reuse.probability(member, use) * self._presence(member)
+        for member, use in self.users_of(node).items():
+            age = max(member.calls - use.calls - 1, 0)
+            presence = min(1.0, PATIENCE / max(self.turn - member.last_turn, 1))
+            expected += self.scores.of(member.agent) * (1 - 0.5**use.times) * 0.5**age * presence
         return expected, node.last_used
 
-    def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> Mapping[Node, int]:
-        """See `AgentPolicy.note_call`."""
+    def on_call(self, call: Call) -> None:
+        """See `AgentPolicy.on_call`."""
         self.scores.add(call)
-        return self._reuse.note_call(call.member, used)
-
-    def forget(self, node: Node, member: Member) -> None:
-        """See `AgentPolicy.forget`."""
-        self._reuse.forget(member, self.uses[node].users[member], len(node.tokens))
-        super().forget(node, member)
-
-    def on_evict(self, node: Node) -> None:
-        """See `RequestObserver.on_evict`."""
-        if (uses := self.uses.pop(node, None)) is not None:
-            self._reuse.evict(node, uses)
-
-    def on_reset(self) -> None:
-        """See `RequestObserver.on_reset`."""
-        super().on_reset()
-        self._reuse = ReuseEstimate()
-
-    def _score(self, agent: str) -> float:
-        found = self.scores.current.get(agent)
-        return self.scores.neutral if found is None else found.score
-
-    def _presence(self, member: Member) -> float:
-        usual = PATIENCE * (DEFAULT_INTERVAL if member.interval is None else member.interval)
-        return min(1.0, usual / max(self.turn - member.last_turn, 1))

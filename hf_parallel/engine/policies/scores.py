@@ -76,8 +76,7 @@ class ContributionScores:
         """Scores by agent after the last round."""
         self.history: deque[Mapping[str, Contribution]] = deque(maxlen=MAX_HISTORY)
         """Scores by agent after each of the last rounds, oldest first."""
-        self.neutral = 0.5
-        """Score of an agent that is new since the last round: the median score."""
+        self._neutral = 0.5
         self._turns: deque[_Turn] = deque(maxlen=window * round_turns)
         self._since_round = 0  # turns
 
@@ -101,6 +100,10 @@ class ContributionScores:
         if self._since_round >= self.round_turns:
             self._since_round = 0
             self.compute()
+
+    def of(self, agent: str) -> float:
+        """Return the score of an agent; of one that is new since the last round, the median score."""
+        return self.current[agent].score if agent in self.current else self._neutral
 
     def compute(self) -> None:
         """Compute the scores of all agents in the window."""
@@ -131,7 +134,7 @@ class ContributionScores:
             agent: Contribution(self.alpha * u + (1 - self.alpha) * v, u, v, *factors)
             for agent, u, v, *factors in zip(totals, intrinsic, collaborative, *columns, strict=True)
         }
-        self.neutral = median(one.score for one in self.current.values())
+        self._neutral = median(one.score for one in self.current.values())
         self.history.append(self.current)
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from hf_parallel.cache.tree import Node
-from hf_parallel.engine.policies.agents import AgentPolicy, Call, Member, NodeUses
+from hf_parallel.engine.policies.agents import AgentPolicy, Call, Member
 
 MAX_STEPS = 1024
 """Maximum numbers of learned steps and of workflows."""
@@ -34,12 +34,10 @@ class StepsToExecution(AgentPolicy):
 
     def priority(self, node: Node) -> tuple[float, float]:
         """See `EvictionPolicy.priority`."""
-        uses = self.uses.get(node)
-        users = () if uses is None else uses.users
-        return -min(map(self._distance, users), default=math.inf), node.last_used
+        return -min(map(self._distance, self.users_of(node)), default=math.inf), node.last_used
 
-    def note_call(self, call: Call, used: Sequence[tuple[Node, NodeUses]]) -> Mapping[Node, int]:
-        """See `AgentPolicy.note_call`."""
+    def on_call(self, call: Call) -> None:
+        """See `AgentPolicy.on_call`."""
         workflow, agent = call.member.workflow, call.member.agent
         before = self._current.pop(workflow, None)
         self._current[workflow] = agent
@@ -48,7 +46,6 @@ class StepsToExecution(AgentPolicy):
         if before is not None and self.graph is None:
             self._steps.append((before, agent))
             self._distances.clear()
-        return {}
 
     def _distance(self, member: Member) -> float:
         current = self._current.get(member.workflow)

@@ -1,0 +1,162 @@
+"""Drawing: a run of agents as Mermaid text, and as the HTML page of a transcript."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from hf_parallel.agents.trace import Event, RunTrace
+from hf_parallel.transcript import page
+from hf_parallel.transcript.record import COMPUTED
+from hf_parallel.transcript.sections import FORMAT, VERSION, Card, Section, TranscriptStyle
+
+MAX_STATES = 300
+"""Maximum number of search states to draw."""
+STYLES = {"selected": "fill:#e2f3e6,stroke:#2c7a3f", "dropped": "stroke-dasharray:4 3"}
+_SPECIAL = re.compile(r'["#&;<>`\\]')
+_TO_CHILD = ("spawn", "next", "resume")
+
+
+def run_graph(trace: RunTrace) -> str:
+    """Return a run as Mermaid text: the agents with their messages, and the states of each search.
+
+    Instances of one function are one node. Selected states are green, dropped ones dashed.
+    """
+    names = instance_names(trace)
+    lines = ["flowchart TD", *(f"classDef {name} {style}" for name, style in STYLES.items())]
+    ids = {name: f"a{index}" for index, name in enumerate(dict.fromkeys(names.values()))}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    links: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for event in trace.events:
+        if event.agent not in names:
+            continue
+        counts[names[event.agent]].update({event.kind: 1, "token": event.data.get("tokens", 0)})
+        other = event.data["child"] if event.kind in _TO_CHILD else event.agent.rpartition("/")[0]
+        if event.kind in (*_TO_CHILD, "yield") and other in names:
+            links[names[event.agent], names[other]][event.kind] += 1
+    for name, node in ids.items():
+        number = Counter(names.values())[name]
+        words = [_count(number, "instance")]
+        units = {"gen": "generation", "token": "token", "tool": "tool call", "error": "error"}
+        words += [_count(counts[name][kind], unit) for kind, unit in units.items() if counts[name][kind]]
+        lines.append(f"{node}[{_label(name, ', '.join(words))}]")
+    for (begin, end), messages in links.items():
+        label = _label(", ".join(f"{kind} {number}" for kind, number in messages.items()))
+        lines.append(f"{ids[begin]} -->|{label}| {ids[end]}")
+    return "\n".join([*lines, *_searches(trace)]) + "\n"
+
+
+def _searches(trace: RunTrace) -> Iterator[str]:
+    """Yield the lines of the search trees with several states, up to `MAX_STATES` states in all."""
+    trees: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for event in trace.events:
+        if event.kind == "state":
+            known = trees[event.agent].get(event.state, {})
+            trees[event.agent][event.state] = known | {k: v for k, v in event.data.items() if v is not None}
+            if (parent := event.data["parent"]) is not None:
+                trees[event.agent].setdefault(parent, {})
+    left = MAX_STATES
+    for number, (agent, states) in enumerate(trees.items()):
+        if not 1 < len(states) <= left:
+            continue
+        left -= len(states)
+        ids = {state: f"s{number}x{index}" for index, state in enumerate(states)}
+        yield f"subgraph g{number}[{_label(f'States of {agent}')}]"
+        for state, data in states.items():
+            words = (state,) if "value" not in data else (state, f"{data['value']:.3g}")
+            style = f":::{data['status']}" if data.get("status") in STYLES else ""
+            yield f"{ids[state]}[{_label(*words)}]{style}"
+        yield from (f"{ids[data['parent']]} --> {ids[state]}" for state, data in states.items() if "parent" in data)
+        yield "end"
+
+
+def instance_names(trace: RunTrace) -> dict[str, str]:
+    """Return the function name of each agent instance, in order of appearance: `gather` for `solve#0/gather#1`."""
+    names: dict[str, str] = {}
+    for event in trace.events:
+        if event.agent:
+            names.setdefault(event.agent, event.agent.rpartition("/")[2].rpartition("#")[0] or event.agent)
+        if event.kind == "spawn":
+            names[event.data["child"]] = event.data["name"]
+    return names
+
+
+def render(trace: RunTrace) -> str:
+    """Return a run as an HTML page: a column for each agent, and a card for each of its operations.
+
+    Simultaneous operations of an agent get columns of their own. Raises `ValueError` if the trace is damaged.
+    """
+    try:
+        return page.render(_transcript(trace))
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"the trace is damaged: {type(error).__name__} {error}") from error
+
+
+def _transcript(trace: RunTrace) -> Mapping[str, Any]:
+    """Return a run as the plain data of a transcript, whose passes are the order of events."""
+    names = instance_names(trace)
+    spans = [(float(event.data.get("begin", event.time)), event) for event in trace.events]
+    ticks = {
+        time: tick for tick, time in enumerate(sorted({time for begin, one in spans for time in (begin, one.time)}))
+    }
+    columns: list[str] = []
+    ends: dict[str, list[tuple[int, int]]] = {agent: [] for agent in names}  # column and last tick
+    cards = []
+    for begin, event in sorted(spans, key=lambda span: span[0]):
+        if event.agent not in names or (words := _words(event)) is None:
+            continue
+        first, last = ticks[begin], ticks[event.time]
+        lanes = ends[event.agent]
+        lane = next((index for index, (_, end) in enumerate(lanes) if end < first), len(lanes))
+        if lane == len(lanes):
+            columns.append(event.agent if lane == 0 else f"{event.agent}, {lane + 1}")
+        column = len(columns) - 1 if lane == len(lanes) else lanes[lane][0]
+        lanes[lane : lane + 1] = [(column, last)]
+        cards.append(Card(column, first, last, "end", words[0], [(last, words[1], COMPUTED)]))
+    gens = [event.data for event in trace.events if event.kind == "gen"]
+    facts = {"agents": len(names), "generations": len(gens), "tokens": sum(data["tokens"] for data in gens)}
+    facts |= {name: sum(data[key] for data in gens) for name, key in _PROMPTS.items()}
+    facts["seconds"] = round(max((event.time for event in trace.events), default=0.0), 3)
+    return {
+        **{"format": FORMAT, "version": VERSION, "mode": f"run of {next(iter(names), 'no agent')}", "settings": {}},
+        **{"passes": len(ticks), "style": TranscriptStyle("operation", visibility="")._asdict(), "stats": None},
+        "facts": [(number, unit) for unit, number in facts.items()],
+        "sections": [asdict(Section(None, 0, columns, cards, [("Graph (Mermaid)", run_graph(trace))]))],
+    }
+
+
+_PROMPTS = {"prompt tokens": "prompt_tokens", "of them reused": "reused"}
+
+
+def _words(event: Event) -> tuple[str, str] | None:
+    """Return heading and text of an event's card; None if it has no card."""
+    data = event.data
+    match event.kind:
+        case "gen":
+            return "", data["text"]
+        case "tool":
+            return f"tool {data['name']}: ", data["result"] if data["error"] is None else f"failed: {data['error']}"
+        case "next":
+            return f"waits for {data['child']}", ""
+        case "spawn" | "resume":
+            return f"{event.kind}s {data['child']}", ""
+        case "yield" | "end":
+            return f"{event.kind}s: ", data["value"]
+        case "error":
+            return "failed: ", data["error"]
+        case "cancel":
+            return "cancelled", ""
+    return None
+
+
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}{'' if number == 1 else 's'}"
+
+
+def _label(*lines: str) -> str:
+    """Return lines as a quoted label; special characters of Mermaid and HTML become entities."""
+    plain = ("".join(one for one in line if one.isprintable()) for line in lines)
+    return f'"{"<br>".join(_SPECIAL.sub(lambda found: f"#{ord(found[0])};", line) for line in plain)}"'

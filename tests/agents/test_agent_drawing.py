@@ -1,0 +1,134 @@
+"""Traces of agents are saved, and drawn as Mermaid text and as the page of a transcript, with all text escaped."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_parallel.agents import (
+    BestOfN,
+    Chat,
+    Runtime,
+    RunTrace,
+    ScriptedModel,
+    agent,
+    next,
+    resume,
+    spawn,
+    tool,
+)
+from hf_parallel.agents.drawing import MAX_STATES, render, run_graph
+from hf_parallel.agents.trace import Event
+from hf_parallel.cli import main as cli
+
+HOSTILE = '</span></script><script>alert(1)</script><img src=x onerror="alert(2)">&lt;b ]]> <!-- \x00\ud800'
+"""Text that would leave an element, an attribute, a script or a comment."""
+
+
+async def look_up(bug: str) -> str:
+    return f"code of {bug}"
+
+
+@agent(supervisor=BestOfN(3, value=lambda state: float(state.text)))
+async def repair(bug: str) -> Any:
+    gathering = spawn(gather_code, bug)
+    patch = await Chat().user(await next(gathering)).gen()
+    await resume(gathering, patch)
+    return patch
+
+
+@agent
+async def gather_code(bug: str) -> Any:
+    while True:
+        yield await tool(look_up, bug)
+
+
+def a_run(answer: str = "7") -> RunTrace:
+    return Runtime(ScriptedModel(lambda messages, settings, seed: answer)).run(repair, "bug").trace
+
+
+def test_a_saved_trace_loads_unchanged(tmp_path: Path) -> None:
+    trace = a_run()
+    trace.save(tmp_path / "run.json")
+    assert RunTrace.load(tmp_path / "run.json") == trace
+    kinds = {event.kind for event in trace.events}
+    assert {"spawn", "gen", "tool", "next", "resume", "yield", "state", "end"} <= kinds
+
+
+@pytest.mark.parametrize("change", [{"version": 9}, {"events": 3}, {"events": [{"time": 0.0}]}, {"format": "x"}])
+def test_another_file_raises_with_its_name(change: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(RunTrace().to_dict() | change))
+    with pytest.raises(ValueError, match="run.json"):
+        RunTrace.load(path)
+
+
+def test_the_graph_has_agents_messages_and_states() -> None:
+    graph = run_graph(a_run())
+    labels = re.findall(r'"([^"]*)"', graph)
+    assert any(label.startswith("repair<br>1 instance, 3 generations") for label in labels)
+    assert "spawn 1, next 1, resume 3" in labels
+    assert sum("<br>7" in label for label in labels) == 3, "the values of the states"
+    assert graph.count(":::selected") == 1
+
+
+def test_the_graph_has_a_limited_number_of_states_and_may_be_empty() -> None:
+    trace = RunTrace()
+    for index in range(MAX_STATES + 1):
+        trace.add("a#0", "state", f"0.{index}", parent="0", value=None, status="committed")
+    assert "subgraph" not in run_graph(trace)
+    assert run_graph(RunTrace()).startswith("flowchart TD")
+
+
+def hostile_run(text: str) -> RunTrace:
+    trace = RunTrace()
+    trace.add(text, "spawn", child=f"{text}x", name=text)
+    trace.add(text, "gen", text, begin=0.0, tokens=1, prompt_tokens=0, reused=0, text=text, settings={text: text})
+    trace.add(text, "tool", text, begin=0.0, name=text, result=text, error=None)
+    trace.add(text, "state", text, parent="0", value=float("nan"), status="dropped")
+    trace.add(f"{text}x", "error", error=text)
+    return trace
+
+
+def test_all_text_of_a_run_is_escaped() -> None:
+    graph = run_graph(hostile_run(HOSTILE))
+    assert "<" not in graph.replace("<br>", "")
+    assert not {"\x00", "\ud800"} & set(graph)
+    plain, hostile = render(hostile_run("a")), render(hostile_run(HOSTILE))
+    assert re.findall(r"<[/\w]+", plain) == re.findall(r"<[/\w]+", hostile)
+
+
+def test_simultaneous_operations_have_columns_of_their_own() -> None:
+    trace = RunTrace()
+    trace.events = [
+        Event(
+            float(end), "a#0", "gen", "0", {"begin": begin, "tokens": 1, "prompt_tokens": 0, "reused": 0, "text": "x"}
+        )
+        for begin, end in ((0.5, 2), (0.5, 3), (2.5, 4))
+    ]
+    places = re.findall(r"grid-column:(\d+)", render(trace))
+    assert sorted(places) == ["2", "2", "3"], "the third follows the first"
+
+
+@pytest.mark.parametrize("trace", [RunTrace(), RunTrace([Event(0.0, "a#0", "end", "", {"value": ""})])])
+def test_a_run_without_duration_has_a_page(trace: RunTrace) -> None:
+    assert "Graph (Mermaid)" in render(trace)
+
+
+def test_view_renders_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, trace = tmp_path / "run.json", a_run()
+    trace.save(path)
+    assert cli.main(["view", str(path)]) == 0
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert page == render(trace)
+    assert "code of bug" in page
+    data = json.loads(path.read_text())
+    for event in data["events"]:
+        event["data"].pop("child", None)
+    path.write_text(json.dumps(data))
+    assert cli.main(["view", str(path)]) == 2
+    assert "damaged: KeyError 'child'" in capsys.readouterr().err
