@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pprint import pformat
@@ -33,8 +32,10 @@ CARD = "README.md"
 MARK = '"""Written by hf_parallel.hub: '  # begins an exported `generate.py`; other ones are not overwritten
 CARD_MARK = "<!-- Written by hf_parallel.hub: "  # in an exported README; other ones on the Hub are not overwritten
 TAG = "custom_generate"  # of such repositories on the Hub
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors", *ADAPTER)
+WEIGHTS = (
+    *("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors"),
+    *("adapter_config.json", "adapter_model.safetensors"),
+)
 EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 _CODE = '''{mark}generation_mode={mode!r} with the settings below."""
@@ -55,7 +56,7 @@ _CARD = """{mark}the next push overwrites this file unless this line is removed.
 
 {summary} {usage}
 
-With [transformers](https://github.com/huggingface/transformers) and `pip install {packages}`:
+With [transformers](https://github.com/huggingface/transformers) and `pip install hf_parallel`:
 
 ```python
 {example}
@@ -78,15 +79,14 @@ def export(
     """Write a `custom_generate` repository of a mode, and return its folder.
 
     A model loaded from it (`from_pretrained(folder, trust_remote_code=True)`) generates in the mode without an import
-    of `hf_parallel`. Any other model does with `custom_generate=folder, trust_remote_code=True`. `load` returns models
-    and adapters.
+    of `hf_parallel`. Any other model does with `custom_generate=folder, trust_remote_code=True`.
 
     Parameters
     ----------
     model_or_config : PreTrainedModel, PeftModel or ParallelConfig
         A model whose `generation_config` has a `generation_mode` (and optionally a `parallel_config`), exported with
-        weights, config and generation config; of a `PeftModel`, only its active adapter and the generation config; or
-        the settings of a mode alone.
+        weights, config and generation config; of a model with a PEFT adapter, only the adapter and the generation
+        config; or the settings of a mode alone.
     folder : str or os.PathLike
         A new or empty folder, or an earlier export, whose files are overwritten. Nothing is written on an error.
     tokenizer : PreTrainedTokenizerBase, optional
@@ -95,17 +95,17 @@ def export(
     Raises
     ------
     TypeError, ValueError
-        If `model_or_config` is neither a model nor a config, names no mode, or has settings that cannot be stored; if
-        its adapter cannot be loaded again, as its base model has no name; if `tokenizer` is no tokenizer.
+        If `model_or_config` is neither a model nor a config, names no mode, has settings that cannot be stored, or
+        adapters other than one named `default`; if `tokenizer` is no tokenizer.
     FileExistsError
         If the folder contains files and is no earlier export.
     """
-    exported, folder = _Export.of(model_or_config, tokenizer), Path(folder)
+    config, model, folder = *_mode_and_model(model_or_config, tokenizer), Path(folder)
     _check_folder(folder)
     with TemporaryDirectory() as temporary:
         new = Path(temporary) / "export"
         new.mkdir()
-        exported.write(new, str(folder))
+        _write(new, str(folder), config, model, tokenizer)
         shutil.copytree(new, folder, dirs_exist_ok=True)
     return folder
 
@@ -139,19 +139,19 @@ def push_to_hub(
     Raises
     ------
     TypeError, ValueError
-        See `export`, or if the base model of an adapter is a local folder; nothing is uploaded then.
+        See `export`; nothing is uploaded then.
     """
-    exported, api = _Export.of(model_or_config, tokenizer, on_hub=True), HfApi(token=token)
+    (config, model), api = _mode_and_model(model_or_config, tokenizer), HfApi(token=token)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        exported.write(folder, repo_id)
+        _write(folder, repo_id, config, model, tokenizer)
         url = api.create_repo(repo_id, private=private, exist_ok=True)
-        exported.write_card(folder, url.repo_id)  # with the full id
+        _write_card(folder, url.repo_id, config, model, tokenizer)  # with the full id
         if api.file_exists(url.repo_id, CARD):
             existing = Path(api.hf_hub_download(url.repo_id, CARD))
             if CARD_MARK.encode() not in existing.read_bytes():
                 (folder / CARD).unlink()
-        stale = list(WEIGHTS) if any(path for pattern in WEIGHTS for path in folder.glob(pattern)) else None
+        stale = None if model is None else list(WEIGHTS)
         return api.upload_folder(
             repo_id=url.repo_id, folder_path=temporary, commit_message=commit_message, delete_patterns=stale
         )
@@ -201,109 +201,88 @@ def generate_as(
     return model.generate(*inputs, parallel_config=config, **arguments)
 
 
-@dataclass(frozen=True)
-class _Export:
-    """What is exported: a mode, and optionally a model, its adapter and a tokenizer."""
+def _mode_and_model(given: Any, tokenizer: Any) -> tuple[ParallelConfig, Any]:
+    """Return the mode's config and the model to export, if any; check them."""
+    if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained")):
+        raise TypeError(f"tokenizer must be a tokenizer with save_pretrained(), not its name, got {tokenizer!r}")
+    if isinstance(unwrap(given), PreTrainedModel):
+        config, model = take_parallel_config(given.generation_config, {}), given
+        if config is None:
+            raise ValueError(
+                f"set model.generation_config.generation_mode to one of {sorted(MODES)}, and optionally "
+                f"model.generation_config.parallel_config: this {type(given).__name__} names no mode to export"
+            )
+        if (adapters := _adapters(model)) not in ([], ["default"]):
+            raise ValueError(f"the model must have no adapter or one that is named 'default', got {adapters}")
+    elif isinstance(given, ParallelConfig):
+        config, model = given, None
+        if MODES.get(given.mode) is not type(given):
+            raise ValueError(f"the config must be of one of the modes {sorted(MODES)}, got {given!r}")
+    else:
+        kind = type(given).__name__
+        raise TypeError(f"model_or_config must be a PreTrainedModel or a ParallelConfig, got {kind}")
+    for name in config.not_stored():
+        if getattr(config, name) is not None:
+            raise ValueError(f"{name} cannot be stored, it is an object of this process: pass it in each call instead")
+    return config, model
 
-    config: ParallelConfig
-    model: Any = None
-    adapter: str | None = None  # its name, if only the adapter of the model is saved
-    base_model: str | None = None  # of the adapter
-    tokenizer: PreTrainedTokenizerBase | None = None
 
-    @classmethod
-    def of(cls, given: Any, tokenizer: Any, on_hub: bool = False) -> _Export:
-        """Check what a caller wants to export."""
-        if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained")):
-            raise TypeError(f"tokenizer must be a tokenizer with save_pretrained(), not its name, got {tokenizer!r}")
-        if isinstance(unwrap(given), PreTrainedModel):
-            config = take_parallel_config(given.generation_config, {})
-            if config is None:
-                raise ValueError(
-                    f"set model.generation_config.generation_mode to one of {sorted(MODES)}, and optionally "
-                    f"model.generation_config.parallel_config: this {type(given).__name__} names no mode to export"
-                )
-            exported = cls(config, given, *_adapter_of(given, on_hub), tokenizer)
-        elif isinstance(given, ParallelConfig):
-            if MODES.get(given.mode) is not type(given):
-                raise ValueError(f"the config must be of one of the modes {sorted(MODES)}, got {given!r}")
-            exported = cls(given, tokenizer=tokenizer)
-        else:
-            kind = type(given).__name__
-            raise TypeError(f"model_or_config must be a PreTrainedModel or a ParallelConfig, got {kind}")
-        for name in exported.config.not_stored():
-            if getattr(exported.config, name) is not None:
-                raise ValueError(
-                    f"{name} cannot be stored, it is an object of this process: pass it in each call instead"
-                )
-        return exported
+def _write(folder: Path, name: str, config: ParallelConfig, model: Any, tokenizer: Any) -> None:
+    """Write all files to an empty folder."""
+    settings = pformat(config.stored(), width=110, sort_dicts=False)
+    if model is not None:
+        keep_mode(model.generation_config)
+        model.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)  # which PEFT does not save
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    (folder / GENERATE).parent.mkdir()
+    code = _CODE.format(mark=MARK, mode=config.mode, settings=settings)
+    (folder / GENERATE).write_text(code, encoding="utf-8")
+    (folder / REQUIREMENTS).write_text(f"hf_parallel>={version('hf_parallel')}\n", encoding="utf-8")
+    _write_card(folder, name, config, model, tokenizer)
 
-    def write(self, folder: Path, name: str) -> None:
-        """Write all files to an empty folder."""
-        if self.model is not None:
-            keep_mode(self.model.generation_config)
-            self._save_model(folder)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
-        (folder / GENERATE).parent.mkdir()
-        settings = pformat(self.config.stored(), width=110, sort_dicts=False)
-        code = _CODE.format(mark=MARK, mode=self.config.mode, settings=settings)
-        (folder / GENERATE).write_text(code, encoding="utf-8")
-        (folder / REQUIREMENTS).write_text(f"hf_parallel>={version('hf_parallel')}\n", encoding="utf-8")
-        self.write_card(folder, name)
 
-    def _save_model(self, folder: Path) -> None:
-        """Save the model, or its adapter, with its generation config."""
-        if self.adapter is None or isinstance(self.model, PreTrainedModel):
-            self.model.save_pretrained(folder)
-            return
-        self.model.save_pretrained(folder, selected_adapters=[self.adapter])
-        self.model.generation_config.save_pretrained(folder)
-        if (folder / self.adapter).is_dir():  # PEFT saves only the adapter "default" to the folder itself
-            shutil.copytree(folder / self.adapter, folder, copy_function=shutil.move, dirs_exist_ok=True)
-            shutil.rmtree(folder / self.adapter)
+def _write_card(folder: Path, name: str, config: ParallelConfig, model: Any, tokenizer: Any) -> None:
+    usage = f"Any model uses it with `model.generate(..., custom_generate={name!r}, trust_remote_code=True)`."
+    if _adapters(model):
+        usage = f"The adapter here uses it when `hf_parallel.hub.load({name!r})` has loaded it. {usage}"
+    elif model is not None:
+        usage = f"The model here uses it when it is loaded with `trust_remote_code=True`. {usage}"
+    card = _CARD.format(
+        mark=CARD_MARK,
+        mode=config.mode,
+        summary=(type(config).__doc__ or "").split("\n")[0],
+        usage=usage,
+        example=_example(name, config, model, tokenizer),
+        settings=json.dumps(config.stored(), indent=2, ensure_ascii=False),
+    )
+    (folder / CARD).write_text(card, encoding="utf-8")
+    metadata_save(folder / CARD, {"library_name": "transformers", "tags": [TAG]})
 
-    def write_card(self, folder: Path, name: str) -> None:
-        """Write the README."""
-        data: dict[str, object] = {"library_name": "transformers", "tags": [TAG]}
-        usage = f"Any model uses it with `model.generate(..., custom_generate={name!r}, trust_remote_code=True)`."
-        if self.adapter is not None:
-            data = {"base_model": self.base_model, "library_name": "peft", "tags": [TAG]}
-            usage = f"The adapter here uses it when `hf_parallel.hub.load({name!r})` has loaded it. {usage}"
-        elif self.model is not None:
-            usage = f"The model here uses it when it is loaded with `trust_remote_code=True`. {usage}"
-        card = _CARD.format(
-            mark=CARD_MARK,
-            mode=self.config.mode,
-            summary=(type(self.config).__doc__ or "").split("\n")[0],
-            usage=usage,
-            packages="hf_parallel" if self.adapter is None else "hf_parallel peft",
-            example=self._example(name),
-            settings=json.dumps(self.config.stored(), indent=2, ensure_ascii=False),
-        )
-        (folder / CARD).write_text(card, encoding="utf-8")
-        metadata_save(folder / CARD, data)
 
-    def _example(self, name: str) -> str:
-        config, has_model = self.config, self.model is not None
-        weights = name if has_model else EXAMPLE_MODEL
-        words = name if self.tokenizer is not None else getattr(self.model, "name_or_path", "") or weights
-        trust = ", trust_remote_code=True" if has_model else ""
-        loaded = f"AutoModelForCausalLM.from_pretrained({json.dumps(weights)}{trust})"
-        if self.adapter is not None:
-            loaded = f"hf_parallel.hub.load({json.dumps(name)})"
-        task = '"Plan a day in Rome for six friends."'
-        inputs = f'tokenizer({task}, return_tensors="pt")'
-        if config.prompt.rules() is not None:
-            settings = [f"{setting}={value!r}" for setting, value in config.stored().items()]
-            inputs = f"hf_parallel.build_prompt({', '.join([json.dumps(config.mode), task, 'tokenizer', *settings])})"
-        arguments = [] if config.prompt.replaces_input_ids else ["**inputs"]
-        arguments += ["max_new_tokens=64", "tokenizer=tokenizer"]
-        arguments += [f"{argument}={code}" for argument, code in config.traits.example_arguments.items()]
-        if not has_model:
-            arguments += [f"custom_generate={json.dumps(name)}", "trust_remote_code=True"]
-        lines = [
-            f"from transformers import {'' if self.adapter else 'AutoModelForCausalLM, '}AutoTokenizer",
+def _example(name: str, config: ParallelConfig, model: Any, tokenizer: Any) -> str:
+    """Return code that generates in the mode; a model or tokenizer that is not exported comes from elsewhere."""
+    weights, trust = (EXAMPLE_MODEL, "") if model is None else (name, ", trust_remote_code=True")
+    words = name if tokenizer is not None else getattr(model, "name_or_path", "") or weights
+    loaded = f"AutoModelForCausalLM.from_pretrained({json.dumps(weights)}{trust})"
+    if _adapters(model):
+        loaded = f"hf_parallel.hub.load({json.dumps(name)})"
+    task = '"Plan a day in Rome for six friends."'
+    inputs = f'tokenizer({task}, return_tensors="pt")'
+    if config.prompt.rules() is not None:
+        settings = [f"{setting}={value!r}" for setting, value in config.stored().items()]
+        inputs = f"hf_parallel.build_prompt({', '.join([json.dumps(config.mode), task, 'tokenizer', *settings])})"
+    arguments = [] if config.prompt.replaces_input_ids else ["**inputs"]
+    arguments += ["max_new_tokens=64", "tokenizer=tokenizer"]
+    arguments += [f"{argument}={code}" for argument, code in config.traits.example_arguments.items()]
+    if model is None:
+        arguments += [f"custom_generate={json.dumps(name)}", "trust_remote_code=True"]
+    imports = ["import hf_parallel"] if "hf_parallel." in "".join([loaded, inputs, *arguments]) else []
+    return "\n".join(
+        [
+            *imports,
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
             f"model = {loaded}",
             f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(words)})",
@@ -314,29 +293,11 @@ class _Export:
             "for row in output:",
             "    print(tokenizer.decode(row, skip_special_tokens=True))",
         ]
-        uses_package = any("hf_parallel." in line for line in lines)
-        return "\n".join(["import hf_parallel"] * uses_package + lines)
+    )
 
 
-def _adapter_of(model: Any, on_hub: bool) -> tuple[str | None, str | None]:
-    """Return the names of a model's adapter and its base model; None if the whole model is saved."""
-    if isinstance(model, PreTrainedModel):
-        names = model.active_adapters() if getattr(model, "_hf_peft_config_loaded", False) else None
-    else:
-        names = getattr(model, "active_adapters", None)
-    if names is None:
-        return None, None
-    if len(names) != 1:
-        raise ValueError(f"one adapter must be active, got {list(names)}")
-    (name,) = names
-    base = model.peft_config[name].base_model_name_or_path or unwrap(model).name_or_path  # as PEFT saves it
-    if not base or (on_hub and Path(base).exists()):
-        where = "the Hub id of the model" if on_hub else "a folder or the Hub id of the model"
-        raise ValueError(
-            f"base_model_name_or_path of the adapter must be {where} that it changes, got {base!r}: set "
-            f"model.peft_config[{name!r}].base_model_name_or_path"
-        )
-    return name, base
+def _adapters(model: Any) -> list[str]:
+    return list(getattr(model, "peft_config", None) or ())
 
 
 def _check_folder(folder: Path) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from talks import begin
 from workers import TOKENIZER, small_model
 
-from hf_parallel import HogwildSession, LogitsCache, ParallelOutput, enable
+from hf_parallel import HogwildSession, LogitsCache, enable
 from hf_parallel.agents import ReplayError, ToolError
 from hf_parallel.agents.models import Completion
 from hf_parallel.agents.recording import Recording
@@ -127,12 +127,6 @@ def _load_results(path: Path) -> None:
     format_table(table(read_results(path.parent)))
 
 
-def _write_output(path: Path) -> None:
-    enable(model := small_model())
-    settings = {"max_new_tokens": 9, "num_workers": 2, "tokenizer": TOKENIZER, "return_dict_in_generate": True}
-    model.generate(torch.tensor([[5, 6, 7]]), generation_mode="hogwild", **settings).save(path)
-
-
 def _lines(path: Path) -> Any:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -147,7 +141,6 @@ LOADERS = {
     "run trace": Loader(_write_trace, RunTrace.load),
     "recording": Loader(_write_recording, _load_recording, _lines, _forge_lines),
     "results": Loader(_write_results, _load_results, _lines, _forge_lines),
-    "output": Loader(_write_output, ParallelOutput.load),
 }
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -16,7 +15,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import Self
 
 from hf_parallel.detokenizer import decode
-from hf_parallel.generation import saved_output
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.transcript.page import printable
@@ -49,7 +47,7 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
     scores, logits : tuple of [rows, vocabulary], optional
         As those of `generate`, with `output_scores` and `output_logits`.
     past_key_values : BlockCache, optional
-        The cache of the call; None in a pickle and in a saved output.
+        The cache of the call; None in a pickle.
     log_probs : float32 [rows, new tokens]
         Log-softmax of the model's unprocessed logits for each token of `sequences` after the prompts, at the time when
         the token was sampled: without processors, temperature and the like. NaN where no token was sampled: after the
@@ -97,28 +95,6 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
             values["record"] = dataclasses.replace(self.record, config=type(config)(**kept))
         others = {name: value for name, value in vars(self).items() if name not in names}
         return _unpickle, (type(self), values), others
-
-    def save(self, path: str | Path) -> None:
-        """Save the output as JSON: tokens, fields of the mode, settings, stats and transcript.
-
-        Omits the cache, `scores`, `logits`, and settings that JSON cannot hold. Replaces a file atomically.
-        """
-        saved_output.write(self, path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read an output that `save` wrote. Its tensors are on the CPU.
-
-        `ParallelOutput.load` returns the class of the mode. Reading executes no code of the file.
-
-        Raises
-        ------
-        OSError
-            If the file cannot be read.
-        ValueError
-            If it is not a saved output of this class, or damaged.
-        """
-        return saved_output.read(cls, path)
 
     def _summary(self) -> list[tuple[str, str]]:
         """Return names of facts about the output, and their values in few characters."""
