@@ -7,6 +7,8 @@ Under a stock attention implementation, it returns each row's keys and values de
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +20,18 @@ from hf_parallel.cache.pass_log import PassLog
 from hf_parallel.cache.pool import Block, Pool
 from hf_parallel.cache.state_plan import StatePlan, plan_states
 from hf_parallel.kernels import AttentionPlan, RotarySpec
+
+
+@dataclass(frozen=True)
+class LayerReads:
+    """Keys that a layer reads, where the arguments of its attention do not say it."""
+
+    source: int
+    """Layer that stores the keys: the layer itself, or an earlier one (Gemma 3n)."""
+    window: int | None = None
+    """Sliding window that only the attention mask has."""
+    chunk: int | None = None
+    """A query sees the keys of its own chunk of so many positions (Llama 4)."""
 
 
 class BlockCache(Cache):
@@ -41,6 +55,8 @@ class BlockCache(Cache):
 
     in_use = False
     """Whether block attention reads the blocks. `models.attention.block_attention_enabled` sets it."""
+    reads: Mapping[int, LayerReads] = MappingProxyType({})
+    """What layers read, by index, where their attention does not say it."""
 
     def __init__(
         self,

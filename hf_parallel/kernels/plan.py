@@ -76,6 +76,8 @@ class AttentionParams:
     """`[heads]`. Logit of an attention sink per head, one more term of the merge (gpt-oss)."""
     window: int | None = None
     """Sliding window: number of positions that a query sees, its own included."""
+    chunk: int | None = None
+    """A query sees the keys of its own chunk of so many positions of its view (Llama 4)."""
     latent: LatentHeads | None = None
     """Heads of a layer that stores latents. None: it stores the keys and values of its heads."""
 
@@ -152,8 +154,8 @@ class AttentionPlan:
     """Number of decode steps since the planned pass."""
     derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     """Objects derived from the plan, by key; see `cached`."""
-    windows: dict[int, AttentionPlan | None] = field(default_factory=dict, repr=False)
-    """The plan under each sliding window used so far; None where the window cuts nothing off."""
+    windows: dict[tuple[int | None, int | None], AttentionPlan | None] = field(default_factory=dict, repr=False)
+    """The plan under each sliding window and chunk used so far; None where they cut nothing off."""
 
     @property
     def num_blocks(self) -> int:
@@ -216,25 +218,48 @@ class AttentionPlan:
         for key, value in previous.derived.items():
             if isinstance(value, Derived) and (carried := value.next_step(self)) is not None:
                 self.derived[key] = carried
-        for window, before in previous.windows.items():
-            narrowed = self.windows[window] = self._narrowed(window)
-            if narrowed is not None and before is not None:
+        for limits, before in previous.windows.items():
+            narrowed = self.windows[limits] = self._narrowed(*limits)
+            if narrowed is not None and before is not None and not narrowed._appear(before):
                 narrowed._carry_over(before)
 
-    def windowed(self, window: int | None) -> AttentionPlan:
-        """Return the plan in which a query sees only the last `window` positions, its own included (None: all)."""
-        if window is None:
-            return self
-        if window not in self.windows:
-            self.windows[window] = self._narrowed(window)
-        return self.windows[window] or self
+    def _appear(self, before: AttentionPlan) -> bool:
+        """Whether a block comes into view: one that moves into the chunk of a query, as others before it grow."""
+        return bool(((self.pair_lo < self.pair_hi) & (before.pair_lo >= before.pair_hi)).any())
 
-    def _narrowed(self, window: int) -> AttentionPlan | None:
-        lo = np.maximum(self.pair_lo, self.pair_position - window + 1)
+    def windowed(self, window: int | None, chunk: int | None = None) -> AttentionPlan:
+        """Return the plan in which a query sees only the last `window` positions, its own included (None: all).
+
+        With `chunk`, it also sees no position before its own chunk.
+        """
+        if window is chunk is None:
+            return self
+        limits = window, chunk
+        if limits not in self.windows:
+            self.windows[limits] = self._narrowed(window, chunk)
+        return self.windows[limits] or self
+
+    def _narrowed(self, window: int | None, chunk: int | None) -> AttentionPlan | None:
+        lo = self.first_visible(self.pair_position, window, chunk)
         if np.array_equal(lo, self.pair_lo):
             return None
         step = self.increments
         if step is not None:
-            next_lo = np.maximum(self.pair_lo, self.pair_position + step.position - window + 1)
-            step = replace(step, lo=next_lo - lo)
+            step = replace(step, lo=self.first_visible(self.pair_position + step.position, window, chunk) - lo)
         return replace(self, pair_lo=lo, increments=step, derived={}, windows={})
+
+    def first_visible(self, position: np.ndarray, window: int | None, chunk: int | None) -> np.ndarray:
+        """Return `pair_lo` under a sliding window or in chunks, if the pairs' queries are at `position`."""
+        lo = self.pair_lo
+        if window is not None:
+            lo = np.maximum(lo, position - window + 1)
+        if chunk is not None:
+            start = self.block_start(position)
+            lo = np.maximum(lo, (position + start) // chunk * chunk - start)
+        return lo
+
+    def block_start(self, position: np.ndarray) -> np.ndarray:
+        """Return the number of tokens before the block of each pair, in its query's view: int64 `[P]`."""
+        in_view = np.zeros(self.num_queries, np.int64)  # counted from the start of the first block
+        np.maximum.at(in_view, self.pair_query, position)
+        return in_view[self.pair_query] - position

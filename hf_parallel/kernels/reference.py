@@ -27,7 +27,7 @@ class ReferenceBackend(TorchBackend):
         dtype: torch.dtype = torch.float64,
     ) -> torch.Tensor:
         """Block attention by definition; shapes as in `hf_parallel.kernels.block_attention`, computed in `dtype`."""
-        plan = plan.windowed(params.window)
+        plan = plan.windowed(params.window, params.chunk)
         num_tokens, num_heads, _ = query.shape
         q, k_all, v_all = query.to(dtype), keys.to(dtype), values.to(dtype)
         heads, value_dim = params.latent, values.shape[-1]

@@ -109,8 +109,7 @@ class TorchBackend:
         self, query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams
     ) -> Tensor:
         """See `AttentionBackend`."""
-        if params.window is not None:
-            plan = plan.windowed(params.window)
+        plan = plan.windowed(params.window, params.chunk)
         rotary, latent = params.rotary if plan.rotates else None, params.latent
         dims = query.shape[1], params.num_kv_heads, keys.shape[1], values.shape[1]
         # The rotary embedding by identity: layers share equal ones, and hashing its frequencies takes time.

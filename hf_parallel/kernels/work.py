@@ -47,14 +47,20 @@ class Work:
 
 
 def make_work(
-    plan: AttentionPlan, partitions: Sequence[Partition], window: int | None = None, horizon: int = 0
+    plan: AttentionPlan,
+    partitions: Sequence[Partition],
+    window: int | None = None,
+    chunk: int | None = None,
+    horizon: int = 0,
 ) -> Work:
-    """Partition a plan, under a sliding window, into work items; raises ValueError if a query sees no key at all.
+    """Partition a plan, under a sliding window or in chunks, into work items.
+
+    Raises `ValueError` if a query sees no key at all.
 
     Partitions are in ascending order of `pairs_per_tile`. A block belongs to the first whose tile holds all its pairs,
     or to the last. The items also serve the next `horizon` decode steps, so some may cover keys that do not exist yet.
     """
-    pairs, start, stop = _visible_pairs(plan, window, horizon)
+    pairs, start, stop = _visible_pairs(plan, window, chunk, horizon)
     block = np.repeat(np.arange(plan.num_blocks), np.diff(plan.block_pairs))[pairs]
     counts = np.bincount(block, minlength=plan.num_blocks)
     per_tile = np.array([partition.pairs_per_tile for partition in partitions])
@@ -96,14 +102,19 @@ def make_work(
     )
 
 
-def _visible_pairs(plan: AttentionPlan, window: int | None, horizon: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _visible_pairs(
+    plan: AttentionPlan, window: int | None, chunk: int | None, horizon: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pairs that see any key within the horizon, and the bounds of the keys that each sees in that time."""
-    start = plan.pair_lo if window is None else np.maximum(plan.pair_lo, plan.pair_position - window + 1)
-    stop = plan.pair_hi
+    start, stop = plan.first_visible(plan.pair_position, window, chunk), plan.pair_hi
     plan.count_by_query(plan.pair_query[start < stop])
     if horizon:
         assert plan.increments is not None, "only a decode step has a horizon"
         stop = stop + horizon * plan.increments.hi  # start needs no change: under a window it only grows
+        if chunk is not None:  # a block moves towards the query's chunk while blocks before it grow
+            later = plan.pair_position + plan.increments.position
+            moves = plan.block_start(later) - plan.block_start(plan.pair_position)
+            start = np.maximum(plan.pair_lo, start - horizon * moves)
     pairs = np.flatnonzero(start < stop)
     return pairs, start[pairs], stop[pairs]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from hf_parallel.cache import BlockCache
+from hf_parallel.cache import BlockCache, LayerReads
 from hf_parallel.kernels import AttentionParams, RotarySpec
 from hf_parallel.models.latent import latent_heads, rotated_first
 
@@ -40,6 +40,7 @@ class Attention(Protocol):
     """Takes the cache's place where keys are not kept, as in training."""
 
     rotary: Mapping[int, RotarySpec | None] | None
+    reads: Mapping[int, LayerReads]
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -55,8 +56,10 @@ class AttentionRecorder:
     keyword_arrives: bool = False  # whether `block_cache` reached the attention function
     masked: bool = False  # whether the model passed an attention mask of its own
     bidirectional: bool = False  # whether a layer is not causal
-    windows: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
-    """Sliding window by layer index, in the arguments and in the attention mask."""
+    windows: dict[int, tuple[int | None, int | None, int | None]] = field(default_factory=dict)
+    """Sliding window by layer index, in the arguments and in the attention mask; and chunk in the mask."""
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer index
+    sources: dict[int, int] = field(default_factory=dict)  # first layer with the same keys, by layer index
     queries: dict[int, torch.Tensor] = field(default_factory=dict)  # rotated, [heads, head_dim], by layer index
     sizes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """KV heads, and sizes of keys and values, by layer index."""
@@ -77,7 +80,10 @@ class AttentionRecorder:
         layer: int = module.layer_idx  # type: ignore[assignment]
         if layer < 0 and len(self.queries) < len(self.layers):
             layer = self.layers[len(self.queries)]
-        self.windows[layer] = sliding_window, int(attention_mask) if from_mask else None  # type: ignore[arg-type]
+        size = int(attention_mask) if from_mask else 0  # type: ignore[arg-type]
+        self.windows[layer] = sliding_window, size if size > 0 else None, -size if size < 0 else None
+        self.sources[layer] = next((at for at, other in self.keys.items() if other is key), layer)
+        self.keys[layer] = key
         self.queries[layer] = query[0, :, 0].detach()
         self.sizes[layer] = key.shape[1], key.shape[-1], value.shape[-1]
 
@@ -133,20 +139,14 @@ def block_attention_forward(
         )
     if dropout:
         raise UnsupportedModelError(f"attention dropout must be 0 while generating in parallel, got {dropout}")
-    params = AttentionParams(
-        num_kv_heads=key.shape[1],
-        scale=scale,
-        rotary=None if cache.rotary is None else cache.rotary.get(layer_idx),
-        softcap=softcap,
-        sinks=s_aux,
-        window=sliding_window,
-    )
     if isinstance(cache, BlockCache) and layer_idx < 0:  # several layers share the module
         layer_idx = cache.updated_layer
+    params = _params(cache, layer_idx, key, scale, sliding_window, softcap, s_aux)
     if not isinstance(cache, BlockCache):
         if params.rotary is not None and params.rotary.of_values:
             query, key = (rotated_first(x, params.rotary.rotary_dim) for x in (query, key))
         return cache.attend(query, key, value, params), None
+    layer_idx = _source(cache, layer_idx)
     layer = cache.pool.arena.layers[layer_idx]
     if (key.shape[-1], value.shape[-1]) != (layer.keys.shape[-1], layer.values.shape[-1]):  # made from what is stored
         try:
@@ -192,10 +192,31 @@ def _attend(
     assert active is not None, "compiled layers run within block_attention_enabled"
     cache = active.cache
     assert isinstance(cache, BlockCache), "only the attention of a BlockCache is compiled"
-    cache.update(key, value, layer_idx)
-    rotary = None if cache.rotary is None else cache.rotary.get(layer_idx)
-    params = AttentionParams(key.shape[1], scale, rotary, softcap, sinks, window)
-    return attend_blocks(cache, query, layer_idx, params)
+    source = _source(cache, layer_idx)
+    if source == layer_idx:
+        cache.update(key, value, layer_idx)
+    return attend_blocks(cache, query, source, _params(cache, layer_idx, key, scale, window, softcap, sinks))
+
+
+def _params(
+    cache: BlockCache | Attention,
+    layer_idx: int,
+    key: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> AttentionParams:
+    rotary, chunk = None if cache.rotary is None else cache.rotary.get(layer_idx), None
+    if reads := cache.reads.get(layer_idx):
+        window, chunk = reads.window or window, reads.chunk
+    return AttentionParams(key.shape[1], scale, rotary, softcap, sinks, window, chunk)
+
+
+def _source(cache: BlockCache, layer_idx: int) -> int:
+    """Return the layer that stores the keys which a layer reads."""
+    reads = cache.reads.get(layer_idx)
+    return layer_idx if reads is None else reads.source
 
 
 @_attend.register_fake
@@ -205,12 +226,24 @@ def _(
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def _mask(*args: object, local_size: int | None = None, **kwargs: object) -> torch.Tensor | None:
-    """Mask function of the implementation: no mask, as the plan holds the key ranges; the window while probing."""
+def _mask(
+    *args: object,
+    local_size: int | None = None,
+    mask_function: Callable[..., Any] | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: object,
+) -> torch.Tensor | None:
+    """Mask function of the implementation: no mask, as the plan holds the key ranges.
+
+    While probing, it is the window, or less than zero for chunks: the first token of a chunk does not see the last one
+    of the chunk before.
+    """
     active = _active_attention.get()
-    if active is not None and isinstance(active.cache, AttentionRecorder) and local_size:
-        return torch.full((1, 1, 1, 1), local_size)
-    return None
+    if active is None or not isinstance(active.cache, AttentionRecorder) or not local_size:
+        return None
+    at = torch.arange(local_size + 1, device=device)
+    sees = mask_function is None or bool(mask_function(at[0], at[0], at[-1], at[-2]))
+    return torch.full((1, 1, 1, 1), local_size if sees else -local_size)
 
 
 AttentionInterface.register(IMPLEMENTATION, block_attention_forward)

@@ -51,7 +51,7 @@ class CachedModel:
         self.model, self.cache, self.device = model, cache, execution_device(model)
         self._kwargs: dict[str, object] = {"block_cache": cache} if capabilities.keyword else {}
         self._mixers, self._call_mixers = capabilities.mixers, packed_calls(cache)
-        self._cache_argument = cache_argument(model)
+        self._cache_argument, cache.reads = cache_argument(model), capabilities.reads
         keep_states(cache, self._mixers)
         has_graphs = cuda_graph and not self._mixers and DecodeGraphs.supports(model, self.device)
         self.graphs = DecodeGraphs(cache, model) if has_graphs else None

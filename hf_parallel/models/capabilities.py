@@ -1,8 +1,7 @@
 """Probes which features of block attention a model supports, and rejects unsupported models.
 
-The rotary embedding of each layer is measured in forward passes over one token, not inferred from the model's class: a
-single token attends only to itself, so its queries at two positions differ only by their rotation. Finally the logits
-over blocks are compared with those over a plain sequence.
+What layers read, and their rotary embeddings, are measured in forward passes over one token, not inferred from the
+model's class. Finally the logits over blocks are compared with those over a plain sequence.
 
 Probing takes as long as several decode steps, so the capabilities of the embedded model are saved in the cache folder.
 """
@@ -11,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.cache import BlockCache, LayerReads, Segment
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.files import cache_folder, write_atomically
-from hf_parallel.kernels import RotarySpec, rotate_by
+from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
-from hf_parallel.models.latent import are_latents, rotated_first
+from hf_parallel.models.latent import are_latents
 from hf_parallel.models.mixers import (
     Mixer,
     cache_argument,
@@ -41,17 +41,21 @@ from hf_parallel.models.mixers import (
     supported_mixers,
 )
 from hf_parallel.models.ranks import num_local_layers
+from hf_parallel.models.rotary import (
+    PROBE_POSITIONS,
+    Queries,
+    frequencies,
+    match_rotary,
+    max_length,
+    position_limit,
+    tolerance,
+)
 from hf_parallel.models.signature import parameters_of, takes
 
-PROBE_POSITIONS = (1, 7)  # the queries of one token at these positions are compared with those at position 0
 CHECK_SHARED, CHECK_TAILS = 5, (2, 3)  # numbers of shared tokens and of each row's own in the comparison of logits
-
-# Relative errors allowed in float32 and in half precision, in which a token may be routed to other experts. The
-# relative error of unrelated logits is 1.4.
-QUERY_TOLERANCE = (1e-4, 3e-2)
 LOGITS_TOLERANCE = (1e-2, 0.7)
-
-Queries = dict[int, torch.Tensor]  # query [heads, head_dim] of one token, by layer index
+"""Relative errors allowed in float32 and in half precision, in which a token may be routed to other experts. The
+relative error of unrelated logits is 1.4."""
 
 
 class _TableReads(TorchDispatchMode):
@@ -85,6 +89,8 @@ class Capabilities:
     num_positions: int | None = None  # rows of the table of learned positions, if there is one
     has_latents: bool = False  # whether a layer caches latents, from which it expands keys and values
     mixers: tuple[Mixer, ...] = ()  # modules that keep a state instead of keys
+    reads: dict[int, LayerReads] = field(default_factory=dict)
+    """Layers that share the keys of an earlier one, or whose attention mask alone limits the keys, by index."""
 
     def check_length(self, model: PreTrainedModel, longest: int) -> None:
         """Raise an error if rows of `longest` tokens exceed the model's positions; the last token needs none.
@@ -119,6 +125,7 @@ class Capabilities:
             shared = {spec: spec for spec in rotary.values()}  # layers share equal embeddings, as after probing
             fields["rotary"] = {layer: shared[spec] for layer, spec in rotary.items()}
         fields["mixers"] = tuple(Mixer(**mixer) for mixer in fields["mixers"])
+        fields["reads"] = {int(layer): LayerReads(**read) for layer, read in fields["reads"].items()}
         return cls(**fields)
 
 
@@ -133,31 +140,34 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
         stock = DynamicCache(config=model.config).layers
         recorder = AttentionRecorder([i for i, layer in enumerate(stock) if isinstance(layer, CacheLayerMixin)])
         queries: dict[int, Queries] = {}
-        reads: dict[int, list[tuple[int, int]]] = {}
+        tables: dict[int, list[tuple[int, int]]] = {}
         has_tables = sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1  # beside the tokens'
-        far = [_position_limit(model) - 1] if _frequencies(model) else []
+        far = [position_limit(model) - 1] if frequencies(model) else []
         cache = DynamicCache(config=model.config)
         with block_attention_enabled(model, recorder):
             # The far position comes first: if it changes the RoPE frequencies (dynamic), the near ones restore them.
             for position in (*far, 0, *PROBE_POSITIONS):
-                tables = _TableReads()
-                with tables if has_tables else nullcontext():
+                looked_up = _TableReads()
+                with looked_up if has_tables else nullcontext():
                     _run_one_token(model, recorder, position, cache if position == 0 else None)
                 queries[position], recorder.queries = recorder.queries, {}
-                reads[position] = tables.read
-        _check_recorded(model, recorder, queries[0], mixers)
+                tables[position] = looked_up.read
+        reads = _checked_reads(model, recorder, queries[0], mixers)
         leads = _rotated_parts(recorder, cache)
-        rotary, why = _match_rotary(model, queries.pop(0), queries, leads, mixers)
+        rotary, why = match_rotary(model, queries.pop(0), queries, leads, reads)
+        if mixers:
+            rotary = None
+            why = f"{type(model).__name__} keeps a state in {mixers[0].name}, which belongs to one order of tokens"
         try:
-            _check_logits(model, recorder.keyword_arrives, mixers)
+            _check_logits(model, recorder.keyword_arrives, mixers, reads)
         except UnsupportedModelError:
             mixers = tuple(replace(mixer, stepwise=True) for mixer in mixers)
             if not mixers:
                 raise
-            _check_logits(model, recorder.keyword_arrives, mixers)
-    has_window = any(window is not None for window, _ in recorder.windows.values())
-    limits = _max_length(model), _num_positions(reads)
-    return Capabilities(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads), mixers)
+            _check_logits(model, recorder.keyword_arrives, mixers, reads)
+    has_window = any(one is not None for windows in recorder.windows.values() for one in windows)
+    limits = max_length(model), _num_positions(tables)
+    return Capabilities(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads), mixers, reads)
 
 
 def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
@@ -179,15 +189,6 @@ def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
     return found
 
 
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """Return a model's number of positions (`max_position_embeddings`), or None if it has no limit."""
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-
-
-def _position_limit(model: PreTrainedModel) -> int:
-    return max_positions(model.config) or max(PROBE_POSITIONS) + 1
-
-
 @contextmanager
 def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
@@ -204,22 +205,18 @@ def _check_config(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     text = model.config.get_text_config(decoder=True)
-    chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ())
-    sharing = getattr(text, "num_kv_shared_layers", 0)
     alibi = getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt")
     ranks = getattr(model, "tp_size", None) or 1
-    kv_heads: Any = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
+    kv_heads = _kv_heads(text) if ranks > 1 else 0
     reasons = {
         "is an encoder-decoder; block attention supports decoder-only models": model.config.is_encoder_decoder,
         "cannot generate: it has no language modelling head": not model.can_generate(),
-        "has layers without a key-value cache of all tokens (chunked_attention)": chunked,
         "selects the keys of each token by a sparse indexer": any(
             hasattr(layer, "update_indexer") for layer in DynamicCache(config=model.config).layers
         ),
-        f"has {sharing} layers that read keys of earlier ones": sharing,
         "uses ALiBi: distances are added to scores, not rotated into keys": alibi,
         f"has {kv_heads} key-value heads, which tp_size={ranks} does not divide: each rank needs whole heads": (
-            ranks > 1 and kv_heads % ranks
+            kv_heads % ranks
         ),
         "does not use transformers' attention interface": (
             not model._can_set_attn_implementation() and not keeps_states(model)
@@ -228,21 +225,40 @@ def _check_config(model: PreTrainedModel) -> None:
     _raise_if(model, reasons)
 
 
-def _check_recorded(
+def _kv_heads(text: PreTrainedConfig) -> int:
+    """Return the number of KV heads, or the greatest common divisor of those of the layers."""
+    layers = getattr(text, "per_layer_config", None) or [text]
+    names = "num_key_value_heads", "num_attention_heads"
+    heads = [next((n for name in names if (n := getattr(layer, name, None))), 0) for layer in layers]
+    return math.gcd(*heads)
+
+
+def _checked_reads(
     model: PreTrainedModel, recorder: AttentionRecorder, queries: Queries, mixers: Sequence[Mixer]
-) -> None:
-    """Raise `UnsupportedModelError` if the attention calls of a model show that it is unsupported."""
+) -> dict[int, LayerReads]:
+    """Return what layers read beyond the arguments of attention.
+
+    Raises `UnsupportedModelError` if the recorded calls show that the model is unsupported.
+    """
     called, layers = len(queries), num_local_layers(model)
-    limit, cache = _position_limit(model), DynamicCache(config=model.config)
+    limit, cache = position_limit(model), DynamicCache(config=model.config)
     if mixers:
         layers = sum(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
-    different: dict[str, int] = {}  # windows that are not the same in all places, by the places that have them
-    for layer, (argument, mask) in recorder.windows.items():
-        cached = getattr(cache.layers[layer], "sliding_window", None)
-        places = {"the arguments of attention": argument, "the attention mask": mask, "the stock cache": cached}
+    different: dict[str, int] = {}  # windows that the attention mask does not have, by the places that have them
+    reads: dict[int, LayerReads] = {}
+    for layer, (argument, mask, chunk) in recorder.windows.items():
+        source = recorder.sources[layer]
+        cached = getattr(cache.layers[source], "sliding_window", None)
+        places = {
+            "the arguments of attention": argument,
+            "the attention mask": mask or chunk,
+            "the stock cache": cached,
+        }
         cutting = {place: window for place, window in places.items() if window is not None and window < limit}
-        if len(set(cutting.values())) > 1 or len(cutting) not in (0, len(places)):
+        if len(set(cutting.values())) > 1 or (cutting and "the attention mask" not in cutting):
             different |= {" and ".join(cutting): min(cutting.values())}
+        if source != layer or (cutting and argument is None):
+            reads[layer] = LayerReads(source, mask if cutting else None, chunk if cutting else None)
     where, window = next(iter(different.items()), ("", None))
     reasons = {
         f"calls transformers' attention interface in {called} of its {layers} layers, not in all": called != layers,
@@ -251,6 +267,7 @@ def _check_recorded(
         "builds an attention mask of its own, which block attention would ignore": recorder.masked,
     }
     _raise_if(model, reasons)
+    return reads
 
 
 def _raise_if(model: PreTrainedModel, reasons: Mapping[str, object]) -> None:
@@ -259,7 +276,9 @@ def _raise_if(model: PreTrainedModel, reasons: Mapping[str, object]) -> None:
             raise UnsupportedModelError(f"{type(model).__name__} {reason}")
 
 
-def _check_logits(model: PreTrainedModel, keyword: bool, mixers: Sequence[Mixer]) -> None:
+def _check_logits(
+    model: PreTrainedModel, keyword: bool, mixers: Sequence[Mixer], reads: Mapping[int, LayerReads]
+) -> None:
     """Raise `UnsupportedModelError` if logits over blocks differ from those over a plain sequence."""
     device, vocabulary = execution_device(model), model.config.get_text_config(decoder=True).vocab_size
     tokens = (vocabulary // 2 + torch.arange(CHECK_SHARED + sum(CHECK_TAILS), device=device)) % vocabulary
@@ -268,6 +287,7 @@ def _check_logits(model: PreTrainedModel, keyword: bool, mixers: Sequence[Mixer]
     if not expected.isfinite().any():
         _raise_if(model, {"returns logits that are not finite": True})
     cache = BlockCache(device=device)
+    cache.reads = reads
     keep_states(cache, mixers)
     root = cache.pool.new_block(CHECK_SHARED)
     own = cache.pool.new_blocks(len(tails), max(CHECK_TAILS), base=CHECK_SHARED)
@@ -294,7 +314,7 @@ def _check_logits(model: PreTrainedModel, keyword: bool, mixers: Sequence[Mixer]
     logits, expected = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (logits, expected))
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
     stored = next((layer.keys for layer in cache.pool.arena.layers.values()), logits)  # under autocast less precise
-    differ = not same or (logits - expected).norm() > _tolerance(stored, LOGITS_TOLERANCE) * spread
+    differ = not same or (logits - expected).norm() > tolerance(stored, LOGITS_TOLERANCE) * spread
     cause = "it mixes tokens outside of attention"
     if dynamic := {type(m).__name__ for m in model.modules() if "quantized.dynamic" in type(m).__module__}:
         cause = f"its dynamically quantized layers ({', '.join(sorted(dynamic))}) round all tokens of a pass with one "
@@ -360,88 +380,3 @@ def _rotated_parts(recorder: AttentionRecorder, cache: DynamicCache) -> dict[int
         if are_latents((keys.shape[1], keys.shape[-1], values.shape[-1]), sizes):
             leads[layer] = values.shape[-1]
     return leads
-
-
-def _match_rotary(
-    model: PreTrainedModel,
-    at_zero: Queries,
-    queries: dict[int, Queries],
-    leads: dict[int, int],
-    mixers: Sequence[Mixer],
-) -> tuple[dict[int, RotarySpec | None] | None, str]:
-    """Find each layer's rotary embedding: the candidate that maps its query at position 0 to the other positions."""
-    name = type(model).__name__
-    if mixers:
-        return None, f"{name} keeps a state in {mixers[0].name}, which belongs to one order of tokens"
-    changing = sorted(rope_types(model.config) & {"dynamic", "longrope"})
-    if changing:
-        return None, f"{name} uses {changing[0]} RoPE scaling, whose frequencies change with the length"
-    candidates = [RotarySpec(inv_freq, style) for inv_freq in _frequencies(model) for style in (False, True)]
-    found: dict[int, RotarySpec | None] = {}
-    for layer, base in at_zero.items():
-        rotated = {position: at[layer] for position, at in queries.items()}
-        if layer in leads:
-            lead = leads[layer]
-            base, rotated = rotated_first(base, lead), {at: rotated_first(q, lead) for at, q in rotated.items()}
-        near = {position: rotated[position] for position in PROBE_POSITIONS}
-        fits = [spec for spec in (None, *candidates) if _explains(spec, base, near)]
-        if not fits:
-            if candidates:
-                return None, f"{name} changes its queries after their rotary embedding (layer {layer})"
-            return None, f"{name} has positions that are not rotary embeddings"
-        if any(_differ(query.norm(dim=-1), base.norm(dim=-1)) for query in rotated.values()):
-            return None, f"{name} scales its queries by their position (layer {layer})"
-        spec = fits[0]
-        if spec is not None and layer in leads:
-            if spec.rotary_dim != leads[layer]:
-                return None, f"{name} rotates {spec.rotary_dim} of the {leads[layer]} dimensions that it caches for it"
-            spec = replace(spec, of_values=True)
-        found[layer] = spec
-    if all(spec is None for spec in found.values()):
-        return None, f"{name}'s queries carry no position that could be rotated"
-    return found, ""
-
-
-def _frequencies(model: PreTrainedModel) -> list[tuple[float, ...]]:
-    """Return the distinct `inv_freq` buffers of a model, after scaling."""
-    names = [(n, b) for n, b in model.named_buffers() if n.endswith("inv_freq") and "original" not in n]
-    return list(dict.fromkeys(tuple(buffer.double().flatten().tolist()) for _, buffer in names))
-
-
-def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return a config's `rope_parameters`, one dictionary per layer type."""
-    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-
-
-def rope_types(config: PreTrainedConfig) -> set[str]:
-    """Return the RoPE types of a model's config, `"default"` where frequencies are not scaled."""
-    return {str(p.get("rope_type", "default")) for p in _rope_parameters(config)}
-
-
-def _max_length(model: PreTrainedModel) -> int | None:
-    """Return the length up to which a model's RoPE frequencies are those of a short sequence."""
-    positions = _position_limit(model)
-    limits = {
-        "dynamic": [positions],
-        "longrope": [p.get("original_max_position_embeddings", positions) for p in _rope_parameters(model.config)],
-    }
-    return min((length for kind in rope_types(model.config) for length in limits.get(kind, [])), default=None)
-
-
-def _explains(spec: RotarySpec | None, base: torch.Tensor, rotated: Queries) -> bool:
-    """Return whether `spec` rotates the query `base` at position 0 to those at the other positions."""
-    if spec is None:
-        return not any(_differ(query, base) for query in rotated.values())
-    if spec.rotary_dim > base.shape[-1]:
-        return False
-    expected = {position: rotate_by(base.double(), position, spec).to(base.dtype) for position in rotated}
-    return not any(_differ(query, expected[position]) for position, query in rotated.items())
-
-
-def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool((a.double() - b.double()).abs().max() > _tolerance(a, QUERY_TOLERANCE) * b.double().abs().max())
-
-
-def _tolerance(x: torch.Tensor, allowed: tuple[float, float]) -> float:
-    return allowed[0] if x.dtype in (torch.float32, torch.float64) else allowed[1]

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import cache, partial
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_parallel.cache import LayerReads
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.mixin import is_enabled, unwrap
 from hf_parallel.kernels import AttentionParams, RotarySpec
@@ -52,6 +54,8 @@ class LayoutBatch:
 
     rotary: Mapping[int, RotarySpec | None] | None = None
     """Rotary embeddings of the model that computes the batch."""
+    reads: Mapping[int, LayerReads] = MappingProxyType({})
+    """What its layers read, see `Capabilities`."""
 
     def __init__(
         self, examples: Sequence[ParallelExample], device: torch.device | str = "cpu", flex: bool | None = None
@@ -240,8 +244,10 @@ def _prepare_layout(layout: LayoutBatch, model: PreTrainedModel, capabilities: C
     moves = any(view.query_rotation.any() or view.key_rotation.any() for view in layout.views)
     if capabilities.rotary is None and (moves or len(layout.views) > 1):
         raise ValueError(f"the tokens of this batch move, but {capabilities.why_no_rotation}")
+    if chunk := next((read.chunk for read in capabilities.reads.values() if read.chunk), None):
+        raise ValueError(f"{type(model).__name__} attends in chunks of {chunk} positions, which batches do not lay out")
     check_positions(layout.num_positions, model.config)
-    layout.rotary = capabilities.rotary
+    layout.rotary, layout.reads = capabilities.rotary, capabilities.reads
     return layout.to(next(model.parameters()).device)
 
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import UnsupportedModelError
-from hf_parallel.models.capabilities import Capabilities, probe_capabilities, rope_types
+from hf_parallel.models.capabilities import Capabilities, probe_capabilities
+from hf_parallel.models.rotary import rope_types
 
 PAGE = ROOT / "docs" / "architectures.md"
 TEXT = """\

@@ -95,6 +95,24 @@ _LATENT_EXPERTS = {
     "first_k_dense_replace": 2,
     "num_mtp_layers": 0,
 }
+_ROUTED = {**_EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "head_dim": 16}
+_SHARED_KEYS = {
+    **_WINDOW,
+    "num_hidden_layers": 6,
+    "layer_types": 3 * [_SLIDING, _FULL],
+    "head_dim": 16,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+_WIDE_HEADS = {
+    **_ALTERNATING,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+}
 _DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 _YARN = {**_DEFAULT, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 _LLAMA3 = {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -301,6 +319,63 @@ ARCHITECTURES: dict[str, Architecture] = _by_name(
         },
         notes="Two attention layers per decoder layer; latents are scaled before they are cached.",
     ),
+    _architecture(
+        "gemma3n_text",
+        {
+            **_SHARED_KEYS,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.9, *5 * [0.0]],
+        },
+        notes="Layers 4 and 5 read the keys of layers 2 and 3.",
+    ),
+    _architecture(
+        "gemma4_text-e2b",
+        {**_SHARED_KEYS, "num_key_value_heads": 1, "global_head_dim": 32, "use_double_wide_mlp": True},
+        notes="Layers 4 and 5 read the keys of layers 2 and 3; heads of full layers are wider, a quarter is rotated.",
+    ),
+    _architecture("gemma4_text-e4b", {**_SHARED_KEYS, "global_head_dim": 32}),
+    _architecture(
+        "gemma4_text-26b",
+        {**_WIDE_HEADS, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+        notes="Full layers have other numbers and sizes of KV heads, and values that are their keys before RoPE.",
+    ),
+    _architecture("gemma4_text-31b", {**_WIDE_HEADS, "global_head_dim": 512}),
+    _architecture(
+        "llama4_text",
+        {
+            **_FOUR_LAYERS,
+            "head_dim": 16,
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": SLIDING_WINDOW,
+            "no_rope_layers": [1, 1, 0, 1],
+            "attn_temperature_tuning": False,
+        },
+        notes="Attention in chunks, except in layer 2, which has no RoPE.",
+    ),
+    _architecture(
+        "phimoe",
+        {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+        notes="The window is in the mask but not in the arguments of attention.",
+    ),
+    _architecture(
+        "mimo_v2_flash",
+        {**_ALTERNATING, **_EXPERTS, "n_routed_experts": 4, "head_dim": 24, "v_head_dim": 16},
+        attn_implementation="eager",
+        notes="Heads of 24 dimensions for keys, 16 for values; sinks.",
+    ),
+    _architecture("granite_swa", _ALTERNATING, attn_implementation="eager"),
+    _architecture("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}),
+    _architecture("glm4_moe", {**_ROUTED, "first_k_dense_replace": 1}),
+    _architecture("hy_v3", {**_EXPERTS, "head_dim": 16, "num_experts": 4}),
+    _architecture("afmoe", {**_ALTERNATING, **_EXPERTS, "head_dim": 16, "num_experts": 4, "num_dense_layers": 1}),
+    _architecture("cohere2_moe", {**_ALTERNATING, **_EXPERTS, "head_dim": 16, "num_experts": 4, "logit_scale": 1.0}),
+    _architecture("dots1", {**_ALTERNATING, **_ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1}),
+    _architecture("exaone_moe", {**_ALTERNATING, **_EXPERTS, "head_dim": 16, "num_experts": 4}),
+    _architecture("laguna", {**_ALTERNATING, **_EXPERTS, "head_dim": 16, "num_experts": 4}),
+    _architecture("solar_open", _ROUTED),
 )
 
 REPRESENTATIVE = (
@@ -395,11 +470,6 @@ REFUSED: dict[str, Architecture] = _by_name(
     ),
     _architecture("diffllama", notes="Splits the values between the cache and attention."),
     _architecture(
-        "phimoe",
-        {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
-        notes="The window is in the mask but not in the arguments of attention.",
-    ),
-    _architecture(
         "jetmoe",
         {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
         without=("num_attention_heads",),
@@ -416,17 +486,5 @@ REFUSED: dict[str, Architecture] = _by_name(
         without=("num_key_value_heads", "attention_dropout"),
         positions="learned",
         notes="Not causal.",
-    ),
-    _architecture(
-        "gemma4_text",
-        {
-            **_ALTERNATING,
-            "head_dim": 16,
-            "global_head_dim": 16,
-            "num_kv_shared_layers": 2,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-        },
-        notes="Layers 2 and 3 have no keys of their own.",
     ),
 )

@@ -76,13 +76,13 @@ class DenseOracle:
         value: torch.Tensor,
         scale: float,
         window: int | None,
+        chunk: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """One layer: `[heads, T, head_dim]` queries against the visible tokens of each row."""
-        old = key[:, :0]
-        self.keys[layer] = torch.cat((self.keys.get(layer, old), key), dim=1)
-        self.values[layer] = torch.cat((self.values.get(layer, old), value), dim=1)
+        self.keys[layer] = torch.cat((self.keys.get(layer, key[:, :0]), key), dim=1)
+        self.values[layer] = torch.cat((self.values.get(layer, value[:, :0]), value), dim=1)
         positions = torch.tensor(self.positions)
         groups, out, offset = query.shape[0] // key.shape[0], [], 0
         for seen, n in self.rows:
@@ -94,6 +94,8 @@ class DenseOracle:
                 scores = softcap * torch.tanh(scores / softcap)
             distance = at[-n:, None] - at
             hidden = (distance < 0) | (distance >= (window or len(seen)))
+            if chunk is not None:
+                hidden |= at // chunk != at[-n:, None] // chunk
             scores = scores.masked_fill(hidden, -math.inf)
             if sinks is not None:
                 scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(-1, n, 1)), dim=-1)
@@ -116,7 +118,11 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     layer: Any = module.layer_idx
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _running[-1].attend(layer, query[0], key[0], value[0], scale, sliding_window, softcap, s_aux)
+    config: Any = module.config
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    chunk = config.attention_chunk_size if kinds[layer] == "chunked_attention" else None
+    window = config.sliding_window if kinds[layer] == "" and hasattr(config, "sliding_window") else sliding_window
+    out = _running[-1].attend(layer, query[0], key[0], value[0], scale, window, chunk, softcap, s_aux)
     return out.transpose(0, 1)[None], None
 
 

@@ -32,6 +32,7 @@ class Features:
     softcap: float | None = None
     sinks: bool = False
     window: int | None = None
+    chunk: int | None = None
     rank: int | None = None  # of latents from which the `groups` heads are expanded
 
     @property
@@ -105,7 +106,7 @@ class Scene:
         )
         sinks = None if self.sinks is None else self.sinks.to(dtype)
         heads = self.heads and self.heads._replace(weight=self.heads.weight.to(dtype))
-        params = AttentionParams(f.kv_heads, f.head_dim**-0.5, f.rotary, f.softcap, sinks, f.window, heads)
+        params = AttentionParams(f.kv_heads, f.head_dim**-0.5, f.rotary, f.softcap, sinks, f.window, f.chunk, heads)
         return backend(query.to(dtype), keys.to(dtype), values.to(dtype), self.forward.plan, params)
 
     def _poison(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -139,6 +140,8 @@ class Scene:
                 scores = f.softcap * torch.tanh(scores / f.softcap)
             distance = at[length - n :, None] - at
             visible = (distance >= 0) & (distance < (f.window or length + 1))
+            if f.chunk is not None:
+                visible &= at[length - n :, None] // f.chunk == at // f.chunk
             scores = scores.masked_fill(~visible, -math.inf).exp()
             total = scores.sum(-1) + (0 if self.sinks is None else self.sinks[:, None].exp())
             out.append((scores / total[..., None] @ v).transpose(0, 1))
@@ -181,6 +184,7 @@ def features(draw: st.DrawFn) -> Features:
         softcap=draw(st.sampled_from([None, None, 1.5])),
         sinks=draw(st.booleans()),
         window=draw(st.sampled_from([None, None, 1, 3, 17])),
+        chunk=draw(st.sampled_from([None, None, None, 4, 19])),
     )
 
 

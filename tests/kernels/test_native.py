@@ -180,15 +180,15 @@ def test_short_runs_are_causal(heads: int, kv_heads: int, tokens: int, window: i
 
 
 @compiled
-@pytest.mark.parametrize("window", [None, 4, 60], ids=str)
-def test_calls_are_carried_over_to_following_and_repeated_decode_steps(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (4, None), (60, None), (None, 85)], ids=str)
+def test_calls_are_carried_over_to_following_and_repeated_decode_steps(window: int | None, chunk: int | None) -> None:
     """Workers see each other's growing blocks, rotated by other angles in each step; each second step is repeated."""
     torch.manual_seed(0)
     rotary = RotarySpec((1.0, 0.3, 0.1, 0.02))
     cache = BlockCache({0: rotary})
     common, *own = cache.pool.new_block(50), *cache.pool.new_blocks(3, 40)
     views = [[common, *(other for other in own if other is not mine), mine] for mine in own]
-    params = AttentionParams(2, 0.3, rotary, window=window)
+    params = AttentionParams(2, 0.3, rotary, window=window, chunk=chunk)
 
     def step(segments: list[Segment]) -> AttentionPlan:
         plan = cache.prepare(segments).plan
@@ -206,7 +206,7 @@ def test_calls_are_carried_over_to_following_and_repeated_decode_steps(window: i
         expected = reference.ReferenceBackend().attend(query, layer.keys, layer.values, plan, params)
         out = torch_attention.TorchBackend().attend(query, layer.keys, layer.values, plan, params)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-        assert computed_natively(plan.windowed(window))
+        assert computed_natively(plan.windowed(window, chunk))
         runs.add(plan.lineage)
         cache.rollback() if number % 2 else cache.commit()
     assert len(runs) == 1

@@ -203,12 +203,22 @@ def decoding(scene: Scene) -> list[Segment]:
 
 
 @pytest.mark.parametrize(
-    ("style", "window", "common"),
-    [("none", None, 9), ("half", None, 9), ("half", 3, 9), ("half", 90, 100), ("interleaved", 14, 9)],
+    ("style", "window", "common", "chunk"),
+    [
+        ("none", None, 9, None),
+        ("half", None, 9, None),
+        ("half", 3, 9, None),
+        ("half", 90, 100, None),
+        ("interleaved", 14, 9, None),
+        ("half", None, 9, 8),
+    ],
 )
 @pytest.mark.usefixtures("short_horizon")
-def test_following_steps_are_right_within_the_horizon_and_after_it(style: str, window: int | None, common: int) -> None:
-    scene = workers(Features(rotary=STYLES[style], window=window), 2, 2, common)
+def test_following_steps_are_right_within_the_horizon_and_after_it(
+    style: str, window: int | None, common: int, chunk: int | None
+) -> None:
+    """Under windows, and in chunks that begin between two steps and into which other blocks grow."""
+    scene = workers(Features(rotary=STYLES[style], window=window, chunk=chunk), 2, 2, common)
     segments = decoding(scene)
     scene.cache.pool.reserve([(segment.view[-1], 30) for segment in segments])
     steps = []

@@ -39,9 +39,9 @@ def partitions(draw: st.DrawFn) -> list[Partition]:
     return [Partition(n, draw(st.sampled_from([1, 4, 16])), draw(st.sampled_from([1, 2, 7, 100]))) for n in sizes]
 
 
-def keys_by_plan(plan: AttentionPlan, window: int | None) -> Counter[tuple[int, int, int]]:
+def keys_by_plan(plan: AttentionPlan, *limits: int | None) -> Counter[tuple[int, int, int]]:
     """Visible keys of each pair: (pair, slot of the extent, index in it)."""
-    plan = plan.windowed(window)
+    plan = plan.windowed(*limits)
     return Counter(
         (pair, int(plan.block_origin[block]), int(plan.block_first[block]) + key)
         for block in range(plan.num_blocks)
@@ -50,9 +50,9 @@ def keys_by_plan(plan: AttentionPlan, window: int | None) -> Counter[tuple[int, 
     )
 
 
-def keys_by_items(work: Work, plan: AttentionPlan, window: int | None) -> Counter[tuple[int, int, int]]:
+def keys_by_items(work: Work, plan: AttentionPlan, *limits: int | None) -> Counter[tuple[int, int, int]]:
     """The same, as the programs of the kernel compute them."""
-    plan, seen = plan.windowed(window), Counter[tuple[int, int, int]]()
+    plan, seen = plan.windowed(*limits), Counter[tuple[int, int, int]]()
     for item in work.items[[i for offsets in work.item_offsets for i in range(offsets[0], offsets[-1])]]:
         origin, _, block_first, start, stop, first_pair, num_pairs, *_ = item.tolist()
         for pair in work.pairs[first_pair : first_pair + num_pairs].tolist():
@@ -64,9 +64,9 @@ def keys_by_items(work: Work, plan: AttentionPlan, window: int | None) -> Counte
 @QUICK
 @given(scene=scenes(), partitions=partitions())
 def test_items_cover_every_visible_key_exactly_once(scene: Scene, partitions: list[Partition]) -> None:
-    plan, window = scene.forward.plan, scene.features.window
-    work = make_work(plan, partitions, window)
-    assert keys_by_items(work, plan, window) == keys_by_plan(plan, window)
+    plan, limits = scene.forward.plan, (scene.features.window, scene.features.chunk)
+    work = make_work(plan, partitions, *limits)
+    assert keys_by_items(work, plan, *limits) == keys_by_plan(plan, *limits)
     assert (work.items[:, ITEM_FIELDS.index("start")] < work.items[:, ITEM_FIELDS.index("stop")]).all()
 
 
@@ -77,11 +77,11 @@ def test_items_cover_the_following_steps(scene: Scene, partitions: list[Partitio
     assume(segments)
     scene.cache.pool.reserve([(segment.view[-1], segment.view[-1].length + horizon + 1) for segment in segments])
     scene.step(segments)
-    window = scene.features.window
-    work = make_work(scene.forward.plan, partitions, window, horizon)
+    limits = scene.features.window, scene.features.chunk
+    work = make_work(scene.forward.plan, partitions, *limits, horizon)
     for _ in range(horizon + 1):
         plan = scene.forward.plan
-        assert keys_by_items(work, plan, window) == keys_by_plan(plan, window)
+        assert keys_by_items(work, plan, *limits) == keys_by_plan(plan, *limits)
         scene.forward = replace(scene.forward, plan=plan.next_step())
 
 

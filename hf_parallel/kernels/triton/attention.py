@@ -77,12 +77,13 @@ class TritonBackend:
             query, values, leads, lead = latent.absorb(query), keys, values, values.shape[-1]
         tokens, heads, dim = query.shape
         sizes = heads // params.num_kv_heads, params.num_kv_heads, dim - lead, values.shape[-1]
-        shape = LayerShape(*sizes, query.dtype, query.device, params.window, params.rotary, lead)
+        shape = LayerShape(*sizes, query.dtype, query.device, params.window, params.rotary, lead, params.chunk)
         max_tokens = bucket(tokens)
         launch = launch_for(plan, (shape, max_tokens), lambda: AttendLaunch(plan, shape, max_tokens))
         query = query if query.stride(-1) == 1 else query.contiguous()
         out = query.new_empty(tokens, heads, shape.value_dim)
-        scalars = shape.num_kv_heads, params.scale, params.softcap or 0.0, shape.window or _NO_WINDOW
+        limits = shape.window or _NO_WINDOW, shape.chunk or 1
+        scalars = shape.num_kv_heads, params.scale, params.softcap or 0.0, *limits
         with on_device(query.device):
             for grid, tensors, constants in launch.calls:
                 attend_kernel[grid](

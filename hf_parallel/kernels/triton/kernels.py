@@ -162,15 +162,18 @@ def attend_kernel(
     pair_position,  # int32 [P]
     hi_increment,  # int32 [P]
     position_increment,  # int32 [P]
+    block_start,  # int32 [P]; not read without chunks
+    start_increment,  # int32 [P]
     cos,  # float32 [P, HALF]
     sin,  # float32 [P, HALF]
     step,  # int32 [1]
     part_out,  # float32 [S, heads, DIM_V]
     part_lse,  # float32 [S, heads]
-    query_stride_token, query_stride_head, num_kv_heads, scale, softcap, window,
-    GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, LEAD: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    query_stride_token, query_stride_head, num_kv_heads, scale, softcap, window, chunk,
+    CHUNKED: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, LEAD: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of work items for one KV head: each key and value of an item is read once, for all rows of its tile.
 
@@ -204,6 +207,10 @@ def attend_kernel(
         position = tl.load(pair_position + pair, mask=live, other=0)
         position += now * tl.load(position_increment + pair, mask=live, other=0)
         lo = tl.maximum(tl.load(pair_lo + pair, mask=live, other=0), position - window + 1)
+        if CHUNKED:
+            before = tl.load(block_start + pair, mask=live, other=0)
+            before += now * tl.load(start_increment + pair, mask=live, other=0)
+            lo = tl.maximum(lo, (position + before) // chunk * chunk - before)
         hi = tl.load(pair_hi + pair, mask=live, other=0) + now * tl.load(hi_increment + pair, mask=live, other=0)
         begin, end, num_tiles, first_full, num_full = _visible_tiles(start, stop, live, lo, hi, BLOCK_N)
         token = tl.load(pair_query + pair, mask=live, other=0).to(tl.int64)

@@ -40,6 +40,7 @@ class LayerShape(NamedTuple):
     window: int | None
     rotary: RotarySpec | None
     lead: int = 0  # dimensions of the keys that are stored beside latents of `head_dim`
+    chunk: int | None = None
 
 
 class Tiling(NamedTuple):
@@ -174,9 +175,12 @@ class AttendLaunch(Launch):
 
     def _call(self, number: int, tiling: Tiling) -> tuple[tuple[int], tuple[torch.Tensor, ...], dict[str, int | str]]:
         """Grid, tensors and constants of a launch of the attention kernel, the same for all layers."""
-        shape, names = self.shape, ("pair_query", "pair_lo", "pair_hi", "pair_position", "hi_increment")
-        buffers = [self.buffers[name] for name in ("items", f"item_offsets {number}", *names, "position_increment")]
+        shape, starts = self.shape, ("block_start", "start_increment")
+        names = ["pair_query", "pair_lo", "pair_hi", "pair_position", "hi_increment", "position_increment"]
+        names += starts if shape.chunk else names[:2]
+        buffers = [self.buffers[name] for name in ("items", f"item_offsets {number}", *names)]
         constants: dict[str, int | str] = {
+            "CHUNKED": shape.chunk is not None,
             **dim_constants(shape.head_dim, shape.value_dim),
             "LEAD": shape.lead,
             "BLOCK_L": block_size(shape.lead),
@@ -228,12 +232,18 @@ class AttendLaunch(Launch):
             Partition(tiling.block_m // tiling.group_tile(groups), tiling.block_n, self._max_programs(tiling))
             for tiling in self._tilings
         ]
-        return make_work(plan, partitions, self.shape.window, 0 if plan.increments is None else self.horizon)
+        horizon = 0 if plan.increments is None else self.horizon
+        return make_work(plan, partitions, self.shape.window, self.shape.chunk, horizon)
 
     def _named(self, plan: AttentionPlan, work: Work) -> dict[str, np.ndarray]:
         pairs, zeros = work.pairs, np.zeros(len(plan.pair_query), np.int64)
         step = plan.increments or Increments(zeros, zeros, zeros)
+        chunks = {}
+        if self.shape.chunk is not None:
+            start, later = (plan.block_start(at) for at in (plan.pair_position, plan.pair_position + step.position))
+            chunks = {"block_start": start[pairs], "start_increment": (later - start)[pairs]}
         return {
+            **chunks,
             "items": work.items.reshape(-1),
             **{f"item_offsets {i}": offsets for i, offsets in enumerate(work.item_offsets)},
             "pair_query": plan.pair_query[pairs],

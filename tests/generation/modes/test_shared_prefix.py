@@ -117,7 +117,7 @@ def unique_tokens(rows: list[torch.Tensor]) -> int:
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of one token's keys and values in transformers' own cache."""
     layers = model(torch.tensor([[5]]), use_cache=True).past_key_values.layers
-    return sum(t.nbytes for layer in layers for t in (layer.keys, layer.values))
+    return sum(t.nbytes for layer in layers for t in (layer.keys, layer.values) if t is not None)
 
 
 class TokenCount:

@@ -18,7 +18,7 @@ from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings, default_name
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.models.capabilities import max_positions
+from hf_parallel.models.rotary import max_positions
 from hf_parallel.transcript.sections import TranscriptStyle
 
 

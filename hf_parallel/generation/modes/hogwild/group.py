@@ -19,7 +19,7 @@ from hf_parallel.generation.modes.final_answers import AnswerSearch
 from hf_parallel.generation.modes.hogwild.output import COMMON, Step
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
 from hf_parallel.generation.rows import PassInputs, PendingWrites, Row, RowGroup
-from hf_parallel.models.capabilities import max_positions
+from hf_parallel.models.rotary import max_positions
 
 logger = logging.get_logger(__name__)
 

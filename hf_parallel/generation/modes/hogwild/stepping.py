@@ -29,7 +29,7 @@ from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import is_int, json_error
-from hf_parallel.models.capabilities import max_positions
+from hf_parallel.models.rotary import max_positions
 
 RESTORED_TOGETHER = 256
 """Passes of a journal that are computed in one forward pass, unless their tokens exceed a prefill chunk."""

@@ -70,6 +70,12 @@ VARIANTS = {
     "phi": "partial rotary, parallel residuals",
     "gpt_neox": "drops keyword arguments",
     "stablelm": "partial rotary",
+    "gemma3n_text": "layers that share keys, sliding windows",
+    "gemma4_text-e2b": "layers that share keys, heads of two sizes, some dimensions rotated",
+    "gemma4_text-26b": "two numbers of KV heads, experts",
+    "llama4_text": "chunks, layers without RoPE, interleaved pairs",
+    "phimoe": "sliding windows of the mask",
+    "mimo_v2_flash": "keys and values of different sizes, sinks, sliding windows",
     "llama": "plain RoPE",
 }
 
