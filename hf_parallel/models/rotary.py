@@ -109,6 +109,7 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def tolerance(x: torch.Tensor, allowed: tuple[float, float]) -> float:
+    """Return the relative error allowed for a tensor's dtype: the second one for half precision."""
     return allowed[0] if x.dtype in (torch.float32, torch.float64) else allowed[1]
 
 
@@ -118,4 +119,5 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 
 def position_limit(model: PreTrainedModel) -> int:
+    """Return the number of positions that can be probed: all of the model's."""
     return max_positions(model.config) or max(PROBE_POSITIONS) + 1

@@ -8,7 +8,7 @@ import hybrids
 import tiny
 from paths import ROOT
 from tiny import ARCHITECTURES, REFUSED, Architecture
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import UnsupportedModelError
@@ -30,8 +30,9 @@ logits. Models that are not listed may work. Unsupported models raise `Unsupport
   rotated dimensions of a head if not all are, layers without RoPE, and the scaling of the frequencies.
 - **States**: layers with linear attention, an SSM or a short convolution, which keep a state instead of keys, or beside
   them. A state belongs to one order of tokens, so that hogwild does not work.
-- **Attention**: a sliding window (in all layers or some), soft-capped scores, attention sinks, latents (MLA: the cache
-  holds a latent per token, from which keys and values of all heads are expanded). All are supported.
+- **Attention**: a sliding window (in all layers or some), chunks, soft-capped scores, attention sinks, layers that read
+  the keys of earlier ones, latents (MLA: the cache holds a latent per token, from which keys and values of all heads
+  are expanded). All are supported.
 
 `python tests/helpers/architecture_table.py` writes this page, and a test compares it with the models.
 
@@ -64,7 +65,7 @@ def row_of(architecture: Architecture) -> Sequence[str]:
     reason = _reason(model, found.why_no_rotation)
     if found.max_length is not None:
         reason += "; shared_prefix serves rows up to that length"
-    return name, "yes", turns, _rope(model, found), _attention(model, architecture), _states(found), reason
+    return name, "yes", turns, _rope(model, found), _attention(model, architecture, found), _states(found), reason
 
 
 def _states(found: Capabilities) -> str:
@@ -80,12 +81,10 @@ def _reason(model: PreTrainedModel, why: str) -> str:
 def _rope(model: PreTrainedModel, found: Capabilities) -> str:
     if found.rotary is None:
         return ""
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    specs = {spec: None for spec in found.rotary.values() if spec is not None}
+    specs = {spec: layer for layer, spec in found.rotary.items() if spec is not None}
     parts = [f"{len(specs)} tables"] if len(specs) > 1 else []
-    parts += dict.fromkeys(_one_table(spec, head_dim) for spec in specs)
-    parts += sorted(rope_types(config) - {"default"})
+    parts += dict.fromkeys(_one_table(spec, _head_dim(model.config, layer)) for spec, layer in specs.items())
+    parts += sorted(rope_types(model.config) - {"default"})
     without = [str(layer) for layer, spec in found.rotary.items() if spec is None]
     if without:
         parts.append(f"none in layers {', '.join(without)}")
@@ -94,14 +93,24 @@ def _rope(model: PreTrainedModel, found: Capabilities) -> str:
 
 def _one_table(spec: RotarySpec, head_dim: int) -> str:
     style = "interleaved" if spec.interleaved else "half-split"
-    return style if spec.rotary_dim == head_dim else f"{style} {spec.rotary_dim} of {head_dim}"
+    rotated = 2 * sum(frequency > 0 for frequency in spec.inv_freq)
+    return style if rotated == head_dim else f"{style} {rotated} of {head_dim}"
 
 
-def _attention(model: PreTrainedModel, architecture: Architecture) -> str:
+def _head_dim(config: PreTrainedConfig, layer: int) -> int:
+    config = config.per_layer_config[layer]
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _attention(model: PreTrainedModel, architecture: Architecture, found: Capabilities) -> str:
     parts = ["latents"] if getattr(model.config, "kv_lora_rank", None) else []
     if architecture.sliding_window:
         kinds = set(getattr(model.config, "layer_types", None) or [])
         parts.append("window in some layers" if "full_attention" in kinds else "window")
+    if any(read.chunk for read in found.reads.values()):
+        parts.append("chunks")
+    if sharing := [str(layer) for layer, read in found.reads.items() if read.source != layer]:
+        parts.append(f"keys of earlier layers in layers {', '.join(sharing)}")
     if getattr(model.config, "attn_logit_softcapping", None):
         parts.append("soft-capping")
     if any("sinks" in name for name, _ in model.named_parameters()):
