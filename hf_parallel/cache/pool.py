@@ -155,11 +155,25 @@ class Pool:
         block.extent, block.first, block.length = Extent(0, 0), 0, 0
         self.forget_state(block)
 
+    def continues(self, block: Block, length: int) -> bool:
+        """Return whether rows can continue after the first `length` tokens of a block: no state is missing there."""
+        return not (length and self.states.in_use) or block.state_at == length
+
     def forget_state(self, block: Block) -> None:
         """Free the state of a block, if it has one."""
         if block.state >= 0:
             self.states.release(block.state)
         block.state = block.state_at = -1
+
+    def move_state(self, source: Block, target: Block) -> None:
+        """Make the state at the end of `source` that of `target`, to whose end its tokens were copied.
+
+        At other positions than its own, or if it has none, `target` has no state afterwards.
+        """
+        if source.has_state and source.base + source.length == target.base + target.length:
+            source.state, target.state, target.state_at = target.state, source.state, target.length
+        elif source.length:
+            target.state_at = -1
 
     def truncate(self, block: Block, length: int) -> None:
         """Remove a block's tokens from index `length` on; raises `ValueError` unless `0 <= length <= block.length`."""
@@ -240,8 +254,9 @@ class Pool:
     def move(self, source: Block, target: Block) -> None:
         """Move all tokens of `source` to the end of `target`, with keys rotated to their new positions.
 
-        Copies only these tokens; `source` is empty afterwards. Raises `ValueError` if the blocks are the same, or if
-        positions change and the rotary embedding is unknown.
+        Copies only these tokens; `source` is empty afterwards. If it has followed `target`, its state is from now on
+        that of `target`. Raises `ValueError` if the blocks are the same, or if positions change and the rotary
+        embedding is unknown.
         """
         self.check_owned(source)
         self.check_owned(target)
@@ -256,8 +271,8 @@ class Pool:
         self._log_copy(source, 0, source.length, target, target.length)
         self.touch()
         target.length += source.length
-        source.length = 0
-        source.state_at = target.state_at = -1
+        self.move_state(source, target)
+        source.length, source.state_at = 0, -1
 
     def reserve(self, wanted: Wanted) -> None:
         """Ensure capacity for `length` tokens in each `(block, length)`.

@@ -24,7 +24,8 @@ class Tree:
     prompt: list[Block]  # root to leaf
     trunk: Block  # the answer outside of branches, and the branches that have been moved into it
     branches: list[Block] = field(default_factory=list)  # being decoded, each directly after the trunk
-    joining: list[Block] = field(default_factory=list)  # joined branches not yet moved, then the trunk's continuation
+    joining: list[Block] = field(default_factory=list)
+    """Joined branches that are not moved yet, then the trunk's continuation: only the latter if it was detached."""
 
     @property
     def view(self) -> list[Block]:
@@ -46,14 +47,24 @@ class TreeBranchCache(SharedPrefixCache):
             trunk.base = start
         return trunks
 
+    def detach(self, tree: Tree) -> None:
+        """Let the trunk continue in a block of its own until `move_joined`: layers keep their states at the trunk's end.
+
+        `branch` can then go back there.
+        """
+        tree.joining.append(self.pool.new_block(base=view_length(tree.view)))
+
     def branch(
         self, tree: Tree, length: int, count: int, pending: int = 0, expected_length: int = BRANCH_CAPACITY
     ) -> None:
-        """Truncate the trunk to `length` tokens and start `count` branches there.
+        """Truncate the trunk to `length` tokens, delete its detached continuation and start `count` branches there.
 
         `pending` tokens will be appended to the trunk before the first tokens of the branches. `expected_length` is the
         expected average length of a branch in tokens; its storage grows if necessary.
         """
+        for block in tree.joining:
+            self.pool.free(block)
+        tree.joining = []
         self.pool.truncate(tree.trunk, length)
         base = view_length(tree.view) + pending
         tree.branches = self.pool.new_blocks(count, min(expected_length, BRANCH_CAPACITY), base)

@@ -384,6 +384,7 @@ class Request:
         delta = (event.target.base + event.at) - (event.source.base + event.start)
         pool.arena.copy(source, target, delta, pool.rotary)
         event.target.length = event.at + count
+        pool.move_state(event.source, event.target)
 
     # Streaming
 

@@ -111,17 +111,18 @@ class DecodeLoop:
         began, prefilling = time.perf_counter(), self.stats.prefill_seconds
         active = list(rows)
         next_tokens: NextTokens | None = logits
-        drafts = on_token is None and after_pass is None and schedule is None
+        is_plain = on_token is None and after_pass is None and schedule is None
+        runs_ahead = is_plain or not self.cache.pool.states.in_use  # states do not go back after a void pass
         while active:
             ahead: PassAhead | None = None
             if next_tokens is not None:
-                if self._can_overlap(active):
+                if runs_ahead and self._can_overlap(active):
                     next_tokens = self._sampled(active, next_tokens)  # queues the copy of the tokens before the pass
                     ahead = PassAhead(self.runner, active, next_tokens.tokens)
                 active = self.sample(active, next_tokens, on_token)
                 if schedule is not None:
                     active = [row for row in schedule(active) if row.is_active()]
-            if self.draft is not None and drafts:
+            if self.draft is not None and is_plain:
                 active = self.draft(active)
             next_tokens = None if ahead is None else self._confirmed(ahead, active)
             if next_tokens is None and active:

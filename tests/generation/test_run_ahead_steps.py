@@ -128,9 +128,12 @@ def test_passes_are_rarely_queued_ahead_while_many_are_void(both: Any, monkeypat
     assert 2 <= actual.stats.forward_passes - expected.stats.forward_passes <= 3 + len(ends) // 8
 
 
-@pytest.mark.parametrize("mode", BUILT_IN)
-def test_every_mode_generates_the_same(both: Any, mode: str) -> None:
-    model = hf_parallel.enable(tiny.build("llama"))
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("llama", mode) for mode in BUILT_IN] + [("lfm2", mode) for mode in BUILT_IN if mode != "hogwild"],
+)
+def test_every_mode_generates_the_same(both: Any, name: str, mode: str) -> None:
+    model = hf_parallel.enable(tiny.build(name))
 
     def generate() -> Any:
         settings = {"tokenizer": TOKENIZER, "do_sample": True, "seed": 5, "return_dict_in_generate": True}

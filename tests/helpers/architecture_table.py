@@ -29,7 +29,7 @@ logits. Models that are not listed may work. Unsupported models raise `Unsupport
 - **RoPE**: which dimensions form a rotated pair (`half-split` as in Llama, `interleaved` as in GLM), the number of
   rotated dimensions of a head if not all are, layers without RoPE, and the scaling of the frequencies.
 - **States**: layers with linear attention, an SSM or a short convolution, which keep a state instead of keys, or beside
-  them. A state belongs to one order of tokens, so that hogwild does not work.
+  them. A state belongs to one order of tokens, so that hogwild and pdos with `join="rotate"` do not work.
 - **Attention**: a sliding window (in all layers or some), chunks, soft-capped scores, attention sinks, layers that read
   the keys of earlier ones, latents (MLA: the cache holds a latent per token, from which keys and values of all heads
   are expanded). All are supported.

@@ -14,6 +14,8 @@ import tiny
 import torch
 from tiny_tokenizer import TOKENIZER
 from transformers import PreTrainedModel
+from workers import TOKENIZER as ASCII
+from workers import encode
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache, UnsupportedModelError
@@ -107,6 +109,25 @@ def test_seeded_samples_equal_the_row_alone_and_replay(name: str, num_calls: int
         assert output.stats.replayed_tokens >= NUM_TOKENS
 
 
+def fail_sometimes(engine: Engine, rng: random.Random, num_segments: int) -> None:
+    """Let an engine run out of memory in some of its larger passes, so that it preempts requests."""
+    plan = engine._storage.cache.prepare_run
+
+    def sometimes(passes: Any) -> Any:
+        if len(passes[0]) > num_segments and rng.random() < 0.2:
+            raise RuntimeError("out of memory")
+        return plan(passes)
+
+    engine._storage.cache.prepare_run = sometimes  # type: ignore[method-assign]
+
+
+def check_preempted_and_idle(engine: Engine) -> None:
+    """Check that requests were preempted, and that only nodes of the tree still have states."""
+    assert engine.stats.preemptions > 0
+    kept = [node for node in engine._storage.tree.nodes() if node.block is not None and node.block.state >= 0]
+    assert engine._storage.pool.states.num_used == len(kept)
+
+
 @pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
 def test_an_engine_forks_and_rebuilds_states(name: str) -> None:
     model, alone, rng, known = enabled(name), Alone(name), random.Random(name), list[list[int]]()
@@ -114,14 +135,7 @@ def test_an_engine_forks_and_rebuilds_states(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match="max_kv_bytes must be None"), Engine(model, max_kv_bytes=1 << 20):
         pass
     with Engine(model, max_batch_tokens=64) as engine:
-        plan = engine._storage.cache.prepare_run
-
-        def sometimes(passes: Any) -> Any:
-            if len(passes[0]) > 4 and rng.random() < 0.2:
-                raise RuntimeError("out of memory")
-            return plan(passes)
-
-        engine._storage.cache.prepare_run = sometimes  # type: ignore[method-assign]
+        fail_sometimes(engine, rng, 4)
         for _ in range(3):
             batches = [random_prompts(rng, known)[:3] for _ in range(5)]
             expected = [[alone.tokens(prompt) for prompt in prompts] for prompts in batches]
@@ -134,9 +148,25 @@ def test_an_engine_forks_and_rebuilds_states(name: str) -> None:
                 rows = handle.result(timeout=600).sequences[:, max(map(len, prompts)) :].tolist()
                 assert rows == tokens
                 known += [prompt + row for prompt, row in zip(prompts, rows, strict=True)]
-        assert engine.stats.preemptions > 0
-        kept = [node for node in engine._storage.tree.nodes() if node.block is not None and node.block.state >= 0]
-        assert engine._storage.pool.states.num_used == len(kept)
+        check_preempted_and_idle(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
+def test_branches_continue_from_rebuilt_states(name: str) -> None:
+    """Requests of pdos whose passes fail now and then are preempted; their blocks are moved and deleted meanwhile."""
+    model, prompts, rng = enabled(name), ["Tell: ", "Tell me: ", "Say: ", "Go: "], random.Random(name)
+    settings: dict[str, Any] = {"generation_mode": "pdos", "tokenizer": ASCII, "max_new_tokens": 130, "do_sample": True}
+    settings |= {"opening": "So #.\n####", "max_branches": 3, "max_title_tokens": 4, "branch_max_new_tokens": 10}
+    calls = [(torch.tensor([encode(one)]), {**settings, "seed": [n]}) for n, one in enumerate(prompts)]
+    alone = [model.generate(ids, **given, return_dict_in_generate=True) for ids, given in calls]
+    assert all(len(out.blocks[0]) == 1 for out in alone)
+    with Engine(model, max_batch_tokens=64) as engine:
+        fail_sometimes(engine, rng, 3)
+        handles = [engine.submit(ids, **given) for ids, given in calls * 2]
+        for handle, out in zip(handles, alone * 2, strict=True):
+            assert torch.equal(handle.result(timeout=600).sequences, out.sequences)
+        check_preempted_and_idle(engine)
 
 
 def test_best_of_drops_rows_of_a_hybrid() -> None:
@@ -151,6 +181,8 @@ def test_modes_without_one_sequence_per_row_raise() -> None:
     model, ids = enabled("lfm2"), torch.tensor([[5, 6, 7]])
     with pytest.raises(UnsupportedModelError, match=r"hogwild .* model\.layers\.0\.conv: modes that work are"):
         model.generate(ids, generation_mode="hogwild", max_new_tokens=4, num_workers=2, tokenizer=TOKENIZER)
+    with pytest.raises(UnsupportedModelError, match=r"rotates keys .* model\.layers\.0\.conv.*: use 'reencode'"):
+        model.generate(ids, generation_mode="pdos", max_new_tokens=4, join="rotate", tokenizer=TOKENIZER)
     with pytest.raises(UnsupportedModelError, match="draft_tokens must be 0"):
         model.generate(ids, generation_mode="resample", max_new_tokens=4, draft_tokens=3, logits_cache=LogitsCache())
     with pytest.raises(ValueError, match="keep a state cannot use this cache in a plain forward pass"):

@@ -89,6 +89,7 @@ class PDOSConfig(PDOSSettings):
     traits = ModeTraits(
         rows=PDOSRows,
         prompt=PDOSPrompt,
+        keeps_states=True,
         streams_text=True,
         streams_tokens="when_final",
         text_markers={**BlockFormat().markers, "join": "reencode", "branch_separator": "\n"},

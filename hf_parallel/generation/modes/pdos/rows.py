@@ -94,3 +94,18 @@ def answer_log_probs(sampler: Sampler, trunks: Sequence[TrunkRow]) -> torch.Tens
         return None
     drawn = spread(sampler.drawn, sampler.num_rows, by_draw=True).tolist()
     return padded_log_probs([[drawn[t.row][t.draw] if t.draw >= 0 else math.nan for t in one.tokens] for one in trunks])
+
+
+def aligned(samples: list[torch.Tensor] | None, trunks: Sequence[TrunkRow]) -> list[torch.Tensor] | None:
+    """Reorder `[rows, vocabulary]` per sample into `[batch, vocabulary]` per token; zeros for tokens not sampled."""
+    if samples is None:
+        return None
+    found = []
+    for position in range(max(len(trunk.tokens) for trunk in trunks)):
+        values = samples[0].new_zeros(len(trunks), samples[0].shape[-1])
+        for trunk in trunks:
+            token = trunk.tokens[position] if position < len(trunk.tokens) else Token(-1, b"")
+            if token.draw >= 0:
+                values[trunk.index] = samples[token.draw][token.row]
+        found.append(values)
+    return found

@@ -34,7 +34,7 @@ from hf_parallel.generation.modes.pdos.output import (
     StageStats,
 )
 from hf_parallel.generation.modes.pdos.parser import BROKEN, DONE, OUTSIDE, SkeletonParser
-from hf_parallel.generation.modes.pdos.rows import BranchRow, TrunkRow, answer_log_probs
+from hf_parallel.generation.modes.pdos.rows import BranchRow, TrunkRow, aligned, answer_log_probs
 from hf_parallel.generation.modes.pdos.settings import PDOSSettings
 from hf_parallel.generation.modes.pdos.token_text import (
     WHITESPACE,
@@ -73,7 +73,7 @@ class PDOSRun:
             raise ValueError("pdos makes its own cache; past_key_values cannot be given")
         if config.join == "rotate" and call.capabilities.rotary is None:
             reason = call.capabilities.why_no_rotation
-            raise UnsupportedModelError(f"join='rotate' rotates keys to other positions: {reason}")
+            raise UnsupportedModelError(f"join='rotate' rotates keys to other positions ({reason}): use 'reencode'")
         for processor in call.logits_processor:
             if name := _BATCH_DEPENDENT.get(type(processor).__name__):
                 raise ValueError(f"{name} cannot be honoured by pdos: branches are rows of the batch, but not prompts")
@@ -132,7 +132,7 @@ class PDOSRun:
             self._pass_tokens = Counter(self._pass_stages)
             loop.decode(rows, logits, self._on_token, self._move_joined, self._schedule)
         sampler, trunks = loop.sampler, self.trunks
-        sampler.scores, sampler.logits = (_align(kept, trunks) for kept in (sampler.scores, sampler.logits))
+        sampler.scores, sampler.logits = (aligned(kept, trunks) for kept in (sampler.scores, sampler.logits))
         output = loop.output(
             PDOSOutput,
             trunks,
@@ -172,7 +172,8 @@ class PDOSRun:
 
     def _move_joined(self) -> None:
         for trunk in self.trunks:
-            self.cache.move_joined(trunk.tree)
+            if not self._may_open(trunk):
+                self.cache.move_joined(trunk.tree)
 
     def _schedule(self, active: Sequence[Row]) -> list[PDOSRow]:
         """Return the rows of the next pass, and count the cost of the last one."""
@@ -201,6 +202,8 @@ class PDOSRun:
             active = active[: trunk.branch_budget]
             if trunk.branches and not active:
                 self._join(trunk)
+            if self.cache.pool.states.in_use and self._may_open(trunk) and not (active or trunk.tree.joining):
+                self.cache.detach(trunk.tree)
             rows += active or ([] if trunk.finished else [trunk])
         return sorted(rows, key=lambda row: row.index)
 
@@ -258,6 +261,10 @@ class PDOSRun:
         limit = self.config.max_blocks
         return trunk.fallback is None and (limit is None or len(trunk.blocks) < limit)
 
+    def _may_open(self, trunk: TrunkRow) -> bool:
+        """Whether the last tokens of an answer may belong to a block, whose branches would replace them."""
+        return self._is_parsing(trunk) and (trunk.parser.phase != OUTSIDE or len(trunk.parser.matched) > 0)
+
     def _budget(self, trunk: TrunkRow) -> int:
         return self.call.max_new_tokens - len(trunk.tokens)
 
@@ -297,12 +304,14 @@ class PDOSRun:
         trunk.branch_budget = self.call.max_new_tokens - joined
         trunk.skeleton = text_of(block)[spans[0][0] :].decode(errors="replace")
         unchanged = trunk.parsed_from + sum(new is old for new, old in zip(head, block, strict=False))
-        self._add_branches(trunk, tokens, min(unchanged, trunk.tree.trunk.length), prefixes)
+        cached = min(unchanged, trunk.tree.trunk.length)
+        self._add_branches(trunk, tokens, cached if self.cache.pool.continues(trunk.tree.trunk, cached) else 0, prefixes)
         return True
 
     def _add_branches(self, trunk: TrunkRow, tokens: list[Token], cached: int, prefixes: list[list[Token]]) -> None:
         """Cut a trunk back to `tokens` and add branches; the first `cached` tokens have keys and values."""
-        computed = set(map(id, trunk.tokens[: trunk.tree.trunk.length]))
+        num_computed = sum(block.length for block in (trunk.tree.trunk, *trunk.tree.joining))
+        computed = set(map(id, trunk.tokens[:num_computed]))
         trunk.tokens, tail = tokens, ids(tokens[cached:])
         trunk.writes.add(trunk.tree.trunk, tail)
         num_tokens = sum(map(len, prefixes))
@@ -317,7 +326,7 @@ class PDOSRun:
             trunk.branches.append(BranchRow(trunk, row, output_row, block, title, prefix))
             self._show(trunk.branches[-1], text_of(prefix), "begin")
         self.loop.stats.prefilled_tokens += len(tail) + num_tokens
-        again = sum(id(token) in computed for prefix in prefixes for token in prefix)
+        again = sum(id(token) in computed for written in (tokens[cached:], *prefixes) for token in written)
         self.stages[BRANCHES].computed_again += again
 
     def _extend_branch(self, branch: BranchRow, token: int, ended: bool) -> bool:
@@ -359,7 +368,9 @@ class PDOSRun:
     def _join(self, trunk: TrunkRow) -> None:
         """Join the branches: some with their keys and values, the others as tokens, which are prefilled again."""
         branches, start = trunk.branches, len(trunk.tokens)
-        kept = branches if self.config.join == "rotate" else branches[:1]
+        kept = branches
+        if self.config.join == "reencode":  # the first one has followed the trunk, unless its state was cut off
+            kept = [one for one in branches[:1] if self.cache.pool.continues(one.block, one.num_cached)]
         reencoded = [token for branch in branches[len(kept) :] for token in branch.joined] + trunk.terminator
         joined = [token for branch in branches for token in branch.joined] + trunk.terminator
         records = [self._record(branch) for branch in branches]
@@ -411,8 +422,7 @@ class PDOSRun:
 
     def _release(self, trunk: TrunkRow) -> None:
         """Pass tokens that will not change any more to the streamer."""
-        may_change = self._is_parsing(trunk) and (trunk.parser.phase != OUTSIDE or trunk.parser.matched)
-        if trunk.finished or not may_change:
+        if trunk.finished or not self._may_open(trunk):
             self.stream.put(trunk.index, ids(trunk.tokens[trunk.num_streamed :]))
             trunk.num_streamed = len(trunk.tokens)
 
@@ -430,18 +440,3 @@ class TrunkFormatProcessor(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See `PDOSRun.force_format`."""
         return self.run.force_format(scores)
-
-
-def _align(samples: list[torch.Tensor] | None, trunks: Sequence[TrunkRow]) -> list[torch.Tensor] | None:
-    """Reorder `[rows, vocabulary]` per sample into `[batch, vocabulary]` per token; zeros for tokens not sampled."""
-    if samples is None:
-        return None
-    aligned = []
-    for position in range(max(len(trunk.tokens) for trunk in trunks)):
-        values = samples[0].new_zeros(len(trunks), samples[0].shape[-1])
-        for trunk in trunks:
-            token = trunk.tokens[position] if position < len(trunk.tokens) else Token(-1, b"")
-            if token.draw >= 0:
-                values[trunk.index] = samples[token.draw][token.row]
-        aligned.append(values)
-    return aligned

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import hybrids
 import pytest
 import small_tokenizers
 import tiny
@@ -139,8 +140,7 @@ def test_an_answer_that_opens_with_a_block_is_as_exact(name: str) -> None:
 # Joined answers
 
 
-@pytest.mark.parametrize(("name", "chunk"), [("llama", 4), ("qwen3", 4), ("qwen3", None), ("gpt2", None)])
-def test_a_reencoded_answer_is_read_as_plain_text(name: str, chunk: int | None) -> None:
+def check_reencoded(name: str, chunk: int | None) -> Any:
     second = " Then more. ####X:......\n####Y:......\n####%%%%"
     branches = ["aa\n####", ["b" * 9, EOS], None]
     settings: dict[str, Any] = {
@@ -155,6 +155,25 @@ def test_a_reencoded_answer_is_read_as_plain_text(name: str, chunk: int | None) 
     assert [len(span) > 10 for span in spans] == [True, True]
     places = [place for span in spans for place in span]
     torch.testing.assert_close(torch.cat([out.logits[place] for place in places]), plain[places], rtol=0, atol=1e-4)
+    return out
+
+
+@pytest.mark.parametrize(("name", "chunk"), [("llama", 4), ("qwen3", 4), ("qwen3", None), ("gpt2", None)])
+def test_a_reencoded_answer_is_read_as_plain_text(name: str, chunk: int | None) -> None:
+    check_reencoded(name, chunk)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [("lfm2", None), ("qwen3_5_text", 16), *(pytest.param(n, 4, marks=pytest.mark.slow) for n in hybrids.SETTINGS)],
+)
+def test_layers_with_a_state_go_back_to_the_end_of_the_trunk(name: str, chunk: int | None) -> None:
+    out = check_reencoded(name, chunk)
+    for block in out.blocks[0]:
+        assert_free_branches_equal_generate(tiny.build(name), trunk_of(out, block), block)
+    # Of what was computed before a block, its titles are computed again, and not the text before them.
+    prefixes = [branch.prefix for block in out.blocks[0][1:] for branch in block.branches]
+    assert out.stages["branches"].computed_again == sum(map(len, prefixes))
 
 
 @pytest.mark.parametrize(
