@@ -48,10 +48,7 @@ class TreeBranchCache(SharedPrefixCache):
         return trunks
 
     def detach(self, tree: Tree) -> None:
-        """Let the trunk continue in a block of its own until `move_joined`: layers keep their states at the trunk's end.
-
-        `branch` can then go back there.
-        """
+        """Let the trunk continue in a block of its own until `move_joined`, so that its state stays for `branch`."""
         tree.joining.append(self.pool.new_block(base=view_length(tree.view)))
 
     def branch(

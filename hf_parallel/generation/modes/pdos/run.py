@@ -305,7 +305,9 @@ class PDOSRun:
         trunk.skeleton = text_of(block)[spans[0][0] :].decode(errors="replace")
         unchanged = trunk.parsed_from + sum(new is old for new, old in zip(head, block, strict=False))
         cached = min(unchanged, trunk.tree.trunk.length)
-        self._add_branches(trunk, tokens, cached if self.cache.pool.continues(trunk.tree.trunk, cached) else 0, prefixes)
+        if not self.cache.pool.continues(trunk.tree.trunk, cached):
+            cached = 0
+        self._add_branches(trunk, tokens, cached, prefixes)
         return True
 
     def _add_branches(self, trunk: TrunkRow, tokens: list[Token], cached: int, prefixes: list[list[Token]]) -> None:
