@@ -26,7 +26,7 @@ from hf_parallel.agents.models import Completion
 from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.cache.logits_file import digest_of
-from hf_parallel.evaluation.results import FORMAT, KEY, MEASURED, VERSION, format_table, read_results, table
+from hf_parallel.evaluation.results import KEY, MEASURED, format_table, read_results, table
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,7 +119,7 @@ def _load_recording(path: Path) -> None:
 def _write_results(path: Path) -> None:
     result = dict.fromkeys(KEY, 0) | dict.fromkeys(MEASURED, 0.5) | {"text": "x", "settings": {"num_workers": 2}}
     result |= {"task": "t", "mode": "m", "problem": "p"}
-    lines = [{"format": FORMAT, "version": VERSION}, result, {**result, "index": 1}]
+    lines = [result, {**result, "index": 1}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

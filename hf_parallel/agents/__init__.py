@@ -28,10 +28,9 @@ from hf_parallel.agents.supervisors import (
     Single,
     Supervisor,
     TreeOfThoughts,
-    TreeQuest,
 )
 from hf_parallel.agents.trace import Event, RunTrace
-from hf_parallel.agents.values import reward_model, scored_by, votes
+from hf_parallel.agents.values import reward_model, scored_by
 from hf_parallel.engine.policies import ContributionPolicy, LeastRecentlyUsed, StepsToExecution
 
 __all__ = [
@@ -70,7 +69,6 @@ __all__ = [
     "Trace",
     "TraceRequest",
     "TreeOfThoughts",
-    "TreeQuest",
     "agent",
     "cancel",
     "gather",
@@ -83,5 +81,4 @@ __all__ = [
     "simulate",
     "spawn",
     "tool",
-    "votes",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from hf_parallel.agents.supervisors.base import Supervisor
-from hf_parallel.agents.supervisors.single import Single
+from hf_parallel.agents.supervisors.paths import Single
 
 
 @dataclass(frozen=True, eq=False)

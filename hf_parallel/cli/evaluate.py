@@ -16,11 +16,10 @@ from hf_parallel.cli.generate import add_model_options, check_model_options, loa
 from hf_parallel.cli.serve import free_memory, parse_bytes
 from hf_parallel.cli.settings import add_template_option, check_generation, parse
 from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_problems, read_results, table
-from hf_parallel.evaluation.plots import FORMATS, check_matplotlib, save_plots
-from hf_parallel.evaluation.results import Result, key_of
+from hf_parallel.evaluation.results import key_of
 from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, check_sweep
 from hf_parallel.evaluation.tasks import check_task
-from hf_parallel.files import JSONObject, write_atomically
+from hf_parallel.files import JSONObject
 from hf_parallel.generation import MODES
 from hf_parallel.generation.arguments import GENERATION_SETTINGS
 from hf_parallel.generation.config import check_setting_names
@@ -38,7 +37,7 @@ EXAMPLES = f"""examples:
   hf-parallel evaluate --task arithmetic --set task.num_questions=1 --count 20 --samples 2 \\
       --mode {NO_MODE} --set {WORKERS}.num_workers=2,3 --set {VOTES}.num_answers=4 \\
       --budgets 64,128,256 --seed 0 --output runs/arithmetic
-      four lines in each plot: plain generation, two workers, three workers, a vote among four answers
+      four lines of the table: plain generation, two workers, three workers, a vote among four answers
 
   accelerate launch --num_processes 2 -m hf_parallel evaluate --task arithmetic --output runs/both
       in two processes: each solves half of the problems on its own GPU (on a CPU, also give --multi_gpu)
@@ -58,8 +57,7 @@ what is measured:
 
 what is written to the output folder:
   results.rankN.jsonl  one JSON object for each mode, problem, sample and budget
-  table.txt, table.json: means over all results of the folder
-  accuracy_by_passes.png, accuracy_by_tokens.png, accuracy_by_seconds.png, duplicated_work.png
+  The command prints the means over all results of the folder.
 """
 
 
@@ -96,8 +94,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "-o", "--output", required=True, type=Path, metavar="FOLDER", help="folder of the results; resumed if it exists"
     )
-    words = "file format of the plots (png if matplotlib is installed, else none)"
-    add("--plots", choices=(*FORMATS, "none"), help=words)
     add("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=evaluate)
 
@@ -116,8 +112,6 @@ def evaluate(options: argparse.Namespace) -> int:
     problems = load_problems(options.task, options.source, options.count, options.seed, **of_task)
     counts = {"samples": options.samples, "concurrent": options.concurrent}
     check_sweep(problems, runs, budgets, common, options.seed, **counts)
-    if options.plots not in (None, "none"):
-        check_matplotlib()
     on_cpu = options.device == "cpu" or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
     if options.device is None and state.num_processes > 1 and not on_cpu:
@@ -144,11 +138,7 @@ def evaluate(options: argparse.Namespace) -> int:
         raise
     if state.is_main_process:
         stored = {key_of(result): result for result in [*results, *read_results(options.output)]}
-        rows = table(stored.values())
-        write_atomically(options.output / "table.json", json.dumps(rows, indent=1) + "\n")
-        write_atomically(options.output / "table.txt", format_table(rows))
-        print(format_table(rows), end="")
-        _plot(rows, options)
+        print(format_table(table(stored.values())), end="")
         print(f"Written to {options.output}", file=sys.stderr)
     state.destroy_process_group()
     return 0
@@ -218,13 +208,3 @@ def _budgets(text: str) -> list[int]:
 
 def _modes() -> list[str]:
     return [mode for mode, cls in MODES.items() if not cls.traits.needs_logits_cache]
-
-
-def _plot(rows: Sequence[Result], options: argparse.Namespace) -> None:
-    """Draw the plots, or say why there are none."""
-    if options.plots == "none":
-        return
-    try:
-        save_plots(rows, options.output, options.plots or FORMATS[0])
-    except ImportError as error:
-        print(f"hf-parallel: no plots: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Comparison of formulas by math-verify, in a separate process.
+"""Comparison of formulas by math-verify, in a separate process, for which this file is also the script.
 
 math-verify limits its time by `signal.alarm`, which works only in the main thread and does not interrupt arithmetic
 with huge numbers such as `10^{10^{10}}`. Here a slow process is killed, from any thread. The process may only read the
@@ -8,17 +8,17 @@ packages that math-verify uses; see `sandbox`.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
-import selectors
+import runpy
+import select
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-from hf_parallel.evaluation import sandbox
-
-CHILD = str(Path(__file__).with_name("formulas_child.py"))
 MAX_MEMORY = 2 << 30
 
 
@@ -45,11 +45,15 @@ class FormulaComparer:
             return self._ask({"gold": answer, "given": given, "tolerance": tolerance}, self.seconds) is True
 
     def _start(self) -> None:
-        settings = sandbox.limits([], 1 << 20, MAX_MEMORY)
+        from hf_parallel.evaluation import sandbox
+
+        settings = sandbox.limits([], 1 << 20, MAX_MEMORY, 0)
         settings["alarm"] = math.ceil(self.seconds) + 1
         settings["path"] = [os.path.realpath(entry) for entry in sys.path if entry]
-        streams = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process, self._owner = sandbox.start_python(CHILD, settings, **streams), os.getpid()
+        self._process, self._owner = (
+            sandbox.start_python(__file__, settings, subprocess.PIPE, subprocess.PIPE, subprocess.DEVNULL),
+            os.getpid(),
+        )
         reply = self._ask(None, sandbox.START_SECONDS)
         if reply != "ready":
             reason = reply["error"] if isinstance(reply, dict) else "its process has ended"
@@ -68,10 +72,8 @@ class FormulaComparer:
             if request is not None:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 process.stdin.flush()
-            with selectors.DefaultSelector() as selector:
-                selector.register(process.stdout, selectors.EVENT_READ)
-                if selector.select(seconds):
-                    reply = json.loads(process.stdout.readline() or "null")
+            if select.select([process.stdout], [], [], seconds)[0]:
+                reply = json.loads(process.stdout.readline() or "null")
         except (OSError, ValueError):
             pass
         finally:
@@ -84,3 +86,52 @@ class FormulaComparer:
 
 _comparer = FormulaComparer()
 compare_formulas = _comparer.compare
+
+
+def _main() -> None:
+    """Restrict this process after its imports, and answer requests from stdin with `true` or `false`."""
+    settings = json.loads(sys.argv[1])
+    sys.path[:], alarm = settings.pop("path"), settings.pop("alarm")
+    try:
+        from math_verify import LatexExtractionConfig, parse, verify
+        from sympy import Basic, FiniteSet, Tuple
+    except ImportError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    logging.disable()  # math-verify warns that it has no time limit; the parent has one
+
+    def read(latex: str) -> list[object]:
+        return parse(f"\\boxed{{{latex}}}", [LatexExtractionConfig()], parsing_timeout=None)
+
+    def close(gold: object, given: object, tolerance: float) -> bool:
+        if isinstance(gold, FiniteSet | Tuple) and isinstance(given, FiniteSet | Tuple):
+            same = len(gold.args) == len(given.args)
+            return same and all(close(one, other, tolerance) for one, other in zip(gold.args, given.args, strict=True))
+        if not isinstance(gold, Basic) or not isinstance(given, Basic):
+            return False
+        values = [complex(one.evalf()) for one in (gold, given) if one.is_number]
+        if len(values) < 2:
+            return False
+        return any(abs(values[0] * scale - values[1]) <= tolerance * 1.01 for scale in (1, 100, 0.01))
+
+    read("1")  # loads the parser
+    packages = [module for name, module in sys.modules.items() if "." not in name and hasattr(module, "__path__")]
+    settings["readable"] += {os.path.realpath(path) for package in packages for path in package.__path__}
+    runpy.run_path(str(Path(__file__).with_name("sandbox.py")))["restrict"](**settings)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.alarm(alarm)  # also ends this process if its parent was killed
+        try:
+            gold, given = read(request["gold"]), read(request["given"])
+            equal = verify(gold, given, timeout_seconds=None)
+            if not equal and request["tolerance"] and gold and given:
+                equal = close(gold[0], given[0], request["tolerance"])
+        except Exception:
+            equal = False
+        signal.alarm(0)
+        print(json.dumps(bool(equal)), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,18 +1,15 @@
 """Judge: a model rates the collaboration of workers from 1 to 6 (Hogwild! Inference, section 4.2).
 
-`judge` takes any function from a prompt to a reply. `agreement` compares two judges, or a judge with human raters
-(appendix G.4).
+`judge` takes any function from a prompt to a reply.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-
-import numpy as np
 
 from hf_parallel.generation.validation import check_int
 
@@ -120,41 +117,3 @@ def _rate(prompt: str, complete: Complete, attempts: int) -> tuple[int, str]:
     raise UnreadableReplyError(
         f"no score from 1 to 6 in {attempts} replies of the judge; the last one ends with {reply[-200:]!r}"
     )
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Agreement of two judges: fractions of equal scores and of scores at most 1 apart, kappa, Spearman's rho."""
-
-    exact: float
-    within_one: float
-    kappa: float
-    spearman: float
-
-
-def agreement(first: Sequence[float], second: Sequence[float]) -> Agreement:
-    """Compare the scores of two judges for the same texts.
-
-    `kappa` is Cohen's kappa with quadratic weights (Cohen, 1968): 1 minus the mean squared difference of two scores of
-    a text, divided by that of all pairs. It is NaN if all scores are equal. `spearman` is the rank correlation with
-    mean ranks for ties. It is NaN if all scores of a judge are equal.
-
-    Raises `ValueError` if the numbers of scores differ or are below two.
-    """
-    if len(first) != len(second) or len(first) < 2:
-        raise ValueError(f"two judges must rate the same two or more texts, got {len(first)} and {len(second)} scores")
-    a, b = (np.asarray(scores, dtype=float) for scores in (first, second))
-    chance = a.var() + b.var() + (a.mean() - b.mean()) ** 2
-    kappa = 1 - ((a - b) ** 2).mean() / chance if chance > 0 else np.nan
-    first_ranks, second_ranks = _ranks(a), _ranks(b)
-    varied = first_ranks.std() > 0 and second_ranks.std() > 0
-    spearman = np.corrcoef(first_ranks, second_ranks)[0, 1] if varied else np.nan
-    difference = np.abs(a - b)
-    return Agreement(float((difference == 0).mean()), float((difference <= 1).mean()), float(kappa), float(spearman))
-
-
-def _ranks(scores: np.ndarray) -> np.ndarray:
-    _, index, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    ranks: np.ndarray = (ends - (counts - 1) / 2)[index]
-    return ranks

@@ -10,12 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from filelock import FileLock, Timeout
+from hf_parallel.files import (
+    COUNT,
+    FINITE,
+    OBJECT,
+    TEXT,
+    Field,
+    check_fields,
+    parse_json,
+    read_json,
+    read_lines,
+    write_atomically,
+)
 
-from hf_parallel.files import COUNT, FINITE, OBJECT, TEXT, Field, check_fields, parse_json, read_lines, write_atomically
-
-FORMAT, VERSION = "hf_parallel sweep", 1
-"""Values of `format` and `version` in the first line of a file."""
 _KEY = {
     "task": TEXT,
     "index": COUNT,
@@ -52,59 +59,31 @@ def key_of(result: Result) -> str:
 
 
 class ResultStore:
-    """Results of a sweep in a folder. Each process appends to a file of its own, `results.rankN.jsonl`, and reads all.
+    """Results of a sweep in a folder: each process appends to its own `results.rankN.jsonl`, and reads all.
 
-    The first line of a file describes the sweep, each further line is one result. A broken last line of a killed
-    process is cut off.
-
-    Parameters
-    ----------
-    folder : str or Path
-        Created if it does not exist.
-    header : mapping
-        Description of the sweep, JSON-serializable. All files of a folder must have the same.
-    rank : int
-        Index of the process.
+    `header` describes the sweep, and is kept in `sweep.json`. A broken last line of a killed process is cut off.
 
     Raises
     ------
     ValueError
-        If a file of the folder does not hold results, or has another header.
-    RuntimeError
-        If another process writes to the file.
+        If a file of the folder does not hold results, or if they belong to another sweep.
     """
 
     def __init__(self, folder: str | Path, header: Mapping[str, object], rank: int = 0) -> None:
-        self.folder = Path(folder)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"output must be a folder, {self.folder} cannot be one: {error}") from error
-        self.path = self.folder / f"results.rank{rank}.jsonl"
-        self._lock = FileLock(f"{self.path}.lock", timeout=0)
-        try:
-            self._lock.acquire()
-        except Timeout as error:
-            raise RuntimeError(f"another process writes to {self.path}") from error
-        try:
-            self._results = {key_of(result): result for result in self._open(header)}
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def __enter__(self) -> ResultStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def _open(self, header: Mapping[str, object]) -> list[Result]:
-        first = json.dumps({"format": FORMAT, "version": VERSION, **header}, sort_keys=True) + "\n"
-        if not self.path.exists() or next(_read(self.path), None) is None:  # new, or without results
-            write_atomically(self.path, first)
-        found = [result for path in _files(self.folder) for result in _read(path, json.loads(first))]
-        os.truncate(self.path, len(read_lines(self.path)[0].encode()))
-        return found
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"results.rank{rank}.jsonl"
+        self._results = {key_of(result): result for result in _read(folder)}
+        described = json.loads(json.dumps(header))
+        if self._results:
+            stored = read_json(folder / "sweep.json")
+            for name, given in described.items():
+                if not isinstance(stored, dict) or stored.get(name) != given:
+                    raise ValueError(f"{folder} has results of another {name} than {given!r}: give another folder")
+        else:
+            write_atomically(folder / "sweep.json", json.dumps(described, indent=1) + "\n")
+        if self.path.exists():
+            os.truncate(self.path, len(read_lines(self.path)[0].encode()))
 
     def get(self, result: Result) -> Result | None:
         """Return the stored result with the same key, or None."""
@@ -114,7 +93,6 @@ class ResultStore:
         """Append results."""
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(result) + "\n" for result in results)
-        self._results |= {key_of(result): result for result in results}
 
 
 def read_results(folder: str | Path) -> list[Result]:
@@ -122,41 +100,18 @@ def read_results(folder: str | Path) -> list[Result]:
 
     Raises `ValueError` if the folder holds no results, or a file is damaged.
     """
-    files = _files(Path(folder))
-    if not files:
+    found = {key_of(result): result for result in _read(Path(folder))}
+    if not found:
         raise ValueError(f"{folder} holds no results (results.rank*.jsonl)")
-    found = {key_of(result): result for path in files for result in _read(path)}
     return sorted(found.values(), key=lambda result: (*group_of(result), result["index"], result["sample"]))
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("results.rank*.jsonl"))
-
-
-def _read(path: Path, expected: Mapping[str, object] | None = None) -> Iterator[Result]:
-    """Yield the results of a file, without an unfinished last line, which a process may be writing."""
-    first, *lines = read_lines(path)[0].splitlines() or [""]
-    header = parse_json(first, f"{path}, line 1")
-    if not isinstance(header, dict) or (header.get("format"), header.get("version")) != (FORMAT, VERSION):
-        raise ValueError(f"{path} must begin with the format {FORMAT!r} and version {VERSION}, got {first[:80]}")
-    if lines and expected is not None:
-        _check_header(path, header, expected)
-    for number, line in enumerate(lines, start=2):
-        where = f"{path}, line {number}"
-        yield check_fields(parse_json(line, where), _FIELDS, where)
-
-
-def _check_header(path: Path, header: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    for name in sorted({*header, *expected}):
-        stored, given = header.get(name), expected.get(name)
-        if stored != given:
-            if isinstance(stored, dict) and isinstance(given, dict):  # show what differs
-                differ = {key for key in {*stored, *given} if stored.get(key) != given.get(key)}
-                stored, given = ({key: v for key, v in one.items() if key in differ} for one in (stored, given))
-            raise ValueError(
-                f"{path} has results with {name}={stored!r}, this sweep has {given!r}: give the same value to resume "
-                "it, or another output folder"
-            )
+def _read(folder: Path) -> Iterator[Result]:
+    """Yield the results of all processes, without unfinished last lines, which a process may be writing."""
+    for path in sorted(folder.glob("results.rank*.jsonl")):
+        for number, line in enumerate(read_lines(path)[0].split("\n")[:-1], start=1):
+            where = f"{path}, line {number}"
+            yield check_fields(parse_json(line, where), _FIELDS, where)
 
 
 # The table

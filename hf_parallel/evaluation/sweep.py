@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -134,21 +133,20 @@ def sweep(
         own = [one for one in generations if one.index in set(part)]
     solver = Solver(model, tokenizer, budgets[-1], finisher, generation, concurrent, max_kv_bytes)
     results: list[Result] = []
-    with nullcontext() if output is None else ResultStore(output, header, state.process_index) as store:
-        for one in own:
-            stored = {budget: None if store is None else store.get(one.key(budget)) for budget in budgets}
-            results += [result for result in stored.values() if result is not None]
-            one.budgets = [budget for budget, result in stored.items() if result is None]
-        todo = [one for one in own if one.budgets]
-        counts: dict[str, object] = {"total": len(own), "initial": len(own) - len(todo), "unit": " generations"}
-        is_hidden = not progress or not state.is_main_process
-        with warnings.catch_warnings(), logging.tqdm(**counts, disable=is_hidden) as bar:
-            # a result says by `answered` that a mode found no final answer
-            warnings.filterwarnings("ignore", "no .* matches answer_pattern", UserWarning)
-            for solved in solver.solve(todo):
-                if store is not None:
-                    store.add(solved)
-                results += solved
-                bar.update()
+    store = None if output is None else ResultStore(output, header, state.process_index)
+    for one in own:
+        stored = {budget: None if store is None else store.get(one.key(budget)) for budget in budgets}
+        results += [result for result in stored.values() if result is not None]
+        one.budgets = [budget for budget, result in stored.items() if result is None]
+    is_hidden = not progress or not state.is_main_process
+    todo = [one for one in own if one.budgets]
+    with warnings.catch_warnings(), logging.tqdm(total=len(todo), unit=" generations", disable=is_hidden) as bar:
+        # a result says by `answered` that a mode found no final answer
+        warnings.filterwarnings("ignore", "no .* matches answer_pattern", UserWarning)
+        for solved in solver.solve(todo):
+            if store is not None:
+                store.add(solved)
+            results += solved
+            bar.update()
     found = {key_of(result): result for result in gather_object(results)}
     return [found[key] for key in keys]

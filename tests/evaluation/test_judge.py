@@ -1,18 +1,15 @@
-"""Judge of collaboration: prompt, replies, endpoints and models, and agreement."""
+"""Judge of collaboration: prompt, replies."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hf_parallel.evaluation.judge import (
     LEVELS,
     UnreadableReplyError,
-    agreement,
     judge,
     judge_prompt,
     read_reply,
@@ -99,31 +96,3 @@ def test_invalid_arguments_raise(transcript: Any, settings: dict[str, int], name
 def test_a_reply_that_is_not_text_raises() -> None:
     with pytest.raises(ValueError, match="complete must return a text, got None"):
         judge("text", lambda _: None)  # type: ignore[arg-type, return-value]
-
-
-# Agreement
-
-
-def test_agreement_equals_its_definition() -> None:
-    """Kappa from the table of counts, Spearman from sums of squared differences of ranks without ties."""
-    first, second = [1, 2, 3, 4, 6, 3], [2, 2, 3, 6, 5, 1]
-    table = np.zeros((6, 6))
-    for a, b in zip(first, second, strict=True):
-        table[a - 1, b - 1] += 1
-    weights = (np.arange(6)[:, None] - np.arange(6)) ** 2
-    chance = np.outer(table.sum(1), table.sum(0)) / table.sum()
-    found = agreement(first, second)
-    assert found.kappa == pytest.approx(1 - (weights * table).sum() / (weights * chance).sum())
-    assert found.exact == pytest.approx(2 / 6)
-    assert found.within_one == pytest.approx(4 / 6)
-    assert agreement([1, 2, 3, 4], [2, 1, 3, 4]).spearman == pytest.approx(1 - 6 * 2 / (4 * 15))
-    assert agreement([1, 1, 2, 2], [3, 3, 5, 5]).spearman == pytest.approx(1.0)
-    assert agreement([1, 2, 3], [6, 5, 4]).spearman == pytest.approx(-1.0)
-
-
-def test_constant_scores_have_no_correlation() -> None:
-    assert math.isnan(agreement([3, 3], [3, 3]).kappa)
-    assert math.isnan(agreement([3, 3], [1, 2]).spearman)
-    for pair in (([1], [1]), ([1, 2], [1])):
-        with pytest.raises(ValueError, match="the same two or more texts"):
-            agreement(*pair)

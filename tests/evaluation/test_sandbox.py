@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
-import platform
-import signal
 import socket
-import struct
 import subprocess
 import sys
 import textwrap
@@ -21,8 +19,6 @@ import pytest
 
 from hf_parallel.evaluation import sandbox
 from hf_parallel.evaluation.sandbox import SandboxResult, run_code
-
-ARCHITECTURES = ("x86_64", "aarch64")
 
 
 def run(code: str, **settings: Any) -> SandboxResult:
@@ -41,16 +37,14 @@ def isolated() -> None:
 # Ordinary programs
 
 
-def test_a_program_reads_stdin_and_files_and_prints() -> None:
+def test_a_program_reads_stdin_and_prints() -> None:
     found = run(
-        "import sys\nprint(input(), open('data.txt').read())\nprint('more', file=sys.stderr)",
-        stdin="first\n",
-        files={"data.txt": "é"},
+        "import sys\nprint(input())\nprint('more', file=sys.stderr)",
+        stdin="first é\n",
     )
     assert (found.returncode, found.stdout, found.stderr) == (0, "first é\n", "more\n")
     assert found.is_isolated
     assert not found.timed_out
-    assert not found.truncated
 
 
 @pytest.mark.parametrize(("code", "status"), [("raise SystemExit(7)", 7), ("1 / 0", 1), ("import os; os._exit(3)", 3)])
@@ -119,11 +113,11 @@ def test_the_environment_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"timeout": 0}, {"timeout": float("inf")}, {"max_memory": 1}, {"max_output": 0}, {"files": {"../a": ""}}],
+    [{"timeout": 0}, {"timeout": float("inf")}, {"max_memory": 1}, {"max_output": 0}],
     ids=str,
 )
 def test_invalid_settings_raise(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"timeout|max_memory|max_output|'../a'"):
+    with pytest.raises(ValueError, match=r"timeout|max_memory|max_output"):
         run_code("", **settings)
 
 
@@ -176,16 +170,10 @@ def test_memory_is_limited(code: str) -> None:
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_too_much_output_ends_the_run(stream: str) -> None:
-    found = run(f"import sys\nwhile True: sys.{stream}.write('x' * 10**6)", max_output=1000)
-    assert found.truncated
+def test_output_is_limited(stream: str) -> None:
+    found = run(f"import os\nwhile True: os.write({1 + (stream == 'stderr')}, b'x' * 10**6)", max_output=1000)
+    assert found.returncode != 0
     assert getattr(found, stream) == "x" * 1000
-
-
-def test_too_many_threads_end_the_run() -> None:
-    code = "import threading, time\n"
-    code += "for n in range(2000): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
-    assert run(code, timeout=60, max_memory=1 << 34).truncated
 
 
 def test_a_process_that_cannot_start_leaves_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,121 +206,43 @@ def test_there_is_no_network(code: str) -> None:
 
 
 FORBIDDEN = """
-socket 41 198, connect 42 203, bind 49 200, sendto 44 206, shmget 29 194, msgget 68 186, semget 64 190,
-mq_open 240 180, memfd_create 319 279, inotify_init1 294 26, flock 73 32, readlinkat 267 78, setxattr 188 5,
-fchmod 91 52, fchmodat 268 53, fchown 93 55, utimensat 280 88, truncate 76 45, ftruncate 77 46, fallocate 285 47,
-link 86 -1, linkat 265 37, symlinkat 266 36, mkdirat 258 34, unlinkat 263 35, renameat 264 38, mknodat 259 33,
-name_to_handle_at 303 264, open_by_handle_at 304 265, splice 275 76, fork 57 -1, vfork 58 -1, execve 59 221,
-execveat 322 281, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, setsid 112 157, kill 62 129,
-tkill 200 130, rt_sigqueueinfo 129 138, setpriority 141 140, sched_setaffinity 203 122, mlock 149 228,
-setrlimit 160 164, setuid 105 146, setresuid 117 147, capset 126 91, personality 135 92, unshare 272 97,
-setns 308 268, mount 165 40, chroot 161 51, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, keyctl 250 219,
-seccomp 317 277, io_setup 206 0, pidfd_send_signal 424 424, io_uring_setup 425 425, clone3 435 435, openat2 437 437,
-pidfd_getfd 438 438, landlock_create_ruleset 444 444
+socket connect bind sendto shmget msgget semget mq_open memfd_create inotify_init1 flock readlinkat setxattr fchmod
+fchmodat fchown utimensat truncate ftruncate fallocate linkat symlinkat mkdirat unlinkat renameat mknodat splice execve
+execveat ptrace process_vm_readv process_vm_writev setsid kill tkill rt_sigqueueinfo setpriority sched_setaffinity mlock
+setrlimit setuid setresuid capset personality unshare setns mount chroot bpf perf_event_open userfaultfd keyctl seccomp
+io_setup pidfd_send_signal io_uring_setup clone3 openat2 pidfd_getfd landlock_create_ruleset
 """
-"""System calls that reach beyond a process, with their numbers on x86_64 and aarch64."""
-FORBIDDEN_ARGUMENTS = """
-fcntl 72 25: F_SETLK 0 6, F_SETOWN 0 8, F_SETLEASE 0 1024, F_NOTIFY 0 1026, F_SETPIPE_SZ 0 1031
-ioctl 16 29: FS_IOC_SETFLAGS 0 0x40086602, FICLONE 0 0x40049409, TIOCSTI 0 0x5412
-prctl 157 167: PR_SET_PDEATHSIG 1 0, PR_SET_DUMPABLE 4 0, PR_SET_SECCOMP 22 2
-clone 56 220: process 17 0, with_a_namespace 0x7D0F00|0x20000000 0, vfork 0x4111 0, thread_with_own_files 0x3D0B00 0
-madvise 28 233: MADV_PAGEOUT 0 0 21, MADV_REMOVE 0 0 9, MADV_HWPOISON 0 0 100
-tgkill 234 131: parent {parent} {parent} 0
-sched_getaffinity 204 123: parent {parent} 128 0
-prlimit64 302 261: of_parent {parent} 7 0 0, core_dumps 0 4 0 0
-clock_gettime 228 113: of_parent ~{parent}<<3|2 0
-openat 257 56: emptying_by_reading -100 0 512, creating -100 0 65
-"""
-"""System calls that are allowed with other arguments only."""
-
-
-def table(text: str) -> dict[str, tuple[int, int]]:
-    return {name: (int(one), int(other)) for name, one, other in map(str.split, text.split(","))}
-
-
-def forbidden(index: int, parent: int) -> list[tuple[str, list[int]]]:
-    """Return all forbidden calls on an architecture: names, and numbers with arguments."""
-    found = [(name, [numbers[index], *[-1] * 6]) for name, numbers in table(FORBIDDEN).items() if numbers[index] >= 0]
-    for line in FORBIDDEN_ARGUMENTS.strip().format(parent=parent).splitlines():
-        call, cases = line.split(":")
-        name, *numbers = call.split()
-        for case in cases.split(","):
-            label, *arguments = case.split()
-            found.append((f"{name} {label}", [int(numbers[index]), *map(eval, arguments)]))
-    return found
-
-
+"""System calls that reach beyond a process."""
+FORBIDDEN_ARGUMENTS = f"""
+fcntl 0 6, fcntl 0 8, fcntl 0 1024, fcntl 0 1026, fcntl 0 1031
+ioctl 0 0x40086602, ioctl 0 0x40049409, ioctl 0 0x5412, prctl 1 0, prctl 4 0, prctl 22 2
+clone 17 0, clone 0x7D0F00|0x20000000 0, clone 0x4111 0, clone 0x3D0B00 0
+madvise 0 0 21, madvise 0 0 9, madvise 0 0 100, tgkill {os.getpid()} {os.getpid()} 0
+sched_getaffinity {os.getpid()} 128 0, prlimit64 {os.getpid()} 7 0 0, clock_gettime ~{os.getpid()}<<3|2 0
+openat -100 0 512, openat -100 0 65
+""".replace("\n", ",")
+"""System calls that are allowed with other arguments only: F_SETLK, F_SETOWN and the like, ioctls on files, ..."""
 PROBE = """
 import ctypes, json, os
-system_call, own, found = ctypes.CDLL(None, use_errno=True).syscall, os.getpid(), {}
-for name, (number, *arguments) in json.loads(input()):
+system_call, own, found = ctypes.CDLL(None, use_errno=True).syscall, os.getpid(), []
+for number, *arguments in json.loads(input()):
     ctypes.set_errno(0)
     result = system_call(ctypes.c_long(number), *map(ctypes.c_long, arguments))
     if os.getpid() != own: os._exit(0)
-    found[name] = result, ctypes.get_errno()
+    found.append((result, ctypes.get_errno()))
 print(json.dumps(found))
 """
 
 
 def test_system_calls_that_reach_outside_fail() -> None:
-    """Each table entry, every other number, and the numbers of the x32 ABI."""
-    index = ARCHITECTURES.index(platform.machine())
-    calls = forbidden(index, os.getpid())
-    skipped = {335, 336} | {numbers[index] for numbers in table(sandbox.SYSTEM_CALLS).values()}  # uprobes: SIGILL
-    calls += [(f"number {n}", [n, *[-1] * 6]) for n in range(600) if n not in skipped]
-    calls += [(f"x32 {n}", [0x40000000 + n, *[-1] * 6]) for n in range(548)]
+    resolve = ctypes.CDLL("libseccomp.so.2").seccomp_syscall_resolve_name
+    cases = [name.split() for name in (*FORBIDDEN.split(), *filter(str.strip, FORBIDDEN_ARGUMENTS.split(",")))]
+    calls = [[resolve(name.encode()), *map(eval, given or ["-1"] * 6)] for name, *given in cases]
     found = run(PROBE, stdin=json.dumps(calls))
-    results = json.loads(found.stdout or "{}")
+    results = json.loads(found.stdout or "[]")
     assert len(results) == len(calls), found.stderr
-    assert not {
-        name: result for name, result in results.items() if result not in ([-1, errno.EPERM], [-1, errno.ENOSYS])
-    }
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code")
-def test_the_32_bit_gate_ends_the_process() -> None:
-    code = """
-    import ctypes, mmap
-    page = mmap.mmap(-1, 4096, prot=7)
-    page.write(bytes.fromhex("b814000000cd80c3"))  # mov eax, 20 (getpid); int 0x80; ret
-    print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))())
-    """
-    found = run(code)
-    assert (found.returncode, found.stdout) == (128 + signal.SIGSYS, "")
-
-
-@pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_the_filter_of_each_architecture_allows_only_what_programs_need(machine: str) -> None:
-    """The BPF program run by hand, since tests run on one of the architectures."""
-    index, own = ARCHITECTURES.index(machine), 12345
-    program = sandbox.filter_program(machine, own)
-
-    def verdict(number: int, *arguments: int, architecture: int = sandbox.ARCHITECTURES[machine]) -> int:
-        data = struct.pack("=iIQ6Q", number, architecture, 0, *[one % 2**64 for one in (*arguments, *[0] * 6)][:6])
-        position, value = 0, 0
-        while True:
-            code, yes, no, k = program[position]
-            position += 1
-            if code == 0x06:
-                return k
-            if code == 0x20:
-                (value,) = struct.unpack_from("=I", data, k)
-            elif code == 0x54:
-                value &= k
-            else:
-                position += yes if (value == k if code == 0x15 else value >= k) else no
-
-    for name, (number, *arguments) in forbidden(index, os.getpid()):
-        assert verdict(number, *arguments) in (0x50000 + errno.EPERM, 0x50000 + errno.ENOSYS), name
-    assert verdict(63, architecture=0x40000003) == 0x80000000
-    calls = [
-        *(("read", 0), ("write", 1), ("mmap", 0, 1), ("clone", 0x3D0F00), ("tgkill", own, own, 6), ("exit_group",)),
-        *(("openat", -100, 0, os.O_RDONLY), ("fcntl", 0, 1030), ("ioctl", 1, 0x5401), ("clock_gettime", 1)),
-        *(("prlimit64", 0, 3), ("futex", 0)),
-    ]
-    numbers = table(sandbox.SYSTEM_CALLS)
-    for name, *values in calls:
-        assert verdict(numbers[name][index], *values) == 0x7FFF0000, name
+    failed = ([-1, errno.EPERM], [-1, errno.ENOSYS])
+    assert not [case for case, result in zip(cases, results, strict=True) if result not in failed]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +267,6 @@ def test_the_filter_of_each_architecture_allows_only_what_programs_need(machine:
         "open('new', 'w')",
         "import os; os.mkdir('new')",
         "import os; os.open('new', os.O_CREAT)",
-        "import os; os.rename('own.txt', 'new')",
     ],
 )
 def test_files_cannot_be_read_outside_or_changed_anywhere(code: str, tmp_path: Path) -> None:
@@ -365,7 +274,7 @@ def test_files_cannot_be_read_outside_or_changed_anywhere(code: str, tmp_path: P
     path.write_text("secret")
     path.chmod(0o666)
     before = path.stat()
-    found = run(code.format(path=str(path), folder=str(tmp_path)), files={"own.txt": ""})
+    found = run(code.format(path=str(path), folder=str(tmp_path)))
     assert found.returncode == 1
     assert "secret" not in found.stdout
     assert "root:" not in found.stdout
@@ -402,7 +311,7 @@ def change_script(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: 
     ("old", "new"),
     [
         ('sys.platform != "linux"', "True"),
-        ("import platform\n", "import platform, threading\nthreading.Thread(target=threading.Event().wait).start()\n"),
+        ("import select\n", "import select, threading\nthreading.Thread(target=threading.Event().wait).start()\n"),
     ],
     ids=["another system", "a thread that a .pth file has started"],
 )
@@ -418,11 +327,11 @@ def test_code_that_cannot_be_isolated_runs_only_if_allowed(
 
 
 def test_the_start_of_python_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_script(monkeypatch, tmp_path, "import platform\n", "import platform, time\ntime.sleep(3)\n")
+    change_script(monkeypatch, tmp_path, "import select\n", "import select, time\ntime.sleep(3)\n")
     assert run("print(1)", timeout=2.9).stdout == "1\n"
 
 
 def test_a_process_that_cannot_be_limited_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_script(monkeypatch, tmp_path, "import platform\n", "raise RuntimeError('no limits')\n")
+    change_script(monkeypatch, tmp_path, "import select\n", "raise RuntimeError('no limits')\n")
     with pytest.raises(RuntimeError, match=r"could not be limited: [^$]*no limits"):
         run("print(1)")

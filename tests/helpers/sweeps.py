@@ -63,7 +63,7 @@ def run(output: str) -> None:
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     """Return the results in the files of a folder, without a broken last line."""
     texts = [path.read_text() for path in sorted(folder.glob("results.rank*.jsonl"))]
-    whole = [line for text in texts for line in re.findall(r"(?m)^.*\n", text)[1:]]
+    whole = [line for text in texts for line in re.findall(r"(?m)^.*\n", text)]
     return [json.loads(line) for line in whole]
 
 

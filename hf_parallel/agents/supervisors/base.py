@@ -5,7 +5,6 @@ It is independent of the agent. The runtime asks it for states to continue, and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -100,13 +99,6 @@ class Supervisor:
     def result(self) -> State | None:
         """Return the final state from which the agent continues: the first one of the highest value."""
         return max((state for state in self.states if state.is_final), key=value_of, default=None)
-
-
-def check_number(name: str, value: object, at_least: float = -math.inf) -> None:
-    """Raise `ValueError` unless `value` is a finite number of at least `at_least`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not at_least <= value < math.inf:
-        limit = "" if at_least == -math.inf else f" of at least {at_least}"
-        raise ValueError(f"{name} must be a finite number{limit}, got {value!r}")
 
 
 def value_of(state: State) -> float:

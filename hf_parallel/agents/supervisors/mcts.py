@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hf_parallel.agents.state import State
-from hf_parallel.agents.supervisors.base import Fire, Supervisor, check_number
+from hf_parallel.agents.supervisors.base import Fire, Supervisor
 
 
 @dataclass
@@ -45,10 +45,6 @@ class MCTS(Supervisor):
     parallel: int = 1
     counts: ClassVar[tuple[str, ...]] = ("iterations", "expand", "parallel")
     compares: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("exploration", self.exploration, at_least=0)
 
     def init(self, root: State) -> None:
         """Begin a search."""

@@ -1,0 +1,130 @@
+"""Supervisors that run whole paths: one, several of which the best or the most frequent wins, or a refined one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hf_parallel.agents.chat import Chat
+from hf_parallel.agents.models import Settings
+from hf_parallel.agents.state import State
+from hf_parallel.agents.supervisors.base import Fire, Supervisor, value_of
+from hf_parallel.generation.modes import majority
+
+FEEDBACK = "What is wrong with this answer? Give short feedback. If nothing is wrong, reply DONE."
+REFINE = "Write the answer again, improved by this feedback. Reply with the answer alone."
+
+
+@dataclass(kw_only=True)
+class Single(Supervisor):
+    """Continues each state once."""
+
+    continues_once: ClassVar[bool] = True
+
+    def init(self, root: State) -> None:
+        """Begin a search."""
+        super().init(root)
+        self.next_states = [root]
+
+    def commit(self, parent: State, child: State) -> None:
+        """Continue with the new state."""
+        super().commit(parent, child)
+        if child.is_choice:
+            self.next_states.append(child)
+
+
+@dataclass
+class BestOfN(Single):
+    """Best of n paths (Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021).
+
+    All paths run to their end at the same time. The first one of the highest value wins. Completions need
+    `do_sample=True`, or all are equal.
+
+    Parameters
+    ----------
+    n : int
+        Number of paths.
+    value : callable, optional
+        Value of the end of a path. Default: the first path that does not fail wins.
+    """
+
+    n: int
+    counts: ClassVar[tuple[str, ...]] = ("n",)
+
+    def init(self, root: State) -> None:
+        """Begin a search."""
+        super().init(root)
+        self.next_states = [root] * self.n
+
+
+def _stripped(answer: object) -> str:
+    return str(answer).strip()
+
+
+@dataclass
+class SelfConsistency(BestOfN):
+    """Majority of n paths (Wang et al., "Self-Consistency Improves Chain of Thought Reasoning", 2022).
+
+    The agent continues with the first path of the most frequent answer. A tie goes to the answer that occurs first.
+
+    Parameters
+    ----------
+    n : int
+        Number of paths.
+    key : callable
+        Returns the part of a yielded value that votes compare, such as a number in it. None: the path has no answer.
+        Default: the value as text, stripped.
+    value : callable, optional
+        Weight of a path's vote. Default: 1.
+    """
+
+    key: Callable[[Any], Hashable] = _stripped
+
+    def result(self) -> State | None:
+        """Return the first path of the majority; without any answer, the first path."""
+        ended = [state for state in self.states if state.is_final]
+        weights = None if self.value is None else [value_of(state) for state in ended]
+        winner, _ = majority([self.key(state.yielded) for state in ended], weights)
+        return ended[winner] if ended else None
+
+
+@dataclass
+class SelfRefine(Single):
+    """Self-Refine (Madaan et al., "Self-Refine: Iterative Refinement with Self-Feedback", 2023).
+
+    At each choice, the model drafts a completion, gives feedback on it and rewrites it, until the feedback contains
+    `stop` or after `rounds` rounds. The agent receives only the last draft.
+
+    Parameters
+    ----------
+    rounds : int
+        Maximum number of rewrites.
+    feedback, refine : str
+        User messages that ask for feedback and for the next draft.
+    stop : str
+        Feedback that contains this text accepts the draft.
+    feedback_settings : dict, optional
+        Settings of `Chat.gen` for the feedback. Default: those of the choice.
+    """
+
+    rounds: int
+    feedback: str = FEEDBACK
+    refine: str = REFINE
+    stop: str = "DONE"
+    feedback_settings: Settings | None = None
+    counts: ClassVar[tuple[str, ...]] = ("rounds",)
+
+    def select(self) -> Sequence[State | Fire]:
+        """Return the new state, whose completion is refined."""
+        return [Fire(state, self._complete) for state in super().select() if isinstance(state, State)]
+
+    async def _complete(self, chat: Chat) -> str:
+        draft = await chat.gen()
+        for _ in range(self.rounds):
+            chat.user(self.feedback)
+            if self.stop in await chat.gen(**(self.feedback_settings or {})):
+                break
+            chat.user(self.refine)
+            draft = await chat.gen()
+        return draft
