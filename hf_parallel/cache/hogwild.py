@@ -33,14 +33,7 @@ class Workspace:
     gap: Block  # between the current steps of other workers
     pending_steps: list[Block] = field(default_factory=list)  # ended steps not yet moved into `history`
     step_workers: list[int] = field(default_factory=list)  # worker of each ended step; -1: written by no worker
-    step_lengths: list[int] = field(default_factory=list)  # number of tokens of each step in `history`
-    removed: set[int] = field(default_factory=set)  # removed workers
     views: dict[int, list[Block]] = field(default_factory=dict)  # by worker; cleared when the blocks change
-
-    @property
-    def active_steps(self) -> dict[int, Block]:
-        """Current step by worker, without removed workers."""
-        return {i: block for i, block in enumerate(self.workers) if i not in self.removed}
 
     @property
     def shared_view(self) -> list[Block]:
@@ -62,7 +55,7 @@ class Workspace:
         """
         view = self.views.get(worker)
         if view is None:
-            others = [] if self.layout == "interleaved" else [b for i, b in self.active_steps.items() if i != worker]
+            others = [] if self.layout == "interleaved" else [b for i, b in enumerate(self.workers) if i != worker]
             view = [*self.shared_view, *self._others(others), self.own_header, self.workers[worker]]
             self.views[worker] = view
         return view
@@ -81,8 +74,7 @@ class Workspace:
 
     def full_view(self) -> list[Block]:
         """Return the shared view followed by every worker's current step, whatever the layout."""
-        steps = list(self.active_steps.values())
-        return [*self.shared_view, *self._others(steps[:-1]), self.own_header, *steps[-1:]]
+        return [*self.shared_view, *self._others(self.workers[:-1]), self.own_header, self.workers[-1]]
 
     def block_name(self, block: Block) -> str:
         """Return a name of a block that does not change when other blocks are moved."""
@@ -110,18 +102,6 @@ class HogwildCache(SharedPrefixCache):
         history_header, others_header, own_header, gap = headers
         return Workspace(layout, prompt, workers, self.pool.new_block(), history_header, others_header, own_header, gap)
 
-    def add_worker(self, space: Workspace) -> None:
-        """Add a worker to a problem, after the existing ones."""
-        block = self.pool.new_block(STEP_CAPACITY)
-        space.views.clear()
-        space.workers.append(block)
-
-    def remove_worker(self, space: Workspace, worker: int) -> None:
-        """Remove a worker and its current step; its ended steps stay."""
-        space.views.clear()
-        space.removed.add(worker)
-        self.pool.free(space.workers[worker])
-
     def add_step(self, space: Workspace, num_tokens: int) -> Block:
         """Append an empty step, which no worker writes, to the history. Return its block."""
         block = self.pool.new_block(num_tokens)
@@ -142,29 +122,7 @@ class HogwildCache(SharedPrefixCache):
         """Move the first `count` pending steps (default: all) into the history block, with keys rotated."""
         for _ in range(len(space.pending_steps) if count is None else count):
             step, *pending = space.pending_steps
-            lengths = [*space.step_lengths, step.length]
             self.pool.move(step, space.history)
             space.views.clear()
-            space.pending_steps, space.step_lengths = pending, lengths  # nothing interrupts these assignments
+            space.pending_steps = pending
             self.pool.free(step)
-
-    def remove_step(self, space: Workspace, index: int) -> None:
-        """Remove an ended step from the history; keys of the steps after it are rotated to their new positions.
-
-        Copies the history into a new block. Tokens that were computed while the step was visible stay unchanged.
-        """
-        workers = [*space.step_workers[:index], *space.step_workers[index + 1 :]]
-        if index < len(space.step_lengths):
-            removed, start = space.history, sum(space.step_lengths[:index])
-            stop = start + space.step_lengths[index]
-            kept = self.pool.copy(removed, [(0, start), (stop, removed.length)])
-            lengths = [*space.step_lengths[:index], *space.step_lengths[index + 1 :]]
-            space.views.clear()
-            space.history, space.step_lengths, space.step_workers = kept, lengths, workers
-        else:
-            position = index - len(space.step_lengths)
-            removed = space.pending_steps[position]
-            pending = [*space.pending_steps[:position], *space.pending_steps[position + 1 :]]
-            space.views.clear()
-            space.pending_steps, space.step_workers = pending, workers
-        self.pool.free(removed)

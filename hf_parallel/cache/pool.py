@@ -78,7 +78,6 @@ class Pool:
         self._parent = parent  # a pool that referred to itself would keep its arena until a garbage collection
         self.arena: Arena = Arena() if parent is None else parent.arena
         self.states: StateArena = StateArena() if parent is None else parent.states
-        self._freed_later: list[Block] | None = None
 
     @property
     def _root(self) -> Pool:
@@ -94,7 +93,6 @@ class Pool:
 
     def clear(self) -> None:
         """Delete all blocks and release their memory."""
-        self._freed_later = None
         if self._root is self:
             self.blocks.clear()
             self.arena.clear()
@@ -120,11 +118,8 @@ class Pool:
         return blocks
 
     def free(self, block: Block) -> None:
-        """Delete a block and release its memory; between `defer_frees` and `free_deferred`, after `free_deferred`."""
+        """Delete a block and release its memory."""
         self.check_owned(block)
-        if self._freed_later is not None:
-            self._freed_later.append(block)
-            return
         self.touch()
         self.disown(block)
         self._root.blocks.remove(block)
@@ -135,18 +130,6 @@ class Pool:
         """Leave a block to the parent."""
         if self._root is not self:
             self.blocks.discard(block)
-
-    def defer_frees(self) -> None:
-        """Keep blocks that are freed from now on until `free_deferred`, so that a change can be undone."""
-        self._freed_later = []
-
-    def free_deferred(self, keep: bool = False) -> None:
-        """End `defer_frees`. `keep`: the change was undone, and its blocks remain."""
-        freed, self._freed_later = self._freed_later or [], None
-        if keep:
-            self.touch()
-        for block in () if keep else freed:
-            self.free(block)
 
     def release(self, block: Block) -> None:
         """Release the memory of a block, which becomes empty but is not deleted."""

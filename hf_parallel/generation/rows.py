@@ -84,10 +84,6 @@ class PendingWrites:
         if tokens:
             self.pending.append((block, list(tokens)))
 
-    def discard(self, block: Block) -> None:
-        """Drop the pending tokens of a block."""
-        self.pending = [(other, tokens) for other, tokens in self.pending if other is not block]
-
     def take(self) -> PassInputs:
         """Return the pending segments, each with the view of its block, and clear them."""
         writes, self.pending = self.pending, []

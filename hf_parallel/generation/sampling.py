@@ -131,13 +131,6 @@ class Sampler:
         self._draws += [self._draws[row]] * count
         return self.table.fork(row, count)
 
-    def add_row(self, length: int, draws: int) -> int:
-        """Append a copy of the last row, cut to `length` tokens. It has its own RNG; its `scores` begin at `draws`."""
-        (row,) = self.fork(self.num_rows - 1, 1)
-        self.table.truncate(row, length)
-        self._draws[row] = draws
-        return row
-
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Return probabilities `float32 [len(rows), vocabulary]`, or scores under greedy decoding, from logits of rows
         in ascending order."""

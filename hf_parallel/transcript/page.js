@@ -11,13 +11,13 @@ function play(section) {
   const pieces = find("[data-p]"), ticks = find(".tick"), joins = find(".join");
   const {visibility, unit, final_event: finalEvent, history, tick} = section.parentElement.dataset;
   const cards = find(".card").map(element => {
-    const {c, b, e, g, s, n, who} = element.dataset;
+    const {c, b, e, s, n, who} = element.dataset;
     const number = value => value === "" ? null : +value;
-    return {element, column: number(c), begin: +b, end: number(e), gone: number(g), how: s, name: n, who};
+    return {element, column: number(c), begin: +b, end: number(e), how: s, name: n, who};
   });
   const across = cards.filter(card => card.column === null);
   const isDone = (card, pass) => card.end !== null && card.end <= pass && (card.how === finalEvent || card.how === "join");
-  const isThere = (card, pass) => card.begin <= pass && (card.gone === null || card.gone > pass);
+  const isThere = (card, pass) => card.begin <= pass;
   const joined = (card, pass) => across.some(other => other.begin >= card.end && other.begin <= pass);
 
   function sees(viewer, card, pass) {

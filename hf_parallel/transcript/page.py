@@ -161,14 +161,13 @@ def _section(section: JSONObject, style: Mapping[str, str]) -> dict[str, object]
 
 
 def _intervals(cards: Sequence[JSONObject], joins: Set[int]) -> list[tuple[int, int]]:
-    """Return the rows of the grid: intervals of passes in which no card begins, ends or is removed.
+    """Return the rows of the grid: intervals of passes in which no card begins or ends.
 
     Cards without a pass, such as given text, have a row of their own, and so have the arrows of a join. The last row
     follows the last pass.
     """
     spans = [(card["begin"], _end(card)) for card in cards]
-    gone = [card["gone"] for card in cards if card["gone"] is not None]
-    bounds = sorted({0, *gone, *(at for span in spans for at in span)})
+    bounds = sorted({0, *(at for span in spans for at in span)})
     empty = joins | {begin for begin, end in spans if begin == end}
     return sorted([*zip(bounds, bounds[1:], strict=False), *((at, at) for at in empty), (bounds[-1], bounds[-1] + 1)])
 
@@ -279,6 +278,4 @@ def _footer(card: JSONObject, style: Mapping[str, str]) -> str:
         notes.append(reason)
     elif not done:
         notes.append("unfinished")
-    if card["gone"] is not None:  # finished cards leave the history, if there is one; others leave with their worker
-        notes.append(f"{'forgotten' if done and style['history'] else 'left'} after {style['tick']} {card['gone']}")
     return ", ".join(notes)

@@ -16,9 +16,7 @@ earlier token; replayed from cached logits; sampled again from cached logits at 
 class Event(NamedTuple):
     """Text or event of a row, with the arguments of `ParallelStreamer.write_row`.
 
-    `forward_pass` counts decode passes; 0 is before the first. Sessions add two events that streamers do not receive:
-    `forget` (a finished step of the row is removed from the history; `text` is its index among the row's steps there)
-    and `leave` (the row's worker is removed).
+    `forward_pass` counts decode passes; 0 is before the first.
     """
 
     forward_pass: int

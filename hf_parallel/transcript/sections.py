@@ -36,7 +36,6 @@ class Card:
     ended: str = ""  # event that ended it, see `ParallelStreamer`; empty: it is unfinished
     given: str = ""  # text that it began with
     pieces: list[tuple[int, str, str]] = field(default_factory=list)  # decode pass, text and origin of each token
-    gone: int | None = None  # decode pass after which no row attends to it: it was forgotten, or its worker removed
     truncated: bool = False  # whether a token budget ended its row; only the row's last card
     end_reason: str = ""  # why its row ended early; only the row's last card
 
@@ -76,7 +75,6 @@ class Section:
 
 def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
     """Return the cards of each prompt from the events of a call."""
-    keep_steps = bool(record.config.rows.style.history)  # the history keeps the finished steps of removed workers
     origins = {row: iter(letters) for row, letters in record.origins.items()}
     found: dict[int, list[Card]] = {}
     open_cards: dict[int, Card] = {}
@@ -97,12 +95,6 @@ def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
             if card is not None:
                 card.ended = event
                 del open_cards[row]
-        elif event in ("forget", "leave"):
-            present = [card for card in cards_by_row.get(row, []) if card.gone is None]
-            steps = [card for card in present if card.ended == "step"]
-            leaving = [card for card in present if not (keep_steps and card.ended == "step")]
-            for card in [steps[int(text)]] if event == "forget" else leaving:
-                card.gone = at
         else:
             before = max(at - 1, 0) if event == "token" else at
             card = card or begin(row, before)

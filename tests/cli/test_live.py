@@ -68,17 +68,15 @@ def test_joined_branches_stay_in_their_columns_and_the_answer_continues() -> Non
     assert [step.ended for step in view.rows[0]] == [True, False]
 
 
-def test_a_session_shows_injected_text_and_new_workers() -> None:
+def test_a_session_shows_injected_text() -> None:
     view = LiveView(TOKENIZER, a_terminal(100))
     with view:
         session = scripted("One", "Uno", streamer=view)
         session.run(3)
         session.inject("Alice", " Why? ")
         session.inject("common", "It rains.")
-        session.add_worker("Carol")
         session.run(2)
-    expected = {"Alice": "Alice 1: One\nWhy? xx", "Bob": "Bob 1: Unoxx", "common": "It rains.\n\n"}
-    assert texts(view) == expected | {"Carol": "Carol 1: xx"}
+    assert texts(view) == {"Alice": "Alice 1: One\nWhy? xx", "Bob": "Bob 1: Unoxx", "common": "It rains.\n\n"}
     assert view.rows[-1][0].passes == 3
 
 

@@ -116,10 +116,8 @@ def test_any_interrupt_of_a_session_leaves_the_model_usable(chosen: Any) -> None
 
 
 CHANGES: dict[str, Callable[[HogwildSession], Any]] = {
-    "forget": lambda session: session.forget(0),
-    "remove": lambda session: session.remove_worker("Bob"),
-    "inject": lambda session: session.inject("common", "x"),
-    "add": lambda session: session.add_worker(),
+    "a worker": lambda session: session.inject("Bob", "x"),
+    "all": lambda session: session.inject("common", "x"),
 }
 
 

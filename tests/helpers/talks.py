@@ -31,7 +31,7 @@ def begin(model: Any = None, **settings: Any) -> HogwildSession:
 
 
 def scripted(*scripts: str, **settings: Any) -> HogwildSession:
-    """Return a session over the prompt `P` whose workers write scripts, including those that join later."""
+    """Return a session over the prompt `P` whose workers write scripts."""
     given = {"num_workers": len(scripts), "max_new_tokens": 99, "do_sample": False, **SHORT, **settings}
     ids = torch.tensor([encode("P")])
     return HogwildSession(small_model(), TOKENIZER, ids, logits_processor=[Scripts(*scripts)], **given)
@@ -69,23 +69,14 @@ def change_at_random(session: HogwildSession, rng: random.Random, changes: int) 
     done: Counter[str] = Counter()
     for _ in range(changes):
         session.run(rng.choice([1, 1, 2, 5]))
-        kinds = ["inject"] * (len(session.writing) > 0)
-        kinds += ["add"] * (len(session.names) < 4) + ["remove"] * (len(session.writing) > 1)
-        if session.config.layout != "contiguous":
-            kinds += ["forget"] * (len(session.history) > 0) + ["inject common"]
+        kinds = ["inject"] * (len(session.writing) > 0) + ["inject common"] * (session.config.layout != "contiguous")
         rng.shuffle(kinds)
         kind = min(kinds, key=lambda one: done[one])
         done[kind] += 1
         if kind == "inject":
             session.inject(rng.choice(session.writing), rng.choice(["Hm?", "Look here: ", "!"]))
-        elif kind == "inject common":
-            session.inject("common", rng.choice(["It rains.", "Now."]))
-        elif kind == "add":
-            session.add_worker()
-        elif kind == "remove":
-            session.remove_worker(rng.choice(session.writing))
         else:
-            session.forget(rng.randrange(len(session.history)))
+            session.inject("common", rng.choice(["It rains.", "Now."]))
     session.run(3)
     return done
 

@@ -131,19 +131,15 @@ def test_logits_of_completions(mode: str) -> None:
     assert difference(model, example, expected) < 1e-6
 
 
-def test_a_session_whose_workers_change_and_that_is_saved_is_one_run(tmp_path: Path) -> None:
+def test_a_session_with_injected_text_that_is_saved_is_one_run(tmp_path: Path) -> None:
     model, tokenizer = enabled(), AsciiTokenizer()
     with computed_logits() as computed:
         session = hf_parallel.HogwildSession(
             model, tokenizer, IDS, num_workers=2, finisher_tokens=0, max_new_tokens=60, do_sample=True, seed=3
         )
-        session.run(10)
-        session.add_worker()
-        session.run(5)
+        session.run(15)
         session.inject("Bob", "hello. ")
-        session.run(5)
-        session.remove_worker("Alice")
-        session.run(4)
+        session.run(9)
         session.save(tmp_path / "session.json")
         session.run(5)
     expected = torch.cat(computed)

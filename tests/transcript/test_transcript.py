@@ -237,23 +237,6 @@ def test_injected_text_is_marked_as_given() -> None:
     assert (mine.begin, mine.end, common.begin, common.end) == (0, 2, 2, 2)
 
 
-@pytest.mark.parametrize(("layout", "gone"), [("combined", [2, None, 4, 6]), ("contiguous", [2, 6, 4, 6])])
-def test_cards_record_when_steps_are_forgotten_and_workers_removed(layout: str, gone: list[int | None]) -> None:
-    """Step 1 is forgotten, then step 3, which is the second one left; then the worker is removed.
-
-    Without a history its finished steps leave with it.
-    """
-    record = Record(HogwildConfig(layout=layout), prompts=[np.array([1])])
-    for at, text, event in ((0, "1: ", "begin"), (1, "a", "token"), (1, "", "step"), (1, "2: ", "begin"),
-                            (2, "b", "token"), (2, "", "step"), (2, "0", "forget"), (2, "3: ", "begin"),
-                            (3, "c", "token"), (3, "", "step"), (4, "1", "forget"), (4, "4: ", "begin"),
-                            (5, "d", "token"), (6, "", "leave"), (6, "", "end")):  # fmt: skip
-        record.passes = at
-        record.write(0, text, event)
-    (cards,) = cards_by_prompt(record).values()
-    assert [(card.ended, card.gone) for card in cards] == list(zip(["step"] * 3 + ["end"], gone, strict=True))
-
-
 def test_spanning_cards_that_overlap_others_get_their_own_column() -> None:
     """A trunk before and after its branches does not overlap them; a remark at pass 2 of 4 does."""
     branch, trunk, after, remark = Card(0, 1, 4), Card(None, 0, 1), Card(None, 4, 6), Card(None, 2, 2)

@@ -21,7 +21,6 @@ from browsers import title, with_scripts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import tell
-from talks import scripted
 from workers import TOKENIZER, write
 
 from hf_parallel.transcript.page import render
@@ -159,31 +158,6 @@ def test_an_arrow_leads_from_each_joined_branch_to_the_trunk() -> None:
         (first[1], trunk, first[2]), (second[1], trunk, second[2])
     ]  # fmt: skip
     assert {join["data-j"] for join in joins} == {str(len(story) + len("aa\n####"))}
-
-
-def changed_session() -> Any:
-    """Alice finishes a step at pass 4 and Bob at 7; hers is forgotten after 7, Bob removed after 8; 10 passes."""
-    session = scripted("A.\n\nB", "U no.\n\n")
-    session.run(7)
-    session.forget(0)
-    session.inject("common", "Hm.")
-    session.run(1)
-    session.remove_worker("Bob")
-    session.forget(1)
-    session.run(2)
-    return session
-
-
-def test_a_step_that_left_shows_when() -> None:
-    text = Page(changed_session().output().to_html()).text
-    for note in ("4, forgotten after pass 7", "7, forgotten after pass 8", "unfinished, left after pass 8"):
-        assert note in text
-    session = scripted("A.\n\nB", "U.\n\nV", layout="contiguous")
-    session.run(5)
-    session.remove_worker("Bob")
-    text = Page(session.output().to_html()).text
-    assert text.count("left after pass 5") == 2
-    assert text.count("unfinished, left after pass 5") == 1
 
 
 # Transcripts read from a file

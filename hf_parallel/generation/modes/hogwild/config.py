@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from hf_parallel.generation.config import ModePrompt, ModeRows, ModeTraits, RowP
 from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
-from hf_parallel.generation.modes.hogwild.settings import HogwildSettings, default_name
+from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.models.rotary import max_positions
@@ -23,27 +22,19 @@ from hf_parallel.transcript.sections import TranscriptStyle
 
 
 class HogwildRows(ModeRows["HogwildConfig"]):
-    """Workers. Row -1 is the common history; a session may have more rows than `num_workers`."""
+    """Workers. Row -1 is the common history."""
 
     def place(self, row: int, num_prompts: int) -> RowPlace:
         """See `ModeRows.place`."""
-        if row < 0:
-            return RowPlace(0, row, None)
-        return RowPlace(0, row, row) if num_prompts == 1 else super().place(row, num_prompts)
+        return RowPlace(0, row, None) if row < 0 else super().place(row, num_prompts)
 
     def name(self, index: int) -> str:
         """Return the name of a worker."""
-        if index < 0:
-            return COMMON
-        return self.config.names[index] if index < self.config.num_workers else default_name(index)
+        return COMMON if index < 0 else self.config.names[index]
 
     def step_text(self, index: int, step: int, text: str) -> str:
-        """Return the text of a step without its `step_prefix`; a worker that joined a session may have any name."""
-        if index < self.config.num_workers:
-            return text.removeprefix(self.config.step_prefix_of(self.name(index), step))
-        prefix = re.escape(self.config.step_prefix_of("\0", step)).replace("\0", "[^\n]*?")
-        found = re.match(prefix, text)
-        return text[found.end() :] if found else text
+        """Return the text of a step without its `step_prefix`."""
+        return text.removeprefix(self.config.step_prefix_of(self.name(index), step))
 
     @property
     def style(self) -> TranscriptStyle:  # type: ignore[override]

@@ -58,7 +58,7 @@ class HogwildOutput(ParallelOutput):
     conclusions: list[str] = ALWAYS
     """Text of the early finisher per prompt, starting with `finisher_prompt`; empty if it did not run."""
     names: list[list[str]] = ALWAYS
-    """Names of the workers in the order in which they joined, those removed from a session included."""
+    """Names of the workers."""
 
     def columns(self, prompt: int) -> list[str]:
         """Return the names of the workers."""

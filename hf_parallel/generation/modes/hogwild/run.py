@@ -199,7 +199,7 @@ class _PassCountingProcessor(LogitsProcessor):
 def _adapt_processors(call: GenerationCall, workers: Sequence[Worker]) -> GenerationCall:
     """Return a call whose length limits count decode passes, and whose `prefix_allowed_tokens_fn` gets prompt indices.
 
-    `workers` is read at each pass, as workers may join.
+    `workers` is read at each pass.
     """
     length, processors = call.input_ids.shape[1], LogitsProcessorList()
     for processor in call.logits_processor:

@@ -1,6 +1,6 @@
 """HogwildSession: workers advanced by the caller, one forward pass at a time (Hogwild! Inference, section 3).
 
-Between passes the caller injects texts, removes steps, adds and removes workers, and saves the session.
+Between passes the caller injects texts and saves the session.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import cpu_as_default
@@ -27,11 +27,10 @@ from hf_parallel.generation.mixin import ParallelGenerationMixin, enable, unwrap
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
-from hf_parallel.generation.modes.hogwild.settings import default_name
 from hf_parallel.generation.modes.hogwild.stepping import open_run
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.stats import GenerationStats
-from hf_parallel.generation.validation import check_int, check_text, is_int
+from hf_parallel.generation.validation import check_int, check_text
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -49,18 +48,6 @@ def _exclusive(method: _Method[_P, _T]) -> _Method[_P, _T]:
         return session._exclusively(lambda: method(session, *args, **kwargs))
 
     return run
-
-
-def _change(method: _Method[_P, _T]) -> _Method[_P, _T]:
-    """Run a method that changes an open session between two passes. If it raises, the session is unchanged."""
-
-    @functools.wraps(method)
-    def changed(session: HogwildSession, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        session._check_open()
-        with session._run.transaction():
-            return method(session, *args, **kwargs)
-
-    return _exclusive(changed)
 
 
 class HogwildSession:
@@ -125,8 +112,8 @@ class HogwildSession:
 
     @property
     def names(self) -> list[str]:
-        """Names of the workers that have not been removed, in the order in which they joined."""
-        return [worker.name for worker in self._run.present]
+        """Names of the workers."""
+        return [worker.name for worker in self._run.workers]
 
     @property
     def writing(self) -> list[str]:
@@ -140,7 +127,7 @@ class HogwildSession:
 
     @property
     def history(self) -> list[Step]:
-        """Finished and injected steps that are still in memory, in the order in which they ended."""
+        """Finished and injected steps, in the order in which they ended."""
         return self._run.group.finished
 
     @property
@@ -151,7 +138,7 @@ class HogwildSession:
     @property
     def texts(self) -> dict[str, str]:
         """All text of each worker, by name, injected text included."""
-        return {worker.name: worker.text for worker in self._run.present}
+        return {worker.name: worker.text for worker in self._run.workers}
 
     @property
     def answer(self) -> str | None:
@@ -165,10 +152,7 @@ class HogwildSession:
 
     @_exclusive
     def output(self) -> HogwildOutput:
-        """Return the current state as `generate` would with `return_dict_in_generate=True`.
-
-        Rows are workers in the order in which they joined, removed ones included.
-        """
+        """Return the current state as `generate` would with `return_dict_in_generate=True`; rows are workers."""
         return self._run.loop.result(HogwildOutput, **self._run.fields())
 
     def step(self) -> dict[str, str]:
@@ -231,7 +215,7 @@ class HogwildSession:
         self._call.executor.release()
         self._run.cache.reset()
 
-    @_change
+    @_exclusive
     def inject(self, to: str, text: str) -> None:
         """Append a text, without a name or template, which the model reads in the next forward pass.
 
@@ -240,10 +224,11 @@ class HogwildSession:
         ends with it. Raises `ValueError` if the worker does not exist or has stopped, if the text is empty or cannot be
         encoded, and for `common` in the layout `contiguous`, which has no history.
         """
+        self._check_open()
         worker = None if to == COMMON else self._find(to)
-        if worker is None:
-            self._check_has_history()
-        elif worker.stopped:
+        if worker is None and self.config.layout == "contiguous":
+            raise ValueError("the layout 'contiguous' has no history")
+        if worker is not None and worker.stopped:
             raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} has stopped")
         if not isinstance(text, str) or not text:
             raise ValueError(f"text must be a non-empty string, got {text!r}")
@@ -251,50 +236,9 @@ class HogwildSession:
             text = worker.on_new_line(text)
         elif not text.endswith(self.config.separator):
             text += self.config.separator
-        number = None if worker is None else worker.number
-        self._run.apply({"tell": number, "text": text, "tokens": self._encode("text", text)})
-
-    @_change
-    def forget(self, step: Step | int) -> None:
-        """Remove a finished step from memory; later steps move up, but no text is recomputed.
-
-        `step` is an element of `history`, or its index. Raises `ValueError` if there is no such step, and in the layout
-        `contiguous`, which has no history.
-        """
-        self._check_has_history()
-        found = [i for i, other in enumerate(self.history) if other == step or (is_int(step) and i == step)]
-        if not found:
-            raise ValueError(f"step must be one of the {len(self.history)} in history, or its index, got {step!r}")
-        self._run.apply({"forget": found[0]})
-
-    @_change
-    def add_worker(self, name: str | None = None) -> str:
-        """Add a worker, which starts writing in the next forward pass. Return its name.
-
-        The prompt does not change; inject a text to announce the worker to the others. The default name is the next of
-        Alice, Bob, Carol, ... that no worker has had. Raises `ValueError` if the name is taken, is `common` or cannot
-        be encoded, if the streamer supports one row only, and if `max_new_tokens` or the model's positions are used up.
-        """
-        if self.passes >= self._call.max_new_tokens:
-            raise ValueError(f"no pass is left for a worker: max_new_tokens={self._call.max_new_tokens} is used up")
-        if self._run.group.is_full():
-            raise ValueError("no capacity is left for a worker: the model's positions are used up")
-        if name is None:
-            used = {worker.name for worker in self._run.workers}
-            name = next(new for i in itertools.count(len(used)) if (new := default_name(i)) not in used)
-        if not isinstance(name, str) or not name or name in (*self.names, COMMON):
-            raise ValueError(f"name must be none of {[*self.names, COMMON]} and not empty, got {name!r}")
-        if isinstance(self._call.streamer, TextStreamer):
-            kind = type(self._call.streamer).__name__
-            raise ValueError(f"streamer must be a ParallelStreamer for several workers, got a {kind}")
-        self._encode("name", self.config.step_prefix_of(name))
-        self._run.apply({"add": name})
-        return name
-
-    @_change
-    def remove_worker(self, name: str) -> None:
-        """Remove a worker and its unfinished step; its finished steps stay. Raises `ValueError` for unknown names."""
-        self._run.apply({"remove": self._find(name).number})
+        tokens = self._encode("text", text)
+        with self._run.transaction():
+            self._run.inject(None if worker is None else worker.number, text, tokens)
 
     @_exclusive
     def save(self, path: str | Path) -> None:
@@ -352,14 +296,10 @@ class HogwildSession:
         return session
 
     def _find(self, name: object) -> Worker:
-        found = [worker for worker in self._run.present if worker.name == name]
+        found = [worker for worker in self._run.workers if worker.name == name]
         if not found:
             raise ValueError(f"there is no worker {name!r}, only {self.names}")
         return found[0]
-
-    def _check_has_history(self) -> None:
-        if self.config.layout == "contiguous":
-            raise ValueError("the layout 'contiguous' has no history")
 
     def _check_open(self) -> None:
         if self._ended_by:

@@ -1,6 +1,6 @@
 """SteppedRun: a Hogwild! run that is advanced pass by pass, changed in between, saved and restored.
 
-Its journal lists the tokens of every pass and every change, in order; `restore` repeats them.
+Its journal lists the tokens of every pass and every injected text, in order; `restore` repeats them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def open_run(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Any, settin
 class SteppedRun(HogwildRun):
     """Run of one prompt, advanced by the caller. `active` are the workers that have not stopped.
 
-    `journal` holds the passes and changes as plain data.
+    `journal` holds the passes and injected texts as plain data.
     """
 
     config: HogwildConfig
@@ -91,11 +91,6 @@ class SteppedRun(HogwildRun):
     def passes(self) -> int:
         """Decode passes so far."""
         return self.loop.call.record.passes
-
-    @property
-    def present(self) -> list[Worker]:
-        """Workers that have not been removed."""
-        return [worker for worker in self.workers if worker.number not in self.group.space.removed]
 
     def step(self) -> dict[str, str]:
         """Run one forward pass. Return the text added by each active worker, by name."""
@@ -116,42 +111,20 @@ class SteppedRun(HogwildRun):
             stats.decode_seconds += time.perf_counter() - began - (stats.prefill_seconds - prefilling)
         return {worker.name: worker.text[length:] for worker, length in before}
 
-    def apply(self, change: JSONObject) -> None:
-        """Apply a change between two passes, and append it to the journal.
-
-        A change is `{"tell": number of a worker or None for the history, "text": ..., "tokens": ...}`, `{"add": name}`,
-        `{"remove": number of a worker}` or `{"forget": index of a finished step}`.
-        """
-        self.journal.append(change)
-        group, record = self.group, self.loop.call.record
-        if "tell" in change:
-            if change["tell"] is None:
-                group.inject_step(change["text"], change["tokens"], self.passes)
-            else:
-                self.workers[change["tell"]].insert(change["tokens"])
-        elif "add" in change:
-            row = self.loop.sampler.add_row(record.begin, self.passes)
-            self.cache.add_worker(group.space)
-            group.append_headers()
-            self.workers.append(Worker(group, row, len(self.workers), change["add"], self.passes))
-            self.active.append(self.workers[-1])
-        elif "remove" in change:
-            worker = self.workers[change["remove"]]
-            record.write(worker.index, "", "leave")
-            self.active = [other for other in self.active if other is not worker]
-            worker.remove()
+    def inject(self, worker: int | None, text: str, tokens: list[int]) -> None:
+        """Append a text to the step of a worker, given by its number, or to the history (None), and to the journal."""
+        self.journal.append({"tell": worker, "text": text, "tokens": tokens})
+        if worker is None:
+            self.group.inject_step(text, tokens, self.passes)
         else:
-            *before, step = group.finished[: change["forget"] + 1]
-            own_index = sum(other.worker == step.worker for other in before)
-            record.write(step.worker, str(own_index), "forget")
-            group.remove_step(change["forget"])
+            self.workers[worker].insert(tokens)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Restore the state of the run if the body raises.
 
-        Lists, dicts and sets get their items back; the items themselves are not copied. Blocks that the body frees are
-        kept until it has ended. It must not move blocks.
+        Lists, dicts and sets get their items back; the items themselves are not copied. The body must not free or
+        move blocks.
         """
         loop, group, cache = self.loop, self.group, self.cache
         objects: list[object] = [self, group, group.space, group.writes, loop.table, loop.sampler, loop.stats]
@@ -161,7 +134,6 @@ class SteppedRun(HogwildRun):
         containers = [value for _, held in before for value in held.values() if type(value) in (list, dict, set)]
         items = list(map(copy.copy, containers))
         log_state = None if cache.log is None else cache.log.state
-        cache.pool.defer_frees()
         lengths = {block: block.length for block in cache.pool.blocks}
         try:
             yield
@@ -174,7 +146,7 @@ class SteppedRun(HogwildRun):
                 (container.extend if isinstance(container, list) else container.update)(held_items)
             for row, length in enumerate(loop.table.lengths):
                 loop.table.truncate(row, length)
-            cache.pool.free_deferred(keep=True)
+            cache.pool.touch()
             if cache.log is not None and log_state is not None:
                 cache.log.restore(log_state)
             for block in cache.pool.blocks - lengths.keys():
@@ -182,7 +154,6 @@ class SteppedRun(HogwildRun):
             for block, length in lengths.items():
                 block.length = length
             raise
-        cache.pool.free_deferred()
 
     def state(self) -> JSONObject:
         """Return all that `restore` needs, as plain data; errors as of `HogwildSession.save`."""
@@ -224,10 +195,8 @@ class SteppedRun(HogwildRun):
         for event in state["journal"]:
             if "pass" in event:
                 self._repeat_pass(event["pass"])
-                continue
-            if "remove" in event or "forget" in event:  # removes a block that earlier passes attend to
-                self._compute_backlog()
-            self.apply(event)
+            else:
+                self.inject(event["tell"], event["text"], event["tokens"])
         self._compute_backlog()
         if self._tokens != state["tokens"]:
             raise ValueError("its texts have other tokens")

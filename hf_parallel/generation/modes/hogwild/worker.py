@@ -12,17 +12,14 @@ from hf_parallel.generation.rows import PendingWrites, Row
 
 
 class Worker(Row):
-    """Worker `number` of a group. Each of its steps has a block of its own, except in the `contiguous` layout.
-
-    `passes` counts decode passes, including those before the worker joined.
-    """
+    """Worker `number` of a group. Each of its steps has a block of its own, except in the `contiguous` layout."""
 
     group: WorkerGroup
     writes: PendingWrites
 
-    def __init__(self, group: WorkerGroup, index: int, number: int, name: str, passes: int = 0) -> None:
+    def __init__(self, group: WorkerGroup, index: int, number: int, name: str) -> None:
         super().__init__(index, (), group=group, writes=group.writes)
-        self.number, self.name, self.passes = number, name, passes
+        self.number, self.name, self.passes = number, name, 0
         self.text = ""  # of all its steps
         self.answered = self.stopped = False
         self._step = self._num_prefix_tokens = 0
@@ -92,14 +89,6 @@ class Worker(Row):
                 group.inserted_tokens += len(tokens)
             group.cache.end_step(group.space, self.number)
         group.writes.add(block, self.pending)
-
-    def remove(self) -> None:
-        """Stop the worker and remove its unfinished step from the cache."""
-        if not self.stopped:
-            self.stopped = True
-            self._record(finished=False)
-            self._show("", "end")
-        self.group.remove_worker(self.number)
 
     def current_step(self, finished: bool = False) -> Step:
         """Return a copy of the worker's current step."""

@@ -117,12 +117,6 @@ def test_a_failing_processor_or_streamer_leaves_the_session_unchanged() -> None:
         (lambda s: s.inject("Zoe", "Hi."), "no worker 'Zoe', only"),
         (lambda s: s.inject("Alice", ""), "text must be a non-empty string, got ''"),
         (lambda s: s.inject("common", "\ud800"), "text must be text without lone surrogates"),
-        (lambda s: s.add_worker("Zoe\ud800"), "name must be text without lone surrogates"),
-        (lambda s: s.forget(99), "step must be one of the"),
-        (lambda s: s.forget(True), "step must be one of the"),
-        (lambda s: s.add_worker("Alice"), "name must be none of"),
-        (lambda s: s.add_worker(5), "got 5"),
-        (lambda s: s.remove_worker("Zoe"), "no worker 'Zoe'"),
         (lambda s: s.run(-1), "passes must be an int of at least 0"),
     ],
 )
@@ -135,13 +129,11 @@ def test_invalid_changes_raise(change: Callable[[HogwildSession], Any], said: st
     assert state(session) == before
 
 
-def test_changes_of_stopped_or_full_sessions_raise() -> None:
+def test_texts_for_stopped_workers_raise() -> None:
     session = scripted("A" + chr(tiny.EOS), "Uno", eos_token_id=tiny.EOS, max_new_tokens=3)
     session.run()
     with pytest.raises(ValueError, match="Alice has stopped"):
         session.inject("Alice", "Hi.")
-    with pytest.raises(ValueError, match="max_new_tokens=3 is used up"):
-        session.add_worker()
 
 
 @pytest.mark.parametrize(
@@ -211,7 +203,7 @@ def test_a_closed_session_frees_its_memory_and_rejects_calls() -> None:
         session.run(3)
     assert listener.ended == 1
     assert not session.output().past_key_values.pool.blocks
-    for change in (session.step, session.add_worker, session.finish, lambda: session.inject("Alice", "Hi.")):
+    for change in (session.step, session.finish, lambda: session.inject("Alice", "Hi.")):
         with pytest.raises(RuntimeError, match="has been closed"):
             change()
     session.close()
@@ -221,8 +213,6 @@ def test_a_closed_session_frees_its_memory_and_rejects_calls() -> None:
 def test_a_finished_session_can_be_read() -> None:
     session = begin(finisher_tokens=4)
     session.run(6)
-    session.add_worker()
-    session.remove_worker("Alice")
     out = session.finish()
     assert session.output().conclusions == out.conclusions != [""]
     assert "So \\boxed{" in out.conclusions[0]
@@ -238,7 +228,6 @@ def test_other_threads_can_change_a_running_session() -> None:
     def change() -> None:
         for number in range(5):
             session.inject("common", f"Remark {number}.")
-        session.add_worker("Zoe")
         done.set()
 
     other = threading.Thread(target=change)
@@ -248,8 +237,6 @@ def test_other_threads_can_change_a_running_session() -> None:
     other.join()
     injected = [step.text for step in session.history if step.name == "common"]
     assert injected == [f"Remark {number}.a" for number in range(5)]
-    session.run(5)
-    assert "Zoe" in session.texts
 
 
 def test_a_change_in_another_thread_waits_for_the_pass_that_runs() -> None:
