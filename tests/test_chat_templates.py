@@ -28,7 +28,6 @@ from hf_parallel.evaluation.tasks import Problem
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.modes.hogwild import run
 from hf_parallel.training import ParallelExample
-from hf_parallel.transcript.task import find_task
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}"
 TEMPLATES = {
@@ -188,17 +187,6 @@ def test_prompts_of_sessions_sweeps_and_drafts_receive_the_variables(
         assert tokenizer.decode(draft["input_ids"][0]).endswith(CLOSED)
     draft = hf_parallel.chain_of_draft_prompt(TASK, tokenizer, chat_template_kwargs={"enable_thinking": True})
     assert tokenizer.decode(draft["input_ids"][0]).endswith("<assistant>\n")
-
-
-@pytest.mark.parametrize("kind", TEMPLATES)
-def test_the_task_of_a_prompt_is_found_whatever_follows_it(kind: str) -> None:
-    _, tokenizer = small_model()
-    tokenizer.chat_template = TEMPLATES[kind]
-    for mode in ("hogwild", "pdos", "shared_prefix"):
-        for template in ({}, {"enable_thinking": False}, {"thinking": True}):
-            prompt = hf_parallel.build_prompt(mode, TASK, tokenizer, chat_template_kwargs=template)
-            rules = make_config(mode).prompt.rules() or ""
-            assert find_task(tokenizer.decode(prompt["input_ids"][0]), tokenizer, rules) == TASK
 
 
 WRONG = [3, ["enable_thinking"], *({name: True} for name in RESERVED)]

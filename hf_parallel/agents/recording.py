@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hf_parallel.agents.errors import ReplayError, ToolError
 from hf_parallel.agents.models import Completion
-from hf_parallel.agents.state import fingerprint
-from hf_parallel.files import COUNT, TEXT, TEXT_OR_NULL, Field, check_fields, parse_json, read_lines, write_atomically
+from hf_parallel.files import parse_json, read_lines, write_atomically
 
 FORMAT = "hf_parallel agents recording 1"
-MAX_SHOWN = 500
-"""Maximum number of characters of an operation's arguments in an error."""
-_ANY = Field(lambda value: True, "a value")
-_TEXTS = Field(lambda value: isinstance(value, list) and all(map(TEXT.is_valid, value)), "a list of texts")
-_COMPLETION = {field.name: _TEXTS if field.name == "texts" else COUNT for field in fields(Completion)}
 
 
 class Recording:
@@ -36,76 +29,50 @@ class Recording:
     def __init__(self, path: str | Path, seed: int, model: str | None = None) -> None:
         self.path = Path(path)
         self._results: dict[str, dict[str, Any]] = {}
-        header: dict[str, object] = {"format": FORMAT, "seed": seed, "model": model}
-        # A killed process may have written part of a line.
-        whole, rest = read_lines(self.path) if self.path.exists() else ("", b"")
-        if whole:
-            self._load(whole.splitlines(), header)
-        elif not json.dumps(header).encode().startswith(rest):
-            raise ValueError(f"{self.path} must begin with {header}, got {rest[:80]!r}")
-        else:
-            write_atomically(self.path, json.dumps(header) + "\n")
-        if whole and rest:
+        if not self.path.exists():
+            write_atomically(self.path, json.dumps({"format": FORMAT, "seed": seed, "model": model}) + "\n")
+            return
+        whole, rest = read_lines(self.path)
+        lines = [parse_json(line, f"{path}, line {n},") for n, line in enumerate(whole.splitlines(), 1)]
+        first, results = lines[0] if lines else None, lines[1:]
+        if not isinstance(first, dict) or first.get("format") != FORMAT:
+            raise ValueError(f"{path} must begin with the format {FORMAT!r}, got {first!r:.80}")
+        if first.get("seed") != seed:
+            raise ValueError(f"{path} has the seed {first.get('seed')!r:.80}, this Runtime {seed}")
+        if first.get("model") != model and None not in (first.get("model"), model):
+            raise ValueError(f"{path} was recorded with another model, or with other weights or adapters")
+        for number, found in enumerate(results, 2):
+            try:
+                if found["operation"].startswith("gen") and found["error"] is None:
+                    found["value"] = Completion(**{**found["value"], "texts": tuple(found["value"]["texts"])})
+                self._results[found["key"]] = found
+            except (AttributeError, LookupError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is not a result: {error!r}") from error
+        if rest:  # a killed process has written a part of a line
             os.truncate(self.path, len(whole.encode()))
 
-    def _load(self, lines: list[str], header: dict[str, object]) -> None:
-        first, *results = (parse_json(line, f"{self.path}, line {n},") for n, line in enumerate(lines, 1))
-        given = first if isinstance(first, dict) else {}
-        if given.get("format") != FORMAT:
-            raise ValueError(f"{self.path} must begin with {header}, got {first!r}")
-        if given.get("seed") != header["seed"]:
-            raise ValueError(f"{self.path} has the seed {given.get('seed')!r:.80}, this Runtime {header['seed']}")
-        model = given.get("model")
-        if model != header["model"] and None not in (model, header["model"]):
-            raise ValueError(f"{self.path} was recorded with another model, or with other weights or adapters")
-        for number, found in enumerate(results, 2):
-            result = _check_result(found, f"{self.path}, line {number}")
-            self._results[result["key"]] = result
-
-    def __len__(self) -> int:
-        return len(self._results)
-
-    def get(self, key: str, operation: str, arguments: object = ()) -> list[Any] | None:
+    def get(self, key: str, operation: str) -> list[Any] | None:
         """Return a list of the recorded result, or None. Raises the recorded `ToolError`.
 
-        Raises `ReplayError`, which names the arguments, if another operation was recorded.
+        Raises `ReplayError` if another operation was recorded.
         """
         found = self._results.get(key)
         if found is None:
             return None
         if found["operation"] != operation:
-            shown = repr(fingerprint(arguments))
-            if len(shown) > MAX_SHOWN:  # the end of a conversation tells more than its middle
-                shown = f"{shown[: MAX_SHOWN // 2]} ... {shown[-MAX_SHOWN // 2 :]}"
-            raise ReplayError(
-                f"{self.path} records {found['operation']!r} as {key}, but the run does {operation!r} with {shown}"
-            )
-        if found.get("error") is not None:
+            raise ReplayError(f"{self.path} records {found['operation']!r} as {key}, but the run does {operation!r}")
+        if found["error"] is not None:
             raise ToolError(str(found["error"]))
-        if operation.startswith("gen"):
-            return [Completion(**{**found["value"], "texts": tuple(found["value"]["texts"])})]
         return [found["value"]]
 
-    def put(self, key: str, operation: str, value: object = None, error: str | None = None) -> Any:
+    def put(self, key: str, operation: str, value: Any = None, error: str | None = None) -> Any:
         """Append a result, and return it as `get` would. Raises `TypeError` if JSON cannot hold it."""
-        value = value.to_dict() if isinstance(value, Completion) else value
+        plain = value.to_dict() if isinstance(value, Completion) else value
         try:
-            line = json.dumps({"key": key, "operation": operation, "value": value, "error": error})
+            line = json.dumps({"key": key, "operation": operation, "value": plain, "error": error})
         except TypeError as problem:
-            raise TypeError(
-                f"{operation.rpartition(' ')[0]} returned {type(value).__name__}, which a recording cannot hold"
-            ) from problem
+            name = operation.rpartition(" ")[0]
+            raise TypeError(f"{name} returned {type(value).__name__}, which a recording cannot hold") from problem
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        self._results[key] = json.loads(line)
-        return None if error is not None else (self.get(key, operation) or [None])[0]
-
-
-def _check_result(line: object, where: str) -> dict[str, Any]:
-    """Return the result in a line; raise `ValueError` if there is none."""
-    found = check_fields(line, {"key": TEXT, "operation": TEXT, "value": _ANY, "error": TEXT_OR_NULL}, where)
-    if found["error"] is None and found["operation"].startswith("gen"):
-        check_fields(found["value"], _COMPLETION, f"{where}: value")
-        if unknown := found["value"].keys() - _COMPLETION.keys():
-            raise ValueError(f"{where}: value has {sorted(unknown)}, which no completion has")
-    return found
+        return value if isinstance(value, Completion) else json.loads(line)["value"]

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import AgentError, DeadlockError, ReplayError, ToolError, agent_failure
@@ -25,8 +25,6 @@ T = TypeVar("T")
 
 STALL_SECONDS = 5.0
 """Idle time, without a completion or tool call, after which a run counts as deadlocked."""
-MISSING_SECONDS = 0.5
-"""Idle time after which a completion that the recording lacks ends the run."""
 TICK_SECONDS = 0.1
 """Interval at which idle time is measured."""
 
@@ -71,7 +69,6 @@ class Run:
         self.search_tasks: set[asyncio.Task[State]] = set()  # tasks of `Search` objects
         self._busy = self._operations = 0  # operations running now; starts and ends so far
         self._places = asyncio.Semaphore(max_requests)
-        self._missing: dict[str, Context] = {}  # agents that wait for a completion that the recording lacks, by key
         self._steps: dict[str, str] = {}  # key of the last request, by agent instance
         self._end: asyncio.Future[AgentError] = asyncio.get_running_loop().create_future()  # see `end`
 
@@ -114,9 +111,6 @@ class Run:
             raise self._end.result()
         if search.task.done():
             return
-        for key, context in self._missing.items():
-            error = ReplayError(f"the recording has no completion for {key}, and this Runtime has no engine")
-            raise agent_failure(context.agent_id, error)
         names = sorted({one.agent_id for one in self.executions if one.state is not None})
         raise DeadlockError(
             f"nothing has happened for {STALL_SECONDS} seconds, and {', '.join(names)} wait: agents must wait only for "
@@ -127,12 +121,10 @@ class Run:
     async def _stall(self) -> None:
         """Wait until no operation has run, started or ended for a while. A blocked event loop counts as one tick."""
         idle = 0.0
-        while idle < (MISSING_SECONDS if self._missing else STALL_SECONDS):
+        while idle < STALL_SECONDS:
             before = self._operations
             await asyncio.sleep(TICK_SECONDS)
-            aside = {context for context in self._missing.values() if not isinstance(context, Execution)}
-            waiting = len(self._missing) + len(aside)  # a value function is an operation itself
-            idle = idle + TICK_SECONDS if self._busy == waiting and self._operations == before else 0.0
+            idle = idle + TICK_SECONDS if not self._busy and self._operations == before else 0.0
 
     def end(self, agent_id: str, error: ReplayError) -> None:
         """End the run with an agent's error, even if an agent catches it."""
@@ -150,7 +142,8 @@ class Run:
 
         async def compute() -> Completion:
             if model is None:
-                return await self._wait_for_cancel(execution, key)
+                what = f"the recording has no completion for {key}, and this Runtime has no engine"
+                raise execution.end_run(ReplayError(what))
             hints = self._hints(state, key)
             async with self._places:
                 return await model.generate(messages, settings, derive_seed(self.seed, key), hints)
@@ -179,15 +172,6 @@ class Run:
                 self._scores = scores
         return found
 
-    async def _wait_for_cancel(self, context: Context, key: str) -> NoReturn:
-        """Wait until another agent cancels this one, as in the recorded run; otherwise the run stalls and ends."""
-        self._missing[key] = context
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            del self._missing[key]
-        raise AssertionError("unreachable")
-
     def _hints(self, state: State, key: str) -> AgentHints:
         parent = self._steps.get(state.agent_id)
         step = self._steps[state.agent_id] = key if len(key) <= MAX_ID else f"{derive_seed(key):x}"
@@ -201,7 +185,7 @@ class Run:
         if self.recording is None:
             return await self.computed(compute)
         operation = f"{name} {digest(*arguments)}"
-        if (found := self._found(execution, key, operation, arguments)) is not None:
+        if (found := self._found(execution, key, operation)) is not None:
             self.stats.replayed_completions += operation.startswith("gen")
             return found[0]
         try:
@@ -220,10 +204,10 @@ class Run:
             self._busy -= 1
             self._operations += 1
 
-    def _found(self, execution: Context, key: str, operation: str, arguments: object = ()) -> list[Any] | None:
+    def _found(self, execution: Context, key: str, operation: str) -> list[Any] | None:
         assert self.recording is not None
         try:
-            return self.recording.get(key, operation, arguments)
+            return self.recording.get(key, operation)
         except ReplayError as error:
             execution.end_run(error)
             raise

@@ -8,7 +8,7 @@ function play(section) {
   const find = selector => [...section.querySelectorAll(selector)];
   const slide = section.querySelector("input"), view = section.querySelector("select");
   const button = section.querySelector(".bar button"), says = section.querySelector(".says");
-  const pieces = find("[data-p]"), ticks = find(".tick"), joins = find(".join");
+  const pieces = find("[data-p]"), ticks = find(".tick");
   const {visibility, unit, final_event: finalEvent, history, tick} = section.parentElement.dataset;
   const cards = find(".card").map(element => {
     const {c, b, e, s, n, who} = element.dataset;
@@ -62,7 +62,6 @@ function play(section) {
     const viewer = chosen === "all" ? "all" : chosen === "" ? null : +chosen;
     section.querySelector("output").textContent = `${pass}/${last}`;
     for (const piece of pieces) piece.classList.toggle("later", +piece.dataset.p > pass);
-    for (const join of joins) join.classList.toggle("later", +join.dataset.j > pass);
     for (const card of cards) {
       const begun = card.begin <= pass;
       card.element.classList.toggle("later", !begun);

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
@@ -146,7 +146,7 @@ def _section(section: JSONObject, style: Mapping[str, str]) -> dict[str, object]
         "chosen": [place[column] for column in section.get("chosen", ())],
     }
     cards = section["cards"]
-    intervals = _intervals(cards, {at for _, at in _joined(cards, style)})
+    intervals = _intervals(cards)
     heights = [min(max(16, 3 * (end - begin)), 240) for begin, end in intervals]  # pixels
     moved = {_end(card) for card in cards if style["history"] and card["ended"] == style["final_event"]}
     return {
@@ -155,44 +155,19 @@ def _section(section: JSONObject, style: Mapping[str, str]) -> dict[str, object]
         "rows": " ".join(f"minmax({height}px,auto)" for height in heights),
         "moves": [line for line, (begin, _) in enumerate(intervals, start=1) if begin in moved],
         "cards": list(_cards(section, style, intervals)),
-        "joins": list(_joins(cards, style, intervals)),
         "spans": any(card["column"] is None for card in cards),
     }
 
 
-def _intervals(cards: Sequence[JSONObject], joins: Set[int]) -> list[tuple[int, int]]:
+def _intervals(cards: Sequence[JSONObject]) -> list[tuple[int, int]]:
     """Return the rows of the grid: intervals of passes in which no card begins or ends.
 
-    Cards without a pass, such as given text, have a row of their own, and so have the arrows of a join. The last row
-    follows the last pass.
+    Cards without a pass, such as given text, have a row of their own. The last row follows the last pass.
     """
     spans = [(card["begin"], _end(card)) for card in cards]
     bounds = sorted({0, *(at for span in spans for at in span)})
-    empty = joins | {begin for begin, end in spans if begin == end}
+    empty = {begin for begin, end in spans if begin == end}
     return sorted([*zip(bounds, bounds[1:], strict=False), *((at, at) for at in empty), (bounds[-1], bounds[-1] + 1)])
-
-
-def _joined(cards: Sequence[JSONObject], style: Mapping[str, str]) -> Iterator[tuple[JSONObject, int]]:
-    """Yield the finished cards that a card across all columns continues, and the pass after which it begins."""
-    across = sorted(card["begin"] for card in cards if card["column"] is None and _end(card) > card["begin"])
-    for card in cards:
-        later = bisect_left(across, _end(card))
-        if (
-            style["visibility"] == "never"
-            and card["column"] is not None
-            and later < len(across)
-            and _is_done(card, style)
-        ):
-            yield card, across[later]
-
-
-def _joins(
-    cards: Sequence[JSONObject], style: Mapping[str, str], intervals: Sequence[tuple[int, int]]
-) -> Iterator[tuple[str, int, int]]:
-    """Yield place, hue and pass of the arrow below each joined card, towards the card that continues it."""
-    for card, at in _joined(cards, style):
-        rows = f"{1 + bisect_left(intervals, (_end(card), _end(card)))} / {2 + bisect_left(intervals, (at, at))}"
-        yield f"grid-row:{rows};grid-column:{card['column'] + 2}", _hue(card), at
 
 
 def _hue(card: JSONObject) -> int:

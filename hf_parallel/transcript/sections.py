@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from hf_parallel.detokenizer import IncrementalDetokenizer, decode
 from hf_parallel.files import JSONObject
 from hf_parallel.transcript.record import COMPUTED, Record
-from hf_parallel.transcript.task import find_task
 
 FORMAT, VERSION = "hf_parallel run", 2
 """Values of `format` and `version` in a transcript."""
@@ -68,7 +67,6 @@ class Section:
     columns: list[str]
     cards: list[Card]  # in the order in which they began
     notes: list[tuple[str, str]] = field(default_factory=list)  # headings and texts shown above the columns
-    task: str | None = None  # what the prompt asks for; None: unknown, as in older files
     ranking: list[int] = field(default_factory=list)  # columns that a page shows first, best first
     chosen: list[int] = field(default_factory=list)  # columns that the mode has chosen
 
@@ -146,7 +144,6 @@ def completion_sections(
     for rows in groups:
         shared = commonprefix([prompts[row] for row in rows])
         prompt = decode(tokenizer, shared)
-        task = find_task(prompt, tokenizer) if len(shared) == max(len(prompts[row]) for row in rows) else None
         cards = []
         for column, row in enumerate(rows):
             tokens = sequences[row][record.begin : record.lengths[row]]
@@ -157,7 +154,7 @@ def completion_sections(
         names = [record.config.rows.name(places[row].index) for row in rows]
         if record.config.rows_per_prompt == 1 or len(set(names)) < len(names):
             names = [f"completion {number}" for number in range(1, len(rows) + 1)]
-        sections.append(Section(prompt, len(shared), names, cards, task=task))
+        sections.append(Section(prompt, len(shared), names, cards))
     return sections
 
 

@@ -17,7 +17,6 @@ from hf_parallel.transcript.sections import (
     separate_overlapping,
     transcript_dict,
 )
-from hf_parallel.transcript.task import find_task
 
 
 class Transcribable:
@@ -70,10 +69,6 @@ class Transcribable:
             names = [*names, *column_names(record, prompt, cards)[len(names) :]]
             separate_overlapping(cards, names, record.config.rows.style.spanning)
             tokens = record.prompts[prompt]
-            text = task = None
-            if tokenizer is not None:
-                text = decode(tokenizer, tokens.tolist())
-                task = find_task(text, tokenizer, record.config.prompt.rules() or "")
-            ranked = self.ranking(prompt)
-            sections.append(Section(text, len(tokens), names, cards, self.notes(prompt), task, *ranked))
+            text = None if tokenizer is None else decode(tokenizer, tokens.tolist())
+            sections.append(Section(text, len(tokens), names, cards, self.notes(prompt), *self.ranking(prompt)))
         return sections

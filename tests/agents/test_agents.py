@@ -18,12 +18,10 @@ from hf_parallel.agents import (
     AgentError,
     BestOfN,
     Chat,
-    Completion,
     DeadlockError,
     ReplayError,
     Runtime,
     ScriptedModel,
-    SelfRefine,
     State,
     ToolError,
     agent,
@@ -374,10 +372,7 @@ def test_a_killed_run_resumes_from_its_last_result(tmp_path: Path) -> None:
         assert model.passes == 2 - recorded
 
 
-def test_a_completion_of_a_value_function_that_the_recording_lacks_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hf_parallel.agents.run.MISSING_SECONDS", 0.05)
+def test_a_completion_of_a_value_function_that_the_recording_lacks_ends_the_run(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
 
     async def value(state: State) -> float:
@@ -394,67 +389,6 @@ def test_a_completion_of_a_value_function_that_the_recording_lacks_ends_the_run(
         path.write_text("".join(lines[:kept]))
         with pytest.raises(AgentError, match="the recording has no completion"):
             Runtime().run(answers, record=path)
-
-
-class Slow:
-    """A model that does not finish any completion but the first."""
-
-    passes = 0
-
-    async def generate(self, messages: Any, settings: Any, seed: int, hints: Any) -> Completion:
-        if messages[-1]["content"] != "first":
-            await forever()
-        return Completion(("text",))
-
-
-@pytest.mark.parametrize("aside", ["value", "complete"])
-def test_completions_that_the_recording_lacks_wait_while_a_tool_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: str
-) -> None:
-    monkeypatch.setattr("hf_parallel.agents.run.MISSING_SECONDS", 0.05)
-    path = tmp_path / "run.jsonl"
-
-    async def value(state: State) -> float:
-        return float(len(await gather(*(Chat().user("Rate it.").gen() for _ in range(2)))))
-
-    @agent(supervisor=BestOfN(1, value=value) if aside == "value" else SelfRefine(1))
-    async def rated() -> Any:
-        return await Chat().user("first").gen()
-
-    @agent
-    async def reads() -> Any:
-        handle = spawn(rated)
-        await tool(asyncio.sleep, 0.4)
-        cancel(handle)
-        return "done"
-
-    assert Runtime(Slow()).run(reads, record=path).value == "done"
-    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if "tool" not in line))
-    assert Runtime().run(reads, record=path).value == "done"
-
-
-def test_a_completion_that_the_recorded_run_did_not_wait_for_is_not_missing(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-
-    @agent
-    async def writes() -> Any:
-        yield await Chat().user("first").gen()
-        yield await Chat().user("second").gen()
-
-    async def fails() -> None:
-        raise OSError("no")
-
-    @agent
-    async def reads() -> Any:
-        handle = spawn(writes)
-        text = await next(handle)
-        await resume(handle)
-        with suppress(ToolError):
-            await gather(Chat().user("second").gen(forkable=False), tool(fails))
-        return text
-
-    assert Runtime(Slow()).run(reads, record=path).value == "text"
-    assert Runtime().run(reads, record=path).value == "text"
 
 
 def test_a_run_within_a_running_loop_works_as_in_a_notebook() -> None:
@@ -609,7 +543,7 @@ def test_a_recording_is_not_used_for_other_inputs_and_other_files_stay_as_they_a
         scripted().run(research, "another topic", record=path)
     result.trace.save(tmp_path / "trace.json")
     before = (tmp_path / "trace.json").read_text()
-    with pytest.raises(ValueError, match=r"trace.json must begin with|line 1, is not JSON"):
+    with pytest.raises(ValueError, match=r"trace.json"):
         scripted().run(research, "KV", record=tmp_path / "trace.json")
     assert (tmp_path / "trace.json").read_text() == before
     lines = path.read_text().splitlines()

@@ -11,14 +11,11 @@ import pytest
 import tiny
 import torch
 from ascii_tokenizer import SPECIAL, AsciiTokenizer
-from jinja2 import Environment
-from jinja2.exceptions import TemplateError
 from stories import tell
 from test_self_consistency import vote
 from workers import encode, small_model, write
 
 from hf_parallel import HogwildConfig, Hotspot, LogitsCache, ParallelOutput
-from hf_parallel.generation.prompts import render_prompt
 from hf_parallel.transcript.record import Record
 from hf_parallel.transcript.sections import FORMAT, VERSION, Card, cards_by_prompt, separate_overlapping
 
@@ -33,21 +30,6 @@ class Tokenizer(AsciiTokenizer):
     """Tokenizer that lists its special tokens."""
 
     all_special_ids = list(SPECIAL)
-
-
-class ChatTokenizer(Tokenizer):
-    """Tokenizer with a chat template."""
-
-    def __init__(self, chat_template: str) -> None:
-        self.chat_template = chat_template
-
-    def apply_chat_template(self, messages: Any, **variables: Any) -> str:
-        def fail(message: str) -> None:
-            raise TemplateError(message)
-
-        return (
-            Environment().from_string(self.chat_template).render(messages=messages, raise_exception=fail, **variables)
-        )
 
 
 def text_of(card: dict[str, Any]) -> str:
@@ -131,34 +113,6 @@ def test_answers_with_the_most_votes_come_first_and_the_chosen_one_is_marked() -
     assert sum("chosen</footer>" in card for card in cards) == 1
     undecided = one_section(vote(["none", EOS], ["\\boxed{5}", EOS], vote="final", final="7}"))
     assert (undecided["ranking"], undecided["chosen"]) == ([1, 0], [])
-
-
-MARKED = """{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}
-{%- if add_generation_prompt %}<assistant>{% endif %}"""
-NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + MARKED
-BRACKETS = """{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]
-{%- else %} {{ m.content }}</s>{% endif %}{% endfor %}"""
-EARLIER = [{"role": "user", "content": "Sing."}, {"role": "assistant", "content": "La."}]
-
-
-@pytest.mark.parametrize("chat", [[], EARLIER], ids=["one message", "a chat"])
-@pytest.mark.parametrize("template", [MARKED, NO_SYSTEM, BRACKETS, ""])
-def test_the_task_is_the_last_user_message_without_the_instructions_of_the_mode(template: str, chat: Any) -> None:
-    tokenizer = ChatTokenizer(template)
-    task: Any = [*chat, {"role": "user", "content": "Plan a picnic."}] if template else "Plan a picnic."
-    prompt = render_prompt("Alice, Bob: share it.", task, tokenizer)
-    settings: Any = {"prompts": [prompt], "collaboration_prompt": "{names}: share it."}
-    section = one_section(write("a", "b", **settings), tokenizer)
-    assert section["task"] == "Plan a picnic."
-    assert "share it." in section["prompt"]
-
-
-def test_a_task_that_cannot_be_separated_is_unknown() -> None:
-    """Instructions that are not those of the call, prompts that differ, and no tokenizer."""
-    assert one_section(write("a", "b", prompts=["Other rules. Plan."]), Tokenizer())["task"] is None
-    out = completions(["To do: sing", "To do: dance"], generation_mode="shared_prefix")
-    assert one_section(out, Tokenizer())["task"] is None
-    assert one_section(write("a", "b"))["task"] is None
 
 
 def completions(prompts: list[str], **settings: Any) -> Any:

@@ -118,46 +118,26 @@ def test_a_finished_step_shows_when_it_moved_and_the_last_one_that_it_is_truncat
 # Its text
 
 
-def test_task_answer_and_joined_answer_are_visible_above_the_columns() -> None:
+def test_answer_and_joined_answer_are_visible_above_the_columns() -> None:
     story = "Now. ####A:......\n####B:......\n####%%%%"
     out = tell([story + "\nSo.", EOS], branches=("aa\n####", "b\n####"))
-    run = out.to_dict()
-    run["sections"][0]["task"] = "Say a and b."
-    page = render(run)
+    page = out.to_html()
     above = page[: page.index('class="grid"')]
     words = Page(above).text
-    assert "Task" in words
-    assert "Say a and b." in words
     assert "Joined answer" in words
     assert out.transcripts[0] in words
     assert above.count("<details") == 0, "nothing of it needs a click"
 
 
-def test_a_transcript_without_a_task_or_stats_is_read() -> None:
-    """Older files have no task and no `truncated`, files of interrupted calls no stats: their tokens are counted."""
+def test_a_transcript_without_stats_is_read() -> None:
+    """Older files have no `truncated`, files of interrupted calls no stats: their tokens are counted."""
     run = write(ALICE, BOB).to_dict()
-    del run["sections"][0]["task"]
     for card in run["sections"][0]["cards"]:
         del card["truncated"]
     run["stats"] = None
     text = Page(render(run)).text
-    assert "Task" not in text
     assert text.count("unfinished") == 2
     assert "28 tokens in 14 passes: 2.0x" in text
-
-
-def test_an_arrow_leads_from_each_joined_branch_to_the_trunk() -> None:
-    story = "Now. ####A:......\n####B:......\n####%%%%"
-    page = tell([story + "\nSo.", EOS], branches=("aa\n####", "b\n####")).to_html()
-    joins = [attrs for tag, attrs in Page(page).tags if attrs.get("class") == "join"]
-    cards = [attrs["style"] or "" for tag, attrs in Page(page).tags if tag == "article"]
-    place = re.compile(r"grid-row:(\d+) / (\d+);grid-column:(\d+)")
-    _, first, second = (place.findall(card)[0] for card in cards[:3])
-    trunk = re.findall(r"grid-row:(\d+)", cards[3])[0]
-    assert [place.findall(join["style"] or "")[0] for join in joins] == [
-        (first[1], trunk, first[2]), (second[1], trunk, second[2])
-    ]  # fmt: skip
-    assert {join["data-j"] for join in joins} == {str(len(story) + len("aa\n####"))}
 
 
 # Transcripts read from a file
