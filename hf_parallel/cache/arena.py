@@ -62,10 +62,9 @@ class Arena:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in list(self.layers.values()))
 
     @property
-    def free_slots(self) -> int:
-        """Number of slots of the budget that are not allocated, contiguous or not."""
-        assert self.max_slots is not None
-        return self.max_slots - self.num_slots + sum(size for _, size in self._free)
+    def used_slots(self) -> int:
+        """Number of slots that are allocated."""
+        return self.num_slots - sum(size for _, size in self._free)
 
     def fits(self, size: int) -> bool:
         """Return whether `size` contiguous slots are free."""
@@ -109,6 +108,15 @@ class Arena:
             self.num_slots, self._free = before
             raise
         return extents
+
+    def limit(self, max_slots: int) -> None:
+        """Set the budget, of at least `num_slots`, and release memory beyond it."""
+        self.max_slots = max_slots
+        for layer in self.layers.values():
+            if layer.keys.shape[0] > max_slots * layer.num_kv_heads:
+                rows = self.num_slots * layer.num_kv_heads
+                with torch.inference_mode(False), torch.no_grad():
+                    layer.keys, layer.values = layer.keys[:rows].clone(), layer.values[:rows].clone()
 
     def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> None:
         """Store the packed new keys and values `[kv_heads, T, head_dim]` of a pass at its plan's locations."""

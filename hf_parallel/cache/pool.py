@@ -5,7 +5,8 @@ A block is a run of tokens stored once, however many rows see it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,28 @@ class Block:
 
 
 Wanted = Sequence[tuple[Block, int]]
-"""Blocks, each with the number of tokens that it must have capacity for."""
+"""Blocks, each with the number of tokens that it must have capacity for. They get a state if the model keeps states."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that keys, values and states may take together, and the bytes of a token and of a state."""
+
+    bytes: int
+    token_bytes: int
+    state_bytes: int
+
+    def cost(self, tokens: int, states: int) -> int:
+        """Return the bytes of the keys and values of some tokens, and of some states."""
+        return tokens * self.token_bytes + states * self.state_bytes
+
+    def held(self, blocks: Collection[Block]) -> int:
+        """Return the bytes of the keys, values and states of blocks."""
+        return self.cost(sum(block.length for block in blocks), sum(block.state >= 0 for block in blocks))
+
+    def max_tokens(self, states: int) -> int:
+        """Return how many tokens fit beside some states."""
+        return (self.bytes - states * self.state_bytes) // self.token_bytes if self.token_bytes else sys.maxsize
 
 
 class Pool:
@@ -78,6 +100,7 @@ class Pool:
         self._parent = parent  # a pool that referred to itself would keep its arena until a garbage collection
         self.arena: Arena = Arena() if parent is None else parent.arena
         self.states: StateArena = StateArena() if parent is None else parent.states
+        self.budget: Budget | None = None
 
     @property
     def _root(self) -> Pool:
@@ -262,11 +285,17 @@ class Pool:
 
         A block that must grow moves to an extent of at least twice the capacity, so that growth copies each token
         O(1) times (amortized). Blocks of equal capacity that grow together stay evenly spaced. In an
-        engine, each has its own size, and `on_full` is called until there is memory. Where there is, blocks that will
-        need it soon grow as well: after each growth, the next pass is planned from scratch.
+        engine, each has its own size, and `on_full` is called until there is memory, also for new states. Where there
+        is, blocks that will need it soon grow as well: after each growth, the next pass is planned from scratch.
         """
-        while growing := [(block, length) for block, length in wanted if _outgrows(block, length)]:
+        while True:
+            growing = [(block, length) for block, length in wanted if _outgrows(block, length)]
             on_full = self._root.on_full
+            if on_full is not None and self.new_states(wanted) > self.states.free_slots:
+                on_full(wanted, sum(_grown(block, length) for block, length in growing))
+                continue
+            if not growing:
+                return
             if on_full is not None:
                 soon = [(block, length) for block, length in wanted if _outgrows(block, length + MIN_GROWTH // 2)]
                 if self.arena.fits(sum(_grown(block, length) for block, length in soon)):
@@ -283,18 +312,46 @@ class Pool:
             order = sorted(range(len(sizes)), key=sizes.__getitem__)  # blocks of one size side by side
             self._grow([growing[i][0] for i in order], [sizes[i] for i in order])
 
+    def new_states(self, wanted: Wanted) -> int:
+        """Return the number of states to allocate for blocks that grow."""
+        return sum(block.state < 0 for block, _ in wanted) if self.states.in_use else 0
+
+    def set_budget(self, budget: Budget) -> None:
+        """Limit the memory of an empty pool. All of it is for keys and values, until `pack` divides it."""
+        self.budget = budget
+        self.states.limit(0)
+        self.arena.limit(budget.max_tokens(states=0))
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the budget that are not allocated, contiguous or not."""
+        assert self.budget is not None
+        return self.budget.bytes - self.budget.cost(self.arena.used_slots, self.states.num_used)
+
     def pack(self, wanted: Wanted) -> bool:
-        """Remove all holes and unused capacity, and reserve the wanted lengths; return whether they fit."""
-        lengths, limit = dict(wanted), self.arena.max_slots
+        """Remove all holes and unused capacity, and reserve the wanted lengths; return whether they fit.
+
+        What remains of the budget is divided between states on the one hand, and keys and values on the other.
+        """
+        lengths, budget = dict(wanted), self.budget
         held = sorted((b for b in self.blocks if b.length), key=lambda b: (b.extent.origin, b.first))
         blocks = [*held, *(block for block in lengths if not block.length)]
         needed = sum(lengths.get(block, block.length) for block in blocks)
-        if limit is None or needed > limit:
+        states = self.states.num_used + self.new_states(wanted)
+        if budget is None or (left := budget.bytes - budget.cost(needed, states)) < 0:
             return False
         for block in self.blocks - set(blocks):
             self.release(block)
+        if self.states.in_use:
+            states += left // 2 // budget.state_bytes
+            moved = self.states.compact([block.state for block in self.blocks if block.state >= 0])
+            for block in self.blocks:
+                block.state = moved.get(block.state, block.state)
+            self.states.limit(states)
+        limit = self.arena.max_slots = budget.max_tokens(states)
         slack = min(MIN_GROWTH, (limit - needed) // len(lengths))
         self._grow(blocks, [lengths[b] + slack if b in lengths else b.length for b in blocks])
+        self.arena.limit(limit)
         return True
 
     def _grow(self, blocks: Sequence[Block], capacities: Sequence[int]) -> None:

@@ -18,8 +18,8 @@ from hf_parallel.cache.states import Slots, StateArena
 from hf_parallel.kernels import to_device
 
 
-class MissingStateError(RuntimeError):
-    """Raised if a row continues where no state was kept."""
+class MissingStateError(LookupError):
+    """Raised if a row continues where no state was kept: a defect of this package."""
 
 
 @dataclass(frozen=True, eq=False)

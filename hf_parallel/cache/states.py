@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +20,10 @@ class StateArena:
     """States by slot. A layer's storage `[slots, ...]` is allocated at its first write, and grows.
 
     `in_use`: whether the model that fills the cache has layers that keep states. `stepwise`: whether these continue
-    from a state by one token at a time only.
+    from a state by one token at a time only. Under a budget of `max_slots`, check `free_slots` before allocating.
     """
+
+    max_slots: int | None = None
 
     def __init__(self) -> None:
         self.in_use = self.stepwise = False
@@ -35,12 +38,22 @@ class StateArena:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one state, over all layers written so far."""
-        return sum(held[:1].nbytes for held in list(self.storage.values()))
+        return sum(math.prod(held.shape[1:]) * held.element_size() for held in list(self.storage.values()))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of storage held, used or not."""
+        return sum(held.nbytes for held in list(self.storage.values()))
 
     @property
     def num_used(self) -> int:
         """Number of states held."""
         return self.num_slots - len(self._free)
+
+    @property
+    def free_slots(self) -> float:
+        """Number of slots of the budget that are not allocated."""
+        return math.inf if self.max_slots is None else self.max_slots - self.num_used
 
     def allocate(self, count: int) -> list[int]:
         """Return free slots, consecutive ones if there are."""
@@ -60,13 +73,33 @@ class StateArena:
 
     def grow(self) -> None:
         """Grow all storage to `num_slots`, so that a lack of memory is detected before any state is written."""
-        for key, held in self.storage.items():
+        for held in self.storage.values():
             if len(held) < self.num_slots:
-                slots = max(self.num_slots, int(len(held) * GROWTH))
-                with torch.inference_mode(False), torch.no_grad():
-                    new = held.new_zeros(slots, *held.shape[1:])
-                    new[: len(held)] = held
-                self.storage[key] = new
+                slots = int(len(held) * GROWTH)
+                self._resize(max(self.num_slots, slots if self.max_slots is None else min(slots, self.max_slots)))
+                return
+
+    def limit(self, max_slots: int) -> None:
+        """Set the budget, of at least `num_slots`, and release memory beyond it."""
+        self.max_slots = max_slots
+        if any(len(held) > max_slots for held in self.storage.values()):
+            self._resize(self.num_slots)
+
+    def _resize(self, slots: int) -> None:
+        for key, held in self.storage.items():
+            with torch.inference_mode(False), torch.no_grad():
+                new = held.new_zeros(slots, *held.shape[1:])
+                new[: len(held)] = held[:slots]
+            self.storage[key] = new
+
+    def compact(self, used: Sequence[int]) -> dict[int, int]:
+        """Move states into free slots, until `used`, which are all, are the first slots. Return those that moved."""
+        holes = sorted(set(range(len(used))) - set(used))
+        moved = dict(zip([slot for slot in used if slot >= len(used)], holes, strict=True))
+        for held in self.storage.values() if moved else ():
+            held[to_device(holes, held.device)] = held[to_device([*moved], held.device)]
+        self.num_slots, self._free = len(used), []
+        return moved
 
     def read(self, module: str, slots: Slots, in_place: bool) -> dict[str, dict[int, torch.Tensor]]:
         """Return the states `[rows, ...]` of a module by kind and `state_idx`; copies, or `in_place` the storage."""

@@ -120,6 +120,7 @@ class PrefixTree:
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.observer, self.clock = pool, RequestObserver(), 0
+        self.state_interval: int | None = None  # most tokens of a new node, so that states are kept between
         self.clear()
 
     def clear(self) -> None:
@@ -154,7 +155,7 @@ class PrefixTree:
             while len(rest):
                 child, shared = self._best_child(node, rest, first_gap)
                 if child is None:
-                    shared = self._fork(node, rest, first_gap)
+                    shared = min(self._fork(node, rest, first_gap), self.state_interval or len(rest))
                     node = self.add(node, rest[:shared])
                     node.gap = first_gap
                 else:
@@ -224,6 +225,14 @@ class PrefixTree:
                 self.pins.pop(node, None)
                 self.computing.pop(node, None)
                 self._trim(node)
+
+    def discard_stateless(self) -> None:
+        """Delete keys and values after which no row can continue, as a failed pass has half written their state."""
+        for node in [*self.nodes()][::-1] if self.pool.states.in_use else ():  # children first
+            if node.block is not None and node.num_cached and not node.block.has_state:
+                self.pool.release(node.block)
+                if node not in self.pins:
+                    self._remove(node)
 
     def discard_nonfinite(self) -> None:
         """Remove nodes with keys or values that are not finite, as a transient error of the model leaves them.

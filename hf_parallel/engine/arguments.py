@@ -18,10 +18,10 @@ from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_text, is_int
 
 
-def check_limits(*, is_optional: bool = False, **limits: object) -> None:
+def check_limits(required: Mapping[str, object], **optional: object) -> None:
     """Raise `ValueError` for a limit of an engine that is not a positive int, or None if it is optional."""
-    for name, limit in limits.items():
-        if not (is_optional and limit is None):
+    for name, limit in {**required, **optional}.items():
+        if name in required or limit is not None:
             check_int(name, limit, at_least=1)
 
 

@@ -17,15 +17,16 @@ from typing_extensions import Self
 from hf_parallel.cache import ForwardPass
 from hf_parallel.cache.pass_log import DecodeRun
 from hf_parallel.cache.placement import cpu_as_default, execution_device
+from hf_parallel.cache.state_plan import MissingStateError
 from hf_parallel.engine.arguments import check_limits, check_request, split_arguments, submitter_key
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.passes import JoinedPasses, join_passes
 from hf_parallel.engine.policies.base import EvictionPolicy
 from hf_parallel.engine.request import NonFiniteLogitsError, Request, record_passes
-from hf_parallel.engine.scheduler import QueueFullError, Scheduler
+from hf_parallel.engine.scheduler import BATCH_TOKENS, QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, Work, engine_stats
-from hf_parallel.engine.storage import KVStorage, WeightsChangedError
+from hf_parallel.engine.storage import STATE_INTERVAL, KVStorage, WeightsChangedError
 from hf_parallel.generation.claim import ENGINE_OPEN, Claim
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.mixin import enable, unwrap
@@ -37,8 +38,6 @@ from hf_parallel.models.cached_model import CachedModel
 from hf_parallel.models.linear import linear_layers
 from hf_parallel.models.ranks import num_ranks
 
-BATCH_TOKENS = {"cpu": 512}
-"""Maximum number of tokens of a step, by device type; others: 4096."""
 IDLE_SECONDS = 0.001
 
 
@@ -53,8 +52,8 @@ class Engine:
     tokenizer : PreTrainedTokenizerBase, optional
         For prompts that are text, for text, and for modes that need one.
     max_kv_bytes : int, optional
-        Budget of keys and values. Cached prefixes are evicted when it is full, then requests are preempted: their keys
-        and values are computed again later. Default: no limit.
+        Budget of keys, values and states. Cached prefixes are evicted when it is full, then requests are preempted:
+        what they held is computed again later. Default: no limit.
     max_rows : int
         Rows that generate at the same time, unless one request alone has more.
     max_waiting : int
@@ -63,13 +62,14 @@ class Engine:
         Tokens of a step; prompts are computed in parts of at most that many. Default: 512 on a CPU, else 4096.
     policy : EvictionPolicy, optional
         Order in which cached prefixes are evicted. Default: least recently used.
+    state_interval : int, optional
+        Tokens of a prompt after which layers that keep a state keep another, so that later prompts can diverge there.
 
     Examples
     --------
     >>> with Engine(model, tokenizer) as engine:
     ...     handles = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts]
-    ...     for handle in handles:
-    ...         print(handle.result().sequences)
+    ...     print([handle.result().sequences for handle in handles])
     """
 
     def __init__(
@@ -82,9 +82,11 @@ class Engine:
         max_waiting: int = 1024,
         max_batch_tokens: int | None = None,
         policy: EvictionPolicy | None = None,
+        state_interval: int | None = STATE_INTERVAL,
     ) -> None:
-        check_limits(max_rows=max_rows, max_waiting=max_waiting)
-        check_limits(is_optional=True, max_kv_bytes=max_kv_bytes, max_batch_tokens=max_batch_tokens)
+        limits = {"max_rows": max_rows, "max_waiting": max_waiting}
+        optional = {"max_kv_bytes": max_kv_bytes, "max_batch_tokens": max_batch_tokens}
+        check_limits(limits, **optional, state_interval=state_interval)
         self.model = unwrap(enable(model, tokenizer=tokenizer))
         if (ranks := num_ranks(self.model)) > 1:
             # requests arrive at each rank at another time, so that the ranks would compute different batches
@@ -93,7 +95,7 @@ class Engine:
         self.max_waiting = max_waiting
         device, rotary = execution_device(self.model), enabled(self.model).capabilities.rotary
         self._storage = KVStorage(rotary, device, max_kv_bytes, policy, self._free_memory)
-        self.policy = self._storage.policy
+        self.policy, self._storage.tree.state_interval = self._storage.policy, state_interval
         self._scheduler = Scheduler(self._storage, max_rows, max_batch_tokens or BATCH_TOKENS.get(device.type, 4096))
         self._current: Request | None = None  # whose code is running
         self._changed = threading.Condition()
@@ -385,8 +387,7 @@ class Engine:
         for request in batch:
             if request.pending is not None:
                 request.pending.expand_views()
-        began = time.perf_counter()
-        logits, error = None, None
+        began, logits, error = time.perf_counter(), None, None
         try:
             planned = self._plan(batch)
             if planned is None:
@@ -397,13 +398,13 @@ class Engine:
             self._storage.cache.rollback()
             if isinstance(raised, NonFiniteLogitsError):
                 self._storage.pool.clear_unused()  # where the pass has written
-            error = raised if len(batch) == 1 else None  # its traceback refers to the requests of the batch
+            if len(batch) == 1 or isinstance(raised, MissingStateError):  # a defect, which a second try would hide
+                error = raised
         self._work.model_seconds += time.perf_counter() - began
-        if error is not None:
-            self._call(batch[0], batch[0].fail, error)
-            return
-        if logits is None and self._storage.pool.states.in_use:  # they may be half written: each alone, from the start
-            self._scheduler.isolate(batch)
+        if logits is None and (error is not None or self._storage.pool.states.in_use):
+            for request in batch if error is not None else ():
+                self._call(request, request.fail, error)
+            self._scheduler.isolate([request for request in batch if not request.is_done])
             return
         if logits is None:
             middle = len(batch) // 2  # find the request that fails

@@ -287,28 +287,23 @@ class Request:
             _throw(rebuilding, greenlet.GreenletExit())
         else:
             self._suspended = self.pending, self.is_waiting
-            self._lengths = {block: block.length for block in self._blocks}
+            self._lengths = {block: block.length for block in self.blocks}
             self.open_nodes = {node: node.num_cached for node in self._storage.tree.pinned(self) if len(node.uncached)}
         self._storage.tree.stop_computing(self, but=self.open_nodes)
-        for block in self._blocks:
+        for block in self.blocks:
             self._storage.pool.release(block)
         self.preempted, self.is_waiting, self.pending = True, False, None
 
     @property
-    def _blocks(self) -> list[Block]:
+    def blocks(self) -> list[Block]:
         """Its blocks outside the tree."""
         return [block for cache in self._caches for block in cache.pool.blocks]
 
     @property
-    def own_tokens(self) -> int:
-        """Number of tokens whose keys and values it holds, apart from those in the tree."""
-        return sum(block.length for block in self._blocks)
-
-    @property
-    def needed_tokens(self) -> int:
-        """Number of tokens that a preempted request needs to be resumed, apart from those in the tree."""
-        own = sum(self._lengths.get(block, 0) for block in self._blocks)
-        return own + sum(len(node.uncached) for node in self._storage.tree.pinned(self))
+    def missing_lengths(self) -> list[int]:
+        """Lengths of what a preempted request must compute to be resumed: its blocks, and uncached nodes."""
+        own = [self._lengths.get(block, 0) for block in self.blocks]
+        return own + [len(node.uncached) for node in self._storage.tree.pinned(self)]
 
     def rebuild(self) -> None:
         """Start to compute the keys and values again; the request continues where it was preempted."""
@@ -352,7 +347,7 @@ class Request:
         return node.tokens[node.num_cached : stop]
 
     def _replay(self) -> None:
-        live, pool = set(self._blocks), self._storage.pool
+        live, pool = set(self.blocks), self._storage.pool
         # Blocks that were freed are needed until the tokens moved out of them are rebuilt. All others are the tree's.
         temporary = {block for block in self.log.written() - pool.blocks if block.parts is None}
         pool.blocks |= temporary

@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from hf_parallel.cache.pool import Budget
 from hf_parallel.engine.request import Request
 from hf_parallel.engine.storage import KVBudgetError, KVStorage
 
+BATCH_TOKENS = {"cpu": 512}
+"""Maximum number of tokens of a step, by device type; others: 4096."""
 EXPECTED_TOKENS = 32
 """New tokens per row that must fit into the budget before a request is admitted, unless its maximum is less."""
+PROMPT_STATES = 3
+"""States that a prompt leaves at most: where it forks, before its last token, and at its end."""
 
 
 class QueueFullError(RuntimeError):
@@ -61,12 +66,16 @@ class Scheduler:
 
     def check_budget(self, request: Request) -> None:
         """Raise `KVBudgetError` if a request alone does not fit into memory."""
-        limit, prompt = self.storage.max_tokens, request.call.prompt_tokens
-        if limit is not None and request.max_tokens > limit:
+        budget, prompt = self.storage.budget, request.call.prompt_tokens
+        if budget is None:
+            return
+        states = _max_states(request, self.storage.tree.state_interval) if budget.state_bytes else 0
+        if (needed := budget.cost(request.max_tokens, states)) > budget.bytes:
             raise KVBudgetError(
-                f"max_kv_bytes={self.storage.max_bytes} holds {limit} tokens, but this request may need "
-                f"{request.max_tokens}: {prompt} of the prompt, and {request.max_tokens - prompt} of up to "
+                f"max_kv_bytes={budget.bytes}, but this request may need {needed} bytes: {request.max_tokens} tokens "
+                f"of {budget.token_bytes}, {prompt} of the prompt, and {request.max_tokens - prompt} of up to "
                 f"{request.num_rows} rows with max_new_tokens={request.call.max_new_tokens}"
+                + (f"; and {states} states of {budget.state_bytes}" if states else "")
             )
 
     def has_place(self, submitted: Iterable[Request], submitter: Any, most: int) -> bool:
@@ -112,12 +121,12 @@ class Scheduler:
             return []
         is_busy = any(request.pending is not None for request in self.running)
         resumed: list[Request] = []
-        needed = 0
+        needed, budget = 0, self.storage.budget
         for request in preempted:
-            slots = self._available_slots([*resumed, request])
-            needed += request.needed_tokens + request.num_rows * EXPECTED_TOKENS
-            if (is_busy or resumed) and slots is not None and needed > slots:
-                break
+            if budget is not None:
+                needed += _cost(budget, request.missing_lengths) + budget.cost(request.num_rows * EXPECTED_TOKENS, 0)
+                if (is_busy or resumed) and needed > self._available_bytes(budget, [*resumed, request]):
+                    break
             resumed.append(request)
         return resumed
 
@@ -185,6 +194,7 @@ class Scheduler:
         self.isolated.update(batch)
         for request in batch:
             self.preempt(request)
+        self.storage.tree.discard_stateless()
 
     def _order(self, request: Request) -> tuple[Any, ...]:
         return -request.priority, request.account.served, request.number
@@ -193,19 +203,34 @@ class Scheduler:
     def _age(request: Request) -> tuple[int, int]:
         return -request.priority, request.number
 
-    def _available_slots(self, resumed: Collection[Request] = ()) -> int | None:
-        """Return the number of slots that are free or can be freed by evicting, with these requests resumed."""
-        limit = self.storage.max_tokens
-        if limit is None:
-            return None
-        held = sum(request.own_tokens for request in self.running)
-        return limit - held - self.storage.used_tokens(resumed)
+    def _available_bytes(self, budget: Budget, resumed: Collection[Request] = ()) -> int:
+        """Return the number of bytes that are free or can be freed by evicting, with these requests resumed."""
+        own = [block for request in self.running for block in request.blocks]
+        return budget.bytes - budget.held([*own, *self.storage.used_blocks(resumed)])
 
     def _fits(self, requests: list[Request]) -> bool:
-        slots = self._available_slots()
-        return slots is None or sum(map(_least_tokens, requests)) <= slots - self.storage.uncached_tokens
+        budget, tree = self.storage.budget, self.storage.tree
+        if budget is None:
+            return True
+        needed = _cost(budget, [len(node.uncached) for node in tree.pins])
+        needed += sum(_least_bytes(request, budget) for request in requests)
+        return needed <= self._available_bytes(budget)
 
 
-def _least_tokens(request: Request) -> int:
+def _cost(budget: Budget, lengths: Sequence[int]) -> int:
+    """Return the bytes of the keys, values and states of blocks with these lengths."""
+    return budget.cost(sum(lengths), sum(length > 0 for length in lengths))
+
+
+def _max_states(request: Request, interval: int | None) -> int:
+    """Return the maximum number of states that a request holds if layers keep them: of rows, and of nodes before."""
+    call, most = request.call, request.config.max_rows_per_prompt
+    rows, prompts = call.num_rows * most, len({prompt.tobytes() for prompt in call.prompts})
+    leaves = prompts + (rows if most > 1 else 0)  # rows of a prompt may continue texts of their own
+    return rows + PROMPT_STATES * leaves + (request.max_tokens // interval if interval else 0)
+
+
+def _least_bytes(request: Request, budget: Budget) -> int:
     new = request.num_rows * min(request.call.max_new_tokens, EXPECTED_TOKENS)
-    return min(request.call.prompt_tokens + new, request.max_tokens)
+    tokens = min(request.call.prompt_tokens + new, request.max_tokens)
+    return budget.cost(tokens, request.num_rows + PROMPT_STATES)

@@ -19,8 +19,10 @@ class EngineStats:
     """Requests in the queue, and preempted ones."""
     kv_bytes: int
     """Bytes of keys and values held, cached prefixes included."""
+    state_bytes: int
+    """Bytes of the states that layers keep instead of keys, cached prefixes included."""
     reserved_bytes: int
-    """Bytes of storage reserved for them."""
+    """Bytes of storage reserved for keys, values and states."""
     evicted_tokens: int
     """Tokens of cached prefixes whose keys and values were deleted."""
     preemptions: int
@@ -83,7 +85,8 @@ def engine_stats(scheduler: Scheduler, work: Work, num_submitted: int) -> Engine
         running=len(running) - preempted,
         waiting=num_submitted + len(scheduler.waiting) + preempted,
         kv_bytes=sum(block.length for block in list(storage.pool.blocks)) * storage.arena.bytes_per_token,
-        reserved_bytes=storage.arena.reserved_bytes,
+        state_bytes=storage.pool.states.num_used * storage.pool.states.bytes_per_slot,
+        reserved_bytes=storage.arena.reserved_bytes + storage.pool.states.reserved_bytes,
         evicted_tokens=storage.evicted_tokens,
         preemptions=scheduler.preemptions,
         reused_tokens=work.reused_tokens + sum(request.stats.reused_tokens for request in running),

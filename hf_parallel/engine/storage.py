@@ -12,12 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_parallel.cache.fingerprint import active_adapters
-from hf_parallel.cache.pool import Wanted
+from hf_parallel.cache.pool import Block, Budget, Wanted
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Owner, RequestObserver
 from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed
 from hf_parallel.kernels import RotarySpec
-from hf_parallel.models.attention import UnsupportedModelError
+
+STATE_INTERVAL = 1024
+"""Default of an engine: prompts keep a state at least every so many tokens. docs/engine.md compares intervals."""
 
 
 class KVBudgetError(RuntimeError):
@@ -102,45 +104,42 @@ class KVStorage:
     def set_token_size(self, bytes_per_token: int) -> None:
         """Apply the budget, given the bytes of one token over all layers."""
         if self.max_bytes is not None:
-            if self.pool.states.in_use:
-                raise UnsupportedModelError("max_kv_bytes must be None for a model that keeps states beside its keys")
-            if self.max_bytes < bytes_per_token:
-                raise ValueError(f"max_kv_bytes={self.max_bytes} is less than one token needs: {bytes_per_token} bytes")
-            self.arena.max_slots = self.max_bytes // bytes_per_token
+            state_bytes = self.pool.states.bytes_per_slot
+            if self.max_bytes < bytes_per_token + state_bytes:
+                needed = f"{bytes_per_token} bytes" + (f", and its state {state_bytes}" if state_bytes else "")
+                raise ValueError(f"max_kv_bytes={self.max_bytes} is less than one token needs: {needed}")
+            self.pool.set_budget(Budget(self.max_bytes, bytes_per_token, state_bytes))
 
     @property
-    def max_tokens(self) -> int | None:
-        """Number of tokens that fit into the budget."""
-        return self.arena.max_slots
+    def budget(self) -> Budget | None:
+        """The budget, once the sizes are known."""
+        return self.pool.budget
 
     def _make_room(self, wanted: Wanted, slots: int) -> None:
         """Free memory for blocks that grow by packing, evicting or preempting; raise `KVBudgetError` if that fails."""
-        if self.pool.pack(wanted) or self.evict(slots - self.arena.free_slots) or self.free_memory():
+        pool, budget = self.pool, self.pool.budget
+        assert budget is not None, "memory is full only under a budget"
+        needed = budget.cost(slots, pool.new_states(wanted))
+        if pool.pack(wanted) or self.evict(needed - pool.free_bytes) or self.free_memory():
             return
-        held = sum(block.length for block in self.pool.blocks)
-        missing = sum(length - block.length for block, length in wanted)
+        missing = budget.cost(sum(length - block.length for block, length in wanted), pool.new_states(wanted))
         raise KVBudgetError(
-            f"max_kv_bytes={self.max_bytes} holds {self.max_tokens} tokens: {held} are in use, and {missing} "
-            "more are needed"
+            f"max_kv_bytes={self.max_bytes}: {budget.held(pool.blocks)} are in use, and {missing} more are needed"
         )
 
-    def evict(self, slots: int) -> bool:
-        """Evict unused nodes until `slots` more are free. Return whether a node was evicted."""
-        before, target = self.evicted_tokens, self.arena.free_slots + slots
+    def evict(self, size: int) -> bool:
+        """Evict unused nodes, keys and states, until `size` more bytes are free. Return whether a node was evicted."""
+        before, target = self.evicted_tokens, self.pool.free_bytes + size
         for tokens in self.tree.evict(self.policy.priority):
             self.evicted_tokens += tokens
-            if self.arena.free_slots >= target:
+            if self.pool.free_bytes >= target:
                 break
         return self.evicted_tokens > before
 
-    def used_tokens(self, resumed: Collection[Owner] = ()) -> int:
-        """Return the number of cached tokens of the tree that running requests use, or preempted ones of `resumed`."""
-        return sum(node.num_cached for node in self.tree.pins if self.tree.is_used(node, resumed))
-
-    @property
-    def uncached_tokens(self) -> int:
-        """Number of tokens of the tree whose keys and values will be computed."""
-        return sum(len(node.uncached) for node in self.tree.pins)
+    def used_blocks(self, resumed: Collection[Owner] = ()) -> list[Block]:
+        """Return the blocks of the tree that running requests use, or preempted ones of `resumed`."""
+        used = (node for node in self.tree.pins if self.tree.is_used(node, resumed))
+        return [node.block for node in used if node.block is not None]
 
 
 def _versions(model: PreTrainedModel) -> list[Any]:

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from engine_requests import MODES, TOKENIZER, Case, assert_nothing_is_held, random_case, random_prefixes
+from engine_requests import MODES, STATE_MODES, TOKENIZER, Case, assert_nothing_is_held, random_case, random_prefixes
+from hybrids import SETTINGS as HYBRIDS
 from transformers import PreTrainedModel
 
 import hf_parallel
@@ -30,7 +31,10 @@ from hf_parallel.engine.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ARCHITECTURES = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "gpt_neox"))]
+ARCHITECTURES = ["llama", "lfm2"] + [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("gemma3_text", "gpt_neox", "qwen3_5_text", "granitemoehybrid", "falcon_h1", "mamba2")
+]
 
 
 def enabled(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -64,26 +68,24 @@ def submit_all(engine: Engine, cases: list[Case], rng: random.Random) -> list[Re
     return handles
 
 
-def peak_tokens(model: PreTrainedModel, cases: list[Case]) -> tuple[int, int]:
-    """Return the most tokens that an engine without budget holds for requests, and the bytes of one."""
+def peak_bytes(model: PreTrainedModel, cases: list[Case]) -> int:
+    """Return the most bytes that an engine without budget holds for requests."""
     with Engine(model, TOKENIZER) as engine:
         handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case in cases]
         peak = 0
         while not all(handle.done for handle in handles):
-            peak = max(peak, engine.stats.kv_bytes)
+            peak = max(peak, engine.stats.kv_bytes + engine.stats.state_bytes)
             time.sleep(0.002)
-        size = engine._storage.arena.bytes_per_token
-    return peak // size, size
+    return peak
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_random_requests_get_their_tokens_within_a_budget(name: str) -> None:
     rng, model = random.Random(name), enabled(name)
     prefixes = random_prefixes(rng, 4, 40)
-    cases = [random_case(rng, prefixes) for _ in range(14)]
-    peak, size = peak_tokens(model, cases)
-    budget = peak * size * 3 // 10
-    with Engine(model, TOKENIZER, max_kv_bytes=budget, max_batch_tokens=64) as engine:
+    cases = [random_case(rng, prefixes, STATE_MODES if name in HYBRIDS else MODES) for _ in range(14)]
+    budget = peak_bytes(model, cases) * 3 // 10
+    with Engine(model, TOKENIZER, max_kv_bytes=budget, max_batch_tokens=64, state_interval=16) as engine:
         outputs: list[Any] = [None] * len(cases)
         for index, handle in enumerate(submit_all(engine, cases, rng)):
             if handle is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_parallel.engine import Engine
 
 TOKENIZER: Any = AsciiTokenizer()
 MODES = ("hogwild", "pdos", "resample", "self_consistency", "shared_prefix", "skeleton_of_thought", None)
+STATE_MODES = MODES[2:]  # those that work on layers with states
 
 
 @dataclass
@@ -45,9 +47,9 @@ class Case:
         return {**self.settings, **({"logits_cache": LogitsCache()} if "logits_cache" in self.settings else {})}
 
 
-def random_case(rng: random.Random, prefixes: list[torch.Tensor]) -> Case:
+def random_case(rng: random.Random, prefixes: list[torch.Tensor], modes: Sequence[str | None] = MODES) -> Case:
     """Return a random request. Its prompt begins with one of `prefixes`, int64 `[length]`."""
-    mode = rng.choice(MODES)
+    mode = rng.choice(modes)
     text = torch.randint(32, 126, (rng.randint(1, 12),), generator=torch.Generator().manual_seed(rng.randrange(2**31)))
     prefix = rng.choice(prefixes)
     prompt = torch.cat((prefix[: rng.randint(0, len(prefix))], text))[None]
@@ -100,10 +102,15 @@ def assert_nothing_is_held(engine: Engine) -> None:
         rows = [layer.rows(node.block.tokens).flatten() for node in nodes]
         assert all(tensor[row].isfinite().all() for tensor in (layer.keys, layer.values) for row in rows)
     assert engine.stats.kv_bytes == sum(len(node.tokens) for node in nodes) * storage.arena.bytes_per_token
+    states = storage.pool.states
+    kept = [node.block.state for node in nodes if node.block.has_state]
+    assert len(kept) == (len(nodes) if states.in_use else 0) == len(set(kept)) == states.num_used
+    assert not states.in_use or states.are_finite(kept).all()
 
 
 __all__ = [
     "MODES",
+    "STATE_MODES",
     "TOKENIZER",
     "Case",
     "assert_nothing_is_held",
