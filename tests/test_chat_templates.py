@@ -24,7 +24,7 @@ from hf_parallel.engine.server.schema import ChatBody, CompletionBody
 from hf_parallel.engine.server.submission import Translator
 from hf_parallel.evaluation import Run
 from hf_parallel.evaluation.sweep import sweep
-from hf_parallel.evaluation.tasks import Problem
+from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.modes.hogwild import run
 from hf_parallel.training import ParallelExample

@@ -15,13 +15,10 @@ from hf_parallel.agents.errors import AgentCancelledError, AgentEndedError, Tool
 from hf_parallel.agents.execution import Frame, current_frame, in_thread, outside_of_agents, perform
 from hf_parallel.agents.search import Search
 from hf_parallel.agents.state import END, Entry, State, derive_seed, fingerprint
-from hf_parallel.generation.validation import check_int
 
 T = TypeVar("T")
 MAX_SHOWN = 2000
 """Maximum number of characters of a tool's result in a trace."""
-FIRST_DELAY = 0.05
-"""Seconds before the second attempt of a tool; doubles with each further attempt."""
 
 
 class AgentHandle:
@@ -178,7 +175,6 @@ async def tool(
     function: Callable[..., T | Awaitable[T]],
     *arguments: object,
     timeout: float | None = None,
-    retries: int = 0,
     **named: object,
 ) -> T:
     """Call a function outside the agent's code. A replay returns the recorded result.
@@ -189,16 +185,13 @@ async def tool(
         A coroutine function, or a function, which runs in its own thread. It cannot use `Chat`, `spawn` and the other
         operations of agents.
     timeout : float, optional
-        Seconds after which an attempt fails. A function in a thread keeps running, and its result is ignored.
-    retries : int
-        Number of further attempts after a failure.
+        Seconds after which the call fails. A function in a thread keeps running, and its result is ignored.
 
     Raises
     ------
     ToolError
-        If the last attempt failed; its cause is the error.
+        If the function failed; its cause is the error.
     """
-    check_int("retries", retries, at_least=0)
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be positive, got {timeout!r}")
     name = getattr(function, "__name__", type(function).__name__)
@@ -210,28 +203,20 @@ async def tool(
         return await result if inspect.isawaitable(result) else result
 
     async def call() -> T:
-        delay = FIRST_DELAY
-        for left in reversed(range(retries + 1)):
-            task = outside_of_agents(attempt())
-            try:
-                done, _ = await asyncio.wait([task], timeout=timeout)
-            finally:
-                task.cancel()
-            if not done:
-                what, cause = f"took more than {timeout} seconds", None
-            elif task.cancelled():
-                what, cause = "it was cancelled", None
-            elif (cause := task.exception()) is None:
-                return task.result()
-            else:
-                what = repr(cause)
-            if not left:
-                raise ToolError(
-                    f"tool {name} failed after {retries + 1} attempt{'s' if retries else ''}: {what}"
-                ) from cause
-            await asyncio.sleep(delay)
-            delay *= 2
-        raise AssertionError("unreachable")
+        task = outside_of_agents(attempt())
+        try:
+            done, _ = await asyncio.wait([task], timeout=timeout)
+        finally:
+            task.cancel()
+        if not done:
+            what, cause = f"took more than {timeout} seconds", None
+        elif task.cancelled():
+            what, cause = "it was cancelled", None
+        elif (cause := task.exception()) is None:
+            return task.result()
+        else:
+            what = repr(cause)
+        raise ToolError(f"tool {name} failed: {what}") from cause
 
     async def run(key: str, directive: object) -> T:
         frame = current_frame()

@@ -32,7 +32,7 @@ class ReplayError(RuntimeError):
 
 
 class ToolError(RuntimeError):
-    """Raised by `tool` if the function failed or took too long, after all attempts."""
+    """Raised by `tool` if the function failed or took too long."""
 
 
 class BudgetExceededError(RuntimeError):

@@ -17,7 +17,7 @@ from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.search import Search
 from hf_parallel.agents.state import END, State, derive_seed, digest
 from hf_parallel.agents.trace import RunTrace
-from hf_parallel.engine.hints import MAX_ID, AgentHints
+from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.policies.scores import Contribution
 from hf_parallel.generation.prompts import Message
 
@@ -69,7 +69,6 @@ class Run:
         self.search_tasks: set[asyncio.Task[State]] = set()  # tasks of `Search` objects
         self._busy = self._operations = 0  # operations running now; starts and ends so far
         self._places = asyncio.Semaphore(max_requests)
-        self._steps: dict[str, str] = {}  # key of the last request, by agent instance
         self._end: asyncio.Future[AgentError] = asyncio.get_running_loop().create_future()  # see `end`
 
     @property
@@ -144,7 +143,7 @@ class Run:
             if model is None:
                 what = f"the recording has no completion for {key}, and this Runtime has no engine"
                 raise execution.end_run(ReplayError(what))
-            hints = self._hints(state, key)
+            hints = AgentHints(self.id, state.agent.name)
             async with self._places:
                 return await model.generate(messages, settings, derive_seed(self.seed, key), hints)
 
@@ -171,11 +170,6 @@ class Run:
                 self.trace.add(agent_id, "scores", scores={name: one.score for name, one in scores.items()})
                 self._scores = scores
         return found
-
-    def _hints(self, state: State, key: str) -> AgentHints:
-        parent = self._steps.get(state.agent_id)
-        step = self._steps[state.agent_id] = key if len(key) <= MAX_ID else f"{derive_seed(key):x}"
-        return AgentHints(self.id, state.agent.name, step, parent)
 
     async def recorded(
         self, execution: Context, key: str, name: str, arguments: Iterable[object], compute: Callable[[], Awaitable[T]]

@@ -5,19 +5,10 @@
 
 from hf_parallel.evaluation.results import format_table, read_results, table
 from hf_parallel.evaluation.runs import Finisher, Run
-from hf_parallel.evaluation.tasks import (
-    GENERATED,
-    TASKS,
-    ArithmeticProblem,
-    CodeProblem,
-    NeedleProblem,
-    PlanningProblem,
-    Problem,
-    RetrievalProblem,
-    Student,
-    Test,
-    load_problems,
-)
+from hf_parallel.evaluation.tasks import GENERATED, TASKS, load_problems
+from hf_parallel.evaluation.tasks.base import Problem
+from hf_parallel.evaluation.tasks.code import CodeProblem, Test
+from hf_parallel.evaluation.tasks.generated import ArithmeticProblem, PlanningProblem, RetrievalProblem
 
 __all__ = [
     "GENERATED",
@@ -25,12 +16,10 @@ __all__ = [
     "ArithmeticProblem",
     "CodeProblem",
     "Finisher",
-    "NeedleProblem",
     "PlanningProblem",
     "Problem",
     "RetrievalProblem",
     "Run",
-    "Student",
     "Test",
     "format_table",
     "load_problems",

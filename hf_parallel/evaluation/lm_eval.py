@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +27,6 @@ from hf_parallel.generation.stop_texts import StopTexts
 from hf_parallel.generation.validation import check_int, is_int, suggestion
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.cached_model import PREFILL_CHUNK
-from hf_parallel.models.loading import check_model_folder
 
 try:
     from lm_eval import utils
@@ -73,7 +70,7 @@ class ParallelLM(HFLM):
     Raises
     ------
     ValueError
-        For an unknown mode, unknown or invalid settings, a folder without a model, or a batch size below 1.
+        For an unknown mode, or unknown or invalid settings.
     UnsupportedModelError
         If block attention does not support the model. Says why.
 
@@ -92,9 +89,6 @@ class ParallelLM(HFLM):
         if pretrained is None:
             raise ValueError("pretrained must be a model id, folder or model: give --model_args pretrained=ID")
         check_int("max_batch_tokens", max_batch_tokens, at_least=1)
-        size = str(kwargs.get("batch_size") or 1)
-        if not size.startswith("auto") and not (size.isdecimal() and int(size)):
-            raise ValueError(f"batch_size must be an int of at least 1 or 'auto', got {kwargs['batch_size']!r}")
         cls = MODES[_known_mode(generation_mode)]
         self.max_batch_tokens, self.generation_mode = max_batch_tokens, generation_mode
         self.settings = {name: kwargs.pop(name) for name in [*kwargs] if name in {*cls.fields()} - _OWN_ARGUMENTS}
@@ -102,16 +96,7 @@ class ParallelLM(HFLM):
         self.stats = GenerationStats()
         if not isinstance(pretrained, str):  # `HFLM` would ignore other names
             check_setting_names(cls, kwargs, _OWN_ARGUMENTS)
-        elif not kwargs.get("gguf_file"):
-            subfolder = kwargs.get("subfolder")
-            check_model_folder("pretrained", os.path.join(pretrained, subfolder) if subfolder else pretrained)
-        try:
-            super().__init__(pretrained, **kwargs)
-        except TypeError as error:  # raised by the model's class for an unknown name
-            name = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if name and name[1] in kwargs:
-                check_setting_names(cls, {name[1]: kwargs[name[1]]}, _OWN_ARGUMENTS)
-            raise
+        super().__init__(pretrained, **kwargs)
         try:
             enable(self.model, tokenizer=self.tokenizer)
         except UnsupportedModelError as error:

@@ -34,7 +34,7 @@ _KEY = {
     "sample": COUNT,
 }
 _MEASURED = {
-    **dict.fromkeys(("passes", "tokens", "seconds", "duplicated"), FINITE),
+    **dict.fromkeys(("passes", "tokens"), FINITE),
     "answered": Field(lambda value: isinstance(value, bool) or FINITE.is_valid(value), "true or false"),
     "score": FINITE,
 }
@@ -44,8 +44,8 @@ KEY = tuple(_KEY)
 """Fields that identify a result."""
 MEASURED = tuple(_MEASURED)
 COLUMNS = (
-    *("task", "mode", "settings", "budget", "problems", "generations", "score", "error", "answered", "passes"),
-    *("tokens", "seconds", "duplicated"),
+    *("task", "mode", "settings", "budget", "problems", "generations"),
+    *("score", "error", "answered", "passes", "tokens"),
 )
 """Columns of a table."""
 
@@ -170,5 +170,5 @@ def _cell(name: str, value: Any) -> str:
         return settings_text(value)
     if value is None:
         return ""
-    digits = {"score": 3, "error": 3, "answered": 2, "duplicated": 3, "seconds": 2}
+    digits = {"score": 3, "error": 3, "answered": 2}
     return f"{value:.{digits.get(name, 1)}f}" if isinstance(value, float) else str(value)

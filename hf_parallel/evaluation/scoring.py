@@ -89,7 +89,6 @@ def loglikelihoods(
     model: PreTrainedModel,
     contexts: Sequence[Sequence[int] | np.ndarray | torch.Tensor],
     continuations: Sequence[Sequence[int] | np.ndarray | torch.Tensor],
-    cache: SharedPrefixCache | None = None,
     max_batch_tokens: int = PREFILL_CHUNK,
     softmax_dtype: torch.dtype | None = None,
     stats: GenerationStats | None = None,
@@ -106,8 +105,6 @@ def loglikelihoods(
         An enabled model, or one wrapped by PEFT.
     contexts, continuations : sequence of 1-D tensors, arrays or lists of int
         Token ids, at least one per sequence.
-    cache : SharedPrefixCache, optional
-        Keeps the keys and values of all rows after the call. Default: only those of the running batch are held.
     max_batch_tokens : int
         Maximum number of tokens per forward pass, and of tokens in the KV cache besides one row. Cached tokens that are
         computed again for their logits are not split.
@@ -146,7 +143,7 @@ def loglikelihoods(
     arguments.check_not_compiled(inner)  # type: ignore[arg-type]
     arguments.check_prepares_own_inputs(inner)  # type: ignore[arg-type]
     rows = _make_rows(inner, contexts, continuations)
-    scorer = _Scorer(inner, cache, max_batch_tokens, softmax_dtype)
+    scorer = _Scorer(inner, max_batch_tokens, softmax_dtype)
     scores: dict[int, Score] = {}
 
     def add(index: int, score: Score) -> None:
@@ -194,16 +191,9 @@ def _as_ids(name: str, tokens: Sequence[int] | np.ndarray | torch.Tensor, vocabu
 class _Scorer:
     """One call: computes the tree of all rows, and their scores."""
 
-    def __init__(
-        self,
-        model: Any,
-        cache: SharedPrefixCache | None,
-        max_batch_tokens: int,
-        softmax_dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, model: Any, max_batch_tokens: int, softmax_dtype: torch.dtype | None) -> None:
         self.model, self.max_tokens, self.softmax_dtype = model, max_batch_tokens, softmax_dtype
-        self.is_kept = cache is not None
-        self.cache = SharedPrefixCache() if cache is None else cache
+        self.cache = SharedPrefixCache()
         self.stats = GenerationStats()
         self.device = execution_device(model)
         self.max_queries = max(1, MAX_LOGITS // vocabulary_size(model))
@@ -217,11 +207,10 @@ class _Scorer:
                     stack.enter_context(context)
                 for context in (linear_layers(model), gradient_checkpointing_disabled(model)):
                     stack.enter_context(context)
-                self.cache.claim(model, claim, kept=self.is_kept)
+                self.cache.claim(model, claim, kept=False)
                 passes = CachedModel(model, enabled(model).capabilities, self.cache, cuda_graph=False, compile=False)
                 for batch in _batches(rows, self.max_tokens):
-                    if not self.is_kept:
-                        self.cache.tree.retain(batch[0].inputs[: batch[0].first])
+                    self.cache.tree.retain(batch[0].inputs[: batch[0].first])
                     for row, score in zip(batch, self._score(batch, passes), strict=True):
                         on_scored(row.index, score)
         finally:
@@ -229,15 +218,11 @@ class _Scorer:
 
     def _score(self, rows: Sequence[_Row], passes: CachedModel) -> list[Score]:
         began = time.perf_counter()
-        try:
-            parts, targets = self._plan(rows)
-            sums, greedy = np.zeros(len(rows)), np.ones(len(rows), dtype=bool)
-            for held, log_probs, is_best in self._compute(parts, targets, passes):
-                np.add.at(sums, targets.rows[held], log_probs)
-                np.logical_and.at(greedy, targets.rows[held], is_best)
-        except BaseException:
-            self.cache.discard_uncached()
-            raise
+        parts, targets = self._plan(rows)
+        sums, greedy = np.zeros(len(rows)), np.ones(len(rows), dtype=bool)
+        for held, log_probs, is_best in self._compute(parts, targets, passes):
+            np.add.at(sums, targets.rows[held], log_probs)
+            np.logical_and.at(greedy, targets.rows[held], is_best)
         stats, cache = self.stats, self.cache
         stats.reused_tokens += sum(len(row.inputs) for row in rows) - sum(part.stop - part.start for part in parts)
         stats.kv_bytes = max(stats.kv_bytes, cache.kv_bytes)
@@ -321,12 +306,8 @@ class _Scorer:
             for part in parts
             if part.start < stop and part.stop > start
         ]
-        try:
-            forward = self.cache.prepare(segments)
-            logits = passes.logits(forward, to_device(tokens[start:stop], self.device), (keep - start).tolist())
-        except BaseException:
-            self.cache.rollback()
-            raise
+        forward = self.cache.prepare(segments)
+        logits = passes.logits(forward, to_device(tokens[start:stop], self.device), (keep - start).tolist())
         self.cache.commit()
         self.stats.forward_passes += 1
         self.stats.prefilled_tokens += stop - start

@@ -5,7 +5,6 @@ An early finisher continues texts without a final answer (Hogwild! Inference, se
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,14 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_parallel.engine import Engine, RequestHandle
 from hf_parallel.evaluation.results import Result
 from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, Finisher, Run
-from hf_parallel.evaluation.tasks import Problem
+from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.evaluation.written import Written, written_until
 from hf_parallel.files import JSONObject
 from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.modes import find_answer, find_matches, majority, normal_form
 from hf_parallel.generation.prompts import build_prompt, encode_task
-from hf_parallel.transcript.record import Record
 
 
 @dataclass(eq=False)
@@ -58,43 +55,12 @@ class Generation:
         }
 
     def score(self, text: str) -> float:
-        """Return the score of a text. Raises `RuntimeError` if `Problem.score` fails, `ValueError` for its range."""
-        where = f"{type(self.problem).__name__}.score of problem {self.index}"
-        try:
-            score = float(self.problem.score(text))
-        except ImportError:  # a package is missing
-            raise
-        except Exception as error:
-            raise RuntimeError(
-                f"{where} raised {type(error).__name__}: {error} (the text ends with {text[-80:]!r})"
-            ) from error
+        """Return the score of a text. Raises `ValueError` for a score outside 0 to 1."""
+        score = float(self.problem.score(text))
         if not 0 <= score <= 1:
-            raise ValueError(f"{where} must be a number from 0.0 to 1.0, got {score!r}")
+            name = type(self.problem).__name__
+            raise ValueError(f"{name}.score of problem {self.index} must be a number from 0.0 to 1.0, got {score!r}")
         return score
-
-
-class PassClock:
-    """Streamer that records when each decode pass of a call ended."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []  # seconds, as `time.perf_counter` counts them
-        self._record: Record | None = None
-
-    def begin_call(self, call: GenerationCall) -> None:
-        """Receive the call."""
-        self._record = call.record
-
-    def put(self, value: object) -> None:
-        """Receive tokens."""
-        if self._record is not None:  # None: `value` is the prompt
-            self.times += [time.perf_counter()] * (self._record.passes - len(self.times))
-
-    def write_row(self, row: int, text: str, event: str) -> None:
-        """Receive text."""
-        self.put(text)
-
-    def end(self) -> None:
-        """Ignore the end."""
 
 
 @dataclass(eq=False)
@@ -103,7 +69,6 @@ class _Attempt:
 
     budget: int
     written: Written
-    seconds: float
     texts: Sequence[str]
 
 
@@ -140,38 +105,34 @@ class Solver:
 
     def _solve(self, engine: Engine, batch: Sequence[Generation]) -> Iterator[list[Result]]:
         """Solve a batch: first all generations, then the early finishers, which would delay them."""
-        clocks = [PassClock() for _ in batch]
-        handles = [self._submit(engine, one, clock) for one, clock in zip(batch, clocks, strict=True)]
+        handles = [self._submit(engine, one) for one in batch]
         outputs = [handle.result() for handle in handles]
         attempts, finishing = [], []
-        for one, clock, handle, output in zip(batch, clocks, handles, outputs, strict=True):
-            transcript, started = output.to_dict(self.tokenizer), handle.times.started or 0.0
-            attempts.append([self._attempt(one, transcript, budget, clock.times, started) for budget in one.budgets])
+        for one, output in zip(batch, outputs, strict=True):
+            transcript = output.to_dict(self.tokenizer)
+            attempts.append([self._attempt(one, transcript, budget) for budget in one.budgets])
             finishing.append(self._finish(engine, one, output.record.prompts[0], attempts[-1]))
         for one, tried, conclusions in zip(batch, attempts, finishing, strict=True):
             found = {text: self._conclusion(one, handle) for text, handle in conclusions.items()}
             scores: dict[str, float] = {}
             yield [_result(one, attempt, found, scores) for attempt in tried]
 
-    def _submit(self, engine: Engine, one: Generation, clock: PassClock) -> RequestHandle:
+    def _submit(self, engine: Engine, one: Generation) -> RequestHandle:
         config = one.run.config(one.problem.answer_pattern)
         settings: dict[str, Any] = {**self.generation, **one.run.generation()}
         template = settings.pop(TEMPLATE, None)
-        settings |= {"max_new_tokens": self.largest, "seed": one.seed, "streamer": clock}
+        settings |= {"max_new_tokens": self.largest, "seed": one.seed}
         if config is None:
             return engine.submit(encode_task(None, one.problem.prompt, self.tokenizer, template), **settings)
         prompt = build_prompt(type(config), one.problem.prompt, self.tokenizer, config, chat_template_kwargs=template)
         return engine.submit(prompt, generation_mode=config.mode, parallel_config=config, **settings)
 
-    def _attempt(
-        self, one: Generation, transcript: JSONObject, budget: int, times: Sequence[float], started: float
-    ) -> _Attempt:
+    def _attempt(self, one: Generation, transcript: JSONObject, budget: int) -> _Attempt:
         written = written_until(transcript, budget)
-        seconds = times[written.passes - 1] - started if written.passes else 0.0
         config = one.run.config()
         votes = config is not None and config.rows.vote
         texts = [row.rstrip() for row in written.rows] if votes else [written.text]
-        return _Attempt(budget, written, seconds, texts)
+        return _Attempt(budget, written, texts)
 
     def _finish(
         self, engine: Engine, one: Generation, prompt: torch.Tensor, attempts: Sequence[_Attempt]
@@ -211,8 +172,6 @@ def _result(one: Generation, attempt: _Attempt, conclusions: Mapping[str, str], 
         **one.key(attempt.budget),
         "passes": written.passes,
         "tokens": written.tokens,
-        "seconds": round(attempt.seconds, 4),
-        "duplicated": written.duplicated,
         "answered": one.problem.has_answer(attempt.texts[winner]),
         "score": scores[text],
         "text": text,

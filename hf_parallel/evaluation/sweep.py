@@ -22,7 +22,7 @@ from hf_parallel.cache.placement import execution_device
 from hf_parallel.evaluation.results import Result, ResultStore, key_of
 from hf_parallel.evaluation.runs import Finisher, Run, check_sweep
 from hf_parallel.evaluation.solver import Generation, Solver
-from hf_parallel.evaluation.tasks import Problem
+from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.generation.rng import mix
 
 PROCESS_TIMEOUT = timedelta(weeks=4)
@@ -73,7 +73,7 @@ def sweep(
     finisher : Finisher, optional
         Early finisher of all modes. Default: `Finisher()`.
     concurrent : int
-        Number of simultaneous generations, all of the same run. `seconds` depends on it.
+        Number of simultaneous generations, all of the same run.
     max_kv_bytes : int, optional
         See `Engine`.
     progress : bool
@@ -84,17 +84,14 @@ def sweep(
     Returns
     -------
     list of dict
-        One result per run, problem, sample and budget, in this order, with the values at the budget: `passes`, `tokens`
-        (of all rows), `seconds` (from the start of the request to the last pass) and `duplicated` (see
-        `duplicated_work`). `answered`: whether the scored `text` had a final answer without the finisher.
+        One result per run, problem, sample and budget, in this order, with the values at the budget: `score`, `passes`
+        and `tokens` (of all rows). `answered`: whether the scored `text` had a final answer without the finisher.
 
     Raises
     ------
     ValueError
         For invalid arguments, if `output` holds results of another model, seed, largest budget, finisher or common
         settings, and if a problem's score is not a number from 0 to 1.
-    RuntimeError
-        If a problem's `score` raises an error.
     ImportError
         If greenlet, which the engine needs, is not installed.
 
@@ -117,7 +114,6 @@ def sweep(
         "largest_budget": budgets[-1],
         "finisher": [finisher.tokens, finisher.prompt],
         "defaults": {name: value for name, value in defaults.items() if name != "transformers_version"},
-        "concurrent": concurrent,
         "generation": generation,
     }
     generations = [

@@ -203,17 +203,11 @@ def _cards(
             "hue": _hue(card),
             "name": name,
             "row_name": row_name,
-            "is_named": _begins_with(card["given"], row_name),
             "passes": _passes(card, style),
             "parts": _parts(card, style),
             "is_chosen": column in section.get("chosen", ()),
             "footer": ", ".join(filter(None, ["chosen" * (column in section.get("chosen", ())), _footer(card, style)])),
         }
-
-
-def _begins_with(text: str, name: str) -> bool:
-    """Return whether a text begins with a name as a whole word, after marks such as `**`."""
-    return re.match(rf"[\W_]*{re.escape(name.casefold())}(?![^\W_])", text.casefold()) is not None
 
 
 def _passes(card: JSONObject, style: Mapping[str, str]) -> str:

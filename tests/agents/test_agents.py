@@ -278,28 +278,19 @@ def test_code_that_cleans_up_after_a_path_is_dropped_does_not_end_the_run() -> N
     assert times.count(0.0) > 1, "also on the paths that were dropped"
 
 
-def test_tools_are_retried_and_time_out() -> None:
-    attempts = []
-
-    async def flaky() -> str:
-        attempts.append(1)
-        if len(attempts) < 3:
-            raise OSError("busy")
-        return "ok"
-
+def test_tools_fail_and_time_out() -> None:
     @agent
     async def uses() -> Any:
-        results = [await tool(flaky, retries=2)]
-        with pytest.raises(ToolError, match=r"tool forever failed after 1 attempt: took more than 0.01 seconds"):
+        with pytest.raises(ToolError, match="tool forever failed: took more than 0.01 seconds"):
             await tool(forever, timeout=0.01)
-        results.append(await tool(len, [1, 2]))  # in a thread
+        found = await tool(len, [1, 2])  # in a thread
         with pytest.raises(ToolError, match="ZeroDivisionError"):
             await tool(divmod, 1, 0)
-        yield results
+        yield found
 
     result = scripted().run(uses)
-    assert result.value == ["ok", 2]
-    assert result.stats.tool_calls == 4
+    assert result.value == 2
+    assert result.stats.tool_calls == 3
 
 
 def test_gather_runs_operations_at_the_same_time_and_replays_them() -> None:

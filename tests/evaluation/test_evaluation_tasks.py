@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import io
 import itertools
 import json
@@ -23,8 +22,7 @@ from hub_server import Hub
 
 from hf_parallel.evaluation import TASKS, CodeProblem, Finisher, Problem, load_problems
 from hf_parallel.evaluation.metrics import PassAtK, pass_at_k
-from hf_parallel.evaluation.tasks import Test
-from hf_parallel.evaluation.tasks.code import last_block
+from hf_parallel.evaluation.tasks.code import Test, last_block
 
 SANDBOX = pytest.mark.skipif(os.name != "posix", reason="the sandbox needs setrlimit")
 
@@ -91,18 +89,7 @@ BOOK = "It was a fine morning in the town. Nobody was awake. The bells rang; the
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write rows to a file in the format of its name."""
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(list(rows)))
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        pytest.importorskip("pandas").DataFrame(list(rows)).to_parquet(path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -128,14 +115,6 @@ def test_tasks_load_from_files(task: str, tmp_path: Path) -> None:
     assert load(task, tmp_path, count=1) == problems[:1]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
-def test_all_formats_give_the_same_problems(suffix: str, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    found = load_problems("gsm8k", write(tmp_path / f"rows{suffix}", GSM8K), count=3)
-    assert [problem.answer for problem in found] == ["1000", "1001", "1002"]
-    assert "What is 2 + 1000?" in found[2].prompt
-
-
 @pytest.mark.parametrize(
     ("task", "source", "settings", "words"),
     [
@@ -144,12 +123,10 @@ def test_all_formats_give_the_same_problems(suffix: str, tmp_path: Path) -> None
         ("gsm8k", "./rows.txt", {}, "./rows.txt"),
         ("gsm8k", "rows.jsonl", {"count": 0}, "count must be .*got 0"),
         ("gsm8k", "rows.jsonl", {"split": "x"}, "'split'"),
-        ("gsm8k", [{"question": "q"}], {}, r"TASKS\['gsm8k'\].from_rows"),
         ("arithmetic", None, {"num_question": 2}, "did you mean 'num_questions'"),
         ("needles", "book.txt", {"text": "x"}, "'text'"),
         ("retrieval", "rows.jsonl", {}, "'rows.jsonl'"),
         ("needles", None, {}, "needs a source"),
-        ("needles", "missing.txt", {}, "'missing.txt'"),
     ],
 )
 def test_invalid_calls_raise(
@@ -217,12 +194,10 @@ def test_sources_on_the_hub_load(task: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "place"),
     [
-        *(("rows.jsonl", b"", "rows.jsonl"), ("rows.json", b"", "rows.json"), ("rows.csv", b"", "rows.csv")),
+        ("rows.jsonl", b"", "rows.jsonl"),
         ("rows.jsonl", b'{"question": "q", "answer": "#### 1"}\n{broken\n', "line 2 of .*rows.jsonl"),
         ("rows.jsonl", b'\n{"question": "\xe9"}\n', "line 2 of .*rows.jsonl"),
         ("rows.jsonl", b"[1]\n", "line 1 of .*rows.jsonl"),
-        ("rows.json", b'{"question": "q", "answer": "#### 1"}\n{broken\n', "rows.json"),
-        ("rows.parquet", b"PAR", "rows.parquet"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(name: str, content: bytes, place: str, tmp_path: Path) -> None:

@@ -254,9 +254,7 @@ def test_the_command_line_runs_the_backend(folder: Path, capsys: pytest.CaptureF
         ({"generation_mode": "hogwyld"}, "did you mean 'hogwild'"),
         ({"generation_mode": "hogwild", "num_workers": 0}, "num_workers must be .*got 0"),
         ({"max_batch_tokens": 0}, "max_batch_tokens must be .*got 0"),
-        ({"batch_size": "0"}, "batch_size must be .*got '0'"),
         ({"pretrained": None}, "pretrained must be"),
-        ({"pretrained": "/no/such/model"}, "/no/such/model: no such folder"),
     ],
 )
 def test_invalid_settings_raise_before_the_model_is_loaded(options: dict[str, Any], words: str) -> None:
@@ -264,11 +262,9 @@ def test_invalid_settings_raise_before_the_model_is_loaded(options: dict[str, An
         ParallelLM(**{"pretrained": "no/such/model", **options})
 
 
-def test_a_misspelt_setting_is_named(folder: Path) -> None:
+def test_a_misspelt_setting_is_named() -> None:
     tokenizer = small_tokenizers.make("byte_level")
     model = small_tokenizers.small_llama(tokenizer)
-    with pytest.raises(ValueError, match="no setting 'num_worker' .* did you mean 'num_workers'"):
-        backend(folder, generation_mode="hogwild", num_worker=2)
     with pytest.raises(ValueError, match="no setting 'num_worker' .* did you mean 'num_workers'"):
         ParallelLM(model, "hogwild", tokenizer=tokenizer, num_worker=2)
 

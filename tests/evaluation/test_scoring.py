@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import hf_parallel
-from hf_parallel import GenerationStats, SharedPrefixCache, UnsupportedModelError
+from hf_parallel import GenerationStats, UnsupportedModelError
 from hf_parallel.evaluation import scoring
 from hf_parallel.evaluation.scoring import loglikelihoods
 
@@ -125,7 +125,7 @@ def test_logits_of_a_pass_are_bounded(llama: Any, monkeypatch: pytest.MonkeyPatc
 
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_any_rows_in_any_batches_with_any_cache_equal_plain_passes(llama: Any, data: st.DataObject) -> None:
+def test_any_rows_in_any_batches_equal_plain_passes(llama: Any, data: st.DataObject) -> None:
     tokens = st.integers(3, 5)
     pairs = data.draw(
         st.lists(
@@ -135,43 +135,8 @@ def test_any_rows_in_any_batches_with_any_cache_equal_plain_passes(llama: Any, d
         )
     )
     contexts, continuations = [context for context, _ in pairs], [continuation for _, continuation in pairs]
-    cache = SharedPrefixCache() if data.draw(st.booleans()) else None
-    for _ in range(1 + (cache is not None)):
-        found = loglikelihoods(llama, contexts, continuations, cache, max_batch_tokens=data.draw(st.integers(1, 40)))
-        assert_equal(found, plain(llama, contexts, continuations), 1e-5)
-
-
-def test_a_kept_cache_computes_only_what_is_new(llama: Any) -> None:
-    cache = SharedPrefixCache()
-    contexts, continuations = few_shot()
-    expected = loglikelihoods(llama, contexts, continuations, cache)
-    stats = GenerationStats()
-    found = loglikelihoods(llama, contexts, [[*tokens, 9] for tokens in continuations], cache, stats=stats)
-    longer = plain(llama, contexts, [[*tokens, 9] for tokens in continuations])
-    assert_equal(found, longer, 1e-6)
-    assert found != expected
-    # per question: the context's last token, and the tokens of its choices
-    assert stats.prefilled_tokens == QUESTIONS * (1 + sum((1, 2, 3, 5)))
-    prompt = {"input_ids": torch.tensor([contexts[0]]), "max_new_tokens": 4, "do_sample": False}
-    continued = llama.generate(**prompt, generation_mode="shared_prefix", past_key_values=cache)
-    assert torch.equal(continued, llama.generate(**prompt))
-
-
-def test_a_call_that_was_interrupted_leaves_model_and_cache_usable(llama: Any) -> None:
-    cache, rows = SharedPrefixCache(), few_shot()
-    count = 0
-
-    def interrupt(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 2:
-            raise KeyboardInterrupt
-
-    hook = llama.model.layers[1].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        loglikelihoods(llama, *rows, cache, max_batch_tokens=30)
-    hook.remove()
-    assert_equal(loglikelihoods(llama, *rows, cache), plain(llama, *rows), 1e-6)
+    found = loglikelihoods(llama, contexts, continuations, max_batch_tokens=data.draw(st.integers(1, 40)))
+    assert_equal(found, plain(llama, contexts, continuations), 1e-5)
 
 
 def test_log_softmax_is_computed_in_float32_unless_told_otherwise() -> None:

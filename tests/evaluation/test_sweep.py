@@ -17,13 +17,12 @@ import torch
 from forkserver import start
 from pages import OWN_MODES
 from serving import small_model
-from sweeps import BUDGETS, PROBLEMS, RUNS, SAMPLING, Letters, Never, lines_of, small_sweep, timeless
+from sweeps import BUDGETS, PROBLEMS, RUNS, SAMPLING, Letters, Never, lines_of, small_sweep
 
 import hf_parallel
 from hf_parallel.evaluation import Finisher, Run, read_results, table
 from hf_parallel.evaluation.results import ResultStore
 from hf_parallel.evaluation.sweep import sweep
-from hf_parallel.evaluation.written import duplicated_work
 from hf_parallel.generation import MODES
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.modes import find_answer, majority
@@ -48,7 +47,7 @@ SWEPT = [None, *(name for name in OWN_MODES if not MODES[name].traits.needs_logi
 @pytest.mark.filterwarnings("ignore")
 def test_results_at_a_budget_are_those_of_a_generation_with_that_budget(mode: str | None) -> None:
     def of(*budgets: int) -> list[dict[str, Any]]:
-        return timeless(small_sweep(problems=PROBLEMS[:2], runs=[Run(mode)], budgets=budgets, samples=1))
+        return small_sweep(problems=PROBLEMS[:2], runs=[Run(mode)], budgets=budgets, samples=1)
 
     largest = [result for result in of(5, 12) if result["budget"] == 5]
     assert largest == of(5)
@@ -76,16 +75,15 @@ def test_results_depend_neither_on_the_order_nor_on_the_number_at_a_time(results
     alone = small_sweep(problems=PROBLEMS[:1], runs=RUNS[::-1], concurrent=1)
     by_run = {run.mode: [r for r in alone if r["mode"] == (run.mode or "none")] for run in RUNS}
     expected = [result for result in results if result["index"] == 0]
-    assert timeless([result for run in RUNS for result in by_run[run.mode]]) == timeless(expected)
+    assert [result for run in RUNS for result in by_run[run.mode]] == expected
 
 
-def test_results_vary_and_seconds_grow_with_the_budget(results: list[dict[str, Any]]) -> None:
+def test_results_vary_and_tokens_grow_with_the_budget(results: list[dict[str, Any]]) -> None:
     assert len({result["text"] for result in results}) > len(results) / 3
     assert len({row["score"] for row in table(results)}) > 3
-    assert all(result["seconds"] > 0 for result in results)
     for row in zip(*[iter(results)] * len(BUDGETS), strict=True):
         assert [result["budget"] for result in row] == list(BUDGETS)
-        assert 0 < row[0]["seconds"] <= row[1]["seconds"] <= row[2]["seconds"]
+        assert 0 < row[0]["tokens"] <= row[1]["tokens"] <= row[2]["tokens"]
 
 
 # Answers
@@ -138,21 +136,6 @@ def test_answers_that_vote_are_all_finished_before_the_vote() -> None:
     assert result["text"].startswith(out.texts[0][majority(answers)[0]])
 
 
-# Duplicated work
-
-
-def test_phrases_that_another_row_has_written_are_duplicated_work() -> None:
-    text = "one two three four five six"
-    first, second = [(1, text)], [(2, text.upper())]
-    assert duplicated_work([first, second]) == 0.5
-    assert duplicated_work([second, first]) == 0.5
-    assert duplicated_work([first, [(2, "six five four three two one")]]) == 0
-    assert duplicated_work([[(1, text), (2, " " + text)]]) == 0, "a row may repeat itself"
-    assert duplicated_work([first, second], prompt="one two three four five") == 0.5
-    assert duplicated_work([first, second], prompt=text) == 0, "phrases of the prompt do not count"
-    assert duplicated_work([]) == 0
-
-
 # Resuming
 
 KILLS = 3
@@ -179,9 +162,9 @@ def test_a_sweep_that_is_killed_ends_with_the_same_results(results: list[dict[st
     assert kills == KILLS
     assert len(lines_of(tmp_path)) < len(results)
     resumed = small_sweep(tmp_path, concurrent=2)
-    assert timeless(resumed) == timeless(results)
-    assert timeless(table(resumed)) == timeless(table(results))
-    assert timeless(sorted(lines_of(tmp_path), key=str)) == timeless(sorted(resumed, key=str)), "nothing twice"
+    assert resumed == results
+    assert table(resumed) == table(results)
+    assert sorted(lines_of(tmp_path), key=str) == sorted(resumed, key=str), "nothing twice"
 
 
 def test_a_finished_sweep_computes_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +188,7 @@ def test_a_sweep_resumes_from_any_line_with_more_problems_samples_and_runs(
     before = lines_of(tmp_path)
     assert len(before) == 3
     expected = [result for result in results if result["index"] < 2]
-    assert timeless(small_sweep(tmp_path, problems=PROBLEMS[:2])) == timeless(expected)
+    assert small_sweep(tmp_path, problems=PROBLEMS[:2]) == expected
     assert lines_of(tmp_path)[:3] == before
 
 
@@ -217,7 +200,6 @@ def test_results_of_another_sweep_or_model_are_not_mixed_in(tmp_path: Path) -> N
         "largest_budget": {"budgets": (24,)},
         "finisher": {"finisher": Finisher(3)},
         "generation": {"temperature": 0.5},
-        "concurrent": {"concurrent": 3},
     }.items():
         with pytest.raises(ValueError, match=f"results of another {name}"):
             small_sweep(tmp_path, **small | changed)
@@ -234,7 +216,7 @@ def test_results_of_another_sweep_or_model_are_not_mixed_in(tmp_path: Path) -> N
 HEADER = {"seed": 0}
 RESULT = {
     **{"task": "t", "index": 0, "problem": "p", "mode": "none", "settings": {}, "budget": 4, "seed": 1, "sample": 0},
-    **{"passes": 4, "tokens": 4, "seconds": 0.5, "duplicated": 0.0, "answered": True, "score": 1.0, "text": "a\u2028b"},
+    **{"passes": 4, "tokens": 4, "answered": True, "score": 1.0, "text": "a\u2028b"},
 }
 
 
@@ -280,12 +262,7 @@ def test_the_error_of_an_accuracy_is_that_of_problems() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"problems": []}, "problems must be"),
-        ({"problems": [{"prompt": "one"}]}, "problems must be .*'one'"),
-        ({"problems": PROBLEMS[0]}, "problems must be .*Letters"),
-        ({"runs": ["hogwild"]}, "runs must be .*'hogwild'"),
-        ({"runs": [Run(), Run()]}, "runs must differ"),
-        ({"budgets": 8}, "budgets must be .*8"),
+        ({"problems": []}, "problems must not be empty"),
         ({"budgets": [0]}, "budget must be .*got 0"),
         ({"samples": 0}, "samples must be .*got 0"),
         ({"seed": -1}, "seed must be .*got -1"),
@@ -296,7 +273,6 @@ def test_the_error_of_an_accuracy_is_that_of_problems() -> None:
         ({"do_sample": False, "samples": 1}, "answers that vote would be equal"),
         ({"generation_config": object()}, "generation_config=.* cannot be stored"),
     ],
-    ids=range(15),
 )
 def test_invalid_arguments_raise(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -323,13 +299,4 @@ def test_invalid_runs_raise(mode: str | None, settings: dict[str, Any], words: s
 def test_a_score_is_a_number_from_0_to_1(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Letters, "score", lambda self, text: value)
     with pytest.raises(ValueError, match=r"Letters.score of problem 0 must be a number from 0.0 to 1.0, got"):
-        small_sweep(problems=PROBLEMS[:1], runs=[Run()], budgets=[2], samples=1)
-
-
-def test_an_error_of_a_score_names_the_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Letters, "score", lambda self, text: None)
-    with pytest.raises(RuntimeError, match=r"Letters.score of problem 0 raised TypeError"):
-        small_sweep(problems=PROBLEMS[:1], runs=[Run()], budgets=[2], samples=1)
-    monkeypatch.setattr(Letters, "score", lambda self, text: {}["x"])
-    with pytest.raises(RuntimeError, match=r"Letters.score of problem 0 raised KeyError: 'x' \(the text ends with"):
         small_sweep(problems=PROBLEMS[:1], runs=[Run()], budgets=[2], samples=1)

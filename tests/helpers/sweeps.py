@@ -65,8 +65,3 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     texts = [path.read_text() for path in sorted(folder.glob("results.rank*.jsonl"))]
     whole = [line for text in texts for line in re.findall(r"(?m)^.*\n", text)]
     return [json.loads(line) for line in whole]
-
-
-def timeless(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return results, or rows of a table, without the column of a clock."""
-    return [{name: value for name, value in result.items() if name != "seconds"} for result in results]

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_parallel.evaluation.tasks.base import Problem
-from hf_parallel.evaluation.tasks.code import APPSProblem, CodeProblem, LiveCodeBenchProblem, Test
+from hf_parallel.evaluation.tasks.code import APPSProblem, LiveCodeBenchProblem
 from hf_parallel.evaluation.tasks.game24 import Game24Problem
-from hf_parallel.evaluation.tasks.generated import ArithmeticProblem, PlanningProblem, RetrievalProblem, Student
+from hf_parallel.evaluation.tasks.generated import ArithmeticProblem, PlanningProblem, RetrievalProblem
 from hf_parallel.evaluation.tasks.math import (
     AIME25Problem,
-    FormulaProblem,
     GSM8KProblem,
     GSM8Kx5Problem,
     LIMOProblem,
@@ -27,32 +26,6 @@ from hf_parallel.files import parse_json
 from hf_parallel.generation.caller import warn_caller
 from hf_parallel.generation.validation import check_int, names_hint, suggestion
 
-__all__ = [
-    "AIME25Problem",
-    "APPSProblem",
-    "ArithmeticProblem",
-    "CodeProblem",
-    "DocumentsProblem",
-    "FormulaProblem",
-    "GENERATED",
-    "GSM8KProblem",
-    "GSM8Kx5Problem",
-    "Game24Problem",
-    "LIMOProblem",
-    "LiveCodeBenchProblem",
-    "MATH500Problem",
-    "NeedleProblem",
-    "OlympiadBenchProblem",
-    "PlanningProblem",
-    "Problem",
-    "RetrievalProblem",
-    "Student",
-    "TASKS",
-    "Test",
-    "check_task",
-    "load_problems",
-]
-
 GENERATED: dict[str, Any] = {cls.name: cls for cls in (RetrievalProblem, ArithmeticProblem, PlanningProblem)}
 """Generated tasks by name; each has `make(seed, ...)`."""
 LOADED = (
@@ -61,7 +34,6 @@ LOADED = (
 )
 TASKS: dict[str, type[Problem]] = {**GENERATED, **{cls.name: cls for cls in LOADED}}
 """All tasks by name."""
-FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 GENERATED_COUNT = 100
 
 
@@ -75,8 +47,8 @@ def load_problems(
     task : str
         One of `TASKS`.
     source : str or path, optional
-        A file (.jsonl, .json, .csv or .parquet; of `needles`: a text), or a dataset on the Hub: `id`, or
-        `id:config:split`. Default: the source of the task. Generated tasks have none.
+        A .jsonl file (of `needles`: a text), or a dataset on the Hub: `id`, or `id:config:split`. Default: the source
+        of the task. Generated tasks have none.
     count : int, optional
         Number of problems, from the first. Default: all; 100 of generated tasks and of `needles`. Warns if the source
         has fewer.
@@ -89,15 +61,10 @@ def load_problems(
     ------
     ValueError
         If the task or an option is unknown, if the file is missing or has another format, or if a row lacks a column.
-    ImportError
-        If the source is not a .jsonl file and `datasets` is not installed.
     """
     check_task(task, options)
     if count is not None:
         check_int("count", count, at_least=1)
-    if source is not None and not isinstance(source, str | os.PathLike):
-        hint = f"; TASKS[{task!r}].from_rows makes a problem from rows"
-        raise ValueError(f"source must be a file or the id of a dataset, got {source!r:.80}{hint}")
     if task in GENERATED:
         if source is not None:
             raise ValueError(f"{task} is generated and has no source, got {os.fspath(source)!r}")
@@ -107,7 +74,7 @@ def load_problems(
     if cls is NeedleProblem:
         if source is None:
             raise ValueError("needles needs a source: a text file, such as a book of Project Gutenberg")
-        text = _existing(Path(source)).read_text(encoding="utf-8", errors="replace")
+        text = Path(source).read_text(encoding="utf-8", errors="replace")
         return [*NeedleProblem.from_text(text, count or GENERATED_COUNT, seed, **options)]
     source = os.fspath(source or cls.source)
     rows, size = iter(_rows(source, cls)), cls.rows_per_problem
@@ -140,18 +107,19 @@ def check_task(task: str, options: Mapping[str, object]) -> None:
 
 def _rows(source: str, cls: type[Problem]) -> Iterable[Mapping[str, object]]:
     """Yield the rows of a file or of a dataset on the Hub."""
-    path, suffix = Path(source), Path(source).suffix.lower()
-    if suffix in FORMATS:
-        return _json_lines(source) if suffix == ".jsonl" else _rows_of_file(_existing(path), suffix[1:])
-    if path.exists() or source.startswith((".", "/", "~")):
-        raise ValueError(f"the format of {source!r} must be one of {list(FORMATS)}")
+    if source.endswith(".jsonl"):
+        return _json_lines(source)
+    if Path(source).exists() or source.startswith((".", "/", "~")):
+        raise ValueError(f"{source!r} must be a .jsonl file: `datasets` converts others by `Dataset.to_json`")
+    from datasets import load_dataset
+
     name, config, split = (source.split(":") + ["", ""])[:3]
     default = cls.source.split(":")
     config = config or (default[1] if name == default[0] else "")
     split = split or default[2]
     if cls.hub_file and name == default[0]:
         return _json_lines(cls.hub_file.format(name=name, config=config, split=split))
-    return _load_dataset(name, config or None, split=split)
+    return load_dataset(name, config or None, split=split, streaming=True)
 
 
 def _json_lines(source: str) -> Iterator[Mapping[str, object]]:
@@ -168,27 +136,3 @@ def _json_lines(source: str) -> Iterator[Mapping[str, object]]:
                     yield row
     except OSError as error:
         raise ValueError(f"no file {source!r}: {error}") from error
-
-
-def _rows_of_file(path: Path, builder: str) -> Iterator[Mapping[str, object]]:
-    """Yield the rows of a file, read by a builder of `datasets`."""
-    try:
-        yield from _load_dataset(builder, data_files=str(path), split="train") if path.stat().st_size else ()
-    except ImportError:
-        raise
-    except Exception as error:  # of pyarrow, pandas or json, without the name of the file
-        raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def _load_dataset(*arguments: str | None, **settings: str) -> Iterable[Mapping[str, object]]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError("loading problems needs datasets: pip install 'hf_parallel[eval]'") from error
-    return load_dataset(*arguments, streaming=True, **settings)
-
-
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise ValueError(f"no file {str(path)!r}")
-    return path
