@@ -19,7 +19,7 @@ from hf_parallel.cache.dense_rows import DenseRows, attention_mask
 from hf_parallel.cache.pass_log import PassLog
 from hf_parallel.cache.pool import Block, Pool
 from hf_parallel.cache.state_plan import StatePlan, plan_states
-from hf_parallel.kernels import AttentionPlan, RotarySpec
+from hf_parallel.kernels import AttentionPlan, RotarySpec, to_device
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class LayerReads:
     """Sliding window that only the attention mask has."""
     chunk: int | None = None
     """A query sees the keys of its own chunk of so many positions (Llama 4)."""
+    counts: bool = False
+    """Whether the layer scales queries by positions that it counts from the length of the cache (Llama 4)."""
 
 
 class BlockCache(Cache):
@@ -57,6 +59,8 @@ class BlockCache(Cache):
     """Whether block attention reads the blocks. `models.attention.block_attention_enabled` sets it."""
     reads: Mapping[int, LayerReads] = MappingProxyType({})
     """What layers read, by index, where their attention does not say it."""
+    positions: torch.Tensor | None = None
+    """`int64 [T]`. Position of each packed token in its row, while a model runs that has layers which count them."""
 
     def __init__(
         self,
@@ -154,6 +158,19 @@ class BlockCache(Cache):
         if self._pass is None:
             raise RuntimeError("no forward pass is prepared: was the model called from a processor or a streamer?")
         return self._pass.plan
+
+    def positions_in_rows(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return the position `int64 [T]` of each packed token of the prepared pass in its row's view.
+
+        These are `position_ids`, to which it is rotated, unless the row sees blocks at other positions than their own.
+        Raises `ValueError` if such a row has masked tokens.
+        """
+        assert self._pass is not None, "no forward pass is prepared"
+        if not self.plan.rotates:
+            return position_ids
+        if any(block.gap for segment in self._pass.segments for block in segment.view):
+            raise ValueError("the model scales queries by their position: prompts cannot have masked tokens inside")
+        return to_device(self.plan.query_position(self.plan.pair_position), self.device)
 
     @property
     def state_plan(self) -> StatePlan:
@@ -253,7 +270,12 @@ class BlockCache(Cache):
         return attention_mask(segments, self.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the length of the longest row's view in tokens."""
+        """Return the length of the longest row's view in tokens.
+
+        A layer that counts positions from it gets, under block attention, what yields each packed token's own.
+        """
+        if self.in_use and self.positions is not None and layer_idx in self.reads and self.reads[layer_idx].counts:
+            return self.positions - torch.arange(len(self.positions), device=self.positions.device)  # type: ignore[return-value]
         return self.dense.length
 
     def get_query_offset(self, layer_idx: int = 0) -> int:

@@ -259,7 +259,11 @@ class AttentionPlan:
         return lo
 
     def block_start(self, position: np.ndarray) -> np.ndarray:
-        """Return the number of tokens before the block of each pair, in its query's view: int64 `[P]`."""
-        in_view = np.zeros(self.num_queries, np.int64)  # counted from the start of the first block
-        np.maximum.at(in_view, self.pair_query, position)
-        return in_view[self.pair_query] - position
+        """Return the number of tokens before the block of each pair, if the pairs' queries are at `position`: `[P]`."""
+        return self.query_position(position)[self.pair_query] - position
+
+    def query_position(self, position: np.ndarray) -> np.ndarray:
+        """Return the position of each query in its view, masked tokens included, from those of the pairs: `[T]`."""
+        in_view = np.zeros(self.num_queries, np.int64)
+        np.maximum.at(in_view, self.pair_query, position)  # the first block of a view starts at 0
+        return in_view

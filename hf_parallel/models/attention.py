@@ -145,7 +145,7 @@ def block_attention_forward(
     if not isinstance(cache, BlockCache):
         if params.rotary is not None and params.rotary.of_values:
             query, key = (rotated_first(x, params.rotary.rotary_dim) for x in (query, key))
-        return cache.attend(query, key, value, params), None
+        return cache.attend(query, key, value, params).contiguous(), None
     layer_idx = _source(cache, layer_idx)
     layer = cache.pool.arena.layers[layer_idx]
     if (key.shape[-1], value.shape[-1]) != (layer.keys.shape[-1], layer.values.shape[-1]):  # made from what is stored

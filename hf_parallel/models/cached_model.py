@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -19,6 +20,7 @@ from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.models.compiled import compiled_layers, num_moves
 from hf_parallel.models.cuda_graph import DecodeGraphs
 from hf_parallel.models.mixers import cache_argument, keep_states, mixers_wrapped, packed_calls
+from hf_parallel.models.rotary import rotary_modules, rotating_to
 from hf_parallel.models.signature import parameters_of, takes
 
 _logger = logging.get_logger(__name__)
@@ -53,10 +55,12 @@ class CachedModel:
         self._mixers, self._call_mixers = capabilities.mixers, packed_calls(cache)
         self._cache_argument, cache.reads = cache_argument(model), capabilities.reads
         keep_states(cache, self._mixers)
+        self._scaled = capabilities.scaled or any(read.counts for read in capabilities.reads.values())
+        self._rotary_modules = rotary_modules(model) if self._scaled else []
         has_graphs = cuda_graph and not self._mixers and DecodeGraphs.supports(model, self.device)
         self.graphs = DecodeGraphs(cache, model) if has_graphs else None
-        # A compiled layer passes keys and values of its heads to attention, not latents.
-        is_eager = bool(self._mixers) or capabilities.has_latents
+        # A compiled layer passes keys and values of its heads to attention, not latents, and cannot ask for positions.
+        is_eager = bool(self._mixers) or capabilities.has_latents or self._scaled
         self._layers = None if is_eager else compiled_layers(model, compile, steps)
         if self._mixers and (compile or self.device.type == "cuda"):
             _logger.warning_once("decode steps of layers that keep a state run eagerly: neither compiled nor captured")
@@ -72,7 +76,7 @@ class CachedModel:
         """
         if keep is not None or not forward.is_decode_step:
             return self._forward(ids, forward.position_ids, None if keep is None else to_device(keep, self.device))
-        if self.graphs is None:
+        if self.graphs is None or (self._scaled and forward.plan.rotates):
             return self._decode(ids, forward.position_ids)
         if self._num_moves != num_moves(self.model):  # by another call, while a session kept its graphs
             self.graphs.clear()
@@ -105,11 +109,16 @@ class CachedModel:
 
     def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
         kwargs = dict(self._kwargs, input_ids=ids[None], **{self._cache_argument: self.cache})
+        rotated: AbstractContextManager[None] = nullcontext()
+        if self._scaled:
+            rotated = rotating_to(self._rotary_modules, position_ids[None])
+            self.cache.positions = position_ids = self.cache.positions_in_rows(position_ids)
         if self._has_positions:
             kwargs["position_ids"] = position_ids[None]
         if keep is not None and self._has_logits_to_keep:
             kwargs["logits_to_keep"], keep = keep, None
-        logits = copy_context().run(self._run_model, kwargs).logits[0]
+        with rotated:
+            logits = copy_context().run(self._run_model, kwargs).logits[0]
         return logits if keep is None else logits.index_select(0, keep)
 
     def _run_model(self, kwargs: dict[str, object]) -> Any:

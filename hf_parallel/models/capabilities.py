@@ -45,9 +45,13 @@ from hf_parallel.models.rotary import (
     PROBE_POSITIONS,
     Queries,
     frequencies,
+    is_scaled,
     match_rotary,
     max_length,
+    norms_differ,
     position_limit,
+    rotary_modules,
+    rotating_to,
     tolerance,
 )
 from hf_parallel.models.signature import parameters_of, takes
@@ -91,6 +95,7 @@ class Capabilities:
     mixers: tuple[Mixer, ...] = ()  # modules that keep a state instead of keys
     reads: dict[int, LayerReads] = field(default_factory=dict)
     """Layers that share the keys of an earlier one, or whose attention mask alone limits the keys, by index."""
+    scaled: bool = False  # whether layers scale their queries by their position
 
     def check_length(self, model: PreTrainedModel, longest: int) -> None:
         """Raise an error if rows of `longest` tokens exceed the model's positions; the last token needs none.
@@ -144,15 +149,30 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
         has_tables = sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1  # beside the tokens'
         far = [position_limit(model) - 1] if frequencies(model) else []
         cache = DynamicCache(config=model.config)
+        caches = {0: cache}
+        if far:
+            caches[PROBE_POSITIONS[0]] = _LongCache(model, far[0])
         with block_attention_enabled(model, recorder):
             # The far position comes first: if it changes the RoPE frequencies (dynamic), the near ones restore them.
             for position in (*far, 0, *PROBE_POSITIONS):
                 looked_up = _TableReads()
                 with looked_up if has_tables else nullcontext():
-                    _run_one_token(model, recorder, position, cache if position == 0 else None)
-                queries[position], recorder.queries = recorder.queries, {}
+                    queries[position] = _queries_at(model, recorder, position, caches.get(position))
                 tables[position] = looked_up.read
-        reads = _checked_reads(model, recorder, queries[0], mixers)
+            reads = _checked_reads(model, recorder, queries[0], mixers)
+            scaled = bool(far) and norms_differ(queries)
+            if scaled:
+                counted = _queries_at(model, recorder, 0, _LongCache(model, far[0]))
+                for layer in (at for at, query in counted.items() if is_scaled({at: query}, queries[0])):
+                    reads[layer] = replace(reads.get(layer, LayerReads(recorder.sources[layer])), counts=True)
+                rotated = {}
+                for position in queries:
+                    queries[position] = _queries_at(model, recorder, position, None)
+                    at = torch.tensor([[position]], device=execution_device(model))
+                    with rotating_to(rotary_modules(model), at):
+                        rotated[position] = _queries_at(model, recorder, 0, None)
+                scaled = any(is_scaled(query, rotated[position]) for position, query in queries.items())
+                queries = rotated if scaled else queries
         leads = _rotated_parts(recorder, cache)
         rotary, why = match_rotary(model, queries.pop(0), queries, leads, reads)
         if mixers:
@@ -167,7 +187,7 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
             _check_logits(model, recorder.keyword_arrives, mixers, reads)
     has_window = any(one is not None for windows in recorder.windows.values() for one in windows)
     limits = max_length(model), _num_positions(tables)
-    return Capabilities(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads), mixers, reads)
+    return Capabilities(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads), mixers, reads, scaled)
 
 
 def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
@@ -187,6 +207,18 @@ def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, found.to_json())
     return found
+
+
+class _LongCache(DynamicCache):
+    """An empty cache that claims to hold `length` tokens."""
+
+    def __init__(self, model: PreTrainedModel, length: int) -> None:
+        super().__init__(config=model.config)
+        self._length = length
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Return the length that is claimed."""
+        return self._length
 
 
 @contextmanager
@@ -283,7 +315,8 @@ def _check_logits(
     device, vocabulary = execution_device(model), model.config.get_text_config(decoder=True).vocab_size
     tokens = (vocabulary // 2 + torch.arange(CHECK_SHARED + sum(CHECK_TAILS), device=device)) % vocabulary
     shared, *tails = tokens.split((CHECK_SHARED, *CHECK_TAILS))
-    expected = torch.cat(_stock_logits(model, shared, tails, padded=not mixers))
+    counts = any(read.counts for read in reads.values())  # in stock generate padding, too
+    expected = torch.cat(_stock_logits(model, shared, tails, padded=not mixers and not counts))
     if not expected.isfinite().any():
         _raise_if(model, {"returns logits that are not finite": True})
     cache = BlockCache(device=device)
@@ -294,6 +327,7 @@ def _check_logits(
     segments = [Segment([root], CHECK_SHARED), *(Segment([root, b], len(t)) for b, t in zip(own, tails, strict=True))]
     with block_attention_enabled(model, cache), mixers_wrapped(model, mixers, packed_calls(cache)):
         forward = cache.prepare(segments)
+        cache.positions = forward.position_ids
         more = {"position_ids": forward.position_ids[None]} if takes(model.forward, "position_ids") else {}
         try:
             logits = model(
@@ -359,15 +393,18 @@ def _num_positions(reads: dict[int, list[tuple[int, int]]]) -> int | None:
     return min(by_position, default=None)
 
 
-def _run_one_token(
+def _queries_at(
     model: PreTrainedModel, recorder: AttentionRecorder, position: int, cache: DynamicCache | None
-) -> None:
+) -> Queries:
+    """Return the queries of one token at a position."""
     token = model.config.get_text_config(decoder=True).vocab_size // 2
     device = execution_device(model)
     input_ids, position_ids = (torch.full((1, 1), value, device=device) for value in (token, position))
     given: dict[str, Any] = {"position_ids": position_ids, "block_cache": recorder, cache_argument(model): cache}
     known = {name: value for name, value in given.items() if takes(model.forward, name)}
     model(input_ids=input_ids, use_cache=cache is not None, **known)
+    queries, recorder.queries = recorder.queries, {}
+    return queries
 
 
 def _rotated_parts(recorder: AttentionRecorder, cache: DynamicCache) -> dict[int, int]:

@@ -242,10 +242,12 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def _prepare_layout(layout: LayoutBatch, model: PreTrainedModel, capabilities: Capabilities) -> LayoutBatch:
     """Move a layout to its model, and give it the rotary embeddings. Raises `ValueError` if they do not fit."""
     moves = any(view.query_rotation.any() or view.key_rotation.any() for view in layout.views)
-    if capabilities.rotary is None and (moves or len(layout.views) > 1):
-        raise ValueError(f"the tokens of this batch move, but {capabilities.why_no_rotation}")
-    if chunk := next((read.chunk for read in capabilities.reads.values() if read.chunk), None):
-        raise ValueError(f"{type(model).__name__} attends in chunks of {chunk} positions, which batches do not lay out")
+    name, reads = type(model).__name__, capabilities.reads.values()
+    why = f"{name} scales its queries by their position" if capabilities.scaled else capabilities.why_no_rotation
+    if why and (moves or len(layout.views) > 1):
+        raise ValueError(f"the tokens of this batch move, but {why}")
+    if any(read.chunk or read.counts for read in reads):
+        raise ValueError(f"{name} attends in chunks, or scales queries by counted positions: batches support neither")
     check_positions(layout.num_positions, model.config)
     layout.rotary, layout.reads = capabilities.rotary, capabilities.reads
     return layout.to(next(model.parameters()).device)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from scenes import rotate_to
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from hf_parallel.kernels import RotarySpec
 
@@ -25,6 +25,26 @@ Piece = list[int]
 
 _IMPLEMENTATION = "tests_dense"
 _running: list[DenseOracle] = []
+
+
+class _Positions(Cache):
+    """A cache that keeps nothing, for layers that count their positions from its length."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        super().__init__(layers=[])
+        self.positions = positions
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        return 0 if layer_idx is None else self.positions - torch.arange(len(self.positions))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
 
 
 class DenseOracle:
@@ -62,7 +82,7 @@ class DenseOracle:
             return self.model(
                 input_ids=torch.tensor([self.tokens[first:]]),
                 position_ids=torch.tensor([self.positions[first:]]),
-                use_cache=False,
+                past_key_values=_Positions(torch.tensor(self.positions[first:])),
             ).logits[0]
         finally:
             _running.pop()

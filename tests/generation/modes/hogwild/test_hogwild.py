@@ -5,6 +5,7 @@ The reference is `dense.py`, which has no blocks, and the layouts written as pla
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import dense
@@ -75,6 +76,7 @@ VARIANTS = {
     "gemma4_text-26b": "two numbers of KV heads, experts",
     "llama4_text": "chunks, layers without RoPE, interleaved pairs",
     "phimoe": "sliding windows of the mask",
+    "ministral3": "queries scaled by their position",
     "mimo_v2_flash": "keys and values of different sizes, sinks, sliding windows",
     "llama": "plain RoPE",
 }
@@ -144,6 +146,21 @@ def test_float32_logits_equal_the_dense_oracle(name: str) -> None:
     recording, distance, _ = generate(tiny.build(name), tiny.make_prompts([17])[0][None], **settings)
     assert distance < 1e-3
     assert len(recording.moved) > 50
+
+
+def test_queries_scaled_by_counted_positions_equal_the_dense_oracle() -> None:
+    """Layers of Llama 4 without RoPE count positions from the length of the cache."""
+    model = copy.deepcopy(tiny.build("llama4_text"))
+    for layer in model.model.layers:
+        layer.self_attn.attn_temperature_tuning, layer.self_attn.floor_scale = True, 4
+    prompts = tiny.make_prompts([17, 30])
+    plain = [model.generate(row[None], max_new_tokens=24, do_sample=False) for row in prompts]
+    _, distance, _ = generate(model, prompts[0][None], **SETTINGS, **BUSY, num_workers=3)
+    assert distance < 1e-3
+    ids, mask = tiny.left_pad(prompts)
+    settings = {"generation_mode": "shared_prefix", "do_sample": False, "max_new_tokens": 24}
+    out = hf_parallel.enable(model).generate(ids, attention_mask=mask, **settings)
+    assert all(torch.equal(row[-24:], alone[0, -24:]) for row, alone in zip(out, plain, strict=True))
 
 
 @pytest.mark.slow
