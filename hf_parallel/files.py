@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import errno
-import glob
 import json
 import logging
 import os
 import reprlib
-import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,12 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 from uuid import uuid4
 
 import transformers
-from filelock import FileLock, Timeout
 
 NAME_LENGTH = 40
-"""Characters of a file's name in the name of its temporary folder."""
-UNFINISHED_SECONDS = 60.0
-"""Age from which a temporary folder that is not locked belongs to a writer that was killed."""
+"""Characters of a file's name in the name of its temporary file."""
 MAX_JSON_BYTES = 1 << 30
 """Size of the largest JSON file that is read."""
 MAX_NUMBER = 10**15
@@ -72,44 +66,30 @@ def cache_folder() -> Path:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in a folder beside `path`; the file replaces `path`, or is deleted on failure.
+    """Yield a temporary path beside `path`; the file replaces `path`, or is deleted on failure.
 
-    Follows a symbolic link and keeps the permissions of an existing file. Deletes what a killed process left of an
-    earlier try. Raises `FileNotFoundError` if the folder of `path` does not exist, and `OSError` if `path` exists and
-    is no regular file, or cannot be written.
+    Follows a symbolic link and keeps the permissions of an existing file. Raises `FileNotFoundError` if the folder of
+    `path` does not exist, and `OSError` if `path` exists and is no regular file, or cannot be written.
     """
     path = path.resolve()
     if not path.parent.is_dir():  # otherwise the error would name the temporary file
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    _delete_unfinished(path)
-    folder = path.with_name(f"{path.name[:NAME_LENGTH]}.{uuid4().hex}.unfinished")  # unique among concurrent writers
+    temporary = path.with_name(f"{path.name[:NAME_LENGTH]}.{uuid4().hex}.unfinished")  # unique among writers
     try:
-        folder.mkdir()
-        with FileLock(folder / "lock"):
-            temporary = folder / "content"
-            temporary.touch()
-            mode = (path if path.exists() else temporary).stat().st_mode
-            yield temporary
-            with suppress(OSError):  # some file systems have no permissions
-                temporary.chmod(mode)
-            temporary.replace(path)
+        temporary.touch()
+        mode = (path if path.exists() else temporary).stat().st_mode
+        yield temporary
+        with suppress(OSError):  # some file systems have no permissions
+            temporary.chmod(mode)
+        temporary.replace(path)
     except OSError as error:
-        if str(error.filename or "").startswith(str(folder)):  # a temporary name, which tells the caller nothing
+        if str(error.filename or "") == str(temporary):  # a name that tells the caller nothing
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _delete_unfinished(path: Path) -> None:
-    """Delete old temporary folders for `path` that no writer has locked."""
-    for folder in path.parent.glob(f"{glob.escape(path.name[:NAME_LENGTH])}.*.unfinished"):
-        with suppress(OSError, Timeout):
-            if time.time() - folder.stat().st_mtime > UNFINISHED_SECONDS:
-                with FileLock(folder / "lock", timeout=0):
-                    shutil.rmtree(folder, ignore_errors=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_atomically(path: str | Path, text: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from forked import exit_status
 
 from hf_parallel import LogitsCache
-from hf_parallel.files import atomic_file, write_atomically
+from hf_parallel.files import write_atomically
 
 
 def filled() -> LogitsCache:
@@ -73,26 +73,3 @@ def test_a_full_disk_raises_an_error_that_names_the_file_and_leaves_nothing(tmp_
     with open(reading) as printed:
         assert printed.read().startswith(f"{tmp_path / 'logits'} cannot be written: ")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_later_write_deletes_what_a_killed_one_left(tmp_path: Path) -> None:
-    path, other = tmp_path / "logits", tmp_path / "logits.others.file"
-    other.write_text("kept")
-
-    def killed() -> None:
-        with atomic_file(path) as file:
-            file.write_text("half")
-            os._exit(9)
-
-    assert exit_status(killed) == 9
-    (left,) = set(tmp_path.iterdir()) - {other}
-    assert left.name.endswith(".unfinished")
-    with atomic_file(path) as first:  # leaves a new folder, whose writer may have begun just now
-        first.write_text("first")
-        for folder in tmp_path.glob("*.unfinished"):
-            os.utime(folder, (0, 0))
-        filled().save(path)  # deletes the old one, but not that of a writer that still runs
-        assert first.exists()
-        assert not left.exists()
-    assert set(tmp_path.iterdir()) == {other, path}
-    assert path.read_text() == "first"

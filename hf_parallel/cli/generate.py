@@ -130,7 +130,7 @@ def generate(options: argparse.Namespace) -> int:
             outputs += [output] if isinstance(output, ParallelOutput) else []
             if options.format == "jsonl":
                 for record in records(output, batch, tokenizer, inputs["input_ids"].shape[1]):
-                    print_record(record)
+                    print(json.dumps(record), flush=True)
     if options.stats:
         print(_cost(_total(outputs)), file=sys.stderr)
     return 0
@@ -227,12 +227,6 @@ def records(
         fields = [{} for _ in texts]
     for index, (text, of_answer) in enumerate(zip(texts, fields, strict=True)):
         yield {"prompt": prompts[index * len(prompts) // len(texts)], "generated_text": text, **of_answer}
-
-
-def print_record(record: JSONObject) -> None:
-    """Print an object as a line of JSON, escaped to ASCII unless stdout is UTF-8."""
-    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-    print(json.dumps(record, ensure_ascii=not unicode), flush=True)
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:

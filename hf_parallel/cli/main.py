@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -63,12 +62,6 @@ EXAMPLES = """examples:
   hf-parallel view run.json -o run.html                             open the transcript in a browser
   hf-parallel generate --file prompts.txt --lines --format jsonl > answers.jsonl
 """
-_IN_OPTIONS = (
-    (r"\b(?:pass|give) do_sample=True", "add --sample"),
-    (r"^(Greedy methods .*num_return_sequences.*?)\.?$", r"\1: add --sample"),
-    (r"\b(?:pass|give) (\w+)=(\[\.\.\.\])", r"give --set \1='\2'"),
-)
-"""Parts of messages that name arguments of `generate`, and what they are on the command line."""
 
 
 class _Version(argparse.Action):
@@ -98,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         kind = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
         remedy = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
-        print(f"hf-parallel: error: {kind}{_in_options(error)}{remedy}", file=sys.stderr)
+        print(f"hf-parallel: error: {kind}{_line(error)}{remedy}", file=sys.stderr)
         status = 2
     finally:
         warnings.showwarning = shown
@@ -144,12 +137,8 @@ def _module(command: str) -> Any:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"hf-parallel: warning: {_in_options(message)}", file=sys.stderr)
+    print(f"hf-parallel: warning: {_line(message)}", file=sys.stderr)
 
 
-def _in_options(message: object) -> str:
-    """Return a message on one line, with command-line options in place of arguments of `generate`."""
-    text = " ".join(str(message).split())
-    for arguments, option in _IN_OPTIONS:
-        text = re.sub(arguments, option, text)
-    return text
+def _line(message: object) -> str:
+    return " ".join(str(message).split())

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from markupsafe import Markup
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import Self
@@ -17,7 +16,6 @@ from typing_extensions import Self
 from hf_parallel.detokenizer import decode
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.stats import GenerationStats
-from hf_parallel.transcript.page import printable
 from hf_parallel.transcript.record import Record
 from hf_parallel.transcript.transcribable import Transcribable
 
@@ -26,8 +24,6 @@ ALWAYS: Any = None
 """Default of a field that the mode always sets, whose type thus excludes None; `ModelOutput` requires a default."""
 MAX_REPR = 800
 """Maximum number of characters of the `repr` of an output."""
-MAX_CELL = 200
-"""Maximum number of characters of a value in its HTML."""
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 3, 2, 2, 2
 _SHORT.maxstring = _SHORT.maxother = 60
@@ -73,12 +69,6 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
         text = ", ".join(f"{name}={value}" for name, value in self._summary())
         text = text if len(text) <= MAX_REPR else f"{text[:MAX_REPR]}..."
         return f"{type(self).__name__}({text})"
-
-    def _repr_html_(self) -> str:
-        """Return the summary of `repr` as an HTML table, which notebooks show."""
-        row = Markup("<tr><th>{}</th><td>{}</td></tr>")
-        rows = (row.format(printable(name), printable(_cut(value))) for name, value in self._summary())
-        return str(Markup("<table><caption>{}</caption>{}</table>").format(type(self).__name__, Markup().join(rows)))
 
     def __copy__(self) -> Self:
         copied = dataclasses.replace(self)
@@ -156,10 +146,6 @@ def grouped(items: list[T], count: int) -> list[list[T]]:
 
 def _unpickle(cls: type[ParallelOutput], values: Arguments) -> ParallelOutput:
     return cls(**values)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_CELL else f"{text[:MAX_CELL]}..."
 
 
 def _plain(value: object) -> Any:

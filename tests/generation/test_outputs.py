@@ -74,7 +74,7 @@ def test_a_copy_shares_what_the_output_holds(outputs: dict[str, Any], mode: str)
 
 @settings(max_examples=12)
 @given(st.recursive(st.text(max_size=300) | st.integers(), lambda x: st.lists(x, max_size=300), max_leaves=500))
-def test_representations_are_bounded_and_escaped_whatever_a_field_holds(value: Any) -> None:
+def test_representations_are_bounded_whatever_a_field_holds(value: Any) -> None:
     out = HogwildOutput(
         sequences=torch.zeros(1000, 5000, dtype=torch.int64),
         history=value,
@@ -83,8 +83,3 @@ def test_representations_are_bounded_and_escaped_whatever_a_field_holds(value: A
         names=[value] * 50,
     )
     assert len(repr(out)) < 1000
-    html = out._repr_html_()
-    assert len(html) < 4000
-    assert "<script" not in html
-    assert "<b>" not in html
-    assert "\x07" not in html

@@ -9,9 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from math import inf
-
-import numpy as np
 
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.engine import RequestHandle
@@ -87,16 +84,6 @@ class Answers:
         """Wait for the end. Return the whole choices."""
         # Decoding many tokens takes seconds, in which the event loop serves others.
         return await asyncio.to_thread(self._whole, await self.handle.result_async())
-
-    def mean_log_probs(self, output: ParallelOutput) -> list[float]:
-        """Return the mean log-probability, under the model, of each choice's tokens; -inf if it ended with an error."""
-        record, choice_of = output.record, self.submission.choice
-        rows, values = record.sampled_log_probs()
-        of_rows = record.answers_of(set(rows.tolist()), choice_of)
-        choices = np.array([of_rows.get(row, -1) for row in rows.tolist()])
-        means = [float(values[choices == choice].mean()) for choice in range(self.submission.choices)]
-        failed = set(record.answers_of(record.errors, choice_of).values())
-        return [-inf if choice in failed else mean for choice, mean in enumerate(means)]
 
     def _whole(self, output: ParallelOutput) -> list[Delta]:
         choices = [Delta(self.first + index) for index in range(self.submission.choices)]

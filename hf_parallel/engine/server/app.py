@@ -143,7 +143,7 @@ class _Server:
         try:
             if body.stream:
                 return await self._stream(body, request, answers, writer)
-            return await _unless_disconnected(request, self._whole(answers, writer, body.n or 1))
+            return await _unless_disconnected(request, self._whole(answers, writer))
         except Exception as error:
             raise self._translated(error, body, answers) from error
         finally:
@@ -155,7 +155,9 @@ class _Server:
         body = read_body(kind, content)
         self.check_model(body.model)
         prompts, salt = body.prompts, scope["cache_salt"] + (body.cache_salt or "")
-        self._check_answers(body, len(prompts))
+        if body.answers * len(prompts) > self.limits.rows:
+            cause = body.prompt_field if len(prompts) > 1 else "n"
+            raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
         answers: list[Answers] = []
         try:
             submissions = [self.translator.translate(body, prompt, body.prompt_field) for prompt in prompts]
@@ -168,17 +170,6 @@ class _Server:
             raise self._translated(error, body) from error
         return body, answers
 
-    def _check_answers(self, body: Body, num_prompts: int) -> None:
-        choices = body.n or 1
-        if body.candidates < choices:
-            raise APIError(400, f"best_of must be at least n={choices}, got {body.candidates}", "best_of")
-        if body.stream and body.candidates > choices:
-            raise APIError(400, "best_of cannot be streamed: it selects answers when all are complete", "best_of")
-        if body.candidates * num_prompts > self.limits.rows:
-            several = "best_of" if body.candidates > choices else "n"
-            cause = body.prompt_field if num_prompts > 1 else several
-            raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
-
     def _translated(self, error: Exception, body: Body, answers: Sequence[Answers] = ()) -> Exception:
         """Return the error that a client receives; `answers` are those that were being generated."""
         if self.engine.error is not None:
@@ -190,17 +181,8 @@ class _Server:
         fields = [*type(body).model_fields, *body.others]
         return api_error(error, [name for name in fields if name != "model"]) or error
 
-    async def _whole(self, answers: Sequence[Answers], writer: Writer, choices: int) -> Response:
-        found: list[Delta] = []
-        for one in answers:
-            best = await one.final()
-            if choices < one.submission.prompts:
-                means = one.mean_log_probs(one.handle.result())
-                order = sorted(range(len(best)), key=means.__getitem__, reverse=True)
-                best = [best[index] for index in order[:choices]]
-            found += best
-        for index, choice in enumerate(found):
-            choice.index = index
+    async def _whole(self, answers: Sequence[Answers], writer: Writer) -> Response:
+        found = [choice for one in answers for choice in await one.final()]
         # Log-probabilities of many tokens are megabytes, which the event loop leaves to a thread.
         return await asyncio.to_thread(lambda: json_response(writer.whole(found, usage_of(answers))))
 

@@ -208,6 +208,7 @@ class Body(BaseModel):
     user: Text | None = None
     metadata: Annotated[dict[str, Text], _entries(MAX_METADATA)] | None = None
     store: Flag | None = None
+    parallel_tool_calls: Flag | None = None
     service_tier: Text | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
@@ -224,6 +225,11 @@ class Body(BaseModel):
         raise NotImplementedError
 
     @property
+    def answers(self) -> int:
+        """Number of answers to each prompt."""
+        return self.n or 1
+
+    @property
     def others(self) -> dict[str, object]:
         """Fields that the schema does not name."""
         return self.model_extra or {}
@@ -232,11 +238,6 @@ class Body(BaseModel):
     def budget(self) -> int | None:
         """Maximum number of new tokens of an answer, if it is given."""
         return self.max_tokens
-
-    @property
-    def candidates(self) -> int:
-        """Number of answers to generate."""
-        return self.n or 1
 
     @property
     def top_logprobs_wanted(self) -> int | None:
@@ -282,7 +283,6 @@ class CompletionBody(Body):
         | Annotated[Items[Items[Token]], Tag("lists of token ids")],
         _one_of("a text, token ids, or a list of texts or of lists of token ids, and not empty", _prompt_kind),
     ]
-    best_of: Count | None = None
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
 
     @property
@@ -290,11 +290,6 @@ class CompletionBody(Body):
         """See `Body.prompts`."""
         given: Any = self.prompt
         return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
-
-    @property
-    def candidates(self) -> int:
-        """See `Body.candidates`."""
-        return self.best_of or self.n or 1
 
     @property
     def top_logprobs_wanted(self) -> int | None:

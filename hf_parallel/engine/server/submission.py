@@ -30,22 +30,12 @@ SAMPLING = (
     *("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"),
 )
 """Fields of a body that are settings of `generate`, with the same names."""
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "audio": (None,),
-    "echo": (None, False),
-    "function_call": (None, "none", "auto"),
-    "functions": (None, []),
-    "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True, False),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-}
-"""Fields of OpenAI that are not supported, with the values that are accepted."""
+UNSUPPORTED = (
+    *("audio", "best_of", "echo", "function_call", "functions", "modalities", "prediction", "reasoning_effort"),
+    *("suffix", "tool_choice", "tools", "verbosity", "web_search_options"),
+)
+"""Fields of OpenAI that are not supported; values in `NEUTRAL` are accepted."""
+NEUTRAL: tuple[object, ...] = (None, False, "", "none", "auto", [], ["text"])
 GREEDY_BELOW = 1e-5
 """Temperatures below are 0: logits divided by them are not finite."""
 MAX_TEXT = 4096
@@ -122,16 +112,16 @@ class Translator:
         config, sampling = self._settings(body)
         encoded = self._encode(body, prompt, config, field_name)
         begin = encoded["input_ids"].shape[1]
-        rows = body.candidates * config.max_rows_per_prompt
+        rows = body.answers * config.max_rows_per_prompt
         if rows > self.limits.rows:
             message = f"a request may have at most {self.limits.rows} rows, this one has {rows}"
             raise APIError(400, message, "generation_mode")
         arguments = {**sampling, "max_new_tokens": self._new_tokens(body, begin, field_name)}
-        if body.candidates > 1:
-            arguments["num_return_sequences"] = body.candidates
+        if body.answers > 1:
+            arguments["num_return_sequences"] = body.answers
             if arguments.get("do_sample") is False:
-                raise APIError(400, f"temperature=0 gives {body.candidates} equal answers; set n to 1", "n")
-        submission = Submission(self.engine, config, encoded, arguments, body.candidates, body.stops)
+                raise APIError(400, f"temperature=0 gives {body.answers} equal answers; set n to 1", "n")
+        submission = Submission(self.engine, config, encoded, arguments, body.answers, body.stops)
         submission.has_mode = body.generation_mode is not None
         if body.agent_hints is not None:
             submission.hints = body.agent_hints.to_hints()
@@ -149,8 +139,8 @@ class Translator:
         allowed = () if name is None else tuple(n for n in cls.fields() if n not in refused)
         given = {}
         for key, value in body.others.items():
-            if key in NEUTRAL:
-                if not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL[key]):
+            if key in UNSUPPORTED:
+                if value not in NEUTRAL:
                     raise APIError(400, f"{key} is not supported", key)
             elif key in allowed:
                 if value is not None:

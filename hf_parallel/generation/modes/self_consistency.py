@@ -76,9 +76,6 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
     vote : str
         `majority`: return the first answer whose final answer has the most votes, as `generate` would return it.
         `final`: append all answers to the prompt, and let the model continue after `conclusion_prompt`.
-    weights : str
-        Weight of a vote. `equal`: 1. `log_prob`: the exponential of the answer's mean log-probability per token under
-        the model, as in the normalized weighted sum of Wang et al.
     answer_pattern : str
         Regular expression of a final answer: its first group, if it has one, else the whole match. The last match in a
         text counts. Empty (only with `final`): extract no final answers.
@@ -108,7 +105,6 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
 
     num_answers: int = 5
     vote: str = "majority"
-    weights: str = "equal"
     answer_pattern: str = field(default=BOXED, metadata=NOT_REMOTE)
     answer_header: str = "\n\n### Attempt {number}\n\n"
     conclusion_prompt: str = "\n\n### Result\n\nHaving compared the attempts above, the final answer is \\boxed{"
@@ -119,7 +115,6 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
         super().validate()
         check_int("num_answers", self.num_answers, at_least=1)
         check_choice("vote", self.vote, ("majority", "final"))
-        check_choice("weights", self.weights, ("equal", "log_prob"))
         check_pattern("answer_pattern", self.answer_pattern)
         if self.vote == "majority" and not self.answer_pattern:
             raise ValueError("answer_pattern must not be empty for vote='majority', which counts final answers")
@@ -162,7 +157,6 @@ class SelfConsistencyRun(StagedRun):
             check_no_prompt_relative_settings(call, "vote='final'")
             check_vocabulary(call, [*self.headers, config.conclusion_prompt])
         super().__init__(config, call)
-        self.needs_log_probs = config.weights == "log_prob"
 
     def generate(self) -> Generated:
         """Generate all answers, then choose one of each prompt or conclude."""
@@ -171,9 +165,7 @@ class SelfConsistencyRun(StagedRun):
         ids = call.input_ids.repeat_interleave(n, dim=0)  # the prompts that processors receive
         loop = self.run_stage(answers, input_ids=ids, seed=config.seed)
         found = [[find_answer(config.answer_pattern, row.text) for row in rows] for rows in answers]
-        means = [[math.fsum(row.log_probs) / max(1, len(row.log_probs)) for row in rows] for rows in answers]
-        weights = [[math.exp(mean) for mean in row] for row in means] if self.needs_log_probs else [None] * len(means)
-        counted = [majority(_forms(given), of_prompt) for given, of_prompt in zip(found, weights, strict=True)]
+        counted = [majority(_forms(given)) for given in found]
         votes = [count for _, count in counted]
         if config.vote == "majority":
             chosen: list[int | None] = [index for index, _ in counted]
@@ -194,7 +186,6 @@ class SelfConsistencyRun(StagedRun):
             [[math.nan] * len(before) + row.log_probs for before, row in zip(read, returned, strict=True)],
             texts=[[row.text for row in rows] for rows in answers],
             found=found,
-            mean_log_probs=means,
             votes=votes,
             ties=[tied if config.vote == "majority" and len(tied := leaders(count)) > 1 else [] for count in votes],
             chosen=chosen,
@@ -261,10 +252,8 @@ class SelfConsistencyOutput(ParallelOutput):
     """Per prompt all answers."""
     found: list[list[str | None]] = ALWAYS
     """Per prompt the final answer in each of them."""
-    mean_log_probs: list[list[float]] = ALWAYS
-    """Per prompt the mean log-probability of each answer's tokens under the model."""
     votes: list[dict[str, float]] = ALWAYS
-    """Per prompt the votes by normal form (see `normal_form`), in order of first occurrence; sums of `weights`."""
+    """Per prompt the votes by normal form (see `normal_form`), in order of first occurrence."""
     ties: list[list[str]] = ALWAYS
     """Per prompt the answers with the most votes, by normal form, if there are several; the first is chosen. Empty
     without a tie and for `final`."""

@@ -139,7 +139,6 @@ class _Stage:
         masked = [0 if input_ids is None else sum(row.gaps.values()) for row in self.rows]  # inside prompts
         padding = torch.tensor([ids.shape[1] - len(r.prompt) - n for r, n in zip(self.rows, masked, strict=True)])
         self.loop = DecodeLoop(_with_padding(call, padding), run.cache, table, criteria, seed, stream=False)
-        self.loop.sampler.returns_log_probs |= run.needs_log_probs
         self._queues = [deque(group) for group in groups]
 
     def run(self, config: ReplayConfig) -> DecodeLoop:
@@ -208,9 +207,6 @@ class _Stage:
 
 class StagedRun:
     """Run of a mode that generates in stages."""
-
-    needs_log_probs = False
-    """Whether `CompletionRow.log_probs` are computed even if the call does not return them."""
 
     def __init__(self, config: ReplayConfig, call: GenerationCall) -> None:
         self.call, self.cache, self.stats = call, prefix_cache_of(call), call.stats

@@ -147,20 +147,6 @@ def test_n_gives_that_many_answers_and_the_prompt_counts_once(server: Served) ->
     assert answer["usage"]["prompt_tokens"] == server.chat()["usage"]["prompt_tokens"]
 
 
-def test_best_of_returns_the_most_probable_completions(server: Served) -> None:
-    settings = {"prompt": "Hello", "temperature": 1, "top_p": 1, "seed": 7, "max_tokens": 6, "logprobs": 0}
-    every = server.post("/v1/completions", n=4, **settings).json()
-    best = server.post("/v1/completions", n=2, best_of=4, **settings).json()
-
-    def mean(choice: dict[str, Any]) -> float:
-        values = choice["logprobs"]["token_logprobs"]
-        return sum(values) / len(values)
-
-    expected = sorted(every["choices"], key=mean, reverse=True)[:2]
-    assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in expected]
-    assert best["usage"]["completion_tokens"] == 24
-
-
 def test_prompts_may_be_texts_and_token_ids_and_lists_of_them(server: Served, small: tuple[Any, Any]) -> None:
     ids = small[1]("Hello")["input_ids"]
     settings = {"temperature": 0, "max_tokens": 5}

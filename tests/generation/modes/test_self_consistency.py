@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +34,6 @@ EVERY_SETTING: dict[str, Any] = {
     "prefetch": True,
     "num_answers": 3,
     "vote": "final",
-    "weights": "log_prob",
     "answer_pattern": "= (\\d+)",
     "answer_header": "({number}) ",
     "conclusion_prompt": "So ",
@@ -170,39 +168,6 @@ def test_weights_decide_against_the_number_of_votes() -> None:
     assert majority(answers, [0.25, 0.75, 0.25, 2.0]) == (1, {"1": 0.5, "2": 0.75})
 
 
-@pytest.mark.parametrize("dictionary", [True, False])
-def test_votes_are_weighted_by_the_mean_log_probability_of_the_answers(dictionary: bool) -> None:
-    """Expected values by forward passes over each answer."""
-    model, prompts = small_model(), ["P", "QQ"]
-    texts = [["\\boxed{4}", "\\boxed{5}", "so \\boxed{4}", "none"], ["\\boxed{1}", "\\boxed{2}", "x", "\\boxed{3}"]]
-    scripts = [[text, EOS] for of_prompt in texts for text in of_prompt]
-    means, votes = [], []
-    for prompt, answers in zip(prompts, texts, strict=True):
-        counts: dict[str, float] = {}
-        for text in answers:
-            ids = torch.tensor([*encode(prompt), *encode(text), EOS])
-            with torch.no_grad():
-                found = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])
-            means.append(float(found[len(encode(prompt)) - 1 :].double().mean()))
-            if (answer := find_answer(BOXED, text)) is not None:
-                counts[answer] = counts.get(answer, 0) + math.exp(means[-1])
-        votes.append(counts)
-    best = [max(counts, key=counts.__getitem__) for counts in votes]
-    out = vote(*scripts, prompts=prompts, weights="log_prob", temperature=0.5, return_dict_in_generate=dictionary)
-    if not dictionary:
-        for row, winner in zip(out, best, strict=True):
-            assert f"boxed{{{winner}}}" in TOKENIZER.decode(row.tolist())
-        return
-    assert out.answers == best
-    assert [list(of_prompt) for of_prompt in out.votes] == [list(of_prompt) for of_prompt in votes]
-    for found, expected in zip(out.votes, votes, strict=True):
-        assert found == pytest.approx(expected, rel=1e-4)
-    assert [mean for row in out.mean_log_probs for mean in row] == pytest.approx(means, rel=1e-4)
-    equal = vote(*scripts, prompts=prompts)
-    assert equal.votes == [{"4": 2, "5": 1}, {"1": 1, "2": 1, "3": 1}]
-    assert equal.mean_log_probs == out.mean_log_probs
-
-
 # Sampling
 
 
@@ -318,7 +283,6 @@ class Foreign(AsciiTokenizer):
     [
         ({"num_answers": 0}, "num_answers must be .*got 0"),
         ({"vote": "loudest"}, "vote must be .*got 'loudest'"),
-        ({"weights": "equally"}, "weights must be .*got 'equally'"),
         ({"answer_pattern": "("}, "answer_pattern must be"),
         ({"answer_pattern": ""}, "answer_pattern must not be empty"),
         ({"answer_header": "{name}"}, "answer_header may hold {number}"),
