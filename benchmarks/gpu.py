@@ -1,4 +1,4 @@
-"""Measures everything on a GPU: whole models, prefill, start of a process, sampling, workers, attention.
+"""Measures everything on a GPU: whole models, prefill, hybrids, start of a process, sampling, workers, attention.
 
 The first cases of each stage matter most. The report is written during the run, so an interrupted one keeps its
 results.
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-STAGES = ("model", "prefill", "start", "sampling", "hogwild", "attention")
+STAGES = ("model", "prefill", "hybrids", "start", "sampling", "hogwild", "attention")
 RESULTS = Path(__file__).parent / "results"
 
 

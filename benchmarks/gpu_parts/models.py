@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedModel,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
@@ -46,6 +47,22 @@ CONFIGS = {
         num_attention_heads=32,
         num_key_value_heads=32,
         max_position_embeddings=40960,
+        **_NO_ENDS,
+    ),
+    "Qwen3.5-9B": Qwen3_5TextConfig(**_NO_ENDS),  # its sizes are the defaults
+    "toy hybrid": Qwen3_5TextConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
         **_NO_ENDS,
     ),
     "toy": Qwen3Config(

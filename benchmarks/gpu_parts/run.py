@@ -21,6 +21,7 @@ from hf_parallel.models import compiled
 from .attention import AttentionStage
 from .cases import Bench, Stage, run_cases
 from .hogwild import HogwildStage
+from .hybrids import HybridsStage
 from .model import ModelStage
 from .models import Models
 from .prefill import PrefillStage
@@ -31,6 +32,7 @@ from .timing import Deadline, Timer, measure_ceilings
 FULL: dict[str, Any] = {
     "model": ModelStage(),
     "prefill": PrefillStage(),
+    "hybrids": HybridsStage(),
     "start": StartStage(),
     "sampling": SamplingStage(),
     "hogwild": HogwildStage(),
@@ -49,6 +51,7 @@ TOY: dict[str, Any] = {
         steps=4,
     ),
     "prefill": PrefillStage(("toy",), lengths=(16,), repeats=1),
+    "hybrids": HybridsStage("toy hybrid", rows=(2,), prefix=8, steps=4),
     "start": StartStage("toy", prefix=8, steps=4),
     "sampling": SamplingStage((2,), vocabulary=300, spreads=(4.0,), dtype="float32"),
     "hogwild": HogwildStage((1, 2), tokens=(32,), heads=(2, 1, 16), dtype="float32", layers=2, steps=1),

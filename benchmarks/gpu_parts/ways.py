@@ -75,6 +75,11 @@ def generate(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline)
     return _timed(model, draw_prompt(model, rows, prefix), rows, steps, deadline, past_key_values=cache)
 
 
+def prefilled(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
+    """Measure plain `generate` with its own prefill."""
+    return _timed(model, draw_prompt(model, rows, prefix), rows, steps, deadline)
+
+
 def static_cache(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
     """Measure `generate` with a static cache, for which transformers compiles decode steps on a GPU."""
     prompt = draw_prompt(model, rows, prefix)
@@ -116,7 +121,17 @@ def generate_batch(model: Any, rows: int, prefix: int, steps: int, deadline: Dea
 
 WAYS: dict[str, Way] = {
     way.__name__: way
-    for way in (shared_prefix, uncompiled, unshared, no_attention, hogwild, generate, static_cache, generate_batch)
+    for way in (
+        shared_prefix,
+        uncompiled,
+        unshared,
+        no_attention,
+        hogwild,
+        generate,
+        prefilled,
+        static_cache,
+        generate_batch,
+    )
 }
 """Methods by name."""
 
