@@ -15,7 +15,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import hf_parallel
 
-from .report import about, compare, finish, new_parser, new_path
+from .report import about, compare, finish, new_parser, new_path, set_up
 from .shared_prefix import TARGETS, SharedPrefixBenchmark, show
 
 SIZES: dict[str, Any] = {
@@ -45,11 +45,13 @@ def main() -> int:
     parser = new_parser("hybrids", __doc__, any_device=False)
     parser.add_argument("--rounds", type=int, default=SharedPrefixBenchmark.rounds, help="runs of every method (5)")
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    model = hf_parallel.enable(qwen3_5(TOY if options.quick else SIZES))
-    options.model = f"random Qwen3.5 of {model.num_parameters() / 1e6:.0f} million parameters"
+    if options.model:
+        model, _ = set_up(options)
+    else:
+        transformers.logging.set_verbosity_error()
+        torch.set_num_threads(options.threads or torch.get_num_threads())
+        model = hf_parallel.enable(qwen3_5(TOY if options.quick else SIZES))
+        options.model = f"random Qwen3.5 of {model.num_parameters() / 1e6:.0f} million parameters"
     sizes = (48, 3, 4, 1) if options.quick else (2048, 16, 16, options.rounds)
     benchmark = replace(SharedPrefixBenchmark(*sizes), generate_batch=False, prefilled_cache=False)
     ids = torch.randint(1, model.config.vocab_size, (1, benchmark.prompt))

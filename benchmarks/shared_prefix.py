@@ -21,10 +21,13 @@ from .report import Log, Table, about, compare, finish, new_parser, new_path, nu
 from .rounds import PrefilledCache, Times, prefill_ratio, run_rounds, step_ratio
 
 BOUND_PROMPT = 4
+KEPT_STATES = 2
+"""States of the prompt, if layers keep states: at its end and before its last token."""
 TARGETS = (
     ("prefill_by_one_row", "at most", 1.1, "prefill relative to one row"),
     ("step_by_bound", "at most", 1.25, "decode step relative to the bound"),
     ("kv_bytes_by_unique_tokens", "at most", 1.0, "KV bytes relative to the unique tokens'"),
+    ("states_by_rows_and_prompt", "at most", 1.0, "states relative to one per row and two of the prompt"),
 )
 
 
@@ -68,17 +71,20 @@ class SharedPrefixBenchmark:
                 / (unique * ours.past_key_values.pool.arena.bytes_per_token),
             },
         }
+        reference = ours.sequences if prefilled is None else prefilled.sequences
         if self.generate:
             result["generate"], reference = self._generate(model, batch, log)
-        else:
-            reference = prefilled.sequences
+        states = ours.past_key_values.pool.states
+        if states.in_use:
+            held = ours.stats.state_bytes / states.bytes_per_slot
+            result["ratios"]["states_by_rows_and_prompt"] = held / (self.rows + KEPT_STATES)
         result["shared_prefix"] |= {
             "prefill_seconds": statistics.median(prefill["shared_prefix"].prefill),
             "kv_bytes": ours.stats.kv_bytes,
             "stats": ours.stats.to_dict(),
             "same_tokens": bool(torch.equal(reference, ours.sequences)),
         }
-        if self.prefilled_cache:
+        if prefilled is not None:
             copies, own = decode["prefilled_cache"], decode["shared_prefix"]
             result["ratios"]["step_of_prefilled_cache_by_ours"] = step_ratio(copies, own)
             result["prefilled_cache"] |= {
@@ -106,25 +112,23 @@ class SharedPrefixBenchmark:
 
     def _decode_rounds(
         self, model: Any, ids: torch.Tensor, batch: torch.Tensor, log: Log
-    ) -> tuple[dict[str, Times], PrefilledCache]:
+    ) -> tuple[dict[str, Times], PrefilledCache | None]:
         """Measure the steps of all methods but plain `generate`, over cached prompts."""
         kept = hf_parallel.SharedPrefixCache(device=model.device)
         ours: dict[str, Any] = {"generation_mode": "shared_prefix", "past_key_values": kept, "keep_completions": False}
         log("prefill of the caches")
         self._call(model, batch, 1, **ours)
-        prefilled = PrefilledCache(model, ids)
+        prefilled = PrefilledCache(model, ids) if self.prefilled_cache else None
 
         def over_copies(clock: StepClock) -> None:
+            assert prefilled is not None
             output = self._call(model, batch, streamer=clock, past_key_values=prefilled.repeated(self.rows))
             prefilled.sequences, prefilled.kv_bytes = output.sequences, dense_bytes(output.past_key_values)
 
         ways = {
             "bound": lambda clock: self._call(model, batch[:, -BOUND_PROMPT:], streamer=clock),
             "shared_prefix": lambda clock: self._call(model, batch, streamer=clock, **ours),
-            "prefilled_cache": over_copies,
-        }
-        if not self.prefilled_cache:
-            del ways["prefilled_cache"]
+        } | ({} if prefilled is None else {"prefilled_cache": over_copies})
         return run_rounds(ways, self.rounds, log), prefilled
 
     def _way(self, times: Times) -> dict[str, Any]:

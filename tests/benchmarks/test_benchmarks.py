@@ -55,6 +55,16 @@ def test_every_method_has_the_tokens_of_generate_and_shared_prefixes_are_stored_
         assert target["met"] == (target["value"] <= target["at_most"])
 
 
+def test_a_hybrid_has_the_tokens_of_generate_and_one_state_per_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmarks", "hybrids", "--quick", "--output", str(tmp_path / "report.json")])
+    assert benchmarks.__main__.main() == 0
+    report = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert report["shared_prefix"]["same_tokens"]
+    assert report["ratios"]["kv_bytes_by_unique_tokens"] == report["ratios"]["states_by_rows_and_prompt"] == 1
+
+
 def test_hogwild_is_measured_for_every_number_of_workers(run: Run) -> None:
     report = run("hogwild")
     assert list(report["workers"]) == ["1", "3"]
