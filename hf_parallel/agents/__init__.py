@@ -8,7 +8,6 @@ from hf_parallel.agents.errors import (
     AgentEndedError,
     AgentError,
     BudgetExceededError,
-    DeadlockError,
     ReplayError,
     ToolError,
 )
@@ -30,7 +29,7 @@ from hf_parallel.agents.supervisors import (
     TreeOfThoughts,
 )
 from hf_parallel.agents.trace import Event, RunTrace
-from hf_parallel.agents.values import reward_model, scored_by
+from hf_parallel.agents.values import scored_by
 from hf_parallel.engine.policies import ContributionPolicy, LeastRecentlyUsed, StepsToExecution
 
 __all__ = [
@@ -50,7 +49,6 @@ __all__ = [
     "Chat",
     "Completion",
     "ContributionPolicy",
-    "DeadlockError",
     "Event",
     "Fire",
     "LeastRecentlyUsed",
@@ -75,7 +73,6 @@ __all__ = [
     "next",
     "now",
     "resume",
-    "reward_model",
     "rng",
     "scored_by",
     "simulate",

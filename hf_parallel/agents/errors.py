@@ -20,10 +20,6 @@ class AgentCancelledError(RuntimeError):
     """Raised by `next` if the agent was cancelled."""
 
 
-class DeadlockError(RuntimeError):
-    """Raised if agents wait for each other and none can continue."""
-
-
 class ReplayError(RuntimeError):
     """Raised if an agent diverges from its replay. Ends the run, even if the agent catches it.
 

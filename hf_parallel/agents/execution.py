@@ -197,8 +197,7 @@ async def run_aside(context: Context, prefix: str, awaitable: Coroutine[object, 
     assert context.state is not None
     frame = Frame(Context(context.search, context.state), prefix, entries=[])
     try:
-        create_task = asyncio.get_running_loop().create_task
-        return await context.search.runtime.computed(lambda: create_task(frame.run(awaitable)))
+        return await asyncio.get_running_loop().create_task(frame.run(awaitable))
     finally:
         awaitable.close()  # if it was cancelled before it began
 

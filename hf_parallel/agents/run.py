@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from hf_parallel.agents.agent import Agent
-from hf_parallel.agents.errors import AgentError, DeadlockError, ReplayError, ToolError, agent_failure
+from hf_parallel.agents.errors import AgentError, ReplayError, ToolError, agent_failure
 from hf_parallel.agents.execution import Context, Execution
 from hf_parallel.agents.models import Completion, EngineModel, Model
 from hf_parallel.agents.recording import Recording
@@ -22,11 +22,6 @@ from hf_parallel.engine.policies.scores import Contribution
 from hf_parallel.generation.prompts import Message
 
 T = TypeVar("T")
-
-STALL_SECONDS = 5.0
-"""Idle time, without a completion or tool call, after which a run counts as deadlocked."""
-TICK_SECONDS = 0.1
-"""Interval at which idle time is measured."""
 
 
 @dataclass
@@ -67,7 +62,6 @@ class Run:
         self._scores: Mapping[str, Contribution] = {}  # the last ones in the trace
         self.executions: set[Execution] = set()
         self.search_tasks: set[asyncio.Task[State]] = set()  # tasks of `Search` objects
-        self._busy = self._operations = 0  # operations running now; starts and ends so far
         self._places = asyncio.Semaphore(max_requests)
         self._end: asyncio.Future[AgentError] = asyncio.get_running_loop().create_future()  # see `end`
 
@@ -83,7 +77,10 @@ class Run:
         search = Search(self, State(agent, f"{agent.name}#0", (arguments, named)))
         try:
             while True:
-                await self._wait(search)
+                awaited: list[asyncio.Future[Any]] = [search.task, self._end]
+                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                if self._end.done():
+                    raise self._end.result()
                 state = search.task.result()
                 if not (state.status == END and state.yielded is None):
                     values.append(state.yielded)
@@ -97,33 +94,6 @@ class Run:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.stats.seconds = time.monotonic() - began
             self.stats.passes = self.passes - passes
-
-    async def _wait(self, search: Search) -> None:
-        """Wait until a search or the run ends. Raise an error if no operation makes progress."""
-        stall = asyncio.get_running_loop().create_task(self._stall())
-        awaited: list[asyncio.Future[Any]] = [search.task, self._end, stall]
-        try:
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stall.cancel()
-        if self._end.done():
-            raise self._end.result()
-        if search.task.done():
-            return
-        names = sorted({one.agent_id for one in self.executions if one.state is not None})
-        raise DeadlockError(
-            f"nothing has happened for {STALL_SECONDS} seconds, and {', '.join(names)} wait: agents must wait only for "
-            "Chat.gen, next and tool. Put what else takes time, such as asyncio.sleep, a network or an asyncio.Event, "
-            "into await tool(function, ...)"
-        )
-
-    async def _stall(self) -> None:
-        """Wait until no operation has run, started or ended for a while. A blocked event loop counts as one tick."""
-        idle = 0.0
-        while idle < STALL_SECONDS:
-            before = self._operations
-            await asyncio.sleep(TICK_SECONDS)
-            idle = idle + TICK_SECONDS if not self._busy and self._operations == before else 0.0
 
     def end(self, agent_id: str, error: ReplayError) -> None:
         """End the run with an agent's error, even if an agent catches it."""
@@ -175,28 +145,18 @@ class Run:
         self, execution: Context, key: str, name: str, arguments: Iterable[object], compute: Callable[[], Awaitable[T]]
     ) -> T:
         """Return the recorded result of an operation, or compute and record it."""
-        self._operations += 1
         if self.recording is None:
-            return await self.computed(compute)
+            return await compute()
         operation = f"{name} {digest(*arguments)}"
         if (found := self._found(execution, key, operation)) is not None:
             self.stats.replayed_completions += operation.startswith("gen")
             return found[0]
         try:
-            value = await self.computed(compute)
+            value = await compute()
         except ToolError as error:
             self.recording.put(key, operation, error=str(error))
             raise
         return self.recording.put(key, operation, value)
-
-    async def computed(self, compute: Callable[[], Awaitable[T]]) -> T:
-        """Await an operation, which counts as progress until it ends (see `_stall`)."""
-        self._busy += 1
-        try:
-            return await compute()
-        finally:
-            self._busy -= 1
-            self._operations += 1
 
     def _found(self, execution: Context, key: str, operation: str) -> list[Any] | None:
         assert self.recording is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ from hf_parallel.agents import (
     AgentError,
     BestOfN,
     Chat,
-    DeadlockError,
     ReplayError,
     Runtime,
     ScriptedModel,
@@ -155,34 +153,6 @@ def test_a_cancelled_agent_ends_with_those_that_it_has_spawned() -> None:
 
     scripted().run(cancels)
     assert ended == [True]
-
-
-def test_agents_that_wait_for_each_other_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_parallel.agents.run.STALL_SECONDS", 0.2)
-    here, there = asyncio.Event(), asyncio.Event()
-
-    @agent
-    async def left() -> Any:
-        await here.wait()
-        there.set()
-        yield
-
-    @agent
-    async def right() -> Any:
-        await there.wait()
-        here.set()
-        yield
-
-    @agent
-    async def both() -> Any:
-        await tool(asyncio.sleep, 0.5)  # is no deadlock
-        handles = [spawn(left), spawn(right)]
-        for handle in handles:
-            await next(handle)
-        yield
-
-    with pytest.raises(DeadlockError, match=r"both#0, both#0/left#0, both#0/right#1 wait"):
-        scripted().run(both)
 
 
 def test_a_state_continues_several_times_with_what_it_received() -> None:
@@ -552,18 +522,3 @@ def test_asyncio_tasks_within_an_agent_raise() -> None:
 
     with pytest.raises(AgentError, match="gather of hf_parallel.agents"):
         scripted().run(wrong)
-
-
-def test_a_slow_value_function_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_parallel.agents.run.STALL_SECONDS", 0.1)
-
-    async def value(state: State) -> float:
-        await asyncio.sleep(0.4)
-        time.sleep(0.15)
-        return 1.0
-
-    @agent(supervisor=Paths(2, value=value))
-    async def answers() -> Any:
-        return await Chat().user("q").gen()
-
-    assert scripted().run(answers).value

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import small_tokenizers
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from hf_parallel.agents import (
     DVTS,
@@ -37,7 +36,6 @@ from hf_parallel.agents import (
     agent,
     next,
     resume,
-    reward_model,
     rng,
     scored_by,
     spawn,
@@ -501,29 +499,6 @@ def test_scored_by_counts_the_first_number_of_an_agent() -> None:
     drafts = [2, 1, 0]
     with pytest.raises(AgentError, match="agent judge must yield a number, got 'none'"):
         Runtime(ScriptedModel(script)).run(walk.under(BestOfN(3, value=scored_by(judge))))
-
-
-def test_a_reward_model_reads_the_conversation_with_the_completion() -> None:
-    tokenizer = small_tokenizers.make("byte_level")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
-    rewards = LlamaForSequenceClassification(config).eval()
-
-    def logit(text: str) -> float:
-        with torch.no_grad():
-            return float(rewards(**tokenizer(text, return_tensors="pt")).logits[0, 0])
-
-    model = tree({"": ["end x", "end yy", "end zzz"]})
-    supervised = walk.under(BestOfN(3, value=reward_model(rewards, tokenizer)))
-    result = Runtime(model).run(supervised)
-    expected = [logit(f"Go on.\n{text}") for text in ("end x", "end yy", "end zzz")]
-    assert [value for _, value in committed(result)] == pytest.approx(expected)
-    assert result.value == ("end x", "end yy", "end zzz")[expected.index(max(expected))]
-    config.num_labels = 2
-    with pytest.raises(ValueError, match="one label, got 2"):
-        reward_model(rewards, tokenizer)
 
 
 @pytest.fixture(scope="module")
