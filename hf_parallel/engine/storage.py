@@ -18,7 +18,7 @@ from hf_parallel.cache.tree import Owner, RequestObserver
 from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed
 from hf_parallel.kernels import RotarySpec
 
-STATE_INTERVAL = 1024
+STATE_INTERVAL = 2048
 """Default of an engine: prompts keep a state at least every so many tokens. docs/engine.md compares intervals."""
 
 

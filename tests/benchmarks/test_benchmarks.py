@@ -107,6 +107,13 @@ def test_all_libraries_of_linear_layers_are_timed(run: Run) -> None:
         assert all(times.keys() == {"1", "4"} and min(times.values()) > 0 for times in ways.values())
 
 
+def test_a_shorter_state_interval_computes_less_again(run: Run) -> None:
+    for rows in run("state_interval")["prompts"].values():
+        again = [row["computed_again"] for row in rows.values()]  # from the shortest interval to none
+        assert again == sorted(again)
+        assert rows["128"]["states"] > rows["None"]["states"]
+
+
 def test_training_is_measured_each_way() -> None:
     pytest.importorskip("trl")
     training = importlib.import_module("benchmarks.training")

@@ -19,7 +19,7 @@ from hf_parallel.engine import Engine
 
 TOKENIZER: Any = AsciiTokenizer()
 MODES = ("hogwild", "pdos", "resample", "self_consistency", "shared_prefix", "skeleton_of_thought", None)
-STATE_MODES = MODES[2:]  # those that work on layers with states
+STATE_MODES = MODES[1:]  # those that work on layers with states
 
 
 @dataclass
@@ -59,6 +59,8 @@ def random_case(rng: random.Random, prefixes: list[torch.Tensor], modes: Sequenc
         settings |= {"do_sample": True, "seed": rng.randrange(1000), "top_k": 0, "temperature": rng.choice([0.7, 1.0])}
     if mode in (None, "shared_prefix") and rng.random() < 0.5:
         settings |= {"num_return_sequences": rng.randint(2, 4), "do_sample": True, "seed": rng.randrange(1000)}
+    if modes is STATE_MODES and mode == "pdos":
+        settings["join"] = "reencode"
     if mode == "hogwild":
         settings["redundancy_prompt"] = "Seen?"  # an engine refuses requests that may have many long ones
     if rng.random() < 0.2:

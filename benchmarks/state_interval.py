@@ -1,0 +1,94 @@
+"""Memory of states kept within prompts, against tokens computed again where prompts diverge. Runs without a model.
+
+Prompts pass through an engine's prefix tree, each computed as far as the tree has no state to continue from. The sizes
+of states and keys are those of Qwen3.5-9B in bfloat16, with recurrent states in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from transformers import Qwen3_5TextConfig
+
+from hf_parallel.cache.pool import Pool
+from hf_parallel.cache.tree import PrefixTree
+
+from .report import Report, Table, finish, machine, new_parser, new_path
+
+INTERVALS = (128, 256, 512, 1024, 2048, 4096, None)
+
+
+def sizes() -> tuple[int, int]:
+    """Return the bytes of the keys and values of a token, and of a state."""
+    config = Qwen3_5TextConfig()
+    linear = config.layer_types.count("linear_attention")
+    token = (config.num_hidden_layers - linear) * 2 * config.num_key_value_heads * config.head_dim * 2
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    conv = (2 * keys + values) * config.linear_conv_kernel_dim * 2
+    return token, linear * (conv + values * config.linear_key_head_dim * 4)
+
+
+def prompts(kind: str, count: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Yield the prompts of conversations of which some turns edit the text before, or of one file that is edited."""
+    shared = rng.integers(0, 10**6, 2000)
+    text = shared if kind == "chat" else np.concatenate([shared, rng.integers(0, 10**6, 14000)])
+    for index in range(count):
+        if kind == "chat" and index % 10 == 0:
+            text = shared
+        if kind == "file" or rng.random() < 0.2:
+            text = text[: rng.integers(len(shared), len(text) + 1)]
+            text = np.concatenate([text, rng.integers(0, 10**6, 16000 - len(text) if kind == "file" else 0)])
+        text = text if kind == "file" else np.concatenate([text, rng.integers(0, 10**6, 900)])
+        yield text
+
+
+def count_tokens(kind: str, count: int, interval: int | None, has_states: bool) -> tuple[int, int, int]:
+    """Return the tokens computed for all prompts, and the tokens and states that the tree then holds."""
+    tree, computed = PrefixTree(Pool()), 0
+    tree.pool.states.in_use, tree.state_interval = has_states, interval
+    for tokens in prompts(kind, count, np.random.default_rng(0)):
+        tree.insert(tokens, tree.root)
+        for node in tree.nodes_to_prefill():
+            assert node.block is not None
+            computed += len(node.uncached)
+            node.block.length = node.block.state_at = len(node.tokens)
+    nodes = list(tree.nodes())
+    return computed, sum(node.num_cached for node in nodes), len(nodes)
+
+
+def show(report: Report) -> None:
+    """Print a table of each kind of prompts."""
+    for kind, rows in report["prompts"].items():
+        table = Table(kind, "computed again per prompt", "states", "GiB of states", "GiB of keys")
+        for interval, row in rows.items():
+            gib = (f"{row[name] / 2**30:.1f}" for name in ("state_bytes", "kv_bytes"))
+            table.add_row(interval, f"{row['computed_again']:.0f}", row["states"], *gib)
+        print(table)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = new_parser("state_interval", __doc__, any_device=False)
+    options = parser.parse_args()
+    count, (token_bytes, state_bytes) = 20 if options.quick else 200, sizes()
+    report: Report = {"machine": machine(torch.device("cpu"), torch.float32), "quick": options.quick, "prompts": {}}
+    report |= {"token_bytes": token_bytes, "state_bytes": state_bytes}
+    for kind in ("chat", "file"):
+        new, _, _ = count_tokens(kind, count, None, has_states=False)
+        rows = report["prompts"][kind] = {}
+        for interval in INTERVALS:
+            computed, tokens, states = count_tokens(kind, count, interval, has_states=True)
+            rows[str(interval)] = {
+                "computed_again": (computed - new) / count,
+                "states": states,
+                "state_bytes": states * state_bytes,
+                "kv_bytes": tokens * token_bytes,
+            }
+    finish(report, new_path("state_interval", options), show)
+
+
+if __name__ == "__main__":
+    main()
