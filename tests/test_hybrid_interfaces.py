@@ -137,3 +137,10 @@ def test_compiled_decode_runs_eagerly_and_says_so_once(caplog: pytest.LogCapture
     assert caplog.text.count("decode steps of layers that keep a state run eagerly") == 1
     assert all(torch.equal(out.sequences, outputs[0].sequences) for out in outputs)
     assert all(out.stats.compiled_passes == 0 for out in outputs)
+
+
+def test_states_under_tensor_parallelism_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny.build("lfm2"))
+    monkeypatch.setattr(type(model), "tp_size", 2)
+    with pytest.raises(hf_parallel.UnsupportedModelError, match=r"\.0\.conv, which tensor parallelism would divide"):
+        hf_parallel.enable(model)
