@@ -23,6 +23,7 @@ INTERVALS = (128, 256, 512, 1024, 2048, 4096, None)
 def sizes() -> tuple[int, int]:
     """Return the bytes of the keys and values of a token, and of a state."""
     config = Qwen3_5TextConfig()
+    assert config.layer_types is not None
     linear = config.layer_types.count("linear_attention")
     token = (config.num_hidden_layers - linear) * 2 * config.num_key_value_heads * config.head_dim * 2
     keys = config.linear_num_key_heads * config.linear_key_head_dim

@@ -149,6 +149,34 @@ def test_an_engine_forks_and_rebuilds_states(name: str) -> None:
         check_preempted_and_idle(engine)
 
 
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+def test_prompts_whose_states_a_failed_pass_has_half_written_are_computed_again(name: str) -> None:
+    model, alone, rng, broken = enabled(name), Alone(name), random.Random(name), list[Any]()
+    settings = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": NEVER}
+    shared = [rng.randrange(3, tiny.VOCAB_SIZE) for _ in range(30)]
+    prompts = [shared[: 6 * i] + [rng.randrange(3, tiny.VOCAB_SIZE) for _ in range(20)] for i in range(6)]
+    expected = [alone.tokens(prompt) for prompt in prompts]
+    with Engine(model, max_batch_tokens=16) as engine:  # prompts are computed in several passes
+        run = engine._forward
+
+        def fail(joined: Any, forward: Any) -> torch.Tensor:
+            if len(joined.parts) > 1 and len(broken) < 6 and rng.random() < 0.3:
+                broken.append(engine._cached_model.logits(forward, joined.ids, joined.logits_to_keep))
+                raise RuntimeError("a kernel failed")
+            return run(joined, forward)
+
+        engine._forward = fail  # type: ignore[method-assign]
+        handles = [engine.submit(prompt, **settings) for prompt in prompts]
+        rows = [
+            handle.result(timeout=600).sequences[0, len(p) :].tolist()
+            for handle, p in zip(handles, prompts, strict=False)
+        ]
+        assert len(broken) == 6
+        assert rows == expected
+        check_preempted_and_idle(engine)
+        assert all(node.block is not None and node.block.has_state for node in engine._storage.tree.nodes())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
 def test_branches_continue_from_rebuilt_states(name: str) -> None:
