@@ -103,12 +103,12 @@ class LiveView(ConsoleStreamer):
         )
 
     def _text(self, steps: Sequence[PrintedText]) -> Text:
-        """Return the texts of a row. The pass that ended a text precedes it; a cursor follows one that grows."""
+        """Return the texts of a row. The pass that finished a step precedes it; a cursor follows a text that grows."""
         assert self.call is not None
         marked = self.call.record.config.rows.style.unit == "step"
         text = Text()
         for step in steps:
-            text.append(f"{step.passes} " if marked and step.ended else "", "green")
+            text.append(f"{step.passes} " if marked and step.passes else "", "green")
             text.append(printable(step.text.strip(), "\n", " "))
             text.append("\n\n" if step is not steps[-1] else "" if step.ended else "_")
         return text

@@ -122,7 +122,7 @@ class ModeTraits:
     The mode's output then has `texts`, one per row, and `transcripts`, one per prompt.
     """
     rows_field: str = ""
-    """Record field for the texts of a prompt's rows, in merged or interrupted calls. Empty: none."""
+    """Record field for the texts of a prompt's rows, in modes that merge them."""
     needs_logits_cache: bool = False
     """Whether a call without `logits_cache` raises."""
     presets: Mapping[str, Preset] = field(default_factory=dict)

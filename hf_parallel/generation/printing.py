@@ -22,7 +22,7 @@ def printable(text: str, kept: str = "\n\t", replacement: str = "\ufffd") -> str
 
 @dataclass(eq=False)
 class PrintedText:
-    """A text of a row: a step of a worker, or all that a row writes. `passes` is the decode pass that ended it."""
+    """A text of a row: a step of a worker, or all that a row writes. `passes` is the pass that finished a step."""
 
     group: int
     heading: str
@@ -125,6 +125,8 @@ class ConsoleStreamer:
         if event in ("step", "end"):
             if event == "end":
                 self._mark_end(row, last)
+            elif not last.ended:
+                last.passes = self._record.passes
             self._close(last)
 
     def end(self) -> None:
@@ -178,7 +180,7 @@ class ConsoleStreamer:
     def _close(self, text: PrintedText) -> None:
         if text.ended:
             return
-        text.ended, text.passes = True, 0 if self._record is None else self._record.passes
+        text.ended = True
         if text is self._current:
             self._current = None
             self._print_next()

@@ -111,7 +111,7 @@ def _speed(run: JSONObject) -> dict[str, float | None]:
 
     If rows are parts of an answer, `alone` are the passes of sequential decoding, in which every prompt gets one token
     per pass, and `ratio` is their number per pass of this run. Rows that are whole answers are no faster together than
-    one by one: `rows` is their number. Without stats, as after an interrupted call, the tokens are counted. Steps in
+    one by one: `rows` is their number. Without stats, the tokens are counted. Steps in
     which all rows were replayed ran no pass.
     """
     cards = [card for section in run["sections"] for card in section["cards"]]

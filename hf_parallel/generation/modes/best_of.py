@@ -91,7 +91,6 @@ class BestOfConfig(ParallelConfig["BestOfOutput"]):
         keeps_states=True,
         streams_text=True,
         streams_tokens="at_end",
-        rows_field="texts",
         example_arguments={"do_sample": "True"},
     )
 

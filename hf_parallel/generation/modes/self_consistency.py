@@ -98,7 +98,6 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
         keeps_states=True,
         streams_text=True,
         streams_tokens="at_end",
-        rows_field="texts",
         presets={"embedded": Preset(generation=_SAMPLING)},
         example_arguments={"do_sample": "True"},
     )

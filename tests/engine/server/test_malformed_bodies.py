@@ -257,33 +257,6 @@ def exchange(server: Served, sent: bytes, half_close: bool = True) -> bytes:
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-SENT: dict[str, bytes] = {
-    "no HTTP": b"hello\r\n\r\n",
-    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\r\n\r\n",
-    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "no host": b"GET /health HTTP/1.1\r\n\r\n",
-    "a long header": b"GET /v1/x HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
-    "many headers": b"GET /v1/x HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 20_000 + b"\r\n",
-    "a space before a colon": b"GET /health HTTP/1.1\r\nHost: x\r\nX : a\r\n\r\n",
-    "a null byte in a header": b"GET /health HTTP/1.1\r\nHost: x\r\nX: \0\r\n\r\n",
-    **{
-        f"a length of {length}": HEAD + b"Content-Length: %b\r\n\r\n{}" % length.encode()
-        for length in ("abc", "-1", "0x10", "9" * 30, str(LIMIT + 1))
-    },
-    "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-    "a negative chunk": CHUNKED + b"-2\r\n{}\r\n0\r\n\r\n",
-    "a chunk of many digits": CHUNKED + b"f" * 100 + b"\r\n{}\r\n0\r\n\r\n",
-    "a body that ends early": HEAD + b"Content-Length: 1000\r\n\r\n" + VALID.encode(),
-}
-"""Bytes that a client sends before it closes its side of the connection."""
-
-
-@pytest.mark.usefixtures("unaffected")
-@pytest.mark.parametrize("kind", SENT)
-def test_what_is_no_http_is_rejected_or_closes_the_connection(server: Served, kind: str) -> None:
-    answer = exchange(server, SENT[kind])
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 4"), answer[:200]
 
 
 def test_a_body_with_two_framings_closes_the_connection(server: Served) -> None:

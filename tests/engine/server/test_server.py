@@ -32,7 +32,6 @@ openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx2")
 
 from pydantic import BaseModel, Field  # noqa: E402
-from server_faults import ServerFaults  # noqa: E402
 from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
 
 from hf_parallel.cli.main import main  # noqa: E402
@@ -639,15 +638,6 @@ def test_an_error_in_the_midst_of_a_stream_is_sent_as_an_event(server: Served, s
     assert len(chunks) > 1
     assert last["error"]["type"] == "server_error"
     assert server.chat()["choices"]
-
-
-@pytest.mark.slow
-def test_random_faults_of_clients_leave_the_tokens_of_others_right() -> None:
-    """Clients that leave or read slowly, malformed requests, NaN and errors of processors, beside good requests."""
-    outcomes = ServerFaults(seed=0).run(rounds=2)
-    assert outcomes["right"] >= 10, outcomes
-    for kind in ("left", "read slowly", "malformed", "NaN", "processor", "cancelled"):
-        assert outcomes[kind], outcomes
 
 
 # Metrics
