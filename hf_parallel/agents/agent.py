@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from hf_parallel.agents.supervisors.base import Supervisor
 from hf_parallel.agents.supervisors.paths import Single
@@ -22,10 +22,6 @@ class Agent:
     def under(self, supervisor: Supervisor) -> Agent:
         """Return the same agent with another supervisor."""
         return replace(self, supervisor=_checked(supervisor))
-
-    def __call__(self, *arguments: object, **named: object) -> NoReturn:
-        """Raise `TypeError`: agents are started, not called."""
-        raise TypeError(f"{self.name} is an agent: start it with Runtime(engine).run({self.name}, ...) or spawn")
 
 
 def agent(

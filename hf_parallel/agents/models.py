@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from hf_parallel.agents.state import joined_contents
@@ -36,10 +36,6 @@ class Completion:
     """Prompt tokens, and how many of them had cached keys and values; counted once for all completions."""
     replayed_tokens: int = 0
     """New tokens sampled from cached logits."""
-
-    def to_dict(self) -> dict[str, object]:
-        """Return plain data."""
-        return asdict(self)
 
 
 class Model(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class Recording:
 
     def put(self, key: str, operation: str, value: Any = None, error: str | None = None) -> Any:
         """Append a result, and return it as `get` would. Raises `TypeError` if JSON cannot hold it."""
-        plain = value.to_dict() if isinstance(value, Completion) else value
+        plain = asdict(value) if isinstance(value, Completion) else value
         try:
             line = json.dumps({"key": key, "operation": operation, "value": plain, "error": error})
         except TypeError as problem:

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import inspect
 import math
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -122,15 +121,13 @@ class Search:
         supervisor = copy.copy(root.agent.supervisor)
         supervisor.init(root)
         running: deque[tuple[State, State, asyncio.Task[None]]] = deque()
-        names = ("max_tokens", "max_passes", "max_seconds")
+        names = ("max_tokens", "max_passes")
         limits = {name: limit for name in names if (limit := getattr(supervisor, name)) is not None}
         used = dict.fromkeys(names, 0.0)
-        passes, began = self.runtime.passes, time.monotonic()
+        passes = self.runtime.passes
         try:
             while True:
-                used["max_seconds"] = time.monotonic() - began
-                if "max_passes" in limits:
-                    used["max_passes"] = self.runtime.passes - passes
+                used["max_passes"] = self.runtime.passes - passes
                 is_used_up = any(used[name] >= limit for name, limit in limits.items())
                 if not is_used_up:
                     for one in supervisor.select():

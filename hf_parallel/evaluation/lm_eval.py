@@ -29,7 +29,6 @@ from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.cached_model import PREFILL_CHUNK
 
 try:
-    from lm_eval import utils
     from lm_eval.api.instance import Instance
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
@@ -133,22 +132,6 @@ class ParallelLM(HFLM):
                 stats=self.stats,
                 on_scored=add,
             )
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text, in windows of `max_length` tokens."""
-        windows = [self._windows(request.args[0]) for request in requests]
-        rows = [(None, *window) for of_text in windows for window in of_text]
-        scores = iter(self._loglikelihood_tokens(rows, disable_tqdm))
-        totals = [sum(next(scores)[0] for _ in of_text) for of_text in windows]
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return totals
-
-    def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
-        tokens = self.tok_encode(text)
-        limit, prefix = self.max_length, self.prefix_token_id
-        windows = utils.get_rolling_token_windows(tokens, prefix, max_seq_len=limit, context_len=1)
-        return [utils.make_disjoint_window(window) for window in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return a text for each request.

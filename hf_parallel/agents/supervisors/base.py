@@ -46,8 +46,6 @@ class Supervisor:
     max_tokens, max_passes : int, optional
         Budgets of a search: new tokens of the committed states, and forward passes of the engine in the meantime. Once
         one is used up, no more states are fired. A completion whose logits are all cached needs no pass.
-    max_seconds : float, optional
-        Budget in seconds.
 
     Attributes
     ----------
@@ -60,7 +58,6 @@ class Supervisor:
     value: ValueFunction | None = None
     max_tokens: int | None = None
     max_passes: int | None = None
-    max_seconds: float | None = None
     states: list[State] = field(default_factory=list, init=False, repr=False)
     next_states: list[State] = field(default_factory=list, init=False, repr=False)
     counts: ClassVar[tuple[str, ...]] = ()
@@ -74,8 +71,6 @@ class Supervisor:
         for name in (*self.counts, "max_tokens", "max_passes"):
             if getattr(self, name) is not None or name in self.counts:
                 check_int(name, getattr(self, name), at_least=1)
-        if self.max_seconds is not None and not self.max_seconds > 0:
-            raise ValueError(f"max_seconds must be positive, got {self.max_seconds!r}")
         if not callable(self.value) and (self.value is not None or self.compares):
             raise ValueError(f"value must be a function of a state, got {self.value!r}")
 
