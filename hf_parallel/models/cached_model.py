@@ -55,17 +55,18 @@ class CachedModel:
         self._mixers, self._call_mixers = capabilities.mixers, packed_calls(cache)
         self._cache_argument, cache.reads = cache_argument(model), capabilities.reads
         keep_states(cache, self._mixers)
-        self._scaled = capabilities.scaled or any(read.counts for read in capabilities.reads.values())
+        counts = any(read.counts for read in capabilities.reads.values())
+        self._scaled = capabilities.scaled or counts
         self._rotary_modules = rotary_modules(model) if self._scaled else []
         has_graphs = cuda_graph and not self._mixers and DecodeGraphs.supports(model, self.device)
         self.graphs = DecodeGraphs(cache, model) if has_graphs else None
         # A compiled layer passes keys and values of its heads to attention, not latents, and cannot ask for positions.
-        is_eager = bool(self._mixers) or capabilities.has_latents or self._scaled
+        is_eager = bool(self._mixers) or capabilities.has_latents or counts
         self._layers = None if is_eager else compiled_layers(model, compile, steps)
         if self._mixers and (compile or self.device.type == "cuda"):
             _logger.warning_once("decode steps of layers that keep a state run eagerly: neither compiled nor captured")
         elif is_eager and compile:
-            _logger.warning_once("decode steps of layers that cache latents run uncompiled")
+            _logger.warning_once("decode steps of layers that cache latents, or count positions, run uncompiled")
         self._num_moves = num_moves(model)
         self._has_logits_to_keep, self._has_positions = _has_logits_to_keep(model), takes(model.forward, "position_ids")
 
@@ -111,8 +112,10 @@ class CachedModel:
         kwargs = dict(self._kwargs, input_ids=ids[None], **{self._cache_argument: self.cache})
         rotated: AbstractContextManager[None] = nullcontext()
         if self._scaled:
-            rotated = rotating_to(self._rotary_modules, position_ids[None])
-            self.cache.positions = position_ids = self.cache.positions_in_rows(position_ids)
+            in_rows = self.cache.positions_in_rows(position_ids)
+            if in_rows is not position_ids:
+                rotated = rotating_to(self._rotary_modules, position_ids[None])
+            self.cache.positions = position_ids = in_rows
         if self._has_positions:
             kwargs["position_ids"] = position_ids[None]
         if keep is not None and self._has_logits_to_keep:

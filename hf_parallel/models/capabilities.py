@@ -237,7 +237,6 @@ def _check_config(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     text = model.config.get_text_config(decoder=True)
-    alibi = getattr(text, "alibi", False) or text.model_type in ("bloom", "mpt")
     ranks = getattr(model, "tp_size", None) or 1
     kv_heads = _kv_heads(text) if ranks > 1 else 0
     reasons = {
@@ -246,7 +245,7 @@ def _check_config(model: PreTrainedModel) -> None:
         "selects the keys of each token by a sparse indexer": any(
             hasattr(layer, "update_indexer") for layer in DynamicCache(config=model.config).layers
         ),
-        "uses ALiBi: distances are added to scores, not rotated into keys": alibi,
+        "uses ALiBi: distances are added to scores, not rotated into keys": getattr(text, "alibi", False),
         f"has {kv_heads} key-value heads, which tp_size={ranks} does not divide: each rank needs whole heads": (
             kv_heads % ranks
         ),

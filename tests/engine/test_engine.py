@@ -33,7 +33,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ARCHITECTURES = ["llama", "lfm2"] + [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("gemma3_text", "gpt_neox", "qwen3_5_text", "granitemoehybrid", "falcon_h1", "mamba2")
+    for name in (
+        *("gemma3_text", "gpt_neox", "gemma4_text-e2b", "llama4_text"),
+        *("qwen3_5_text", "granitemoehybrid", "falcon_h1", "mamba2"),
+    )
 ]
 
 

@@ -389,10 +389,13 @@ REPRESENTATIVE = (
     "gpt2",
     "gpt_neox",
     "deepseek_v3",
+    "gemma4_text-e2b",
+    "llama4_text",
+    "phimoe",
 )
 """For claims beside the main one of a mode: plain, partial and interleaved RoPE, layers without it, soft-capping,
-two rotary tables, sinks and experts, learned positions, a model that drops keyword arguments, latents; five have
-windows."""
+two rotary tables, sinks and experts, learned positions, a model that drops keyword arguments, latents, layers that
+share keys, chunks, windows of the mask."""
 
 REFUSED: dict[str, Architecture] = _by_name(
     _architecture(
@@ -407,7 +410,7 @@ REFUSED: dict[str, Architecture] = _by_name(
         without=("num_key_value_heads", "intermediate_size", "max_position_embeddings"),
         positions="alibi",
         attn_implementation="eager",
-        notes="ALiBi is added to the scores; does not call the attention interface.",
+        notes="ALiBi; does not call the attention interface.",
     ),
     _architecture(
         "recurrent_gemma",

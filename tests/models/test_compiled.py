@@ -27,9 +27,10 @@ from hf_parallel.models.compiled import CompiledLayers, compiled_layers
 from hf_parallel.models.cuda_graph import DecodeGraphs, NoSyncMode
 
 (PROMPT,) = tiny.make_prompts([9], seed=8)
+SHAPES = ("gemma3n_text", "gemma4_text-26b", "llama4_text", "phimoe")
 ARCHITECTURES = [
     "llama",
-    *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "qwen3", "gemma2", "gpt_oss", "mixtral")),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "qwen3", "gemma2", "gpt_oss", "mixtral", *SHAPES)),
 ]
 
 

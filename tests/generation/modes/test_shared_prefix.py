@@ -31,7 +31,8 @@ EVERY_SETTING: dict[str, Any] = {
 SMALL_CALL: dict[str, Any] = {}
 """Arguments of a short call with a tiny model."""
 
-SOME = ["llama", "gemma3_text", "gpt2"]  # one rotary table, two of them and windows, learned positions
+SOME = ["llama", "gemma3_text", "gpt2", "gemma4_text-e2b", "llama4_text"]
+"""One rotary table, two of them and windows, learned positions, shared keys, chunks."""
 NEW = 12
 CLEAR = 5e-4
 """Margin of the best logit over the second from which rounding cannot change the choice."""
