@@ -16,8 +16,6 @@ BATCH_TOKENS = {"cpu": 512}
 """Maximum number of tokens of a step, by device type; others: 4096."""
 EXPECTED_TOKENS = 32
 """New tokens per row that must fit into the budget before a request is admitted, unless its maximum is less."""
-PROMPT_STATES = 3
-"""States that a prompt leaves at most: where it forks, before its last token, and at its end."""
 
 
 class QueueFullError(RuntimeError):
@@ -69,7 +67,9 @@ class Scheduler:
         budget, prompt = self.storage.budget, request.call.prompt_tokens
         if budget is None:
             return
-        states = _max_states(request, self.storage.tree.state_interval) if budget.state_bytes else 0
+        interval, states = self.storage.tree.state_interval, 0
+        if budget.state_bytes:
+            states = request.config.max_states(request.call) + (request.max_tokens // interval if interval else 0)
         if (needed := budget.cost(request.max_tokens, states)) > budget.bytes:
             raise KVBudgetError(
                 f"max_kv_bytes={budget.bytes}, but this request may need {needed} bytes: {request.max_tokens} tokens "
@@ -222,15 +222,7 @@ def _cost(budget: Budget, lengths: Sequence[int]) -> int:
     return budget.cost(sum(lengths), sum(length > 0 for length in lengths))
 
 
-def _max_states(request: Request, interval: int | None) -> int:
-    """Return the maximum number of states that a request holds if layers keep them: of rows, and of nodes before."""
-    call, most = request.call, request.config.max_rows_per_prompt
-    rows, prompts = call.num_rows * most, len({prompt.tobytes() for prompt in call.prompts})
-    leaves = prompts + (rows if most > 1 else 0)  # rows of a prompt may continue texts of their own
-    return rows + PROMPT_STATES * leaves + (request.max_tokens // interval if interval else 0)
-
-
 def _least_bytes(request: Request, budget: Budget) -> int:
     new = request.num_rows * min(request.call.max_new_tokens, EXPECTED_TOKENS)
     tokens = min(request.call.prompt_tokens + new, request.max_tokens)
-    return budget.cost(tokens, request.num_rows + PROMPT_STATES)
+    return budget.cost(tokens, request.num_rows + 2)  # states before the last token of a prompt, and at its end

@@ -202,6 +202,15 @@ class ParallelConfig(Settings, Generic[OutputT]):
         """
         return call.prompt_tokens + call.num_rows * self.max_rows_per_prompt * call.max_new_tokens
 
+    def max_states(self, call: GenerationCall) -> int:
+        """Return the maximum number of states that a call holds at the same time, if layers keep states.
+
+        By default one per row, and three per prompt: where it forks, before its last token, and at its end. A mode
+        whose rows continue other texts than the prompts overrides this.
+        """
+        prompts = len({prompt.tobytes() for prompt in call.prompts})
+        return call.num_rows * self.max_rows_per_prompt + 3 * prompts
+
     # What follows is for callers of a mode. A mode overrides none of it.
 
     def __init_subclass__(cls, **kwargs: object) -> None:

@@ -134,6 +134,10 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
         """Number of answers."""
         return self.num_answers
 
+    def max_states(self, call: GenerationCall) -> int:
+        """See `ParallelConfig.max_states`. A conclusion is another prompt, with a row."""
+        return super().max_states(call) + (0 if self.vote == "majority" else 4 * call.num_rows)
+
     def max_kv_tokens(self, call: GenerationCall) -> int:
         """See `ParallelConfig.max_kv_tokens`. A conclusion reads all answers again."""
         total = super().max_kv_tokens(call)

@@ -155,6 +155,10 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
         """Maximum number of points generated at the same time."""
         return min(self.max_points, self.point_workers or self.max_points)
 
+    def max_states(self, call: GenerationCall) -> int:
+        """See `ParallelConfig.max_states`. Outline, points and conclusion are prompts of a row each."""
+        return call.num_rows * 4 * (self.max_points + 2)
+
     def max_kv_tokens(self, call: GenerationCall) -> int:
         """See `ParallelConfig.max_kv_tokens`. The conclusion reads all points again."""
         count, new, n = call.count_tokens, call.max_new_tokens, self.max_points

@@ -111,6 +111,10 @@ class PDOSConfig(PDOSSettings):
         """Maximum number of branches of a block."""
         return self.max_branches
 
+    def max_states(self, call: GenerationCall) -> int:
+        """See `ParallelConfig.max_states`. An answer also has a trunk, and a block that continues it."""
+        return super().max_states(call) + 2 * call.num_rows
+
     def max_kv_tokens(self, call: GenerationCall) -> int:
         """See `ParallelConfig.max_kv_tokens`. An answer holds its branches, which are copied when they are joined."""
         return call.prompt_tokens + 2 * call.num_rows * call.max_new_tokens
