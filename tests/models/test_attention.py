@@ -26,7 +26,7 @@ import hf_parallel
 from hf_parallel import UnsupportedModelError
 from hf_parallel.kernels import rotate
 from hf_parallel.models.attention import IMPLEMENTATION
-from hf_parallel.models.capabilities import probe_capabilities
+from hf_parallel.models.capabilities import Capabilities, probe_capabilities
 from hf_parallel.models.latent import rotated_first
 
 NO_ROTATION = {
@@ -96,6 +96,13 @@ def test_rotating_by_the_probed_embedding_equals_the_model(name: str) -> None:
                     delta = torch.tensor([end - start]).numpy()
                     rotated = rotate(rotated, *spec.tables(delta, torch.float64, torch.device("cpu")), spec)
                 torch.testing.assert_close(rotated, expected.double(), rtol=0, atol=2e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["gemma4_text-e2b", "llama4_text"])
+def test_capabilities_are_the_same_after_a_round_trip_through_json(name: str) -> None:
+    found = probe_capabilities(tiny.build(name))
+    assert found.reads
+    assert Capabilities.from_json(found.to_json()) == found
 
 
 @pytest.mark.parametrize("name", NO_ROTATION)
