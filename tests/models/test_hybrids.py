@@ -209,8 +209,6 @@ def test_modes_without_one_sequence_per_row_raise() -> None:
         model.generate(ids, generation_mode="hogwild", max_new_tokens=4, num_workers=2, tokenizer=TOKENIZER)
     with pytest.raises(UnsupportedModelError, match=r"rotates keys .* model\.layers\.0\.conv.*: use 'reencode'"):
         model.generate(ids, generation_mode="pdos", max_new_tokens=4, join="rotate", tokenizer=TOKENIZER)
-    with pytest.raises(UnsupportedModelError, match="draft_tokens must be 0"):
-        model.generate(ids, generation_mode="resample", max_new_tokens=4, draft_tokens=3, logits_cache=LogitsCache())
     with pytest.raises(ValueError, match="keep a state cannot use this cache in a plain forward pass"):
         model(ids, past_key_values=SharedPrefixCache(), use_cache=True)
 

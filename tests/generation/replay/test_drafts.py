@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import hybrids
 import pytest
 import tiny
 import torch
@@ -13,6 +15,7 @@ from stateful import Alternate
 from tiny_tokenizer import TOKENIZER
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import Cursors
@@ -71,9 +74,16 @@ def sample(model: PreTrainedModel, rows: int = len(TAILS), mode: str = "resample
     ids=lambda settings: "-".join(settings) or "plain",
 )
 def test_drafts_change_no_token(model: PreTrainedModel, settings: dict[str, Any], rows: int, kept: bool) -> None:
+    out, _ = check_drafts(model, rows, [SharedPrefixCache() if kept else None for _ in range(2)], settings)
+    assert sum(one.stats.accepted_tokens for one in out) > 0 or "eos_token_id" in settings
+
+
+def check_drafts(
+    model: PreTrainedModel, rows: int, kv_caches: Sequence[SharedPrefixCache | None], settings: dict[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """Return what two calls generate with and without drafts, which have a cache each."""
     caches = [LogitsCache(), LogitsCache()]
-    kv_caches = [SharedPrefixCache() if kept else None for _ in caches]
-    accepted = 0
+    outputs: tuple[list[Any], list[Any]] = [], []
     for seed in range(2):
         with_drafts, without = (
             sample(model, rows, logits_cache=cache, past_key_values=kv_cache, seed=seed, draft_tokens=most, **settings)
@@ -83,31 +93,46 @@ def test_drafts_change_no_token(model: PreTrainedModel, settings: dict[str, Any]
         assert without.stats.drafted_tokens == without.stats.accepted_tokens == 0
         assert with_drafts.stats.forward_passes <= without.stats.forward_passes
         assert with_drafts.stats.decoded_tokens == without.stats.decoded_tokens
-        accepted += with_drafts.stats.accepted_tokens
-    if "eos_token_id" not in settings:
-        assert accepted > 0
+        outputs[0].append(with_drafts)
+        outputs[1].append(without)
+    return outputs
 
 
 def test_rejected_draft_tokens_leave_no_keys_and_values(model: PreTrainedModel) -> None:
     """The KV cache of a completion with rejected draft tokens continues it like a recomputed one."""
     kv_cache, cache = SharedPrefixCache(), LogitsCache()
-    stats = []
-    for seed in range(2):
-        out = sample(model, 1, logits_cache=cache, past_key_values=kv_cache, seed=seed, temperature=0.4)
-        stats.append(out.stats)
-        assert out.stats.drafted_tokens > 0
-    assert sum(of.drafted_tokens for of in stats) > sum(of.accepted_tokens for of in stats) > 0
-    longer = torch.cat((out.sequences, INPUT_IDS[:1, :3]), dim=1)
-    mask = torch.cat((ATTENTION_MASK[:1], torch.ones(1, NEW + 3, dtype=torch.long)), dim=1)
+    out = [
+        sample(model, 1, logits_cache=cache, past_key_values=kv_cache, seed=seed, temperature=0.4) for seed in range(2)
+    ]
+    assert all(one.stats.drafted_tokens > 0 for one in out)
+    assert check_continuation(model, out, kv_cache).prefilled_tokens <= 4
+
+
+def check_continuation(model: PreTrainedModel, out: Sequence[Any], kv_cache: SharedPrefixCache) -> Any:
+    """Continue the last of the completions, after drafts of which some were rejected; return the stats."""
+    assert sum(one.stats.drafted_tokens for one in out) > sum(one.stats.accepted_tokens for one in out) > 0
+    longer = torch.cat((out[-1].sequences[:1], INPUT_IDS[:1, :3]), dim=1)
+    mask = torch.ones_like(longer)
+    mask[:, :WIDTH] = ATTENTION_MASK[:1]
     settings: dict[str, Any] = {"generation_mode": "shared_prefix", "max_new_tokens": 12, "pad_token_id": 0}
     settings |= {"attention_mask": mask}
     settings |= {"return_dict_in_generate": True, "output_logits": True, "do_sample": False}
     again = model.generate(longer, past_key_values=kv_cache, **settings)  # type: ignore[operator]
     fresh = model.generate(longer, **settings)  # type: ignore[operator]
-    assert again.stats.prefilled_tokens <= 4
     assert torch.equal(again.sequences, fresh.sequences)
     for one, other in zip(again.logits, fresh.logits, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    return again.stats
+
+
+@pytest.mark.parametrize(
+    "name", ["lfm2", "qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in hybrids.SETTINGS)]
+)
+def test_a_rejected_draft_goes_back_to_the_state_before_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "STATE_COST", 0.0)  # verify drafts although tiny models save no time by them
+    model, kv_caches = hf_parallel.enable(copy.deepcopy(tiny.build(name))), [SharedPrefixCache(), SharedPrefixCache()]
+    out, _ = check_drafts(model, 3, kv_caches, {"max_new_tokens": 24, "temperature": 0.6})
+    check_continuation(model, out, kv_caches[0])
 
 
 def test_the_record_marks_accepted_draft_tokens_and_counts_passes(model: PreTrainedModel) -> None:
