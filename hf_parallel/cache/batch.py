@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from hf_parallel.cache.images import FIRST_ID, ImageRun, ImageTable
 from hf_parallel.cache.pool import Block, Pool
 from hf_parallel.kernels import AttentionPlan, Increments, to_device
 
@@ -25,17 +26,18 @@ class Segment:
     """New tokens of one row in a forward pass: `num_tokens` tokens appended to the last block of `view`.
 
     With `write=False` they are the last tokens of that block, which are computed again (for their logits) and not
-    stored.
+    stored. `images`: the image tokens among them.
     """
 
     view: View
     num_tokens: int
     write: bool = True
+    images: tuple[ImageRun, ...] = ()
 
 
 @dataclass(eq=False)
 class ForwardPass:
-    """One forward pass: its attention plan, and `position_ids`, int64 `[T]`, as arguments of the model.
+    """One forward pass: its attention plan, and `position_ids`, int64 `[T]` or `[3, T]`, as arguments of the model.
 
     The model rotates queries and keys to `position_ids`: a token's index in its block plus the block's `base`.
     `continues`: this is the decode step after the pass before, of the same rows, one token further.
@@ -47,6 +49,7 @@ class ForwardPass:
     num_passes: int = 1  # number of consecutive passes that are computed as this one
     continues: bool = False
     version: int = -1  # of the pool when the pass was prepared
+    images: Sequence[ImageRun] = ()  # image tokens, `at` packed indices
 
     @property
     def last_tokens(self) -> list[int]:
@@ -60,11 +63,11 @@ class ForwardPass:
 
     def leads_to(self, segments: Sequence[Segment]) -> bool:
         """Whether `segments` are the next decode step after this one, if no block has changed since."""
-        if len(segments) != len(self.segments):
+        if len(segments) != len(self.segments) or self.images:
             return False
         for new, old in zip(segments, self.segments, strict=True):
             block = old.view[-1]
-            if new.num_tokens != 1 or not new.write or tuple(new.view) != old.view:
+            if new.num_tokens != 1 or not new.write or new.images or tuple(new.view) != old.view:
                 return False
             if block.first + block.length >= block.extent.capacity:
                 return False
@@ -77,9 +80,24 @@ class ForwardPass:
         return step
 
 
+def find_images(
+    segment: Segment, tokens: Sequence[int], table: ImageTable, placeholder: int
+) -> tuple[Segment, Sequence[int]]:
+    """Return a segment with its image tokens, and its tokens with a placeholder for each of them."""
+    if not len(table) or max(tokens) < FIRST_ID:
+        return segment, tokens
+    found = replace(segment, images=tuple(table.runs(tokens)))
+    return found, [token if token < FIRST_ID else placeholder for token in tokens]
+
+
 def view_length(view: View) -> int:
-    """Return the number of tokens in a view, which is also the position of the next one."""
+    """Return the number of tokens in a view."""
     return sum(block.length for block in view)
+
+
+def next_position(view: View) -> int:
+    """Return the position of the token after a view."""
+    return sum(block.length + block.shift for block in view)
 
 
 def new_tokens(pool: Pool, passes: Sequence[Sequence[Segment]]) -> Counter[Block]:
@@ -113,6 +131,8 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
     table: dict[Block, list[tuple[int, ...]]] = {}
     packed: list[Segment] = []
     tokens: list[tuple[int, ...]] = []  # position and number of the tokens of each segment
+    images: list[ImageRun] = []
+    ahead: list[tuple[int, int, int]] = []  # queries that see their block up to an index beyond their own
     writes: list[tuple[int, ...]] = []  # query, number of tokens, origin, capacity and index of each stored segment
     decoding, num_tokens = len(passes) == 1, 0
     for segments in passes:
@@ -129,11 +149,20 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
             if segment.write:
                 writes.append((num_tokens, n, extent.origin, extent.capacity, target.first + index))
             _add_pairs(table, segment, num_tokens, growing)
-            packed.append(Segment(tuple(segment.view), n, segment.write))
+            for run in segment.images:
+                images.append(run._replace(at=num_tokens + run.at))
+                if run.image.sees_all:
+                    ahead.append((num_tokens + run.at, num_tokens + run.end, index + run.end))
+            packed.append(Segment(tuple(segment.view), n, segment.write, segment.images))
             num_tokens += n
-    plan = _attention_plan(table, np.array(writes, np.int64).reshape(-1, 5), num_tokens, decoding)
+    plan = _attention_plan(table, np.array(writes, np.int64).reshape(-1, 5), num_tokens, decoding, ahead)
     positions = _ranges(*np.array(tokens, np.int64).T)
-    return ForwardPass(plan, to_device(positions, device), tuple(packed), len(passes))
+    if any(run.image.corrections is not None for run in images):
+        positions = np.repeat(positions[None], 3, axis=0)
+    for run in images:
+        if run.image.corrections is not None:
+            positions[:, run.at : run.end] += run.image.corrections[:, run.first : run.stop].numpy()
+    return ForwardPass(plan, to_device(positions, device), tuple(packed), len(passes), images=images)
 
 
 def _add_pairs(
@@ -141,36 +170,49 @@ def _add_pairs(
 ) -> None:
     """Add a table entry for each block of a segment's view: rotation and slot, and their increments per step."""
     target, n = segment.view[-1], segment.num_tokens
-    target_start = target_step = masked = 0
+    target_start = target_step = masked = shift = 0
     for block in segment.view:
         target_start += block.length
         target_step += block in growing
         masked += block.gap
-    position = target_start - n  # true position of the first new token
+        shift += block.shift
+    position = target_start - n  # number of tokens before the first new one
     target_start -= target.length
     target_step -= target in growing
+    shift -= target.shift
     start = start_step = 0
     for block in segment.view:
         grows = block in growing
         masked -= block.gap  # those after the start of the block
         if block.length:
-            delta = (target_start - target.base) - (start - block.base)
+            delta = (target_start + shift - target.base) - (start - block.base)
             step = target_step - start_step
-            row = (offset, n, delta, position - start + masked, block.length, step, step + 1, grows)
+            row = (offset, n, delta, position - start + masked, block.length, step, step + 1, grows, block is target)
             table.setdefault(block, []).append(row)
         start += block.length
+        shift -= block.shift  # those after the start of the next block
         start_step += grows
 
 
 def _attention_plan(
-    table: dict[Block, list[tuple[int, ...]]], writes: np.ndarray, num_queries: int, decoding: bool
+    table: dict[Block, list[tuple[int, ...]]],
+    writes: np.ndarray,
+    num_queries: int,
+    decoding: bool,
+    ahead: Sequence[tuple[int, int, int]],
 ) -> AttentionPlan:
     """Expand the table of `_add_pairs` to (query, block) pairs, with the blocks at their current locations."""
-    pairs = np.array([row for rows in table.values() for row in rows], np.int64).reshape(-1, 8)
+    pairs = np.array([row for rows in table.values() for row in rows], np.int64).reshape(-1, 9)
     counts, last_rows = pairs[:, 1], np.cumsum([len(rows) for rows in table.values()], dtype=np.int64) - 1
     locations = [(block.extent.origin, block.extent.capacity, block.first) for block in table]
     origin, capacity, first = np.ascontiguousarray(np.array(locations, np.int64).T)
-    position = _ranges(pairs[:, 3], counts)
+    position, query = _ranges(pairs[:, 3], counts), _ranges(pairs[:, 0], counts)
+    stop = position + 1
+    if ahead:
+        seen = np.zeros(num_queries, np.int64)
+        for begin, end, index in ahead:
+            seen[begin:end] = index
+        stop = np.where(np.repeat(pairs[:, 8], counts), np.maximum(stop, seen[query]), stop)
     write_counts = writes[:, 1]
     return AttentionPlan(
         num_queries=num_queries,
@@ -178,11 +220,11 @@ def _attention_plan(
         block_capacity=capacity,
         block_first=first,
         block_pairs=np.append(0, np.cumsum(counts)[last_rows]),
-        pair_query=_ranges(pairs[:, 0], counts),
+        pair_query=query,
         pair_delta=np.repeat(pairs[:, 2], counts),
         pair_position=position,
         pair_lo=np.zeros_like(position),
-        pair_hi=np.minimum(np.repeat(pairs[:, 4], counts), position + 1),
+        pair_hi=np.minimum(np.repeat(pairs[:, 4], counts), stop),
         write_query=_ranges(writes[:, 0], write_counts),
         write_origin=np.repeat(writes[:, 2], write_counts),
         write_capacity=np.repeat(writes[:, 3], write_counts),

@@ -7,7 +7,7 @@ run can be computed again in one pass, with gradients. `PassLog.rebuild` compute
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -105,7 +105,7 @@ class PassLog:
         first = 0
         for segments in passes:
             end = begin + sum(segment.num_tokens for segment in segments)
-            frozen = [Segment(tuple(segment.view), segment.num_tokens, segment.write) for segment in segments]
+            frozen = [replace(segment, view=tuple(segment.view)) for segment in segments]
             bases = [segment.view[-1].base for segment in segments]
             self._events.append(_Pass(frozen, dict(lengths), bases, run, slice(begin, end), first))
             _append(lengths, segments)

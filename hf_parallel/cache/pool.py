@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_parallel.cache.arena import Arena, Extent
+from hf_parallel.cache.images import ImageTable
 from hf_parallel.cache.states import StateArena
 from hf_parallel.kernels import RotarySpec, TokenRange
 
@@ -28,6 +29,7 @@ class Block:
     first: int = 0
     length: int = 0
     gap: int = 0  # masked tokens before the first one; sliding windows count them, positions do not
+    shift: int = 0  # by how much the positions after the block differ from its number of tokens, after an image
     parts: tuple[Block, Block] | None = None  # which hold its tokens, if it was divided while rows see it
     state: int = -1  # slot of the state after its first `state_at` tokens, which is that of its end if it has as many
     state_at: int = -1
@@ -101,6 +103,7 @@ class Pool:
         self.arena: Arena = Arena() if parent is None else parent.arena
         self.states: StateArena = StateArena() if parent is None else parent.states
         self.budget: Budget | None = None
+        self.images: ImageTable = ImageTable() if parent is None else parent.images
 
     @property
     def _root(self) -> Pool:
@@ -211,6 +214,7 @@ class Pool:
             tail = self._tail(block, at)
         else:
             tail = self.new_block(base=block.base + at)
+            tail.shift = block.shift
         if block.state_at <= held:
             head.state, head.state_at, block.state, block.state_at = block.state, block.state_at, -1, -1
         self._log_copy(block, 0, held, head, 0)
@@ -222,7 +226,8 @@ class Pool:
 
     def _tail(self, block: Block, at: int) -> Block:
         """Return a new block of the tokens of another one from index `at` on, in the same extent."""
-        tail = Block(block.extent, block.base + at, block.first + at, block.length - at)
+        tail = Block(block.extent, block.base + at, block.first + at, block.length - at, shift=block.shift)
+        block.shift = 0
         block.extent.owners += 1
         if block.state_at > at:
             tail.state, tail.state_at, block.state, block.state_at = block.state, block.state_at - at, -1, -1

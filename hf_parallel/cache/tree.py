@@ -31,6 +31,7 @@ class Node:
     is_finite: bool = False  # whether keys and values were found to be finite
     identity: Hashable = None  # of a root: what its prefixes have in common apart from tokens, such as a salt
     gap: int = 0  # masked tokens before the first one, as far as sliding windows count them
+    shift: int = 0  # by how much the positions after it differ from its number of tokens, after an image
 
     @property
     def siblings(self) -> list[Node]:
@@ -49,8 +50,13 @@ class Node:
 
     @property
     def start(self) -> int:
-        """Position of the first token."""
+        """Number of tokens before the first one."""
         return sum(len(node.tokens) for node in self.path[:-1])
+
+    @property
+    def next_position(self) -> int:
+        """Position of the token after the last one."""
+        return sum(len(node.tokens) + node.shift for node in self.path)
 
     @property
     def view(self) -> list[Block]:
@@ -151,7 +157,7 @@ class PrefixTree:
         node, first_gap = root, gap
         # The last token is computed again for its logits, which needs the state before it.
         parts = (tokens[:-1], tokens[-1:]) if self.pool.states.in_use else (tokens,)
-        for rest in parts:
+        for rest in (part for one in parts for part in self.pool.images.split(one)):
             while len(rest):
                 child, shared = self._best_child(node, rest, first_gap)
                 if child is None:
@@ -173,6 +179,7 @@ class PrefixTree:
         """
         held = tokens if block is None else tokens[: block.length]
         node = Node(np.asarray(held, np.int64), parent, block, last_used=self.clock)
+        node.shift = self.pool.images.shift(node.tokens)
         parent.children.setdefault(int(node.tokens[0]), []).append(node)
         return node
 
@@ -214,8 +221,9 @@ class PrefixTree:
         for node in nodes:
             if node.block is None:
                 capacity = len(node.tokens) if owner is None else 0
-                node.block = self.pool.new_blocks(1, capacity, base=node.start)[0]
-                node.block.gap = node.gap
+                base = node.next_position - len(node.tokens) - node.shift
+                node.block = self.pool.new_blocks(1, capacity, base)[0]
+                node.block.gap, node.block.shift = node.gap, node.shift
         return nodes
 
     def discard_uncached(self, owner: Owner | None = None) -> None:
@@ -359,6 +367,7 @@ class PrefixTree:
         if len(node.uncached):
             for child in node.all_children():
                 self._remove(child)
+            node.shift = node.block.shift = 0  # type: ignore[union-attr]
         node.tokens = node.tokens[: node.num_cached]
 
     def _remove(self, node: Node) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hf_parallel.cache.batch import view_length
+from hf_parallel.cache.batch import next_position
 from hf_parallel.cache.pool import Block
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 
@@ -63,7 +63,7 @@ class TreeBranchCache(SharedPrefixCache):
             self.pool.free(block)
         tree.joining = []
         self.pool.truncate(tree.trunk, length)
-        base = view_length(tree.view) + pending
+        base = next_position(tree.view) + pending
         tree.branches = self.pool.new_blocks(count, min(expected_length, BRANCH_CAPACITY), base)
 
     def join(self, tree: Tree, kept: int, pending: int = 0) -> None:
@@ -75,7 +75,7 @@ class TreeBranchCache(SharedPrefixCache):
         for block in tree.branches[kept:]:
             self.pool.free(block)
         tree.joining, tree.branches = tree.branches[:kept], []
-        tree.joining.append(self.pool.new_block(base=view_length(tree.view) + pending))
+        tree.joining.append(self.pool.new_block(base=next_position(tree.view) + pending))
 
     def move_joined(self, tree: Tree) -> None:
         """Move the joined branches into the trunk, with keys rotated to their positions there."""

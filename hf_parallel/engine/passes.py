@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
@@ -52,7 +53,7 @@ class PendingPass:
             for segment in segments:
                 if any(map(_PARTS, segment.view)):
                     self.passes = [
-                        [Segment([*parts_of(one.view)], one.num_tokens, one.write) for one in all_of_pass]
+                        [replace(one, view=[*parts_of(one.view)]) for one in all_of_pass]
                         for all_of_pass in self.original
                     ]
                     return

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment
+from hf_parallel.cache.batch import find_images
 from hf_parallel.cache.pass_log import BlockCopy, DecodeRun, PassLog
 from hf_parallel.cache.pool import parts_of
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
@@ -31,7 +32,7 @@ from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.sampling import Sampled, SamplingTask
 from hf_parallel.generation.stats import GenerationStats
-from hf_parallel.kernels import RotarySpec
+from hf_parallel.kernels import RotarySpec, to_device
 from hf_parallel.models.cached_model import PREFILL_CHUNK
 
 C = TypeVar("C", bound=SharedPrefixCache)
@@ -336,10 +337,11 @@ class Request:
             tree.start_computing(free, self)
             tree.nodes_to_prefill(self)  # allocates blocks
             for node in free:
-                while len(tokens := self._missing(node)[: self.chunk_size]):
-                    segment = Segment(node.view, len(tokens))
-                    ids = torch.from_numpy(tokens).to(self.call.input_ids.device)
-                    self._wait_for(PendingPass([[segment]], Part(ids), [0]))
+                while len(tokens := self._missing(node)):
+                    size = tree.pool.images.chunk(tokens, self.chunk_size)
+                    given = Segment(node.view, size), tokens[:size].tolist()
+                    segment, ids = find_images(*given, tree.pool.images, self.call.placeholder)
+                    self._wait_for(PendingPass([[segment]], Part(to_device(ids, self.call.input_ids.device)), [0]))
 
     def _missing(self, node: Node) -> np.ndarray:
         """Return the tokens of a node, int64, that were computed before the request was preempted and are not now."""

@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import active_dropout
+from hf_parallel.cache.images import FIRST_ID, Image
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.arguments import check_model_inputs, encode
@@ -56,6 +57,7 @@ class GenerationCall:
     record: Record = field(default_factory=Record)
     claim: Claim | None = None
     progress: Progress | None = None
+    images: Sequence[Image] = ()  # of the prompts, whose tokens have ids of their own in `prompts`
 
     @property
     def num_rows(self) -> int:
@@ -78,6 +80,15 @@ class GenerationCall:
         prompts = sorted(map(with_gaps, self.prompts, self.gaps))
         shared = sum(_common_length(a, b) for a, b in zip(prompts, prompts[1:], strict=False))
         return sum(map(len, prompts)) - shared
+
+    @property
+    def placeholder(self) -> int:
+        """Token id of image tokens; -1 if the model has none."""
+        return getattr(self.model.config, "image_token_id", None) or -1
+
+    def token_ids(self, tokens: np.ndarray) -> np.ndarray:
+        """Return tokens with the placeholder's id in place of those of image tokens."""
+        return np.where(tokens < FIRST_ID, tokens, self.placeholder)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -111,13 +122,16 @@ class GenerationCall:
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None = None) -> C:
         """Return an empty cache for the call; in an engine, it shares storage and prefixes with other calls."""
-        return self.executor.new_cache(cls, rotary)
+        cache = self.executor.new_cache(cls, rotary)
+        cache.pool.images.add(self.images)
+        return cache
 
     def claim_cache(self, cache: SharedPrefixCache, is_kept: bool = False) -> None:
         """Start to use a `SharedPrefixCache`, which is kept if it was given or belongs to an engine, too.
 
         The weights of a new cache that is returned are recorded at the end of the call, after the first token.
         """
+        cache.pool.images.add(self.images)
         is_kept |= self.past_key_values is not None or self.executor.is_shared
         cache.claim(self.model, self.claim, is_kept, self.fingerprint if is_kept else None)
 
@@ -146,8 +160,11 @@ def make_call(
     capabilities: Capabilities = enabled(model).capabilities
     tokenizer, cache = model_kwargs.pop("tokenizer", None), model_kwargs.pop("past_key_values", None)
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
+    prompt_ids, prepared["images"] = model_kwargs.pop("prompt_ids", input_ids), model_kwargs.pop("images", ())
     check_model_inputs(record.config.title, model_kwargs)
-    prompts, gaps = _unpad(input_ids, mask, positions)
+    if positions is not None and positions.ndim == 3:
+        positions = positions[0] if len(positions) == 4 else None  # the others follow from the images
+    prompts, gaps = _unpad(prompt_ids, mask, positions)
     if capabilities.mixers and any(gaps):
         row = next(row for row, gap in enumerate(gaps) if gap)
         raise ValueError(
@@ -156,13 +173,16 @@ def make_call(
         )
     vocabulary = vocabulary_size(model)
     for row, prompt in enumerate(prompts):
-        if prompt.min() < 0 or prompt.max() >= vocabulary:
-            token = int(prompt.min() if prompt.min() < 0 else prompt.max())
+        text = prompt[prompt < FIRST_ID]
+        if len(text) and (text.min() < 0 or text.max() >= vocabulary):
+            token = int(text.min() if text.min() < 0 else text.max())
             raise ValueError(f"input_ids of row {row} hold {token}, outside the vocabulary of {vocabulary}")
     new_tokens = int(prepared["generation_config"].max_length) - input_ids.shape[1]
     longest = max(len(prompt) for prompt in prompts) + new_tokens
     capabilities.check_length(model, longest)
-    record.prompts, record.begin, record.has_gaps = prompts, input_ids.shape[1], capabilities.has_window and any(gaps)
+    placeholder = getattr(model.config, "image_token_id", 0)
+    record.prompts = [np.where(prompt < FIRST_ID, prompt, placeholder) for prompt in prompts]
+    record.begin, record.has_gaps = input_ids.shape[1], capabilities.has_window and any(gaps)
     is_usable = isinstance(cache, BlockCache) and not has_dropout(model, "past_key_values")
     prepared["past_key_values"] = cache if is_usable else None  # else an empty DynamicCache
     ids, stats = input_ids.to(execution_device(model), torch.int64), GenerationStats()

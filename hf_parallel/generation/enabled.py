@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_parallel.cache.images import ImageTable
 from hf_parallel.generation.claim import Claim
 from hf_parallel.models.capabilities import Capabilities
 
@@ -18,9 +19,10 @@ class Enabled:
     wait: float = 0.0  # seconds for which a call waits while another thread uses the model
     tokenizer: PreTrainedTokenizerBase | None = None  # of calls without one
     claim: Claim | None = None
+    images: ImageTable = field(default_factory=ImageTable)  # in use, whose features need not be computed again
 
     def __deepcopy__(self, memo: object) -> Enabled:
-        return replace(self, claim=None)
+        return replace(self, claim=None, images=ImageTable())
 
     def __reduce__(self) -> tuple[type[Enabled], tuple[Capabilities, float]]:
         return Enabled, (self.capabilities, self.wait)

@@ -36,13 +36,15 @@ from hf_parallel.generation.call import GenerationCall, make_call, vocabulary_si
 from hf_parallel.generation.claim import BUSY, Claim, preparation
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
 from hf_parallel.generation.enabled import Enabled
-from hf_parallel.generation.presets import SAMPLING_ONLY, preset_of
+from hf_parallel.generation.image_prompts import take_images
+from hf_parallel.generation.presets import add_preset, preset_of
 from hf_parallel.generation.progress import closing_progress, take_progress
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.streaming import report_errors
 from hf_parallel.models.capabilities import Capabilities, probe_capabilities
 from hf_parallel.models.compiled import forget
+from hf_parallel.models.images import image_inputs
 from hf_parallel.models.mixers import unwrap_mixers
 from hf_parallel.models.ranks import common_seed, num_ranks
 from hf_parallel.models.signature import parameters_of
@@ -132,7 +134,7 @@ class ParallelGenerationMixin:
         """Complete and check the arguments of a call."""
         if kwargs.get("tokenizer") is None and self._parallel.tokenizer is not None:
             kwargs["tokenizer"] = self._parallel.tokenizer
-        _add_preset(config.mode, self.generation_config, kwargs)  # type: ignore[attr-defined]
+        add_preset(config.mode, self.generation_config, kwargs)  # type: ignore[attr-defined]
         arguments.check_keeps_states(config, self, self._parallel.capabilities)
         config.prepare(kwargs)
         self._check_arguments(config, kwargs)
@@ -223,6 +225,17 @@ class ParallelGenerationMixin:
         if not self._prepares():
             super()._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
 
+    def _prepare_multimodal_encoder_kwargs_for_generation(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Leave images to `take_images` in a mode."""
+        encode: Any = super()._prepare_multimodal_encoder_kwargs_for_generation  # type: ignore[misc]
+        return model_kwargs if self._prepares() else encode(model_kwargs)
+
+    def _expand_inputs_for_generation(self, *args: object, **kwargs: object) -> object:
+        """In a mode, replace images by their features before the rows of `num_return_sequences` are made."""
+        if self._prepares():
+            take_images(self, kwargs)
+        return super()._expand_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """Accept the cache of a mode, whatever the model calls its own."""
         ignored = "past_key_values" if self._prepares() else ""
@@ -237,9 +250,10 @@ class ParallelGenerationMixin:
         arguments.check_inputs(kwargs)
         arguments.check_objects(kwargs)
         settings = arguments.setting_names()
-        inputs = parameters_of(self.forward).keys()  # type: ignore[attr-defined]
+        images = image_inputs(self)  # type: ignore[arg-type]
+        inputs = parameters_of(self.forward).keys() - images  # type: ignore[attr-defined]
         arguments.check_model_inputs(config.title, {n: v for n, v in kwargs.items() if n in inputs - settings})
-        known = settings | arguments.OTHER_ARGUMENTS | inputs | parameters_of(super().generate).keys()  # type: ignore[misc]
+        known = settings | arguments.OTHER_ARGUMENTS | inputs | images | parameters_of(super().generate).keys()  # type: ignore[misc]
         check_setting_names(None if config.is_implicit else type(config), kwargs, {*known, *config.fields()})
         given = kwargs.get("generation_config")
         for stored in (given, self.generation_config):  # type: ignore[attr-defined]
@@ -288,20 +302,6 @@ def take_parallel_config(own: GenerationConfig, kwargs: Arguments) -> ParallelCo
     saved = [_stored_settings(s, mode) for s in stored if getattr(s, "generation_mode", mode) in (mode, None)]
     of_preset = preset_of(mode, own).settings
     return make_config(mode, settings, config, *(source for pair in saved for source in pair), of_preset)
-
-
-def _add_preset(mode: str, own: GenerationConfig, kwargs: Arguments) -> None:
-    """Add the preset's settings of `generate` that neither the arguments nor a generation config gives."""
-    config = kwargs.get("generation_config")
-    known = {name: v for c in (own, config) if c is not None for name, v in vars(c).items() if v is not None} | kwargs
-    missing = {name: value for name, value in preset_of(mode, own).generation.items() if name not in known}
-    if not {**missing, **known}.get("do_sample"):
-        missing = {name: value for name, value in missing.items() if name not in SAMPLING_ONLY}
-    if config is None:
-        kwargs |= missing
-    elif missing:
-        kwargs["generation_config"] = copy.deepcopy(config)
-        kwargs["generation_config"].update(**missing)
 
 
 def _fields(mode: object) -> Sequence[str]:

@@ -84,7 +84,7 @@ def start_rows(cache: SharedPrefixCache, leaves: Sequence[Node], max_new_tokens:
     """Return one row after each leaf, with a block of its own."""
     blocks = cache.pool.new_blocks(len(leaves), initial_capacity(max_new_tokens, len(leaves)))
     for block, leaf in zip(blocks, leaves, strict=True):
-        block.base = leaf.start + len(leaf.tokens)
+        block.base = leaf.next_position
     return [Row(i, [*leaf.view, block]) for i, (leaf, block) in enumerate(zip(leaves, blocks, strict=True))]
 
 

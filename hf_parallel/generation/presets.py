@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -43,3 +44,17 @@ def preset_of(mode: object, marked: GenerationConfig | PreTrainedTokenizerBase) 
     check_text(PRESET_MARK, name)
     preset: Preset = MODES[mode].traits.presets.get(name, Preset())
     return preset
+
+
+def add_preset(mode: str, own: GenerationConfig, kwargs: Arguments) -> None:
+    """Add the preset's settings of `generate` that neither the arguments nor a generation config gives."""
+    config = kwargs.get("generation_config")
+    known = {name: v for c in (own, config) if c is not None for name, v in vars(c).items() if v is not None} | kwargs
+    missing = {name: value for name, value in preset_of(mode, own).generation.items() if name not in known}
+    if not {**missing, **known}.get("do_sample"):
+        missing = {name: value for name, value in missing.items() if name not in SAMPLING_ONLY}
+    if config is None:
+        kwargs |= missing
+    elif missing:
+        kwargs["generation_config"] = copy.deepcopy(config)
+        kwargs["generation_config"].update(**missing)

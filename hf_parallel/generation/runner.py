@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.cache.batch import find_images
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.replay.replay import Replayer
@@ -21,6 +22,7 @@ class Runner:
 
     def __init__(self, call: GenerationCall, cache: BlockCache) -> None:
         self.executor, self.cache, self.stats, self.device = call.executor, cache, call.stats, call.input_ids.device
+        self.placeholder = call.placeholder
         self.chunk_size = call.executor.prefill_chunk(call.generation_config.prefill_chunk_size)
         """Maximum number of new tokens in a pass of a prefill."""
         self.sampled: tuple[list[int], Part] = [], Part(torch.empty(0, dtype=torch.int64))
@@ -95,9 +97,13 @@ class Runner:
         free = self.chunk_size
         for segment, tokens in inputs:
             while len(tokens) > free:
-                if free:
-                    chunk.append((Segment(segment.view, free, segment.write), tokens[:free]))
-                    tokens = tokens[free:]
+                images = self.cache.pool.images
+                size = images.cut(tokens, max(free, 0)) if chunk else images.chunk(tokens, free)
+                if size == len(tokens):
+                    break
+                if size:
+                    chunk.append((Segment(segment.view, size, segment.write), tokens[:size]))
+                    tokens = tokens[size:]
                 logits.append(self.forward(chunk, ends=ends).clone())  # the next pass may overwrite it
                 chunk, ends, free = [], [], self.chunk_size
             chunk.append((Segment(segment.view, len(tokens), segment.write), tokens))
@@ -137,9 +143,11 @@ class Runner:
         """Return the segments of passes, and their tokens on the device."""
         tokens: list[int] = []
         segments: list[list[Segment]] = []
+        table = self.cache.pool.images
         for inputs in passes:
             segments.append([])
             for segment, own in inputs:
+                segment, own = find_images(segment, own, table, self.placeholder)
                 segments[-1].append(segment)
                 tokens += own
         if tokens == self.sampled[0]:

@@ -56,6 +56,7 @@ class AttentionRecorder:
     keyword_arrives: bool = False  # whether `block_cache` reached the attention function
     masked: bool = False  # whether the model passed an attention mask of its own
     bidirectional: bool = False  # whether a layer is not causal
+    sees_ahead: bool = False  # whether the attention mask lets the first of several tokens see the second
     windows: dict[int, tuple[int | None, int | None, int | None]] = field(default_factory=dict)
     """Sliding window by layer index, in the arguments and in the attention mask; and chunk in the mask."""
     keys: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer index
@@ -229,6 +230,7 @@ def _(
 def _mask(
     *args: object,
     local_size: int | None = None,
+    kv_length: int = 1,
     mask_function: Callable[..., Any] | None = None,
     device: torch.device | str = "cpu",
     **kwargs: object,
@@ -239,9 +241,13 @@ def _mask(
     of the chunk before.
     """
     active = _active_attention.get()
-    if active is None or not isinstance(active.cache, AttentionRecorder) or not local_size:
+    if active is None or not isinstance(active.cache, AttentionRecorder):
         return None
-    at = torch.arange(local_size + 1, device=device)
+    at = torch.arange((local_size or 1) + 1, device=device)
+    if kv_length > 1 and mask_function is not None:
+        active.cache.sees_ahead |= bool(mask_function(at[0], at[0], at[0], at[1]))
+    if not local_size:
+        return None
     sees = mask_function is None or bool(mask_function(at[0], at[0], at[-1], at[-2]))
     return torch.full((1, 1, 1, 1), local_size if sees else -local_size)
 
@@ -334,10 +340,11 @@ def _reduce_as_plain(config: PreTrainedConfig, protocol: SupportsIndex) -> tuple
 
 
 def _configs(config: PreTrainedConfig) -> dict[int, PreTrainedConfig]:
-    """Return a config and its sub-configs, by id."""
-    found = {id(config): config}
-    for name in config.sub_configs:
-        inner = getattr(config, name, None)
+    """Return the configs of a language model, by id; an image encoder keeps its own attention."""
+    text = config.get_text_config(decoder=True)
+    found = {id(config): config, id(text): text}
+    for name in text.sub_configs:
+        inner = getattr(text, name, None)
         if inner is not None:
             found |= _configs(inner)
     return found

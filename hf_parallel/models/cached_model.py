@@ -13,12 +13,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_parallel.cache import BlockCache, ForwardPass, Segment
+from hf_parallel.cache.images import ImageRun
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.kernels import to_device
 from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.models.compiled import compiled_layers, num_moves
 from hf_parallel.models.cuda_graph import DecodeGraphs
+from hf_parallel.models.images import image_arguments
 from hf_parallel.models.mixers import cache_argument, keep_states, mixers_wrapped, packed_calls
 from hf_parallel.models.rotary import rotary_modules, rotating_to
 from hf_parallel.models.signature import parameters_of, takes
@@ -75,8 +77,9 @@ class CachedModel:
 
         Return the logits `[len(keep), vocabulary]` after the tokens with these indices (None: after all tokens).
         """
-        if keep is not None or not forward.is_decode_step:
-            return self._forward(ids, forward.position_ids, None if keep is None else to_device(keep, self.device))
+        if keep is not None or not forward.is_decode_step or forward.images:
+            kept = None if keep is None else to_device(keep, self.device)
+            return self._forward(ids, forward.position_ids, kept, forward.images)
         if self.graphs is None or (self._scaled and forward.plan.rotates):
             return self._decode(ids, forward.position_ids)
         if self._num_moves != num_moves(self.model):  # by another call, while a session kept its graphs
@@ -108,8 +111,14 @@ class CachedModel:
             return self._forward(ids, position_ids)
         return self._layers.run(lambda: self._forward(ids, position_ids))
 
-    def _forward(self, ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        kwargs = dict(self._kwargs, input_ids=ids[None], **{self._cache_argument: self.cache})
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        keep: torch.Tensor | None = None,
+        images: Sequence[ImageRun] = (),
+    ) -> torch.Tensor:
+        kwargs = {**self._kwargs, **image_arguments(images), "input_ids": ids[None], self._cache_argument: self.cache}
         rotated: AbstractContextManager[None] = nullcontext()
         if self._scaled:
             in_rows = self.cache.positions_in_rows(position_ids)
@@ -117,7 +126,7 @@ class CachedModel:
                 rotated = rotating_to(self._rotary_modules, position_ids[None])
             self.cache.positions = position_ids = in_rows
         if self._has_positions:
-            kwargs["position_ids"] = position_ids[None]
+            kwargs["position_ids"] = position_ids.unsqueeze(-2)
         if keep is not None and self._has_logits_to_keep:
             kwargs["logits_to_keep"], keep = keep, None
         with rotated:

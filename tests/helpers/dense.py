@@ -64,6 +64,7 @@ class DenseOracle:
         self.positions: list[int] = []  # at which each token was written
         self.keys: dict[int, torch.Tensor] = {}  # per layer, [kv_heads, tokens, head_dim]
         self.values: dict[int, torch.Tensor] = {}
+        self.shift = 0  # of the positions after a prompt, which has more or fewer positions than tokens
         self.rows: list[tuple[list[int], int]] = []  # visible tokens and number of new tokens of each row
 
     @torch.no_grad()
@@ -74,19 +75,23 @@ class DenseOracle:
             view[-1].extend(range(len(self.tokens), len(self.tokens) + len(tokens)))
             self.tokens += tokens
         self.rows = [([index for piece in view for index in piece], len(tokens)) for view, tokens in inputs]
-        self.positions += [p for seen, n in self.rows for p in range(len(seen) - n, len(seen))]
+        self.positions += [p + self.shift for seen, n in self.rows for p in range(len(seen) - n, len(seen))]
         before = self.model.config._attn_implementation
         _running.append(self)
         try:
             self.model.set_attn_implementation(_IMPLEMENTATION)
             return self.model(
                 input_ids=torch.tensor([self.tokens[first:]]),
-                position_ids=torch.tensor([self.positions[first:]]),
                 past_key_values=_Positions(torch.tensor(self.positions[first:])),
+                **self.arguments(first),
             ).logits[0]
         finally:
             _running.pop()
             self.model.set_attn_implementation(before)
+
+    def arguments(self, first: int) -> dict[str, Any]:
+        """Return the other arguments of the model for the tokens from index `first` on."""
+        return {"position_ids": torch.tensor([self.positions[first:]])}
 
     def attend(
         self,
@@ -107,7 +112,9 @@ class DenseOracle:
         groups, out, offset = query.shape[0] // key.shape[0], [], 0
         for seen, n in self.rows:
             index, at = torch.tensor(seen), torch.arange(len(seen))
-            k = rotate_to(self.keys[layer][:, index].double(), at - positions[index], self.rotary[layer]).to(key.dtype)
+            k = rotate_to(
+                self.keys[layer][:, index].double(), at + self.shift - positions[index], self.rotary[layer]
+            ).to(key.dtype)
             k, v = (x.repeat_interleave(groups, dim=0) for x in (k, self.values[layer][:, index]))
             scores = query[:, offset : offset + n] @ k.mT * scale
             if softcap is not None:

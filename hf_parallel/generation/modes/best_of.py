@@ -204,7 +204,7 @@ class BestOfRun:
 
     def _ask(self, scorer: Scorer, row: Row, mean: float) -> float:
         tokenizer, n = self.call.tokenizer, self.config.num_candidates
-        prompt = tokenizer.decode(self.call.prompts[row.index // n * self.num_returned].tolist())
+        prompt = tokenizer.decode(self.call.token_ids(self.call.prompts[row.index // n * self.num_returned]).tolist())
         tokens = self.loop.new_tokens(row)
         candidate = Candidate(prompt, self._text(row), tokens, mean, row in self.ended)
         given = scorer(candidate)

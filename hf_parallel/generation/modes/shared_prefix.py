@@ -151,7 +151,7 @@ class SharedPrefixRun:
             logits = prefill_leaves(self.loop, cache, leaves)
         capacity = initial_capacity(call.max_length - min(begins) - 1, len(rows))
         for row, leaf, block in zip(rows, leaves, cache.pool.new_blocks(len(rows), capacity), strict=True):
-            block.base = leaf.start + len(leaf.tokens)
+            block.base = leaf.next_position
             row.view = [*leaf.view, block]
         self.loop.decode(rows, logits)
         for row, leaf, begin in zip(rows, leaves, begins, strict=True):

@@ -173,7 +173,7 @@ class _Stage:
             started += [queue.popleft() for _ in range(free)]
         for row, block in zip(started, self.cache.pool.new_blocks(len(started), self.capacity), strict=True):
             sequence = row.sequence
-            block.base = len(sequence)
+            block.base = row.leaf.next_position
             row.view, row.pending = [*row.leaf.view, block], sequence[-1:].tolist()
         return started
 
@@ -202,7 +202,8 @@ class _Stage:
         """Attach completions to the tree, without their last tokens, whose keys were never computed."""
         for row in rows:
             block = row.view[-1]
-            self.cache.add(row.leaf, np.array(row.tokens[block.base - len(row.prompt) :], np.int64), block)
+            begin = row.leaf.start + len(row.leaf.tokens) - len(row.prompt)
+            self.cache.add(row.leaf, np.array(row.tokens[begin:], np.int64), block)
 
 
 class StagedRun:
@@ -268,7 +269,7 @@ def _left_padded(call: GenerationCall, rows: Sequence[CompletionRow]) -> torch.T
     longest = max(len(row.prompt) for row in rows)
     ids = call.input_ids.new_full((len(rows), longest), call.pad_token_id)
     for row in rows:
-        ids[row.index, longest - len(row.prompt) :] = torch.from_numpy(row.prompt)
+        ids[row.index, longest - len(row.prompt) :] = torch.from_numpy(call.token_ids(row.prompt))
     return ids
 
 

@@ -144,7 +144,7 @@ class HogwildRun:
         tokenizer, config = self.loop.call.tokenizer, self.config
         encoded = encode(tokenizer, config.prompt.rules() or " ")
         rules = _words(tokenizer.decode(encoded, skip_special_tokens=True))
-        for prompt in self.loop.call.prompts:
+        for prompt in map(self.loop.call.token_ids, self.loop.call.prompts):
             head = tokenizer.decode(prompt[: 2 * len(encoded) + PREAMBLE].tolist(), skip_special_tokens=True)
             if rules not in _words(head):
                 logger.warning_once(

@@ -170,6 +170,8 @@ class SteppedRun(HogwildRun):
                 raise ValueError(f"{name} cannot be saved: it must be plain data, got {value!r}")
             if name in ("output_scores", "output_logits") and value:
                 raise ValueError(f"a session with {name} cannot be saved: scores and logits are not stored")
+        if call.images:
+            raise ValueError("a session whose prompt has images cannot be saved: images are not stored")
         return {
             "model": fingerprint(call.model, "HogwildSession.save"),
             "transformers": transformers.__version__,

@@ -112,7 +112,7 @@ class PDOSRun:
         call, cache, loop = self.call, self.cache, self.loop
         with loop.running():
             leaves = list(map(cache.insert_prompt, call.prompts, call.gaps))
-            starts = [leaf.start + len(leaf.tokens) for leaf in leaves]
+            starts = [leaf.next_position for leaf in leaves]
             capacity = min(call.max_new_tokens, TRUNK_CAPACITY)
             spare = cache.pool.new_block(
                 capacity * call.num_rows

@@ -1,0 +1,109 @@
+"""Images in prompts: ids of their tokens, their features while calls use them, and their positions.
+
+A prompt has one token per feature vector of an image. The cache knows it by an id made of a hash of the image and the
+token's place in it, so that prefixes are equal if their tokens and images are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+FIRST_ID = 1 << 62
+"""Ids of image tokens begin here; those of text tokens are lower."""
+_PLACE_BITS = 16
+MAX_TOKENS = 1 << _PLACE_BITS
+"""Maximum number of tokens of an image."""
+KEY_BITS = 62 - _PLACE_BITS
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """An image: its features, in the order of its tokens, and its positions.
+
+    `key`: hash of content and size, below `2 ** KEY_BITS`. `features`: `[tokens, hidden]` for each place of the model
+    that adds image features. `corrections`: int64 `[3, tokens]`, what multi-axis positions (M-RoPE) add to a count of
+    tokens; None without. `shift`: what the image adds to the positions of later tokens beside the number of its tokens.
+    `sees_all`: whether its tokens see each other, earlier and later ones.
+    """
+
+    key: int
+    features: tuple[torch.Tensor, ...]
+    layout: Any = None  # how the model packs the features, see `hf_parallel.models.images`
+    corrections: torch.Tensor | None = None
+    shift: int = 0
+    sees_all: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.features[0])
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Ids of its tokens, int64 `[tokens]`."""
+        return FIRST_ID + (self.key << _PLACE_BITS) + np.arange(self.num_tokens)
+
+
+class ImageRun(NamedTuple):
+    """Successive tokens of an image, from `first` to `stop`, that begin at index `at` of new tokens."""
+
+    at: int
+    image: Image
+    first: int
+    stop: int
+
+    @property
+    def end(self) -> int:
+        """Index after the last one among new tokens."""
+        return self.at + self.stop - self.first
+
+
+class ImageTable(WeakValueDictionary[int, Image]):
+    """The images that calls use, by key."""
+
+    def __reduce__(self) -> tuple[type[ImageTable], tuple[()]]:
+        return ImageTable, ()
+
+    def add(self, images: Sequence[Image]) -> None:
+        """Add images, as long as the caller holds them."""
+        self.update({image.key: image for image in images})
+
+    def runs(self, tokens: Sequence[int] | np.ndarray) -> Iterator[ImageRun]:
+        """Yield the runs of image tokens in a sequence."""
+        ids = np.asarray(tokens, np.int64)
+        places = np.flatnonzero(ids >= FIRST_ID)
+        for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1 if len(places) else []):
+            while len(run):
+                key, first = divmod(int(ids[run[0]]) - FIRST_ID, MAX_TOKENS)
+                image = self[key]
+                count = min(len(run), image.num_tokens - first)
+                yield ImageRun(int(run[0]), image, first, first + count)
+                run = run[count:]
+
+    def split(self, tokens: np.ndarray) -> list[np.ndarray]:
+        """Split tokens after each image that shifts the positions of later ones."""
+        runs = self.runs(tokens) if len(self) else ()
+        ends = [run.end for run in runs if run.image.shift and run.stop == run.image.num_tokens]
+        return [part for part in np.split(tokens, ends) if len(part)]
+
+    def cut(self, tokens: Sequence[int] | np.ndarray, count: int) -> int:
+        """Return `count`, or less where that many tokens would end within an image whose tokens see each other."""
+        runs = self.runs(tokens[: count + 1]) if len(self) else ()
+        return next((run.at for run in runs if run.image.sees_all and run.at < count < run.end), count)
+
+    def chunk(self, tokens: Sequence[int] | np.ndarray, count: int) -> int:
+        """Return the size of a pass of about `count` tokens, which holds such an image whole, even a larger one."""
+        return self.cut(tokens, min(count, len(tokens))) or next(self.runs(tokens)).end
+
+    def shift(self, tokens: np.ndarray) -> int:
+        """Return by how much the positions after tokens, a part made by `split`, differ from their number."""
+        if not len(self) or tokens[-1] < FIRST_ID:
+            return 0
+        *_, last = self.runs(tokens)
+        return last.image.shift if last.stop == last.image.num_tokens else 0

@@ -1,0 +1,29 @@
+"""Images among the arguments of `generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_parallel.generation.enabled import enabled
+from hf_parallel.generation.settings import Arguments
+from hf_parallel.models.images import TOKEN_TYPES, image_inputs, read_images
+
+
+def take_images(model: Any, kwargs: Arguments) -> None:
+    """Replace the arguments that describe images by `images` and `prompt_ids`, which name their tokens.
+
+    `kwargs` are `input_ids`, int64 `[prompts, length]`, and the arguments that transformers has prepared for them.
+    """
+    inputs = {name: kwargs.pop(name) for name in image_inputs(model) & kwargs.keys()}
+    given = {name: value for name, value in inputs.items() if value is not None and name not in TOKEN_TYPES}
+    if not given:
+        return
+    if "pixel_values" not in given:
+        raise ValueError(f"{sorted(given)} describe images, but pixel_values are missing")
+    input_ids: torch.Tensor = kwargs["input_ids"]
+    known = enabled(model)
+    sees_all = known.capabilities.image_sees_all
+    ids, images = read_images(model, input_ids, kwargs.get("position_ids"), given, known.images, sees_all)
+    kwargs.update(prompt_ids=ids, images=images)

@@ -1,0 +1,153 @@
+"""Features of images in prompts, which a model's own vision tower computes once per image.
+
+A forward pass over image tokens gives the model placeholder tokens and these features (`mm_encoder_outputs`), so that
+what it does with them, such as adding some in deeper layers, is its own business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from hf_parallel.cache.images import KEY_BITS, MAX_TOKENS, Image, ImageRun, ImageTable
+from hf_parallel.cache.placement import execution_device
+from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
+from hf_parallel.models.signature import parameters_of, takes
+
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments of `generate` that mark the placeholders, as the token ids do."""
+
+
+def image_inputs(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of the arguments of `generate` that describe images; none if the model takes no images."""
+    compute = getattr(model, "get_image_features", None)
+    if compute is None or not takes(model.forward, "mm_encoder_outputs"):
+        return frozenset()
+    names = {name for name in parameters_of(compute) if not name.startswith("vision_")} - {"kwargs"}
+    return frozenset(names.union(TOKEN_TYPES))
+
+
+def sees_all(model: PreTrainedModel) -> bool:
+    """Return whether the model's attention mask lets image tokens see later tokens of their image."""
+    types = [name for name in TOKEN_TYPES if name in parameters_of(model.forward)]
+    if not types or not image_inputs(model):
+        return False
+    recorder, two = AttentionRecorder(), torch.ones(1, 2, dtype=torch.int64, device=execution_device(model))
+    with block_attention_enabled(model, recorder):
+        model(input_ids=two, position_ids=two.cumsum(-1) - 1, use_cache=False, **dict.fromkeys(types, two))
+    return recorder.sees_ahead
+
+
+def read_images(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor | None,
+    inputs: Mapping[str, Any],
+    known: ImageTable,
+    sees_all: bool,
+) -> tuple[torch.Tensor, list[Image]]:
+    """Return `input_ids` int64 `[prompts, length]` with the ids of image tokens, and the images.
+
+    `positions` int64 `[prompts, length]` or `[axes, prompts, length]` are the model's own, `inputs` the arguments that
+    describe images. Images that are not `known` are computed. Raises `ValueError` if the prompts do not have one
+    placeholder for each feature vector.
+    """
+    ids = input_ids.cpu().numpy().copy()
+    rows, columns = np.nonzero(ids == model.config.image_token_id)  # row by row
+    images = []
+    taken = 0
+    for own in _split(inputs):
+        image = known.get(_key(own)) or _compute(model, own, sees_all)
+        places = slice(taken, taken + image.num_tokens)
+        row, column = rows[places], columns[places]
+        if len(row) == image.num_tokens and row[0] == row[-1]:
+            if positions is not None and positions.ndim == 3 and image.corrections is None:
+                image = _placed(image, positions[-3:, row[0]].cpu()[:, column])
+            known.add([image])
+            ids[row, column] = image.ids
+        taken += image.num_tokens
+        images.append(image)
+    if taken != len(rows) or (ids == model.config.image_token_id).any():
+        raise ValueError(
+            f"images have {[image.num_tokens for image in images]} tokens, but input_ids have "
+            f"{(input_ids == model.config.image_token_id).sum(1).tolist()} of the placeholder "
+            f"{model.config.image_token_id} in their rows"
+        )
+    return torch.from_numpy(ids).to(input_ids.device), images
+
+
+def image_arguments(runs: Sequence[ImageRun]) -> dict[str, Any]:
+    """Return the arguments of `model.forward` with the features of the image tokens of a pass."""
+    if not runs:
+        return {}
+    parts = [[features[run.first : run.stop] for features in run.image.features] for run in runs]
+    pooled, *deep = [torch.cat(features) for features in zip(*parts, strict=True)]
+    output, is_list = runs[0].image.layout
+    more = {"deepstack_features": [[features] for features in deep]} if deep else {}
+    return {"mm_encoder_outputs": {"image": output(pooler_output=[pooled] if is_list else pooled, **more)}}
+
+
+def _split(inputs: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the inputs of each image."""
+    for name, value in inputs.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    pixels = inputs["pixel_values"]
+    patches = next((x.prod(-1).tolist() for x in inputs.values() if x.ndim == 2 and x.shape[1] == 3), None)
+    if patches is not None:  # of all images in one sequence, with a grid `[images, 3]`
+        if sum(patches) != len(pixels):
+            raise ValueError(f"pixel_values have {len(pixels)} patches, but the grids of the images {patches}")
+        split = pixels.split(patches)
+        for i, own in enumerate(split):
+            yield {name: own if value is pixels else value[i : i + 1] for name, value in inputs.items()}
+    elif pixels.ndim == 5 and "image_sizes" not in inputs:  # `[prompts, images, ...]`, padded with images of zeros
+        for row, column in pixels.flatten(2).any(-1).nonzero().tolist():
+            yield {name: value[row : row + 1, column : column + 1] for name, value in inputs.items()}
+    else:
+        counts = inputs.get("batch_num_images")
+        more = {} if counts is None else {"batch_num_images": counts.repeat_interleave(counts)}
+        for i in range(len(pixels)):
+            yield {name: value[i : i + 1] for name, value in {**inputs, **more}.items()}
+
+
+def _key(inputs: Mapping[str, torch.Tensor]) -> int:
+    digest = hashlib.sha256()
+    for name, value in sorted(inputs.items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "big") >> (64 - KEY_BITS)
+
+
+def _compute(model: Any, inputs: Mapping[str, torch.Tensor], sees_all: bool) -> Image:
+    """Run the vision tower on one image."""
+    device = execution_device(model)
+    output = model.get_image_features(**{name: x.to(device) for name, x in inputs.items()}, return_dict=True)
+    pooled, deep = output.pooler_output, output.get("deepstack_features") or ()
+    features = tuple(_joined(one) for one in (pooled, *deep))
+    if len(features[0]) > MAX_TOKENS:
+        raise ValueError(f"an image may have at most {MAX_TOKENS} tokens, got {len(features[0])}")
+    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+    if sees_all and window and len(features[0]) > window:
+        raise UnsupportedModelError(f"has a sliding window of {window}, less than the {len(features[0])} image tokens")
+    return Image(_key(inputs), features, (type(output), not isinstance(pooled, torch.Tensor)), sees_all=sees_all)
+
+
+def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return features as one tensor `[tokens, hidden]`."""
+    joined = features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
+    return joined.flatten(0, -2)
+
+
+def _placed(image: Image, positions: torch.Tensor) -> Image:
+    """Return an image with its positions, int64 `[3, tokens]` in a prompt."""
+    corrections = positions - positions[:, :1] - torch.arange(image.num_tokens)
+    if (positions[:, 0] != positions[0, 0]).any():
+        raise UnsupportedModelError("gives the first token of an image different positions on its axes")
+    shift = int(positions.max() - positions[0, 0]) + 1 - image.num_tokens
+    return dataclasses.replace(image, corrections=corrections, shift=shift)

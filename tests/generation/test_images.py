@@ -1,0 +1,181 @@
+"""Prompts with images: tokens equal `generate`'s of the prompt alone, and each image is encoded once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from dense import DenseOracle
+from image_models import FAMILIES, IMAGE, Inputs, build_image_model, image_prompts
+from tiny import build
+from torch import nn
+from transformers import PreTrainedModel
+from workers import SETTINGS, WORDY, Recording, check_against
+
+import hf_parallel
+from hf_parallel import SharedPrefixCache
+from hf_parallel.engine import Engine
+
+ROWS = [[1], [2], [1], [3, 1], []]
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+MODELS: dict[str, PreTrainedModel] = {}
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def model_of(name: str) -> PreTrainedModel:
+    """Return an enabled model in float64, in which logits of two ways to compute them agree closely."""
+    if name not in MODELS:
+        MODELS[name] = hf_parallel.enable(build_image_model(name).double())
+    return MODELS[name]
+
+
+def prompts(name: str, rows: list[list[int]], seed: int = 0) -> Inputs:
+    inputs = image_prompts(name, rows, seed)
+    return {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+
+
+def alone(name: str, row: list[int], **settings: Any) -> torch.Tensor:
+    """Return the new tokens of stock `generate` for one prompt without padding."""
+    inputs = prompts(name, [row])
+    tokens: torch.Tensor = model_of(name).generate(**inputs, **GREEDY | settings)[0, inputs["input_ids"].shape[1] :]
+    return tokens
+
+
+def vision_tower(model: PreTrainedModel) -> nn.Module:
+    names = ("visual", "vision_tower", "vision_model")
+    return next(module for name, module in model.named_modules() if name.split(".")[-1] in names)
+
+
+class Calls:
+    """Counts the calls of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.count = 0
+        self._hook = module.register_forward_hook(self._add)
+
+    def _add(self, *args: object) -> None:
+        self.count += 1
+
+    def __enter__(self) -> Calls:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._hook.remove()
+
+
+@every_family
+@pytest.mark.parametrize("chunk", [1, 3, None])
+def test_tokens_equal_generate_of_each_prompt_alone(name: str, chunk: int | None) -> None:
+    inputs = prompts(name, ROWS)
+    found = model_of(name).generate(**inputs, **GREEDY, generation_mode="shared_prefix", prefill_chunk_size=chunk)
+    for row, tokens in zip(ROWS, found[:, inputs["input_ids"].shape[1] :], strict=True):
+        assert torch.equal(tokens, alone(name, row)), row
+
+
+@every_family
+def test_random_calls_equal_generate(name: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+
+    def draw(stop: int) -> int:
+        return int(torch.randint(stop, (), generator=rng))
+
+    model, cache = model_of(name), SharedPrefixCache()
+    for _ in range(4):
+        rows = [[1 + draw(3) for _ in range(draw(3))] for _ in range(1 + draw(3))]
+        eos = 1 + draw(100) if draw(2) else None
+        inputs = prompts(name, rows)
+        settings = {"prefill_chunk_size": (2, 5, None)[draw(3)], "past_key_values": cache if draw(2) else None}
+        found = model.generate(**inputs, **GREEDY | {"eos_token_id": eos}, generation_mode="shared_prefix", **settings)
+        for row, tokens in zip(rows, found[:, inputs["input_ids"].shape[1] :], strict=True):
+            expected = alone(name, row, eos_token_id=eos)
+            assert torch.equal(tokens[: len(expected)], expected), (row, settings)
+            assert not tokens[len(expected) :].any()
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm"])
+def test_each_image_is_encoded_once_for_all_answers(name: str) -> None:
+    model = model_of(name)
+    settings = GREEDY | {"do_sample": True, "generation_mode": "shared_prefix", "seed": 0}
+    with Calls(vision_tower(model)) as calls:
+        model.generate(**prompts(name, [[1], [2, 1]]), **settings, num_return_sequences=8)
+    assert calls.count == 2
+
+
+def test_kept_caches_tell_images_apart() -> None:
+    model, cache = model_of("qwen3_vl"), SharedPrefixCache()
+    settings = GREEDY | {"generation_mode": "shared_prefix", "past_key_values": cache, "return_dict_in_generate": True}
+    for row in ([1], [2], [1]):
+        found = model.generate(**prompts("qwen3_vl", [row]), **settings)
+        assert torch.equal(found.sequences[0, -6:], alone("qwen3_vl", row))
+    assert found.stats.prefilled_tokens <= 1 < found.stats.cached_tokens
+
+
+class ImageOracle(DenseOracle):
+    """Dense oracle for one prompt with images, whose features are those that the recorded passes have received."""
+
+    def __init__(self, model: PreTrainedModel, inputs: Inputs, features: list[dict[str, Any]]) -> None:
+        super().__init__(model, model._parallel.capabilities.rotary)  # type: ignore[arg-type]
+        ids = inputs["input_ids"]
+        self.features = iter(features)
+        found = model._prepare_position_ids_for_generation(ids, dict(inputs))  # the model's own rule
+        self.of_prompt = found[-3:] if found.ndim == 3 else found
+        self.shift = int(self.of_prompt.max()) + 1 - ids.shape[1]
+
+    def arguments(self, first: int) -> dict[str, Any]:
+        positions = super().arguments(first)["position_ids"]
+        if self.of_prompt.ndim == 3:
+            positions = positions.expand(3, 1, -1).clone()
+            of_prompt = self.of_prompt[..., first:]
+            positions[..., : of_prompt.shape[-1]] = of_prompt
+        return {"position_ids": positions, **next(self.features)}
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "smolvlm"])
+def test_workers_see_images_as_in_the_dense_oracle(name: str) -> None:
+    model, inputs = model_of(name), prompts(name, [[3, 1]])
+    features: list[dict[str, Any]] = []
+
+    def keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        features.append({key: value for key, value in kwargs.items() if key == "mm_encoder_outputs"})
+
+    recording, hook = Recording(model), model.register_forward_pre_hook(keep, with_kwargs=True)
+    settings = {**GREEDY, **SETTINGS, **WORDY, "max_new_tokens": 40, "num_workers": 2}
+    model.generate(**inputs, **settings, generation_mode="hogwild")
+    hook.remove()
+    assert check_against(ImageOracle(model, inputs, features), recording.passes) < 1e-4
+    assert recording.moved
+
+
+def test_requests_of_an_engine_share_images() -> None:
+    for name in ("qwen3_vl", "gemma3"):
+        model, rows = model_of(name), [[1], [2], [1, 3], [1], [], [3, 1]] * 2
+        expected = [alone(name, row) for row in rows]
+        with Calls(vision_tower(model)) as calls, Engine(model, max_kv_bytes=64 * 768) as engine:
+            handles = [engine.submit(prompts(name, [row]), "shared_prefix", **GREEDY) for row in rows]
+            found = [handle.result().sequences[0, -6:] for handle in handles]
+            assert engine.stats.preemptions or engine.stats.evicted_tokens
+        assert all(map(torch.equal, found, expected))
+        assert calls.count == 3
+
+
+def test_invalid_images_raise() -> None:
+    model, inputs = model_of("qwen3_vl"), prompts("qwen3_vl", [[1]])
+    call = GREEDY | {"generation_mode": "shared_prefix"}
+    text = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+    many = text["input_ids"].index_fill(1, torch.tensor([0]), IMAGE)
+    for wrong, says in (
+        (inputs | {"input_ids": many}, "placeholder"),
+        (inputs | {"pixel_values": inputs["pixel_values"][1:]}, "patches"),
+        (inputs | {"pixel_values": [1.0]}, "pixel_values"),
+        (text | {"image_grid_thw": inputs["image_grid_thw"]}, "pixel_values"),
+        (inputs | {"pixel_values_videos": inputs["pixel_values"]}, "pixel_values_videos"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=says):
+            model.generate(**wrong, **call)
+    plain = hf_parallel.enable(copy.deepcopy(build("llama")))
+    with pytest.raises(ValueError, match="mm_token_type_ids"):
+        plain.generate(**inputs, **call)
+    assert torch.equal(model.generate(**inputs, **call)[0, -6:], alone("qwen3_vl", [1]))
