@@ -49,7 +49,7 @@ class TreeBranchCache(SharedPrefixCache):
 
     def detach(self, tree: Tree) -> None:
         """Let the trunk continue in a block of its own until `move_joined`, so that its state stays for `branch`."""
-        tree.joining.append(self.pool.new_block(base=view_length(tree.view)))
+        tree.joining.append(self.pool.new_block(base=next_position(tree.view)))
 
     def branch(
         self, tree: Tree, length: int, count: int, pending: int = 0, expected_length: int = BRANCH_CAPACITY

@@ -308,8 +308,7 @@ class Request:
 
     def rebuild(self) -> None:
         """Start to compute the keys and values again; the request continues where it was preempted."""
-        self.preempted = False
-        self._rebuilding = greenlet.greenlet(self._rebuild)
+        self.preempted, self._rebuilding = False, greenlet.greenlet(self._rebuild)
         self._rebuilding.switch()
 
     def _rebuild(self) -> None:

@@ -104,7 +104,7 @@ class GenerationCall:
         """Whether the record traces the forward passes: it is returned, and `sequences` do not say all of them."""
         config = self.record.config
         returned = bool(self.generation_config.return_dict_in_generate) and self.past_key_values is None
-        returned = returned and not self.record.has_gaps
+        returned = returned and not self.record.has_gaps and not self.images
         returned = returned and not self.executor.is_shared  # the cache would hold prefixes of other calls
         return returned and config is not None and not config.traits.rows_continue_prompts
 

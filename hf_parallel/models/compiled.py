@@ -190,7 +190,8 @@ def forget(model: nn.Module) -> None:
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers of a model: the list of as many modules as its config has layers; empty if none."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    decoder: nn.Module = model.get_decoder() or model  # without layers of an image encoder
+    lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
     return next((list(layers) for layers in lists if all(_has_attention(layer) for layer in layers)), [])
 
 
