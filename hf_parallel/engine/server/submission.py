@@ -31,7 +31,7 @@ SAMPLING = (
 )
 """Fields of a body that are settings of `generate`, with the same names."""
 UNSUPPORTED = (
-    *("audio", "best_of", "echo", "function_call", "functions", "modalities", "prediction", "reasoning_effort"),
+    *("audio", "echo", "function_call", "functions", "modalities", "prediction", "reasoning_effort"),
     *("suffix", "tool_choice", "tools", "verbosity", "web_search_options"),
 )
 """Fields of OpenAI that are not supported; values in `NEUTRAL` are accepted."""
