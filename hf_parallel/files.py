@@ -47,9 +47,7 @@ def _is_finite(value: object) -> bool:
 
 
 TEXT = Field(lambda value: isinstance(value, str), "text")
-TEXT_OR_NULL = Field(lambda value: value is None or isinstance(value, str), "text or null")
 OBJECT = Field(lambda value: isinstance(value, dict), "an object")
-NUMBER = Field(_is_number, "a number")
 FINITE = Field(_is_finite, f"a finite number from -{MAX_NUMBER:.0e} to {MAX_NUMBER:.0e}")
 COUNT = Field(lambda value: isinstance(value, int) and _is_finite(value) and value >= 0, "an integer from 0")
 
