@@ -26,6 +26,7 @@ from hf_parallel.generation.presets import SAMPLING
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import load_model
+from hf_parallel.models.signature import CACHE
 
 TASK = "Plan a picnic in the park for ten people."
 SHOWN = 4
@@ -148,7 +149,7 @@ def measure(progress: Progress, name: str, model: Any, ids: torch.Tensor, settin
         progress.console.print(f"{name} ...")
     clock = StepClock(lambda count: progress.update(bar, completed=count, total=settings["max_new_tokens"]))
     output = model.generate(ids, streamer=clock, return_dict_in_generate=True, **settings)
-    kv_bytes = output.stats.kv_bytes if hasattr(output, "stats") else dense_bytes(output.past_key_values)
+    kv_bytes = output.stats.kv_bytes if hasattr(output, "stats") else dense_bytes(output[CACHE])
     return Measured(output.sequences.cpu(), clock.prefill_seconds, clock.median_step, clock.seconds, kv_bytes)
 
 

@@ -16,6 +16,7 @@ from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.prompts import NOT_RENDERED, check_task, check_unused_template_kwargs, encode_task
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_text, is_int
+from hf_parallel.models.signature import CACHE
 
 
 def check_limits(required: Mapping[str, object], **optional: object) -> None:
@@ -52,7 +53,7 @@ def split_arguments(
     settings: Mapping[str, Any],
 ) -> tuple[ParallelConfig, dict[str, Any]]:
     """Return the config of a request, and the other arguments of `generate`. `tokenizer` is the engine's."""
-    if "past_key_values" in settings:
+    if {"past_key_values", CACHE} & settings.keys():
         raise ValueError("an engine has a cache of its own: past_key_values cannot be given")
     arguments = {**settings, "return_dict_in_generate": True}
     check_generation_config(arguments.get("generation_config"))

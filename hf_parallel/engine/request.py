@@ -34,6 +34,7 @@ from hf_parallel.generation.sampling import Sampled, SamplingTask
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec, to_device
 from hf_parallel.models.cached_model import PREFILL_CHUNK
+from hf_parallel.models.signature import CACHE
 
 C = TypeVar("C", bound=SharedPrefixCache)
 
@@ -240,7 +241,7 @@ class Request:
         try:
             output: Any = self.config.make_run(self.call).generate()
             self._storage.check_weights(self.call.model, ending=self)
-            output = replace(output, past_key_values=None)  # the storage belongs to the engine
+            output = replace(output, **{CACHE: None})  # the storage belongs to the engine
         except BaseException as error:
             if isinstance(error, greenlet.GreenletExit) and self._coroutine is None:  # see `restart`
                 self._release()

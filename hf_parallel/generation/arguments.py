@@ -27,6 +27,7 @@ from hf_parallel.generation.validation import check_int, check_text, is_int
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.models.compiled import InstalledCall
+from hf_parallel.models.signature import CACHE
 
 _UNSUPPORTED_ARGUMENTS = (
     "adapter_names",
@@ -44,7 +45,7 @@ _UNSUPPORTED_ARGUMENTS = (
 _RETURNED = ("output_attentions", "output_hidden_states")
 """Settings without effect unless `return_dict_in_generate` is set."""
 _SUPPORTED_INPUTS = (
-    *("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"),
+    *("input_ids", "attention_mask", "position_ids", "past_key_values", CACHE, "use_cache", "logits_to_keep"),
     *_RETURNED,
 )
 """Arguments of `model.forward` that a mode honours or does not need, or that `check_supported_settings` has checked."""
@@ -117,7 +118,8 @@ _TYPES: tuple[tuple[Sequence[str], Callable[[object], bool], str], ...] = (
 
 
 OTHER_ARGUMENTS = frozenset(
-    {"input_ids", "attention_mask", "position_ids", "past_key_values", "tokenizer", "assistant_tokenizer", "progress"}
+    {"input_ids", "attention_mask", "position_ids", "past_key_values", CACHE, "tokenizer", "assistant_tokenizer"}
+    | {"progress"}
 )
 """Arguments of `generate` that are neither settings nor named in its signature."""
 
@@ -267,7 +269,7 @@ def check_objects(kwargs: Arguments) -> None:
     function = kwargs.get("prefix_allowed_tokens_fn")
     if function is not None and not callable(function):
         raise TypeError(f"prefix_allowed_tokens_fn must be a function, got {function!r}")
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get("past_key_values", kwargs.get(CACHE))
     empty = isinstance(cache, DynamicCache) and not cache.get_seq_length()
     if cache is not None and not empty and not isinstance(cache, BlockCache):
         got = _kind(cache)

@@ -25,6 +25,7 @@ from hf_parallel.generation.progress import Progress
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.capabilities import Capabilities
+from hf_parallel.models.signature import CACHE
 from hf_parallel.transcript.record import Record
 
 _logger = logging.get_logger(__name__)
@@ -158,7 +159,7 @@ def make_call(
     Raises `ValueError` for unsupported inputs, and for rows that may become too long.
     """
     capabilities: Capabilities = enabled(model).capabilities
-    tokenizer, cache = model_kwargs.pop("tokenizer", None), model_kwargs.pop("past_key_values", None)
+    tokenizer, cache = model_kwargs.pop("tokenizer", None), model_kwargs.pop(CACHE, None)
     mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
     prompt_ids, prepared["images"] = model_kwargs.pop("prompt_ids", input_ids), model_kwargs.pop("images", ())
     check_model_inputs(record.config.title, model_kwargs)

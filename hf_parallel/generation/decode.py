@@ -27,6 +27,7 @@ from hf_parallel.generation.rows import Row
 from hf_parallel.generation.runner import Runner
 from hf_parallel.generation.sampling import NextTokens, Sampled, Sampler, SamplingTask
 from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.models.signature import CACHE
 
 VOID_COST = 8
 """Passes that must be kept for each void one. A void pass costs a whole pass; a kept one saves the time in which the
@@ -357,10 +358,9 @@ class DecodeLoop:
             sequences=self.table.padded(indices),  # type: ignore[arg-type]
             scores=None if scores is None else tuple(scores),  # type: ignore[arg-type]
             logits=None if logits is None else tuple(logits),  # type: ignore[arg-type]
-            past_key_values=self.cache,
             stats=self.stats,
             record=record,
-            **{"log_probs": self.log_probs(rows), **fields},
+            **{CACHE: self.cache, "log_probs": self.log_probs(rows), **fields},
         )
 
     def log_probs(self, rows: Sequence[Row] | None = None) -> torch.Tensor:

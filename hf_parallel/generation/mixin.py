@@ -47,7 +47,7 @@ from hf_parallel.models.compiled import forget
 from hf_parallel.models.images import image_inputs
 from hf_parallel.models.mixers import unwrap_mixers
 from hf_parallel.models.ranks import common_seed, num_ranks
-from hf_parallel.models.signature import parameters_of
+from hf_parallel.models.signature import CACHE, parameters_of
 from hf_parallel.transcript.record import Record
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -238,7 +238,7 @@ class ParallelGenerationMixin:
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """Accept the cache of a mode, whatever the model calls its own."""
-        ignored = "past_key_values" if self._prepares() else ""
+        ignored = CACHE if self._prepares() else ""
         super()._validate_model_kwargs({n: v for n, v in model_kwargs.items() if n != ignored})  # type: ignore[misc]
 
     def _check_arguments(self, config: ParallelConfig, kwargs: Arguments) -> None:

@@ -16,6 +16,7 @@ from typing_extensions import Self
 from hf_parallel.detokenizer import decode
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.models.signature import CACHE
 from hf_parallel.transcript.record import Record
 from hf_parallel.transcript.transcribable import Transcribable
 
@@ -78,7 +79,7 @@ class ParallelOutput(Transcribable, GenerateDecoderOnlyOutput):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle without the cache; see the class."""
         names = [field.name for field in dataclasses.fields(self)]
-        values = {name: getattr(self, name) for name in names} | {"past_key_values": None}
+        values = {name: getattr(self, name) for name in names} | {CACHE: None}
         if self.record is not None and self.record.config is not None:
             config = self.record.config
             kept = {name: value for name, value in config.given().items() if name not in config.not_stored()}

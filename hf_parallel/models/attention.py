@@ -57,6 +57,8 @@ class AttentionRecorder:
     masked: bool = False  # whether the model passed an attention mask of its own
     bidirectional: bool = False  # whether a layer is not causal
     sees_ahead: bool = False  # whether the attention mask lets the first of several tokens see the second
+    repeated: bool = False  # whether a layer attends more than once in a pass
+    others: set[str] = field(default_factory=set)  # names of tensors that block attention does not know
     windows: dict[int, tuple[int | None, int | None, int | None]] = field(default_factory=dict)
     """Sliding window by layer index, in the arguments and in the attention mask; and chunk in the mask."""
     keys: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer index
@@ -78,11 +80,12 @@ class AttentionRecorder:
         self.bidirectional |= not getattr(module, "is_causal", True)
         from_mask = attention_mask is not None and attention_mask.dtype == torch.int64  # from `_mask`: the window
         self.masked |= attention_mask is not None and not from_mask
-        layer: int = module.layer_idx  # type: ignore[assignment]
+        layer = _layer_index(module)
         if layer < 0 and len(self.queries) < len(self.layers):
             layer = self.layers[len(self.queries)]
         size = int(attention_mask) if from_mask else 0  # type: ignore[arg-type]
         self.windows[layer] = sliding_window, size if size > 0 else None, -size if size < 0 else None
+        self.repeated |= layer in self.queries
         self.sources[layer] = next((at for at, other in self.keys.items() if other is key), layer)
         self.keys[layer] = key
         self.queries[layer] = query[0, :, 0].detach()
@@ -124,7 +127,7 @@ def block_attention_forward(
     cache, except in a compiled layer, which stores them here. Returns `[1, T, heads, head_dim]`.
     """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    layer_idx = _layer_index(module)
     if torch.compiler.is_compiling() and not dropout:
         query = query.to(key.dtype)  # under autocast: the result has the dtype that the compiler expects
         return _attend(query, key, value, layer_idx, scale, sliding_window, softcap, s_aux), None
@@ -132,8 +135,10 @@ def block_attention_forward(
     cache = block_cache if block_cache is not None or active is None else active.cache
     if isinstance(cache, AttentionRecorder):
         cache.keyword_arrives |= block_cache is not None
+        cache.others |= {name for name, value in kwargs.items() if isinstance(value, torch.Tensor)} - {"position_ids"}
         cache.record(module, query, key, value, attention_mask, sliding_window)
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
+        own = value[:, :, -query.shape[2] :]  # a model may have added keys of its own
+        return own.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
     if cache is None:
         raise RuntimeError(
             f"attention implementation {IMPLEMENTATION!r} cannot be chosen: parallel generation modes set it themselves"
@@ -157,6 +162,12 @@ def block_attention_forward(
         if params.latent is not None:
             query, params.num_kv_heads = rotated_first(query, layer.values.shape[-1]), 1
     return attend_blocks(cache, query, layer_idx, params), None
+
+
+def _layer_index(module: nn.Module) -> int:
+    """Return the layer of an attention module; -1 if several layers share the module."""
+    layer_idx: int | None = getattr(module, "layer_idx", None)
+    return -1 if layer_idx is None else layer_idx
 
 
 def attend_blocks(cache: BlockCache, query: torch.Tensor, layer_idx: int, params: AttentionParams) -> torch.Tensor:
@@ -248,7 +259,10 @@ def _mask(
         active.cache.sees_ahead |= bool(mask_function(at[0], at[0], at[0], at[1]))
     if not local_size:
         return None
-    sees = mask_function is None or bool(mask_function(at[0], at[0], at[-1], at[-2]))
+    try:
+        sees = mask_function is None or bool(mask_function(at[0], at[0], at[-1], at[-2]))
+    except IndexError:  # it also looks up what the tokens of the pass are, such as images
+        sees = True
     return torch.full((1, 1, 1, 1), local_size if sees else -local_size)
 
 

@@ -23,7 +23,12 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from hf_parallel.cache import BlockCache, LayerReads, Segment
 from hf_parallel.cache.placement import execution_device
@@ -158,7 +163,7 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
             # The far position comes first: if it changes the RoPE frequencies (dynamic), the near ones restore them.
             for position in (*far, 0, *PROBE_POSITIONS):
                 looked_up = _TableReads()
-                with looked_up if has_tables else nullcontext():
+                with looked_up if has_tables else nullcontext(), _failing_as_unsupported(model):
                     queries[position] = _queries_at(model, recorder, position, caches.get(position))
                 tables[position] = looked_up.read
             reads = _checked_reads(model, recorder, queries[0], mixers)
@@ -228,6 +233,16 @@ class _LongCache(DynamicCache):
 
 
 @contextmanager
+def _failing_as_unsupported(model: PreTrainedModel) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails under another attention function with {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextmanager
 def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -245,21 +260,28 @@ def _check_config(model: PreTrainedModel) -> None:
     text = model.config.get_text_config(decoder=True)
     ranks = getattr(model, "tp_size", None) or 1
     kv_heads = _kv_heads(text) if ranks > 1 else 0
+    own = set() if model.config.is_encoder_decoder else _own_cache_layers(model.config)
     reasons = {
         "is an encoder-decoder; block attention supports decoder-only models": model.config.is_encoder_decoder,
         "cannot generate: it has no language modelling head": not model.can_generate(),
-        "selects the keys of each token by a sparse indexer": any(
-            hasattr(layer, "update_indexer") for layer in DynamicCache(config=model.config).layers
-        ),
+        f"caches more than keys and values: its layers choose or compress them ({', '.join(sorted(own))})": own,
         "uses ALiBi: distances are added to scores, not rotated into keys": getattr(text, "alibi", False),
         f"has {kv_heads} key-value heads, which tp_size={ranks} does not divide: each rank needs whole heads": (
             kv_heads % ranks
         ),
         "does not use transformers' attention interface": (
-            not model._can_set_attn_implementation() and not keeps_states(model)
+            not keeps_states(model)
+            and not any(m._can_set_attn_implementation() for m in model.modules() if isinstance(m, PreTrainedModel))
         ),
     }
     _raise_if(model, reasons)
+
+
+def _own_cache_layers(config: PreTrainedConfig) -> set[str]:
+    """Return the kinds of layers in a model's stock cache that hold more than keys and values, or states."""
+    layers = (layer for layer in DynamicCache(config=config).layers if isinstance(layer, DynamicLayer))
+    plain = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin)
+    return {type(layer).__name__ for layer in layers if type(layer) not in plain and not isinstance(layer, plain[2])}
 
 
 def _kv_heads(text: PreTrainedConfig) -> int:
@@ -297,7 +319,10 @@ def _checked_reads(
         if source != layer or (cutting and argument is None):
             reads[layer] = LayerReads(source, mask if cutting else None, chunk if cutting else None)
     where, window = next(iter(different.items()), ("", None))
+    other = ", ".join(sorted(recorder.others))
     reasons = {
+        f"changes its attention by {other}, which block attention would ignore": other,
+        "calls transformers' attention interface more than once per layer": recorder.repeated,
         f"calls transformers' attention interface in {called} of its {layers} layers, not in all": called != layers,
         "is bidirectional: its tokens attend to later ones": recorder.bidirectional,
         f"has its sliding window of {window} only in {where}": window is not None,
@@ -355,6 +380,8 @@ def _check_logits(
     stored = next((layer.keys for layer in cache.pool.arena.layers.values()), logits)  # under autocast less precise
     differ = not same or (logits - expected).norm() > tolerance(stored, LOGITS_TOLERANCE) * spread
     cause = "it mixes tokens outside of attention"
+    if "position_ids" not in parameters_of(model.forward):
+        cause = "it takes no position_ids, and counts tokens of its cache instead"
     if dynamic := {type(m).__name__ for m in model.modules() if "quantized.dynamic" in type(m).__module__}:
         cause = f"its dynamically quantized layers ({', '.join(sorted(dynamic))}) round all tokens of a pass with one "
         cause += "scale; quantize weights only"

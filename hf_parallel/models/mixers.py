@@ -25,7 +25,7 @@ from hf_parallel.cache.state_plan import StateCall
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.compiled import InstalledCall
 from hf_parallel.models.ranks import num_ranks
-from hf_parallel.models.signature import parameters_of
+from hf_parallel.models.signature import CACHE, parameters_of
 
 _READS = ("get_conv_state", "get_recurrent_state", "has_previous_state")
 _WRITES = ("update_conv_state", "update_recurrent_state")
@@ -101,7 +101,7 @@ class MixerStates:
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name of the argument of `model.forward` that takes the cache."""
     known = parameters_of(model.forward)
-    return next((name for name in ("past_key_values", "cache_params") if name in known), "past_key_values")
+    return next((name for name in (CACHE, "cache_params") if name in known), CACHE)
 
 
 def keep_states(cache: BlockCache, mixers: Sequence[Mixer]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from transformers import GenerationMixin
+
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
     """Return a function's arguments by name, without `self`; methods of classes are inspected once."""
@@ -20,6 +22,10 @@ def takes(function: Any, name: str) -> bool:
     """Return whether a function takes an argument of this name, or any."""
     known = parameters_of(function)
     return name in known or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+
+
+CACHE = "cache" if "cache" in parameters_of(GenerationMixin.prepare_inputs_for_generation) else "past_key_values"
+"""Transformers' name for the cache, as an argument and in outputs: `past_key_values` before 5.24."""
 
 
 @cache

@@ -348,7 +348,8 @@ def _activate(
     entered = ExitStack()
     entered.enter_context(states_branched(model, layout.examples))
     _pass.set(entered)
-    return args, {**kwargs, "past_key_values": None, "use_cache": False, "parallel_layout": prepared}
+    del kwargs["past_key_values"]
+    return args, {**kwargs, "use_cache": False, "parallel_layout": prepared}
 
 
 def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> torch.Tensor:

@@ -19,10 +19,11 @@ from workers import TOKENIZER
 import hf_parallel
 from hf_parallel import HogwildOutput
 from hf_parallel.cache import BlockCache
+from hf_parallel.models.signature import CACHE
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
-NOT_SAVED = {"past_key_values", "scores", "logits", "attentions", "hidden_states", "record"}
+NOT_SAVED = {CACHE, "scores", "logits", "attentions", "hidden_states", "record"}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_pickles_and_deep_copies_hold_no_cache(outputs: dict[str, Any], mode: st
     for twin in (pickle.loads(data), copy.deepcopy(out)):
         assert type(twin) is type(out)
         assert twin.past_key_values is None
-        assert list(twin.keys()) == [name for name in out.keys() if name != "past_key_values"]  # noqa: SIM118
+        assert list(twin.keys()) == [name for name in out.keys() if name != CACHE]  # noqa: SIM118
         assert shown(twin) == shown(out)
         assert (twin.logits is None) == (out.logits is None)
     cells = sum(tensor.numel() for tensor in (out.sequences, *(out.logits or ())))

@@ -1,11 +1,13 @@
-"""Writes `docs/architectures.md` from probes of tiny models: `python tests/helpers/architecture_table.py`."""
+"""Writes `docs/architectures.md` from probes of small models: `python tests/helpers/architecture_table.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import hybrids
+import mapping
 import tiny
+import transformers
 from paths import ROOT
 from tiny import ARCHITECTURES, REFUSED, Architecture
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,9 +21,11 @@ PAGE = ROOT / "docs" / "architectures.md"
 TEXT = """\
 # Architectures
 
-Capabilities that `hf_parallel.enable` finds in tiny models of {works} supported and {refused} unsupported
-configurations. Probing does not depend on architecture names: it runs a few forward passes and compares queries and
-logits. Models that are not listed may work. Unsupported models raise `UnsupportedModelError` with the reason.
+What `hf_parallel.enable` finds in a small random model of each of the {names} names in the causal language mapping of
+Transformers {version}, and of some RoPE variants: {works} are supported, {refused} are not, and {unbuilt} cannot be
+built or cannot generate with Transformers alone. Probing does not depend on names: it runs a few forward passes and
+compares queries and logits. Models that are not listed may work. Unsupported models raise `UnsupportedModelError` with
+the reason.
 
 - **shared_prefix** needs keys and values, or states, in a cache, and Transformers' attention interface. Tested:
   greedy output equals `generate`'s token for token.
@@ -34,38 +38,76 @@ logits. Models that are not listed may work. Unsupported models raise `Unsupport
   the keys of earlier ones, latents (MLA: the cache holds a latent per token, from which keys and values of all heads
   are expanded). All are supported.
 
+Encoders such as BERT are built as decoders (`is_decoder=True`). `bert-encoder` is the other kind.
+
 `python tests/helpers/architecture_table.py` writes this page, and a test compares it with the models.
 
 {table}
+
+## Images
+
+Modes generate from text. Images, as in the models of the image-text mapping, are not supported yet:
+
+{images}
 """
+_UNBUILT = "transformers fails"
+_ORDER = ("yes", "no", _UNBUILT)
+
+
+def names() -> list[str]:
+    """Return the names of the rows: those of the mapping, and tested ones that it lacks."""
+    return sorted({*mapping.NAMES, *ARCHITECTURES, *REFUSED, *hybrids.ARCHITECTURES})
 
 
 def make_page() -> str:
     """Return the text of the page."""
-    return TEXT.format(works=len(ARCHITECTURES) + len(hybrids.ARCHITECTURES), refused=len(REFUSED), table=make_table())
-
-
-def make_table() -> str:
-    """Return the table of all architectures, supported ones first."""
-    every = (*ARCHITECTURES.values(), *REFUSED.values(), *hybrids.ARCHITECTURES.values())
-    rows = [row_of(architecture) for architecture in every]
-    rows.sort(key=lambda row: (row[1] == "no", row[0]))
+    rows = sorted(map(row_of, names()), key=lambda row: (_ORDER.index(row[1]), row[0]))
     heads = ("architecture", "shared_prefix", "hogwild", "RoPE", "attention", "states", "why not")
-    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
+    works, refused, unbuilt = (sum(row[1] == kind for row in rows) for kind in _ORDER)
+    return TEXT.format(
+        names=len(mapping.NAMES),
+        version=transformers.__version__,
+        works=works,
+        refused=refused,
+        unbuilt=unbuilt,
+        table="\n".join(map(line, (heads, ["---"] * len(heads), *rows))),
+        images=", ".join(f"`{name}`" for name in mapping.IMAGE_NAMES),
+    )
 
 
-def row_of(architecture: Architecture) -> Sequence[str]:
+def line(cells: Sequence[str]) -> str:
+    """Return a line of the table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def row_of(name: str) -> Sequence[str]:
     """Return the cells of one architecture."""
-    model, name = tiny.build(architecture.name), f"`{architecture.name}`"
+    title = f"`{name}`"
+    if error := stock_error(name):
+        return title, _UNBUILT, "", "", "", "", error
+    model = tiny.build(name)
     try:
         found = probe_capabilities(model)
-    except UnsupportedModelError as error:
-        return name, "no", "no", "", "", "", _reason(model, str(error))
+    except UnsupportedModelError as refusal:
+        return title, "no", "no", "", "", "", _reason(model, str(refusal))
     turns = "yes" if found.rotary is not None else "no"
     reason = _reason(model, found.why_no_rotation)
     if found.max_length is not None:
         reason += "; shared_prefix serves rows up to that length"
-    return name, "yes", turns, _rope(model, found), _attention(model, architecture, found), _states(found), reason
+    attention = _attention(model, tiny.architecture_of(name), found)
+    return title, "yes", turns, _rope(model, found), attention, _states(found), reason
+
+
+def stock_error(name: str) -> str:
+    """Return the error with which Transformers fails to build a model or to generate two tokens; "" if it does not."""
+    try:
+        model = tiny.build(name)
+        if not model.config.is_encoder_decoder:
+            model.generate(tiny.make_prompts([5])[0][None], max_new_tokens=2, do_sample=False)
+    except Exception as error:
+        lines = " ".join(str(error).split())
+        return f"{type(error).__name__}: {lines[:150]}{'...' if len(lines) > 150 else ''}".replace("|", "/")
+    return ""
 
 
 def _states(found: Capabilities) -> str:
@@ -98,20 +140,22 @@ def _one_table(spec: RotarySpec, head_dim: int) -> str:
 
 
 def _head_dim(config: PreTrainedConfig, layer: int) -> int:
-    config = config.per_layer_config[layer]
+    config = config.get_text_config(decoder=True).per_layer_config[layer]
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _attention(model: PreTrainedModel, architecture: Architecture, found: Capabilities) -> str:
     parts = ["latents"] if getattr(model.config, "kv_lora_rank", None) else []
-    if architecture.sliding_window:
-        kinds = set(getattr(model.config, "layer_types", None) or [])
+    config = model.config.get_text_config(decoder=True)
+    chunked = any(read.chunk for read in found.reads.values())
+    if architecture.sliding_window or (found.has_window and not chunked):
+        kinds = set(getattr(config, "layer_types", None) or [])
         parts.append("window in some layers" if "full_attention" in kinds else "window")
-    if any(read.chunk for read in found.reads.values()):
+    if chunked:
         parts.append("chunks")
     if sharing := [str(layer) for layer, read in found.reads.items() if read.source != layer]:
         parts.append(f"keys of earlier layers in layers {', '.join(sharing)}")
-    if getattr(model.config, "attn_logit_softcapping", None):
+    if getattr(config, "attn_logit_softcapping", None):
         parts.append("soft-capping")
     if any("sinks" in name for name, _ in model.named_parameters()):
         parts.append("sinks")

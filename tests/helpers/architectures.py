@@ -36,8 +36,8 @@ class Architecture:
         Kind of position information.
     sliding_window : int or None
         Window in tokens of the layers that have one; None if all layers have full attention.
-    attn_implementation : str
-        Stock implementation of the model that is exact for this architecture.
+    attn_implementation : str or None
+        Stock implementation of the model that is exact for this architecture; None: the default of its class.
     attention_gain, embedding_std, head_gain : float
         Scales of the random weights: see `draw_weights`.
     seed : int
@@ -50,7 +50,7 @@ class Architecture:
     config: ConfigFactory
     positions: Positions = "rotary"
     sliding_window: int | None = None
-    attn_implementation: str = "sdpa"
+    attn_implementation: str | None = "sdpa"
     attention_gain: float = 2.0
     embedding_std: float = 0.5
     head_gain: float = 2.0
@@ -485,7 +485,7 @@ REFUSED: dict[str, Architecture] = _by_name(
         notes="Prefill has no window, but the stock cache drops keys: decode steps do not see them.",
     ),
     _architecture(
-        "bert",
+        "bert-encoder",
         without=("num_key_value_heads", "attention_dropout"),
         positions="learned",
         notes="Not causal.",

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import hybrids
+import mapping
 import torch
 from architectures import (
     ARCHITECTURES,
@@ -60,7 +62,7 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pr
     Parameters
     ----------
     name : str
-        A key of `ARCHITECTURES`, `REFUSED` or `hybrids.ARCHITECTURES`.
+        A key of `ARCHITECTURES`, `REFUSED` or `hybrids.ARCHITECTURES`, or one of `mapping.NAMES`.
     seed : int
         Of the weights. `tests/models/test_tiny.py` checks seed 0 in float32 only.
     dtype : torch.dtype
@@ -138,10 +140,20 @@ def built_models() -> list[PreTrainedModel]:
     return list(_built.values())
 
 
+def architecture_of(name: str) -> Architecture:
+    """Return the tested architecture of a name, or one that `mapping.small_config` makes."""
+    tested = {**ARCHITECTURES, **REFUSED, **hybrids.ARCHITECTURES}
+    if name not in tested and name not in mapping.NAMES:
+        raise KeyError(name)
+    other = Architecture(name, partial(mapping.small_config, name), attn_implementation=None, embedding_std=0.1)
+    return tested.get(name, other)
+
+
 def _build(name: str, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    architecture = {**ARCHITECTURES, **REFUSED, **hybrids.ARCHITECTURES}[name]
+    architecture = architecture_of(name)
     config = architecture.config()
-    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    is_seq2seq = config.is_encoder_decoder and name not in mapping.NAMES
+    auto_class = AutoModelForSeq2SeqLM if is_seq2seq else AutoModelForCausalLM
     model: PreTrainedModel = auto_class.from_config(
         config, dtype=dtype, attn_implementation=architecture.attn_implementation
     )
@@ -162,8 +174,8 @@ def draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) 
     A tied head would favour the last token, whose embedding is still in the residual stream. Random signs of the last
     norm's weights prevent that.
     """
-    unit = model.config.hidden_size**-0.5
-    head = model.get_output_embeddings()
+    unit = getattr(model.config.get_text_config(decoder=True), "hidden_size", 64) ** -0.5
+    head = getattr(model.get_output_embeddings(), "weight", None)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{architecture.seed + seed}:{name}".encode()))
@@ -171,7 +183,7 @@ def draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) 
         start = parameter.float().flatten()[0]  # of a norm weight: 1, or 0 where the norm itself adds the 1
         if "sinks" in name:
             drawn = architecture.attention_gain**2 + noise
-        elif _is_last_norm(name) and model.config.tie_word_embeddings:
+        elif _is_last_norm(name) and getattr(model.config, "tie_word_embeddings", False):
             drawn = start - 1 + architecture.head_gain * unit / architecture.embedding_std * noise
         elif any(part in name for part in _QUERY_KEY_NORMS) and name.endswith("weight"):
             drawn = start - 1 + architecture.attention_gain + 0.2 * noise
@@ -179,13 +191,13 @@ def draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) 
             drawn = (start if name.endswith("weight") else 0.0) + 0.2 * noise
         elif id(parameter) in embeddings:
             drawn = architecture.embedding_std * noise
-        elif parameter is head.weight:
+        elif parameter is head:
             drawn = architecture.head_gain * unit * noise
         elif any(part in name for part in _QUERY_KEY_PROJECTIONS):
             drawn = architecture.attention_gain * unit * noise
         else:
             drawn = unit * noise
-        if parameter is head.weight:
+        if parameter is head:
             drawn[[PAD, BOS, EOS]] *= 0.1
         parameter.copy_(drawn)
 

@@ -9,7 +9,7 @@ import tiny
 import torch
 from transformers import DynamicCache
 
-from hf_parallel.models.mixers import Mixer, MixerStates, find_mixers, mixers_wrapped, unwrap_mixers
+from hf_parallel.models.mixers import Mixer, MixerStates, cache_argument, find_mixers, mixers_wrapped, unwrap_mixers
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "falcon_h1", "mamba2"])
@@ -27,7 +27,7 @@ def test_a_mixer_continues_from_the_state_it_left(name):
         expected = model(ids, use_cache=False).logits
         cache, logits = DynamicCache(config=model.config), []
         with mixers_wrapped(model, mixers, call):
-            argument = "cache_params" if name == "mamba2" else "past_key_values"
+            argument = cache_argument(model)
             for part in ids.split([2, 5, 1, 1], dim=1):
                 logits.append(model(part, use_cache=True, **{argument: cache}).logits)
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-3, rtol=1e-3)

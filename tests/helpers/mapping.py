@@ -1,0 +1,170 @@
+"""Small configurations of every name in Transformers' mapping of causal language models.
+
+One recipe shrinks the default config of a class. `SETTINGS` has what it cannot know: sizes that depend on each other,
+and features that defaults leave out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+NAMES: tuple[str, ...] = tuple(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+IMAGE_NAMES: tuple[str, ...] = tuple(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+_LAYERS = 4
+_SIZES = {
+    1: "topk_group",
+    2: """
+        num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads index_n_heads
+        num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k n_group num_expert_group index_topk_blocks
+        num_codebooks n_layers_per_attn_res_block num_kv_shared_layers max_window_layers no_rope_layer_interval
+        global_attn_every_n_layers hc_mult hc_count heads_per_ngram hidden_size_per_layer_input
+    """,
+    4: """
+        num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads
+        num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads linear_num_value_heads
+        linear_num_heads num_experts num_local_experts moe_num_experts n_routed_experts num_hidden_layers n_layer
+        n_layers num_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers num_blocks depth
+        index_block_size
+    """,
+    8: """
+        qk_rope_head_dim index_topk rotary_dim mamba_n_heads n_mamba_heads mamba_num_heads floor_scale
+        log_scaling_n_floor indexer_budget
+    """,
+    16: """
+        head_dim swa_head_dim qk_nope_head_dim v_head_dim kv_lora_rank index_head_dim sliding_window
+        sliding_window_size local_attention attention_chunk_size attention_window_size window_size linear_head_dim
+        linear_key_head_dim linear_value_head_dim mamba_d_state mamba_d_head mamba_head_dim ssm_state_size state_size
+        dim_head d_head kv_channels attention_head_size chunk_size mamba_chunk_size laurel_rank adapter_rank
+        o_lora_rank hc_lowrank local_attention_window_len time_step_rank mamba_dt_rank keep_window_size
+        global_head_dim rel_extent
+    """,
+    32: "q_lora_rank moe_intermediate_size router_hidden_size shared_expert_intermediate_size expert_ffn_hidden_size",
+    64: """
+        hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size output_embedding_size
+        word_embed_proj_dim attention_hidden_size lru_width mamba_d_ssm out_hidden_size projector_input_dim
+        projector_output_dim backbone_hidden_size embed_dim dense_intermediate_size hidden_size_global
+    """,
+    128: """
+        vocab_size intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff dim_ff d_inner ffn_hidden_size
+        intermediate_size_mlp shared_intermediate_size shared_experts_intermediate_size decoder_vocab_size
+        vocab_size_per_layer_input unpadded_vocab_size feed_forward_size codebook_size audio_vocab_size mlp_dim
+    """,
+    512: """
+        max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions
+        max_source_positions
+    """,
+}
+_SIZE_OF = {key: size for size, keys in _SIZES.items() for key in keys.split()}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SOME_SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
+_DOTS3 = {
+    "head_dim": 24,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 32,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "blenderbot": {"encoder_layers": 4},
+    "blt": {"encoder_hash_byte_group_vocab": 128},
+    "cohere_compass_text": {
+        **_SOME_SLIDING,
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"moe_top_k": 2}},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1},
+    "dots3_note": {
+        "text_config": _DOTS3,
+        "vision_config": {"mlp_layer_types": ["dense"] * 4, "adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
+    "dots3_note_text": _DOTS3,
+    "gemma4_assistant": {
+        "text_config": {
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_kv_shared_layers": 4,
+        }
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "laguna": _SOME_SLIDING,
+    "mellum": _SOME_SLIDING,
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "ministral": {"head_dim": 16},
+    "phi4_multimodal": {"sliding_window": 16},
+    "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 16},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "reformer": {
+        "axial_pos_embds_dim": [16, 48],
+        "axial_pos_shape": [16, 32],
+        "attn_layers": ["local", "lsh", "local", "lsh"],
+    },
+    "xlstm": {"qk_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "sliding_window": 16},
+}
+"""Arguments beside the shrunk ones, by model type. Those in a dictionary are added to the ones of a sub-config."""
+_VALID = {
+    "gemma4_assistant": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    }
+}
+"""Arguments without which a class has no default config."""
+
+
+def small_config(model_type: str) -> PreTrainedConfig:
+    """Return a small config of a model type, in any way that its class or Transformers' own checks allow."""
+    plain = CONFIG_MAPPING[model_type](**_VALID.get(model_type, {}))
+    settings = _shrunk(plain)
+    for key, value in SETTINGS.get(model_type, {}).items():
+        inner = settings.get(key)
+        settings[key] = {**inner, **value} if isinstance(inner, dict) and isinstance(value, dict) else value
+    return type(plain)(**settings)
+
+
+def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return arguments for the class of a config that make a small one."""
+    small: dict[str, Any] = {}
+    for key, value in config.to_dict().items():
+        own = vars(config).get(key)
+        if isinstance(own, PreTrainedConfig):
+            small[key] = {**_shrunk(own), "model_type": own.model_type}
+        elif key in _TOKENS:
+            small[key] = _TOKENS[key]
+        elif key.endswith(("_token_id", "_token_index")) and value is not None:
+            small[key] = 3
+        elif isinstance(value, int) and not isinstance(value, bool) and key in _SIZE_OF:
+            small[key] = min(value, _SIZE_OF[key])
+        elif isinstance(value, float) and key.endswith(("dropout", "pdrop")):
+            small[key] = 0.0
+    if "kv_lora_rank" in small:
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    if "is_decoder" in vars(config):
+        small["is_decoder"] = True
+    kinds = list(dict.fromkeys(vars(config).get("layer_types") or ()))
+    if len(kinds) > 1:
+        small["layer_types"] = (kinds[:_LAYERS] * _LAYERS)[:_LAYERS]
+    return small
