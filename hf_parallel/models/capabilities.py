@@ -237,9 +237,8 @@ def _failing_as_unsupported(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} fails under another attention function with {type(error).__name__}: {error}"
-        ) from error
+        what = f"{type(model).__name__} fails under another attention function"
+        raise UnsupportedModelError(f"{what} with {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -46,7 +46,7 @@ Encoders such as BERT are built as decoders (`is_decoder=True`). `bert-encoder` 
 
 ## Images
 
-Modes generate from text. Images, as in the models of the image-text mapping, are not supported yet:
+Names of the image-text mapping. This page does not probe prompts with images:
 
 {images}
 """
