@@ -403,10 +403,8 @@ class PrefixTree:
         return [(child, common_prefix(child.tokens, tokens)) for child in children if child.gap == gap]
 
     def _fork(self, node: Node, tokens: np.ndarray, gap: int) -> int:
-        """Return how many of the tokens that follow a node a new child holds.
-
-        It ends where the tokens diverge from another child that keeps no state there: the new child keeps one.
-        """
+        """Return how many of the tokens that follow a node a new child holds."""
+        # It ends where the tokens diverge from another child that keeps no state there: the new child keeps one
         return max((length for _, length in self._common_prefixes(node, tokens, gap)), default=len(tokens))
 
     def _split(self, node: Node, at: int) -> Node:

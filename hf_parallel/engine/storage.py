@@ -143,10 +143,8 @@ class KVStorage:
 
 
 def _versions(model: PreTrainedModel) -> list[Any]:
-    """Return what changes with the weights and costs little: adapters, and id and version counter of each parameter.
-
-    Offloaded parameters are left out: they are replaced at each use. Some rotary embeddings replace buffers, too.
-    """
+    """Return what changes with the weights and costs little: adapters, and id and version counter of each parameter."""
+    # Offloaded parameters are left out: they are replaced at each use. Some rotary embeddings replace buffers, too.
     present = (parameter for parameter in model.parameters() if not parameter.is_meta)
     versions = [(id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in present]
     return [str(active_adapters(model)), *versions]

@@ -60,10 +60,8 @@ class FormulaComparer:
             raise ImportError(f"comparing formulas needs math-verify: pip install 'hf_parallel[eval]' ({reason})")
 
     def _ask(self, request: object, seconds: float) -> object:
-        """Send a request and return the reply, or None after `seconds` or if the process has ended.
-
-        Without a reply, also after Ctrl-C, kill the process: a late reply would answer the next request.
-        """
+        """Send a request and return the reply, or None after `seconds` or if the process has ended."""
+        # Without a reply, also after Ctrl-C, kill the process: a late reply would answer the next request
         process, reply = self._process, None
         assert process is not None
         assert process.stdin is not None

@@ -107,10 +107,8 @@ class ParallelLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each request, and whether it is the greedy continuation.
-
-        A request is (key, context, continuation), truncated on the left to `max_length`. Batch sizes have no effect.
-        """
+        """Return the log-likelihood of each request, and whether it is the greedy continuation."""
+        # A request is (key, context, continuation), truncated on the left to `max_length`. Batch sizes have no effect.
         rows = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
         lengths = [len(continuation) for _, _, continuation in requests]
         if lengths and max(lengths) > self.max_length:

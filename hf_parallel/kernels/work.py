@@ -122,10 +122,8 @@ def _visible_pairs(
 def _split_evenly(
     start: np.ndarray, stop: np.ndarray, partition: Partition
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Split tiles over keys `start <= j < stop` evenly among programs.
-
-    Returns the tile, start and stop of each item `[W]`, and the items' offsets by program `[max_programs + 1]`.
-    """
+    """Split tiles over keys `start <= j < stop` evenly among programs."""
+    # Returns the tile, start and stop of each item `[W]`, and the items' offsets by program `[max_programs + 1]`
     steps = -(-(stop - start) // partition.block_n)
     cost = steps + ITEM_COST
     ends = np.cumsum(cost)

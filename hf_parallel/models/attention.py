@@ -316,10 +316,8 @@ def gradient_checkpointing_disabled(model: PreTrainedModel) -> Iterator[None]:
 
 @lru_cache
 def _context_dependent(plain: Any) -> Any:
-    """Return a config class with block attention as its implementation where `_active_attention` says so.
-
-    Other threads read the implementation of the plain class, whenever the class of a config is exchanged.
-    """
+    """Return a config class with block attention as its implementation where `_active_attention` says so."""
+    # Other threads read the implementation of the plain class, whenever the class of a config is exchanged
     if hasattr(plain, _PLAIN_CLASS):
         return plain
     own: property = plain._attn_implementation  # type: ignore[attr-defined]

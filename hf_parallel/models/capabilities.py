@@ -294,10 +294,8 @@ def _kv_heads(text: PreTrainedConfig) -> int:
 def _checked_reads(
     model: PreTrainedModel, recorder: AttentionRecorder, queries: Queries, mixers: Sequence[Mixer]
 ) -> dict[int, LayerReads]:
-    """Return what layers read beyond the arguments of attention.
-
-    Raises `UnsupportedModelError` if the recorded calls show that the model is unsupported.
-    """
+    """Return what layers read beyond the arguments of attention."""
+    # Raises `UnsupportedModelError` if the recorded calls show that the model is unsupported
     called, layers = len(queries), num_local_layers(model)
     limit, cache = position_limit(model), DynamicCache(config=model.config)
     if mixers:
@@ -390,10 +388,8 @@ def _check_logits(
 def _stock_logits(
     model: PreTrainedModel, shared: torch.Tensor, tails: Sequence[torch.Tensor], padded: bool
 ) -> list[torch.Tensor]:
-    """Return the stock logits of each row's own tokens, `[length, vocabulary]`, in a left-padded batch or alone.
-
-    Eager attention returns NaN for padded rows in float64, as its softmax is in float32; such a row is computed alone.
-    """
+    """Return the stock logits of each row's own tokens, `[length, vocabulary]`, in a left-padded batch or alone."""
+    # Eager attention returns NaN for padded rows in float64, as its softmax is in float32; such a row is computed alone
     rows = [torch.cat((shared, tail)) for tail in tails]
     if not padded:
         return [

@@ -125,10 +125,8 @@ class LayoutBatch:
     def _attend_view(
         self, view: _BatchView, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and log-sum-exp of one view, `[B, heads, Q, head_dim]` and `[B, heads, Q]`.
-
-        The log-sum-exp of queries that see no key is -inf, without a gradient.
-        """
+        """Return output and log-sum-exp of one view, `[B, heads, Q, head_dim]` and `[B, heads, Q]`."""
+        # The log-sum-exp of queries that see no key is -inf, without a gradient
         if self._uses_flex(view, q):
             out, lse = flex(q, k, v, view.block_mask(params.window), params.scale, params.softcap)
             return out, lse.masked_fill(lse.isneginf(), float("-inf"))

@@ -318,10 +318,8 @@ def _place_block(builder: Builder, fmt: SkeletonDialect, parts: Sequence[tuple[s
 
 
 def _place_skeleton(builder: Builder, fmt: SkeletonDialect, prefixes: Sequence[str], at: Anchor) -> None:
-    """Append a skeleton. What the mode forces, ellipses and parts of markers, is no target.
-
-    Ellipses as targets would contradict the branches: the first branch has the context of the first ellipsis.
-    """
+    """Append a skeleton. What the mode forces, ellipses and parts of markers, is no target."""
+    # Ellipses as targets would contradict the branches: the first branch has the context of the first ellipsis
     marker = os.path.commonprefix([fmt.branch_marker, fmt.terminator])
     forced = builder.encode(f"{fmt.ellipsis}{fmt.branch_separator}{marker}")
     begun = ""

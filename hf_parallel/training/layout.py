@@ -89,10 +89,8 @@ def _segments(example: ParallelExample) -> Iterator[list[_Seen]]:
 
 
 def _fixed_starts(segments: Sequence[Sequence[_Seen]]) -> dict[int, int]:
-    """Return the blocks that all segments see at the same place of their views, with that place.
-
-    A step that has become the history counts too: it is seen at several places only while a worker writes it.
-    """
+    """Return the blocks that all segments see at the same place of their views, with that place."""
+    # A step that has become the history counts too: it is seen at several places only while a worker writes it
     seen_at: dict[int, list[_Seen]] = defaultdict(list)
     for view in segments:
         for seen in view:

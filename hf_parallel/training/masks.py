@@ -259,10 +259,8 @@ def _mask_mod(
 
 
 def _tiles(begins: np.ndarray, ends: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tiles have queries that see some keys, and which tiles are seen completely.
-
-    Both `bool [B, ceil(Q / TILE), ceil(K / TILE)]`, disjoint.
-    """
+    """Return which tiles have queries that see some keys, and which tiles are seen completely."""
+    # Both `bool [B, ceil(Q / TILE), ceil(K / TILE)]`, disjoint
     rows, num_queries, width = begins.shape
     counts = np.zeros((2, rows, -(-num_queries // TILE), -(-num_keys // TILE) + 1), np.int64)
     row = np.broadcast_to(np.arange(rows)[:, None, None], begins.shape)

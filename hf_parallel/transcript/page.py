@@ -160,10 +160,8 @@ def _section(section: JSONObject, style: Mapping[str, str]) -> dict[str, object]
 
 
 def _intervals(cards: Sequence[JSONObject]) -> list[tuple[int, int]]:
-    """Return the rows of the grid: intervals of passes in which no card begins or ends.
-
-    Cards without a pass, such as given text, have a row of their own. The last row follows the last pass.
-    """
+    """Return the rows of the grid: intervals of passes in which no card begins or ends."""
+    # Cards without a pass, such as given text, have a row of their own. The last row follows the last pass.
     spans = [(card["begin"], _end(card)) for card in cards]
     bounds = sorted({0, *(at for span in spans for at in span)})
     empty = {begin for begin, end in spans if begin == end}

@@ -38,10 +38,8 @@ _Method = Callable[Concatenate["HogwildSession", _P], _T]
 
 
 def _exclusive(method: _Method[_P, _T]) -> _Method[_P, _T]:
-    """Run a method while no other thread uses the session.
-
-    Not a generator with `contextmanager`: a traceback that an interrupt leaves would keep it suspended, with the lock.
-    """
+    """Run a method while no other thread uses the session."""
+    # Not a generator with `contextmanager`: a traceback that an interrupt leaves would keep it suspended, with the lock
 
     @functools.wraps(method)
     def run(session: HogwildSession, *args: _P.args, **kwargs: _P.kwargs) -> _T:
