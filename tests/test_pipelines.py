@@ -24,6 +24,7 @@ import hf_parallel
 from hf_parallel import HogwildConfig, ParallelTextGenerationPipeline
 from hf_parallel.generation import MODES
 from hf_parallel.generation.outputs import grouped
+from hf_parallel.models.signature import CACHE
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -254,7 +255,7 @@ def test_results_do_not_keep_the_cache_of_the_call(model: Any, tokenizer: Any) -
     caches = []
 
     def record(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        caches.append(weakref.ref(kwargs["past_key_values"]))
+        caches.append(weakref.ref(kwargs[CACHE]))
 
     hf_parallel.enable(model)
     model.register_forward_hook(record, with_kwargs=True)

@@ -39,6 +39,7 @@ from hf_parallel import (
     UnsupportedModelError,
 )
 from hf_parallel.generation import MODES
+from hf_parallel.models.signature import CACHE
 
 PROMPTS = make_prompts([7, 4])
 ONE = PROMPTS[0][None]
@@ -704,7 +705,7 @@ def test_a_failed_call_keeps_no_cache_alive(call: dict[str, Any], bench: Bench) 
     caches = []
 
     def record(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        caches.append(weakref.ref(kwargs["past_key_values"]))
+        caches.append(weakref.ref(kwargs[CACHE]))
 
     handle = bench.model.register_forward_hook(record, with_kwargs=True)
     with suppress(OwnError), failing(bench.model.lm_head, 3, OwnError()):  # `pytest.raises` would keep a traceback

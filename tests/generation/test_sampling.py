@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_parallel
 from hf_parallel import LogitsCache, ParallelOutput
 from hf_parallel.generation.processors import MinLengthProcessor
+from hf_parallel.models.signature import CACHE
 
 NEW = 16
 DRAWS = 2000
@@ -339,8 +340,8 @@ def test_output_is_generates_own_and_stats(model: PreTrainedModel) -> None:
     plain, ours = both(model, return_dict_in_generate=True)
     assert isinstance(ours, ParallelOutput)
     assert isinstance(ours, type(plain))
-    assert set(ours.keys()) == {"sequences", "past_key_values", "log_probs", "stats", "record"}
-    assert set(plain.keys()) == {"sequences", "past_key_values"}
+    assert set(ours.keys()) == {"sequences", CACHE, "log_probs", "stats", "record"}
+    assert set(plain.keys()) == {"sequences", CACHE}
     assert ours.to_tuple()[:2] == (ours.sequences, ours.past_key_values)
     assert ours.stats.prefill_seconds > 0
     assert ours.stats.decode_seconds > ours.stats.plan_seconds > 0

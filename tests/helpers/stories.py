@@ -16,6 +16,7 @@ from transformers import LogitsProcessor
 from workers import TOKENIZER, Script, encode, small_model
 
 from hf_parallel import PDOSOutput
+from hf_parallel.models.signature import CACHE
 
 FILLER = "x"
 """Text that a row repeats after the end of its script."""
@@ -25,7 +26,7 @@ FILLER = "x"
 def before_passes(call: Callable[[torch.Tensor, Any], Any]) -> Iterator[None]:
     """Call a function with `input_ids` and cache before each forward pass of the tiny model."""
     hook = small_model().register_forward_pre_hook(
-        lambda model, args, kwargs: call(kwargs["input_ids"], kwargs.get("past_key_values")) and None, with_kwargs=True
+        lambda model, args, kwargs: call(kwargs["input_ids"], kwargs.get(CACHE)) and None, with_kwargs=True
     )
     with hook:
         yield

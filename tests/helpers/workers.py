@@ -19,6 +19,7 @@ from dense import DenseOracle
 from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_parallel
+from hf_parallel.models.signature import CACHE
 
 TOKENIZER = AsciiTokenizer()
 SETTINGS: dict[str, Any] = {
@@ -146,14 +147,14 @@ class Recording:
 
         def record(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             recording = this()
-            if recording is not None and isinstance(kwargs.get("past_key_values"), hf_parallel.BlockCache):
+            if recording is not None and isinstance(kwargs.get(CACHE), hf_parallel.BlockCache):
                 recording._record(kwargs, output.logits[0])
 
         hook = (model or small_model()).register_forward_hook(record, with_kwargs=True)
         weakref.finalize(self, hook.remove)
 
     def _record(self, kwargs: dict[str, Any], logits: torch.Tensor) -> None:
-        tokens, first, cache = kwargs["input_ids"][0].tolist(), len(self._tokens), kwargs["past_key_values"]
+        tokens, first, cache = kwargs["input_ids"][0].tolist(), len(self._tokens), kwargs[CACHE]
         plan, storage = cache.plan, cache.pool.arena.layers[len(cache) - 1]
         self._tokens += tokens
         values = storage.values.numpy()
