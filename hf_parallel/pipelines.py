@@ -53,18 +53,6 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         the settings of the pipeline. In modes that have no setting `num_workers`, that argument is passed to the
         `DataLoader`.
 
-    Notes
-    -----
-    A list is one batch: one call of `generate`, which computes shared prefixes once; `batch_size` splits it.
-    Items of datasets, columns and generators are processed one at a time unless `batch_size` is given. Defaults: as in
-    `generate`, except `max_new_tokens`: 256 if neither the caller nor the model sets it.
-
-    The result of a prompt is a list of JSON-serializable dictionaries, one per returned sequence. Each contains
-    `generated_text` (or `generated_token_ids` with `return_tensors=True`), the fields of the mode's output (`answer`,
-    `titles`, `blocks`, ...), and `stats` of the call. A mode that merges the rows of a prompt, such as hogwild, returns
-    one dictionary: `generated_text` is the prompt and the transcript (the transcript alone with
-    `return_full_text=False`), `workers` has the text and `generated_token_ids` the token ids of each row.
-
     Examples
     --------
     >>> pipe = pipeline("parallel-text-generation", model="Qwen/Qwen3-8B", generation_mode="hogwild", num_workers=2)
@@ -232,15 +220,11 @@ class _OutputKeeper:
     def __getattr__(self, name: str) -> object:
         return getattr(self.model, name)
 
-    def generate(self, generation_config: GenerationConfig | None = None, **kwargs: object) -> object:
-        if generation_config is None:
-            as_dict = kwargs.get("return_dict_in_generate")
-            kwargs["return_dict_in_generate"] = True
-        else:
-            as_dict = generation_config.return_dict_in_generate
-            generation_config = copy.deepcopy(generation_config)
-            generation_config.return_dict_in_generate = True
-        self.output = self.model.generate(generation_config=generation_config, **kwargs)
+    def generate(self, **kwargs: Any) -> object:
+        config = kwargs["generation_config"] = copy.deepcopy(kwargs.get("generation_config"))
+        settings = kwargs if config is None else vars(config)
+        as_dict, settings["return_dict_in_generate"] = settings.get("return_dict_in_generate"), True
+        self.output = self.model.generate(**kwargs)
         return self.output if as_dict or isinstance(self.output, torch.Tensor) else self.output.sequences
 
 

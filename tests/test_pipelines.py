@@ -15,9 +15,12 @@ import pytest
 import small_tokenizers
 import tiny
 import torch
+from image_models import build_image_model, image_prompts
 from mode_cases import BUILT_IN, small_call, small_config
+from tiny_tokenizer import make_tokenizer
 from torch.utils.data import Dataset
-from transformers import pipeline
+from transformers import BatchFeature, pipeline
+from transformers.pipelines import image_text_to_text
 from transformers.pipelines.pt_utils import KeyDataset
 
 import hf_parallel
@@ -329,3 +332,35 @@ def test_the_stock_pipeline_accepts_a_mode(model: Any, tokenizer: Any) -> None:
     results = pipe(PROMPTS, batch_size=3, return_tensors=True, **given)
     ids, mask = tiny.left_pad([tokenizer(prompt, return_tensors="pt")["input_ids"][0] for prompt in PROMPTS])
     assert tokens_of(results) == model.generate(ids, attention_mask=mask, **given).tolist()
+
+
+class _Processor:
+    """Stands in for a model's processor, which needs Pillow or torchvision; an "image" of a message is its number."""
+
+    chat_template = "{{ messages }}"
+
+    def __init__(self, family: str) -> None:
+        self.family, self.tokenizer = family, make_tokenizer()
+
+    def apply_chat_template(self, chat: Any, **_: object) -> BatchFeature:
+        return BatchFeature(image_prompts(self.family, [[part["image"] for part in chat[0]["content"]]]))
+
+    def post_process_image_text_to_text(self, ids: torch.Tensor, **settings: Any) -> list[str]:
+        return self.tokenizer.batch_decode(ids, **settings)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_images_work_in_the_pipeline_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_text_to_text, "requires_backends", lambda *_: None)  # Pillow, which loads images
+    model, processor = hf_parallel.enable(build_image_model(family)), _Processor(family)
+    pipe = pipeline("image-text-to-text", model=model, processor=processor)  # type: ignore[call-overload]
+    chat = [{"role": "user", "content": [{"type": "image", "image": 1}, {"type": "image", "image": 2}]}]
+    settings = {"generation_mode": "shared_prefix", "num_return_sequences": 3, "do_sample": True, "seed": 1}
+    results = pipe(text=chat, max_new_tokens=6, generate_kwargs=dict(settings), return_full_text=False)
+    inputs = image_prompts(family, [[1, 2]])
+    expected = model.generate(**inputs, **settings, max_new_tokens=6)[:, inputs["input_ids"].shape[1] :]
+    assert [one["generated_text"] for one in results] == processor.tokenizer.batch_decode(
+        expected, skip_special_tokens=True
+    )
+    workers = {"generation_mode": "hogwild", "num_workers": 2, "tokenizer": processor.tokenizer}
+    assert len(pipe(text=chat, max_new_tokens=6, generate_kwargs=workers)) == 2

@@ -32,9 +32,8 @@ class PassAhead:
     def confirm(self, rows: Sequence[Row], tokens: Sequence[int]) -> torch.Tensor | None:
         """Return the logits `[len(rows), vocabulary]` if this is the next pass of `rows`; else None: it is void.
 
-        `tokens` are those of the pass, read from the device.
-        Rows may have ended, provided that no other row attends to their tokens, and that the pass is not logged: a
-        log holds all tokens of a pass.
+        `tokens` are those of the pass, read from the device. Rows may have ended, provided that no other row attends to
+        their tokens, and that the pass is not logged: a log holds all tokens of a pass.
         """
         places = {row: place for place, row in enumerate(self._rows)}
         kept = [places.get(row, -1) for row in rows]

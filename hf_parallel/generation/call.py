@@ -105,7 +105,7 @@ class GenerationCall:
         """Whether the record traces the forward passes: it is returned, and `sequences` do not say all of them."""
         config = self.record.config
         returned = bool(self.generation_config.return_dict_in_generate) and self.past_key_values is None
-        returned = returned and not self.record.has_gaps and not self.images
+        returned = returned and not self.record.has_gaps and not self.record.has_images
         returned = returned and not self.executor.is_shared  # the cache would hold prefixes of other calls
         return returned and config is not None and not config.traits.rows_continue_prompts
 
@@ -183,6 +183,7 @@ def make_call(
     capabilities.check_length(model, longest)
     placeholder = getattr(model.config, "image_token_id", 0)
     record.prompts = [np.where(prompt < FIRST_ID, prompt, placeholder) for prompt in prompts]
+    record.has_images = bool(prepared["images"])
     record.begin, record.has_gaps = input_ids.shape[1], capabilities.has_window and any(gaps)
     is_usable = isinstance(cache, BlockCache) and not has_dropout(model, "past_key_values")
     prepared["past_key_values"] = cache if is_usable else None  # else an empty DynamicCache

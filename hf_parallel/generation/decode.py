@@ -104,10 +104,9 @@ class DecodeLoop:
     ) -> None:
         """Generate until no row is active. Rows are ascending by index.
 
-        `logits`, as returned by `step`, are those of the rows' next tokens. None: they are computed from `row.pending`
-        first. The default `on_token` makes the token pending, until the row ends.
-        `after_pass` is called after every forward pass. `schedule` receives the active rows and returns those of the
-        next pass; it may `drop` rows and admit others.
+        `logits`, as returned by `step`, are those of the rows' next tokens; None: they are computed from `row.pending`.
+        The default `on_token` makes the token pending, until the row ends. `after_pass` is called after every pass.
+        `schedule` receives the active rows and returns those of the next pass; it may `drop` rows and admit others.
         """
         began, prefilling = time.perf_counter(), self.stats.prefill_seconds
         active = list(rows)

@@ -32,9 +32,8 @@ _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuid
 class MinLengthProcessor(LogitsProcessor):
     """Suppresses tokens until a row has `min_length` tokens, prompt included.
 
-    Equivalent to `MinLengthLogitsProcessor`, `MinNewTokensLengthLogitsProcessor` and, without end, to
-    `SuppressTokensLogitsProcessor`. They search the whole vocabulary for these tokens at every step; that costs more
-    than the rest of a replayed step.
+    Replaces `MinLengthLogitsProcessor`, `MinNewTokensLengthLogitsProcessor` and, without end,
+    `SuppressTokensLogitsProcessor`, which search the whole vocabulary at every step.
     """
 
     keeps_rows = False

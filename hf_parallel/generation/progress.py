@@ -19,8 +19,7 @@ INTERVAL = 0.1
 class Progress:
     """A tqdm bar over the decode passes of a call, with the numbers of active rows and of tokens.
 
-    The budget is `max_new_tokens`, which a call seldom uses up. The bar opens after the first pass, and speeds do not
-    count that pass.
+    The budget is `max_new_tokens`. The bar opens after the first pass, which speeds do not count.
     """
 
     def __init__(self, mode: str) -> None:

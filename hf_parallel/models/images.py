@@ -52,11 +52,9 @@ def read_images(
     known: ImageTable,
     sees_all: bool,
 ) -> tuple[torch.Tensor, list[Image]]:
-    """Return `input_ids` int64 `[prompts, length]` with the ids of image tokens, and the images.
+    """Return `input_ids` int64 `[prompts, length]` with the ids of image tokens, and the images, those not `known` new.
 
-    `positions` int64 `[prompts, length]` or `[axes, prompts, length]` are the model's own, `inputs` the arguments that
-    describe images. Images that are not `known` are computed. Raises `ValueError` if the prompts do not have one
-    placeholder for each feature vector.
+    Raises `ValueError` if the prompts do not have one placeholder for each feature vector.
     """
     ids = input_ids.cpu().numpy().copy()
     rows, columns = np.nonzero(ids == model.config.image_token_id)  # row by row

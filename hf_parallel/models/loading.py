@@ -25,10 +25,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in evaluation mode, and its tokenizer.
 
-    `name` is a folder, or a model id on the Hub (default: the embedded model). With `dtype=None`, weights keep the
-    dtype in which they were saved; the embedded model has float32. `preset`: see `load_embedded_model`. Raises
-    `ValueError` if the folder holds no model, or if `name` is not a folder, the model is not in the Hub's cache, and
-    the Hub cannot be reached.
+    `name` is a folder, or a model id on the Hub (default: the embedded model). `dtype=None`: that of the saved weights;
+    the embedded model has float32. `preset`: see `load_embedded_model`. Raises `ValueError` if the model is not found.
     """
     if name is None:
         return load_embedded_model(dtype=dtype or torch.float32, device=device, preset=preset)

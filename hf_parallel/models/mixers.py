@@ -117,13 +117,17 @@ def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
     """
     recorder = _Recorder(model)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = (vocabulary // 2 + torch.arange(4, device=execution_device(model))) % vocabulary
+    places = torch.arange(4, device=execution_device(model))
+    inputs = {"input_ids": (vocabulary // 2 + places) % vocabulary}
+    if "position_ids" in parameters_of(model.forward):  # else image models count from where their last batch ended
+        inputs["position_ids"] = places
     with torch.no_grad(), ExitStack() as stack:
         for module in model.modules():
             stack.callback(module.register_forward_pre_hook(recorder.begin, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(recorder.end, always_call=True).remove)
-        for tokens in (ids[:3], ids[3:]):
-            model(input_ids=tokens[None], use_cache=True, **{cache_argument(model): recorder})
+        for part in (slice(3), slice(3, 4)):
+            given = {name: values[None, part] for name, values in inputs.items()}
+            model(**given, use_cache=True, **{cache_argument(model): recorder})
     names = {module: name for name, module in model.named_modules()}
     found = []
     for (module, layer_idx), argument in recorder.found.items():

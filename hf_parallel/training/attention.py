@@ -41,15 +41,8 @@ class LayoutBatch:
     """Views of the examples of a batch, with the rotation tables and masks that all layers share.
 
     Padded to the example with most tokens `T`, to `Q` queries and `K` keys in each view. The collator passes it to the
-    model as `past_key_values`, which a model that is not prepared cannot ignore.
-
-    Parameters
-    ----------
-    examples : list of ParallelExample
-    device : torch.device or str
-    flex : bool, optional
-        Compute views by flex attention, without masks and scores of `[Q, K]`. Default: on a CUDA device, if a view has
-        at least `FLEX_FROM` keys. PyTorch has no gradients of it on a CPU.
+    model as `past_key_values`, which a model that is not prepared cannot ignore. `flex`: whether flex attention
+    computes views, by default on CUDA, from `FLEX_FROM` keys on. PyTorch has no gradients of it on a CPU.
     """
 
     rotary: Mapping[int, RotarySpec | None] | None = None
@@ -143,10 +136,7 @@ class LayoutBatch:
 def flex(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and log-sum-exp, `[B, heads, Q, head_dim]` and `[B, heads, Q]`; compiled on a GPU.
-
-    `q` is `[B, heads, Q, head_dim]`, `k` and `v` are `[B, kv_heads, K, head_dim]`.
-    """
+    """Return output and log-sum-exp, `[B, heads, Q, head_dim]` and `[B, heads, Q]`; compiled on a GPU."""
 
     def score_mod(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
@@ -191,12 +192,7 @@ class Builder:
         self.contents: list[list[int]] = []
         self.segments: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
         self.targets: list[tuple[int, int, int]] = []  # query, token, row
-        self._rows = 0
-
-    def new_row(self) -> int:
-        """Return the number of the next branch."""
-        self._rows += 1
-        return self._rows
+        self.new_row = partial(next, count(1))  # number of the next branch
 
     def append(self, at: Anchor, tokens: Sequence[int], row: int, is_target: bool = True) -> Anchor:
         """Append a block of tokens after a place. Return the place after it."""

@@ -60,21 +60,19 @@ class ParallelExample:
     def __post_init__(self) -> None:
         tokens, blocks, segments = len(self), len(self.block_lengths), len(self.segment_lengths)
         sizes = {
-            **{
-                "input_ids": self.segment_lengths.sum(),
-                "position_ids": tokens,
-                "block_tokens": self.block_lengths.sum(),
-            },
-            **{"segment_positions": segments, "view_lengths": segments, "view_blocks": self.view_lengths.sum()},
-            **dict.fromkeys(("view_starts", "view_stops"), len(self.view_blocks)),
-            **dict.fromkeys(("target_ids", "target_rows"), len(self.target_queries)),
+            "input_ids": self.segment_lengths.sum(),
+            "position_ids": tokens,
+            "block_tokens": self.block_lengths.sum(),
         }
+        sizes |= {"segment_positions": segments, "view_lengths": segments, "view_blocks": self.view_lengths.sum()}
+        sizes |= dict.fromkeys(("view_starts", "view_stops"), len(self.view_blocks))
+        sizes |= dict.fromkeys(("target_ids", "target_rows"), len(self.target_queries))
         limits = {"block_tokens": tokens, "view_blocks": blocks, "target_queries": tokens}
         for name, size in sizes.items():
             if len(getattr(self, name)) != size:
                 raise ValueError(f"{name} must have {size} integers, got {len(getattr(self, name))}: was it truncated?")
         for name, values in vars(self).items():
-            limit = limits.get(name, 2**62)
+            limit = limits.get(name, 2**63 - 1)
             if len(values) and not 0 <= values.min() <= values.max() < limit:
                 wrong = int(values.min() if values.min() < 0 else values.max())
                 raise ValueError(f"{name} must be between 0 and {limit - 1}, got {wrong}")
@@ -96,13 +94,15 @@ class ParallelExample:
         Raises
         ------
         ValueError
-            If the run has no complete trace, because parts of it were in a cache that it was given, or if a sliding
-            window counted masked tokens inside its prompts.
+            If the run has no complete trace, because parts of it were in a cache that it was given, if a sliding
+            window counted masked tokens inside its prompts, or if its prompts have images.
         """
         record = getattr(output, "record", None)
         if record is None:
             got = type(output).__name__
             raise ValueError(f"output must come from a mode with return_dict_in_generate=True, got {got}")
+        if record.has_images:
+            raise ValueError("examples have no images, but output's prompts have: use tree_logprobs")
         if record.has_gaps:
             raise ValueError(
                 "output must come from prompts without masked tokens inside, as the model has a sliding window"
@@ -214,24 +214,12 @@ class ParallelExample:
         position_ids: np.ndarray,
         contents: Sequence[Sequence[int]],
         segments: Sequence[tuple[int, int, int, Sequence[tuple[int, int, int]]]],
-        target_queries: np.ndarray,
-        target_ids: np.ndarray,
-        target_rows: np.ndarray,
+        *targets: np.ndarray,
     ) -> ParallelExample:
         views = np.array([block for *_, view in segments for block in view], np.int64).reshape(-1, 3)
-        integers = [
-            input_ids,
-            position_ids,
-            list(map(len, contents)),
-            [token for content in contents for token in content],
-            [length for _, length, _, _ in segments],
-            [position for _, _, position, _ in segments],
-            [len(view) for *_, view in segments],
-            *views.T,
-            target_queries,
-            target_ids,
-            target_rows,
-        ]
+        blocks = [len(content) for content in contents], [token for content in contents for token in content]
+        of_segments = zip(*((length, position, len(view)) for _, length, position, view in segments), strict=True)
+        integers = [input_ids, position_ids, *blocks, *of_segments, *views.T, *targets]
         return cls(*(np.asarray(values, np.int64) for values in integers))
 
     def with_one_target_each(self) -> ParallelExample:
@@ -253,20 +241,13 @@ class ParallelExample:
         blocks = np.concatenate([offsets[s] + np.arange(self.view_lengths[s]) for s in segments])
         targets = self.target_queries.copy()
         targets[extra] = len(self) + np.arange(len(extra))
-        return replace(
-            self,
-            input_ids=np.append(self.input_ids, self.input_ids[copied]),
-            position_ids=np.append(self.position_ids, self.position_ids[copied]),
-            segment_lengths=np.append(self.segment_lengths, np.ones_like(copied)),
-            segment_positions=np.append(
-                self.segment_positions, self.segment_positions[segments] + copied - firsts[segments]
-            ),
-            view_lengths=np.append(self.view_lengths, self.view_lengths[segments]),
-            view_blocks=np.append(self.view_blocks, self.view_blocks[blocks]),
-            view_starts=np.append(self.view_starts, self.view_starts[blocks]),
-            view_stops=np.append(self.view_stops, self.view_stops[blocks]),
-            target_queries=targets,
-        )
+        picked = {"input_ids": copied, "position_ids": copied, "view_lengths": segments}
+        picked |= dict.fromkeys(("view_blocks", "view_starts", "view_stops"), blocks)
+        more = {name: getattr(self, name)[index] for name, index in picked.items()}
+        more["segment_lengths"] = np.ones_like(copied)
+        more["segment_positions"] = self.segment_positions[segments] + copied - firsts[segments]
+        longer = {name: np.append(getattr(self, name), values) for name, values in more.items()}
+        return replace(self, **longer, target_queries=targets)
 
     def _segment_of(self) -> np.ndarray:
         """Return the segment of each token."""

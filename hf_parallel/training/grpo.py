@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
+from hf_parallel.cache.images import Image
 from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.prompts import Chat
 from hf_parallel.generation.registry import MODES
@@ -20,12 +21,15 @@ from hf_parallel.generation.settings import Arguments
 from hf_parallel.training.attention import prepare_model
 from hf_parallel.training.collator import DataCollatorForParallel
 from hf_parallel.training.example import ParallelExample
+from hf_parallel.training.images import OF_TOKENS, read_prompts
 from hf_parallel.training.rollouts import EXAMPLES, TEXTS, generate_rows
 from hf_parallel.training.states import states_branched
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
 Rows: TypeAlias = Sequence[tuple[tuple[int, ...], list[int]]]
 """Prompts and completions."""
+_COUNTS = ("num_images", "num_tiles")
+"""Inputs of TRL that count the images of each row, which placeholders do."""
 Layout: TypeAlias = tuple[Mapping[str, object], list[Targets], Sequence[ParallelExample]]
 
 
@@ -54,21 +58,24 @@ class SharedPrefixLossMixin:
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
-        **inputs: object,
+        **inputs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """Return log-probabilities and entropies `[rows, logits_to_keep]`; see `trl.GRPOTrainer`. 0 for padding."""
-        if compute_aux_loss or any(value is not None for value in inputs.values()):
-            given = sorted(name for name, value in inputs.items() if value is not None) or ["the auxiliary loss of MoE"]
-            raise ValueError(f"{type(self).__name__} computes text models only, got {given}")
-        mask = attention_mask.bool().cpu()
-        rows = [ids[kept].tolist() for ids, kept in zip(input_ids.cpu(), mask, strict=True)]
-        lengths = [len(row) - int(n) for row, n in zip(rows, mask[:, -logits_to_keep:].sum(1), strict=True)]
-        pairs = [(tuple(row[:n]), row[n:]) for row, n in zip(rows, lengths, strict=True)]
+        if compute_aux_loss:
+            raise ValueError(f"{type(self).__name__} has no auxiliary loss of mixtures of experts")
+        begin = input_ids.shape[1] - logits_to_keep
+        inputs = {name: x for name, x in inputs.items() if x is not None and name not in _COUNTS}
+        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        given = {name: x[:, :begin] if name in OF_TOKENS else x for name, x in inputs.items()}
+        with self.accelerator.autocast():
+            prompts, images = read_prompts(self._inner(model), given)
+        ends = zip(input_ids[:, begin:].cpu(), attention_mask[:, begin:].bool().cpu(), strict=True)
+        pairs = [(tuple(prompt), row[kept].tolist()) for prompt, (row, kept) in zip(prompts, ends, strict=True)]
         log_probs: list[torch.Tensor] = []
         entropies: list[torch.Tensor] = []
-        size = batch_size or len(rows)
-        for start in range(0, len(rows), size):
-            batch, targets, trees = self._layout(model, pairs, slice(start, start + size))
+        size = batch_size or len(pairs)
+        for start in range(0, len(pairs), size):
+            batch, targets, trees = self._layout(model, pairs, images, slice(start, start + size))
             inner = self._inner(model)
             with self.accelerator.autocast(), states_branched(inner, trees), computing_targets(inner, targets):
                 labels = torch.tensor([[token for row in targets for token in row.ids]], device=input_ids.device)
@@ -81,7 +88,7 @@ class SharedPrefixLossMixin:
     def _inner(self, model: nn.Module) -> PreTrainedModel:
         return unwrap(self.accelerator.unwrap_model(model))
 
-    def _layout(self, model: nn.Module, rows: Rows, chosen: slice) -> Layout:
+    def _layout(self, model: nn.Module, rows: Rows, images: Sequence[Image], chosen: slice) -> Layout:
         """Return arguments of the model for the chosen rows (prompt, completion), the targets of each row, and trees.
 
         The trees are those of the batch, none if the model computes them by itself, as a prepared one does.
@@ -98,7 +105,7 @@ class SharedPrefixLossMixin:
                 own = tree.target_rows == row
                 targets[index] = Targets(len(trees), tree.target_queries[own].tolist(), tree.target_ids[own].tolist())
             trees.append(tree)
-        batch = tree_batch(trees, inner.config, inner.dtype, inner.device)
+        batch = tree_batch(trees, inner.config, inner.dtype, inner.device, images)
         return batch, [targets[i] for i in range(len(targets))], trees
 
 
@@ -127,10 +134,10 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         self._examples: list[ParallelExample] | None = None  # layouts of the rows that are computed next
         self._inputs: Arguments | None = None  # of the loss that is computed
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> object:
-        if self.use_vllm or self._mode is None:
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        if self.use_vllm or self._mode is None or kwargs.get("has_tool_images"):
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return generate_rows(self, prompt_ids)
+        return generate_rows(self, prompt_ids, args[1])  # after the images, what the processor made of them
 
     def _generate(self, prompts: list[str | Chat]) -> tuple[object, ...]:
         prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest = super()._generate(prompts)
@@ -163,9 +170,11 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             self._log_difference(found[0].detach(), self._inputs)
         return found
 
-    def _layout(self, model: nn.Module, rows: Rows, chosen: slice) -> Layout:
+    def _layout(self, model: nn.Module, rows: Rows, images: Sequence[Image], chosen: slice) -> Layout:
         if self._examples is None:
-            return super()._layout(model, rows, chosen)
+            return super()._layout(model, rows, images, chosen)
+        if images:
+            raise ValueError("completions of a rollout_func cannot have images in their prompts")
         examples = self._examples[chosen]
         inner = prepare_model(enable(self._inner(model)))
         batch = DataCollatorForParallel(self.processing_class)(examples)  # type: ignore[arg-type] # a tokenizer

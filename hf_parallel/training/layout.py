@@ -7,7 +7,7 @@ to them. Attention over several views is merged by log-sum-exp, as for the block
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -61,23 +61,25 @@ def make_views(example: ParallelExample) -> list[LayoutView]:
     fixed = _fixed_starts(segments)
     contents = np.split(example.block_tokens, np.cumsum(example.block_lengths)[:-1])
     home = {int(t): fixed[b] + i for b in fixed for i, t in enumerate(contents[b].tolist())}
-    growing = _growing(segments)
-    parts: list[list[_Part]] = [[]]
-    colors = _Colors()
+    lengths = Counter(block for block, _ in {(seen.block, seen.stop) for view in segments for seen in view})
+    parts: dict[int, list[_Part]] = defaultdict(list)  # by view
+    colors: dict[int, int] = {}
     for index, view in enumerate(segments):
         settled = [s for s in view if s.start == fixed.get(s.block, home.get(int(contents[s.block][0])))]
         parts[0].append(_Part(index, 0, settled))
         pieces: list[list[_Seen]] = [[]]
         for seen in (s for s in view if s not in settled):
             pieces[-1].append(seen)
-            if seen.block in growing:
+            if lengths[seen.block] > 1:  # it grows
                 pieces.append([])
         pieces = [piece for piece in pieces if piece]
-        for piece, color in zip(pieces, colors.choose([piece[-1].block for piece in pieces]), strict=True):
-            while len(parts) <= color:
-                parts.append([])
+        for piece, color in zip(pieces, _choose(colors, [piece[-1].block for piece in pieces]), strict=True):
             parts[color].append(_Part(index, -piece[-1].start, piece))
-    return [_make_view(example, contents, of_view) for of_view in parts if any(part.blocks for part in of_view)]
+    return [
+        _make_view(example, contents, of_view)
+        for _, of_view in sorted(parts.items())
+        if any(part.blocks for part in of_view)
+    ]
 
 
 def _segments(example: ParallelExample) -> Iterator[list[_Seen]]:
@@ -104,30 +106,17 @@ def _fixed_starts(segments: Sequence[Sequence[_Seen]]) -> dict[int, int]:
     return fixed
 
 
-def _growing(segments: Sequence[Sequence[_Seen]]) -> set[int]:
-    lengths: dict[int, set[int]] = defaultdict(set)
-    for view in segments:
-        for seen in view:
-            lengths[seen.block].add(seen.stop)
-    return {block for block, values in lengths.items() if len(values) > 1}
-
-
-class _Colors:
-    """Assigns blocks to views, so that no segment sees two blocks in the same one."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, int] = {}
-
-    def choose(self, blocks: Sequence[int]) -> list[int]:
-        chosen: list[int] = []
-        for block in blocks:
-            color = self._of.get(block)
-            if color is None or color in chosen:
-                others = {self._of.get(other) for other in blocks if other != block}
-                color = next(c for c in range(1, 2 + 2 * len(blocks)) if c not in chosen and c not in others)
-                self._of.setdefault(block, color)
-            chosen.append(color)
-        return chosen
+def _choose(colors: dict[int, int], blocks: Sequence[int]) -> list[int]:
+    """Assign blocks to views, in `colors`, so that no segment sees two blocks in the same one."""
+    chosen: list[int] = []
+    for block in blocks:
+        color = colors.get(block)
+        if color is None or color in chosen:
+            others = {colors.get(other) for other in blocks if other != block}
+            color = next(c for c in range(1, 2 + 2 * len(blocks)) if c not in chosen and c not in others)
+            colors.setdefault(block, color)
+        chosen.append(color)
+    return chosen
 
 
 def _make_view(example: ParallelExample, contents: Sequence[np.ndarray], parts: Sequence[_Part]) -> LayoutView:

@@ -190,17 +190,8 @@ def block_mask(
 ) -> BlockMask:
     """Return the mask of one view of each example of a batch for flex attention, from its intervals of keys.
 
-    Parameters
-    ----------
-    views : list of LayoutView or None
-        One per row of the batch; None: no query sees a key.
-    shape : pair of int
-        Numbers of queries and of keys, padded.
-    window : int, optional
-        See `AttentionParams`.
-    device : torch.device or str
-    slots : np.ndarray, optional
-        int64 `[B, T, D]`: keys are tokens in the order of the example, and these their places among the view's keys.
+    `shape`: numbers of queries and of keys, padded. `slots`, int64 `[B, T, D]`: keys are tokens in the order of the
+    example, and these their places among the view's keys.
     """
     rows, width = len(views), max((view.begins.shape[1] for view in views if view is not None), default=1)
     num_keys = max([shape[1], *(len(view.keys) for view in views if view is not None)])

@@ -63,12 +63,10 @@ def make_rollout_func(
         if not getattr(trainer, "computes_layouts", False):
             raise ValueError(f"runs of {config.mode} need a SharedPrefixGRPOTrainer, got {type(trainer).__name__}")
         names = ("prompt_ids", "completion_ids", "logprobs", EXAMPLES, TEXTS)
-        found: dict[str, list[object]] = {name: [] for name in names}
-        tokenizer = trainer.processing_class
-        encoded = [encode_task(config, prompt, tokenizer, chat_template_kwargs) for prompt in prompts]
-        built = [one["input_ids"][0].tolist() for one in encoded]
+        rows, tokenizer = [], trainer.processing_class
+        built = [encode_task(config, p, tokenizer, chat_template_kwargs)["input_ids"][0].tolist() for p in prompts]
         with _generating(trainer) as generate:
-            output = generate(**_left_padded(built, tokenizer), parallel_config=config, tokenizer=tokenizer)
+            output = generate(**_inputs(built, tokenizer), parallel_config=config, tokenizer=tokenizer)
         whole = ParallelExample.from_output(output)
         _, log_probs = output.record.sampled_log_probs(processed=True)  # as TRL has vLLM return them
         of_prompts = np.array([output.record.place(row)[0] for row in whole.target_rows.tolist()])
@@ -76,21 +74,18 @@ def make_rollout_func(
             is_own = of_prompts == index
             example = whole.of_rows(whole.target_rows[is_own])
             text = _text(output, index, tokenizer)
-            row = prompt_ids, example.target_ids.tolist(), log_probs[is_own].tolist(), example, text
-            for name, value in zip(names, row, strict=True):
-                found[name].append(value)
-        return found
+            rows.append((prompt_ids, example.target_ids.tolist(), log_probs[is_own].tolist(), example, text))
+        return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
 
     return rollout
 
 
-def generate_rows(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]]]:
-    """Generate a completion of each prompt in the mode of the trainer's `generation_kwargs`.
-
-    Return the tokens and their log-probabilities at sampling time.
-    """
+def generate_rows(
+    trainer: Any, prompt_ids: Sequence[Sequence[int]], fields: Mapping[str, Any]
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Return a completion of each prompt and its log-probabilities; `fields`: what a processor returns beside ids."""
     with _generating(trainer) as generate:
-        output = generate(**_left_padded(prompt_ids, trainer.processing_class))
+        output = generate(**_inputs(prompt_ids, trainer.processing_class, fields))
     record = output.record
     rows, log_probs = record.sampled_log_probs(processed=True)
     completions = [row[record.begin : end] for row, end in zip(output.sequences.tolist(), record.lengths, strict=True)]
@@ -122,14 +117,18 @@ def _generating(trainer: Any) -> Iterator[Callable[..., ParallelOutput]]:
         yield generate
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
-    """Return `input_ids` and `attention_mask`, int64 `[prompts, length]`."""
-    length, pad = max(map(len, prompts)), tokenizer.pad_token_id
-    padding = [length - len(ids) for ids in prompts]
-    return {
-        "input_ids": torch.tensor([[pad] * n + list(ids) for n, ids in zip(padding, prompts, strict=True)]),
-        "attention_mask": torch.tensor([[0] * n + [1] * (length - n) for n in padding]),
-    }
+def _inputs(
+    prompts: Sequence[Sequence[int]], tokenizer: Any, fields: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return arguments of `generate`. Lists of lists are padded on the left."""
+    pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id  # of a processor
+    inputs: dict[str, Any] = {"input_ids": prompts, "attention_mask": [[1] * len(ids) for ids in prompts]}
+    for name, value in (inputs | dict(fields or {})).items():
+        if isinstance(value, list) and value and isinstance(value[0], list):
+            length, fill = max(map(len, value)), pad if name == "input_ids" else 0
+            value = [[fill] * (length - len(row)) + row for row in value]
+        inputs[name] = torch.as_tensor(np.asarray(value))
+    return inputs
 
 
 def _text(output: ParallelOutput, prompt: int, tokenizer: PreTrainedTokenizerBase) -> str:

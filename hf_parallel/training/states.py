@@ -50,11 +50,7 @@ def mixers_of(model: PreTrainedModel) -> tuple[Mixer, ...]:
 
 @contextmanager
 def states_branched(model: PreTrainedModel, examples: Sequence[ParallelExample]) -> Iterator[None]:
-    """Compute layers with a state over a padded batch of examples, in forward passes in this context.
-
-    Raises `UnsupportedModelError` if the model has such layers, and an example is not made of rows that are each one
-    sequence of tokens.
-    """
+    """Compute layers with a state over a padded batch of examples. Raises `UnsupportedModelError` if rows are mixed."""
     model = unwrap(model)
     mixers = mixers_of(model) if examples else ()
     if not mixers:
@@ -203,10 +199,7 @@ PROBE = Rows(np.array([-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 7, 12, 4]))
 
 
 def previous_tokens(example: ParallelExample) -> np.ndarray:
-    """Return for each token of an example the one before it in its row, -1: none.
-
-    Raises `ValueError` if what a token saw is not one sequence of tokens, each of which saw those before it.
-    """
+    """Return for each token the one before it in its row, -1: none; raise `ValueError` if it saw no such sequence."""
     contents = np.split(example.block_tokens, np.cumsum(example.block_lengths)[:-1])
     ends = np.cumsum(example.view_lengths).tolist()
     columns = example.view_blocks.tolist(), example.view_starts.tolist(), example.view_stops.tolist()

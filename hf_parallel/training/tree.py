@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,7 +11,9 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hf_parallel.cache.images import Image
 from hf_parallel.training.example import ParallelExample, as_ids
+from hf_parallel.training.images import add_images, read_prompts
 from hf_parallel.training.masks import make_masks, stateful_kinds
 from hf_parallel.training.states import states_branched
 
@@ -39,8 +41,9 @@ def tree_logprobs(
     ----------
     model : PreTrainedModel
         A causal language model with `sdpa` or `eager` attention; it need not be enabled.
-    prompt_ids : 1-D tensor or list of int, or a list of these
-        The prompt of all completions, or one for each.
+    prompt_ids : 1-D tensor or list of int, or a list of these, or a mapping
+        The prompt of all completions, or one for each. For prompts with images, what the processor returns; the model
+        must be enabled, and gradients reach its vision tower.
     completions : list of 1-D tensors or lists of int
     temperature : float
         Divides the logits.
@@ -53,10 +56,14 @@ def tree_logprobs(
     Raises
     ------
     ValueError
-        If there is no completion, a prompt is empty or missing, ids are not 1-D, `temperature` is not positive, or the
-        model's attention takes no 4D mask.
+        If there is no completion, a prompt is empty or missing, ids are not 1-D, `temperature` is not positive, the
+        model's attention takes no 4D mask, or images do not fit their prompts.
     """
     answers = [as_ids(completion) for completion in completions]
+    images: Sequence[Image] = ()
+    if isinstance(prompt_ids, Mapping):
+        prompt_ids, images = read_prompts(model, prompt_ids)
+        prompt_ids = prompt_ids[0] if len(prompt_ids) == 1 else prompt_ids
     is_array = isinstance(prompt_ids, torch.Tensor | np.ndarray)
     single = is_array or len(prompt_ids) == 0 or isinstance(prompt_ids[0], int)
     prompts = [as_ids(prompt_ids)] * len(answers) if single else [as_ids(prompt) for prompt in prompt_ids]
@@ -64,34 +71,34 @@ def tree_logprobs(
         raise ValueError(f"temperature must be greater than 0, got {temperature}")
     example = ParallelExample.from_tree(prompts, answers)
     parameter = next(model.parameters())
-    batch = tree_batch([example], model.config, parameter.dtype, parameter.device)
+    batch = tree_batch([example], model.config, parameter.dtype, parameter.device, images)
     queries, targets = (
         torch.from_numpy(values).to(parameter.device) for values in (example.target_queries, example.target_ids)
     )
     with states_branched(model, [example]):
         logits = model(**batch, use_cache=False, logits_to_keep=queries).logits[0]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    if temperature != 1:
-        logits = logits / temperature
+    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     log_probs = -F.cross_entropy(logits, targets, reduction="none")
     return list(log_probs.split([len(answer) for answer in answers]))
 
 
 def tree_batch(
-    examples: Sequence[ParallelExample], config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str
+    examples: Sequence[ParallelExample],
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    images: Sequence[Image] = (),
 ) -> dict[str, Any]:
-    """Return arguments of a model with stock attention for examples whose keys never move, padded to the longest one.
-
-    `input_ids` and `position_ids` are int64 `[B, T]`; `attention_mask` is that of `stock_mask`, none for layers with a
-    state, which need `states_branched`.
-    """
+    """Return arguments of a model for examples in the form of `stock_mask`; layers with a state get no mask."""
     shape = len(examples), max(map(len, examples))
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "position_ids")}
     for row, example in enumerate(examples):
         for name, values in batch.items():
             values[row, : len(example)] = torch.from_numpy(getattr(example, name))
-    on_device = {name: values.to(device) for name, values in batch.items()}
+    on_device: dict[str, Any] = {name: values.to(device) for name, values in batch.items()}
     masks = make_masks(examples, config, dtype, device)
+    if images:
+        on_device = add_images(on_device, masks, examples, images, config)
     if states := stateful_kinds(config):
         return {**on_device, "attention_mask": {**masks, **dict.fromkeys(states)} if masks else None}
     return {**on_device, "attention_mask": masks if len(masks) > 1 else next(iter(masks.values()))}

@@ -33,6 +33,7 @@ class Record:
     settings: dict[str, object] = field(default_factory=dict)  # given by the caller
     prompts: Sequence[np.ndarray] = ()  # int64 [length] for each row of input_ids, without padding
     has_gaps: bool = False  # whether a sliding window counts masked tokens inside prompts
+    has_images: bool = False  # whether prompts have images
     begin: int = 0  # index of the first generated token in a row of `sequences`
     lengths: list[int] = field(default_factory=list)  # of the rows of `sequences` without padding on the right
     passes: int = 0
