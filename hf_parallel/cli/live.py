@@ -67,9 +67,8 @@ class LiveView(ConsoleStreamer):
 
     def _draw(self) -> None:
         if self._live.is_started and time.perf_counter() - self._drawn >= FRAME_SECONDS:
-            self._live.update(
-                self.picture(max(min(self.console.height - MARGIN, MAX_HEIGHT), MIN_HEIGHT)), refresh=True
-            )
+            height = max(min(self.console.height - MARGIN, MAX_HEIGHT), MIN_HEIGHT)
+            self._live.update(self.picture(height), refresh=True)
             self._drawn = time.perf_counter()
 
     def picture(self, height: int | None = None) -> Group:
@@ -98,9 +97,8 @@ class LiveView(ConsoleStreamer):
         prompt, index, _ = config.rows.place(row, self._num_sequences)
         if config.max_rows_per_prompt == 1:
             return config.rows.name(prompt)
-        return config.rows.name(index) + (
-            f" ({prompt + 1} of {self._num_sequences})" if self._num_sequences > 1 else ""
-        )
+        place = f" ({prompt + 1} of {self._num_sequences})" if self._num_sequences > 1 else ""
+        return f"{config.rows.name(index)}{place}"
 
     def _text(self, steps: Sequence[PrintedText]) -> Text:
         """Return the texts of a row. The pass that finished a step precedes it; a cursor follows a text that grows."""

@@ -51,10 +51,7 @@ COMMANDS = {
         "Render a transcript, saved by `generate -o run.json`, or the trace of a run of agents as one self-contained "
         "HTML page.",
     ),
-    "env": Command(
-        "versions, devices, backends",
-        "Print versions, devices and backends, and why any is not available.",
-    ),
+    "env": Command("versions, devices, backends", "Print versions, devices and backends, and what is missing."),
 }
 EXAMPLES = """examples:
   hf-parallel generate "Plan a picnic for ten people."              two workers, the embedded model

@@ -14,6 +14,7 @@ import torch
 
 from hf_parallel.cli.generate import add_model_options, check_model_options, load
 from hf_parallel.models.embedded import MODEL_NAME
+from hf_parallel.models.loading import load_processor
 
 KEY_VARIABLE = "HF_PARALLEL_API_KEY"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -31,18 +32,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     words = f"key that requests need; may be repeated (default: the variable {KEY_VARIABLE}, else none is needed)"
     add("--api-key", action="append", default=[], metavar="KEY", help=words)
     add = parser.add_argument_group("limits").add_argument
-    add(
-        "--max-kv-bytes",
-        type=parse_bytes,
-        metavar="N",
-        help="memory for keys and values, such as 2G (half of what is free)",
-    )
+    words = "memory for keys and values, such as 2G (half of what is free)"
+    add("--max-kv-bytes", type=parse_bytes, metavar="N", help=words)
     add("--max-rows", type=int, default=64, metavar="N", help="rows that generate at the same time (64)")
     add("--max-waiting", type=int, default=256, metavar="N", help="requests in the queue; beyond: status 429 (256)")
     add("--max-batch-tokens", type=int, metavar="N", help="tokens of a forward pass (512 on a CPU, else 4096)")
     add("--max-tokens", type=int, metavar="N", help="tokens of a prompt and its answer (the model's context length)")
     add("--default-tokens", type=int, default=512, metavar="N", help="new tokens if a request gives no limit (512)")
-    add("--max-body-bytes", type=parse_bytes, default=2**20, metavar="N", help="size of a request (1M)")
+    words = "size of a request (1M; 8M if the model reads images)"
+    add("--max-body-bytes", type=parse_bytes, metavar="N", help=words)
+    add("--max-images", type=int, default=16, metavar="N", help="images of a request (16); 0: none")
+    add("--max-image-bytes", type=parse_bytes, default=2**22, metavar="N", help="size of an image's file (4M)")
+    add("--max-image-pixels", type=parse_bytes, default=2**25, metavar="N", help="pixels of a request's images (32M)")
     words = "seconds in which running requests may finish after SIGTERM or Ctrl-C (60)"
     add("--drain-seconds", type=int, default=60, metavar="N", help=words)
     parser.set_defaults(run=serve)
@@ -75,19 +76,12 @@ def serve(options: argparse.Namespace) -> int:
     from hf_parallel.engine.server import DrainingServer, Limits, create_app
 
     check_model_options(options)
-    limits = Limits(
-        body_bytes=options.max_body_bytes,
-        rows=options.max_rows,
-        tokens=options.max_tokens,
-        default_tokens=options.default_tokens,
-    )
     name = options.served_model_name or _name(options.model)
     keys = options.api_key or [*filter(None, map(str.strip, os.environ.get(KEY_VARIABLE, "").split(",")))]
     is_local = _is_local(options.host)
     if not keys and not is_local:
-        print(
-            f"hf-parallel: warning: {options.host} can be reached by others, and no --api-key is given", file=sys.stderr
-        )
+        words = f"{options.host} can be reached by others, and no --api-key is given"
+        print(f"hf-parallel: warning: {words}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises the signal again when it has ended
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
@@ -96,18 +90,19 @@ def serve(options: argparse.Namespace) -> int:
         raise OSError(f"cannot listen on {options.host} port {options.port}: {error.strerror}") from error
     with listening:
         model, tokenizer = load(options)
+        try:
+            processor = load_processor(model, options.model)
+        except (ImportError, OSError, ValueError) as error:
+            processor = None
+            print(f"hf-parallel: warning: images are not accepted, as there is no processor: {error}", file=sys.stderr)
+        names = ("rows", "tokens", "images", "image_bytes", "image_pixels")
+        given = {name: getattr(options, f"max_{name}") for name in names} | {"default_tokens": options.default_tokens}
+        limits = Limits(options.max_body_bytes or (2**20 if processor is None else 2**23), **given)
         max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // 2
-        engine = Engine(
-            model,
-            tokenizer,
-            max_kv_bytes,
-            max_rows=options.max_rows,
-            max_waiting=options.max_waiting,
-            max_batch_tokens=options.max_batch_tokens,
-        )
-        with engine:
+        settings = {name: getattr(options, name) for name in ("max_rows", "max_waiting", "max_batch_tokens")}
+        with Engine(model, tokenizer, max_kv_bytes, **settings) as engine:
             hosts = LOCAL_HOSTS if is_local and not keys else ()
-            app = create_app(engine, name, limits, keys, max_kv_bytes, hosts)
+            app = create_app(engine, name, limits, keys, max_kv_bytes, hosts, processor)
             host = f"[{options.host}]" if ":" in options.host else options.host
             print(f"Serving {name} at http://{host}:{listening.getsockname()[1]}/v1", file=sys.stderr, flush=True)
             DrainingServer(app, engine, options.drain_seconds).run(sockets=[listening])
@@ -115,9 +110,7 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _name(model: str | None) -> str:
-    if model is None:
-        return MODEL_NAME
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    return MODEL_NAME if model is None else Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def _is_local(host: str) -> bool:

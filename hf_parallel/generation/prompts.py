@@ -221,9 +221,14 @@ def _with_rules(rules: str, chat: Chat, role: str) -> Chat:
     if not rules:
         return chat
     index = next((i for i, message in enumerate(chat) if message["role"] == role), None)
+    part = {"type": "text", "text": rules}
     if index is None:
-        return [{"role": role, "content": rules}, *chat]
+        return [{"role": role, "content": rules if isinstance(chat[0]["content"], str) else [part]}, *chat]
     content = chat[index]["content"]
-    if not isinstance(content, str):
-        raise ValueError(f"the content of the {role} message must be a string to prepend the rules to, got {content!r}")
-    return [*chat[:index], {**chat[index], "content": f"{rules}\n\n{content}"}, *chat[index + 1 :]]
+    if isinstance(content, str):
+        content = f"{rules}\n\n{content}"
+    elif isinstance(content, list):
+        content = [{**part, "text": f"{rules}\n\n"}, *content]
+    else:
+        raise ValueError(f"the {role} message must hold a string or a list of parts for the rules, got {content!r}")
+    return [*chat[:index], {**chat[index], "content": content}, *chat[index + 1 :]]

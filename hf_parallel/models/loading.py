@@ -10,18 +10,16 @@ import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models import auto
 
 from hf_parallel.models.embedded import load_embedded_model
+from hf_parallel.models.images import image_inputs
 
-CONFIGS = ("config.json", "adapter_config.json")
-"""Configs of a model and of an adapter of PEFT."""
+CONFIGS = ("config.json", "adapter_config.json")  # configs of a model and of an adapter of PEFT
 
 
 def load_model(
-    name: str | None,
-    dtype: torch.dtype | None = torch.float32,
-    device: torch.device | str = "cpu",
-    preset: bool = True,
+    name: str | None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu", preset: bool = True
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in evaluation mode, and its tokenizer.
 
@@ -37,8 +35,26 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(name)
     except ValueError as error:
         raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {error}") from error
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
+    model: Any = _model_class(name).from_pretrained(name, dtype=dtype or "auto")
     return model.to(device).eval(), tokenizer
+
+
+def load_processor(model: PreTrainedModel, name: str | None) -> Any:
+    """Return the processor of a model that reads images, from its folder or the Hub; None without a chat template."""
+    if name is None or not image_inputs(model):
+        return None
+    processor = auto.AutoProcessor.from_pretrained(name)  # a tokenizer if there is no processor
+    reads = getattr(processor, "image_processor", None) and getattr(processor, "chat_template", None)
+    return processor if reads else None
+
+
+def _model_class(name: str) -> Any:
+    try:
+        config = auto.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError):  # an adapter has none of its own
+        return AutoModelForCausalLM
+    reads = type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return auto.AutoModelForImageTextToText if reads else AutoModelForCausalLM
 
 
 def check_model_folder(name: str, value: str) -> None:

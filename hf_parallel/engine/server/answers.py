@@ -23,11 +23,9 @@ class LoggedToken:
     """A generated token of a response with log-probabilities."""
 
     token: int
-    begin: int
-    """Number of characters before it in the text of its choice."""
+    begin: int  # number of characters before it in the text of its choice
     found: TokenLogProbs
-    is_first: bool
-    """Whether the text begins with it, so that decoders drop its leading space."""
+    is_first: bool  # whether the text begins with it, so that decoders drop its leading space
 
 
 @dataclass
@@ -36,16 +34,12 @@ class Delta:
 
     index: int
     text: str = ""
-    row: str | None = None
-    """Name of the row."""
-    row_text: str = ""
-    """Text of a row that is not itself the choice."""
+    row: str | None = None  # name of the row
+    row_text: str = ""  # text of a row that is not itself the choice
     logged: list[LoggedToken] = field(default_factory=list)
     finish_reason: str | None = None
-    error: str | None = None
-    """Why the choice ended with an error."""
-    record: dict[str, object] | None = None
-    """Fields of the mode's output."""
+    error: str | None = None  # why the choice ended with an error
+    record: dict[str, object] | None = None  # fields of the mode's output
 
 
 class Answers:
@@ -54,16 +48,6 @@ class Answers:
     def __init__(self, submission: Submission, handle: RequestHandle, first: int = 0) -> None:
         self.submission, self.handle, self.first = submission, handle, first
         self._texts = [_ChoiceText(submission, row) for row in range(submission.choices)]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of generated tokens in all rows."""
-        return self.handle.stats.decoded_tokens
-
-    @property
-    def cached_tokens(self) -> int:
-        """Number of the prompt's tokens whose keys and values were cached."""
-        return self.handle.stats.cached_tokens
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield new text and tokens as they are generated, and finally the end of every choice."""
@@ -75,7 +59,8 @@ class Answers:
         elif self.submission.config.traits.streams_text:
             async for row, text, _ in self.handle.texts_async():
                 if text:
-                    yield self._row_delta(row, text)
+                    index = self.first + self.submission.choice(row)
+                    yield Delta(index, row=self.submission.row_name(row), row_text=text)
         output = await self.handle.result_async()
         for delta in await asyncio.to_thread(lambda: list(self._ends(output))):  # decodes the text of merged rows
             yield delta
@@ -108,10 +93,6 @@ class Answers:
         name = self.submission.row_name(row) if self.submission.has_mode else None
         return Delta(self.first + row, text, name, logged=logged) if text or logged else None
 
-    def _row_delta(self, row: int, text: str) -> Delta:
-        index = self.first + self.submission.choice(row)
-        return Delta(index, row=self.submission.row_name(row), row_text=text)
-
     def _ends(self, output: ParallelOutput) -> Iterator[Delta]:
         submission, record = self.submission, output.record
         records: list[dict[str, object] | None] = [None] * submission.choices
@@ -131,15 +112,12 @@ class Answers:
                 reason = "stop" if self._texts[index].stopped else reason
                 delta.row = submission.row_name(index) if submission.has_mode else None
             else:
-                delta.text = self._cut(texts[index])
+                stops = StopFilter(submission.stops)
+                delta.text = stops.add(texts[index]) + stops.flush()
             delta.error = errors.get(index)
             delta.finish_reason = reason if delta.error is None else "error"
             delta.record = records[index]
             yield delta
-
-    def _cut(self, text: str) -> str:
-        stops = StopFilter(self.submission.stops)
-        return stops.add(text) + stops.flush()
 
 
 class _ChoiceText:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -30,10 +30,8 @@ from hf_parallel.engine.server.submission import Translator
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-SMALL_BODY = 1 << 14
-"""Bytes of a body that is read, tokenized and submitted in milliseconds."""
-POOL_THREADS = 2
-"""Threads for small bodies, and as many for larger ones."""
+SMALL_BODY = 1 << 14  # bytes of a body that is read, tokenized and submitted in milliseconds
+POOL_THREADS = 2  # threads for small bodies, and as many for larger ones
 
 
 def create_app(
@@ -43,6 +41,7 @@ def create_app(
     api_keys: Sequence[str] = (),
     max_kv_bytes: int | None = None,
     hosts: Sequence[str] = (),
+    processor: Any = None,
 ) -> FastAPI:
     """Return the application for an engine that is open.
 
@@ -59,12 +58,14 @@ def create_app(
     hosts : sequence of str
         Accepted values of the header `Host`, without port. Empty: any. On a local server without keys, they keep out
         web pages whose name was made to resolve to this machine.
+    processor : ProcessorMixin, optional
+        Renders chats, and reads their images.
     """
     if engine.tokenizer is None:
         raise ValueError("the server needs an Engine with a tokenizer")
     check_keys(api_keys)
     limits = limits or Limits()
-    server = _Server(engine, model, limits, Metrics(engine, max_kv_bytes))
+    server = _Server(engine, model, limits, Metrics(engine, max_kv_bytes), processor)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -75,7 +76,8 @@ def create_app(
             yield
         finally:
             gc.unfreeze()
-            server.close()
+            server.small.shutdown()
+            server.large.shutdown()
 
     app = FastAPI(title="hf_parallel", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.metrics = server.metrics
@@ -115,17 +117,12 @@ def create_app(
 class _Server:
     """State of an application."""
 
-    def __init__(self, engine: Engine, model: str, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, model: str, limits: Limits, metrics: Metrics, processor: Any) -> None:
         self.engine, self.model, self.limits, self.metrics = engine, model, limits, metrics
-        self.translator = Translator(engine, limits)
+        self.translator = Translator(engine, limits, processor)
         self.model_card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf_parallel"}
         # Large bodies take seconds to read and tokenize, in which others and small ones are served.
         self.small, self.large = FairPool(POOL_THREADS), FairPool(POOL_THREADS)
-
-    def close(self) -> None:
-        """End the threads."""
-        self.small.shutdown()
-        self.large.shutdown()
 
     def check_model(self, name: str) -> None:
         """Raise an error unless the server has a model of this name."""
@@ -135,7 +132,7 @@ class _Server:
     async def respond(self, kind: type[Body], request: Request) -> Response:
         """Submit the prompts of a request's body and return the response."""
         content = await request.body()
-        pool = self.small if len(content) <= SMALL_BODY else self.large
+        pool = self.small if len(content) <= SMALL_BODY and b"image_url" not in content else self.large
         job = partial(self._submit, kind, content, request.scope)
         submission = pool.run(request.scope["submitter"], job, _cancel_submitted)
         body, answers = await _unless_disconnected(request, submission)
@@ -162,7 +159,8 @@ class _Server:
         try:
             submissions = [self.translator.translate(body, prompt, body.prompt_field) for prompt in prompts]
             for submission in submissions:
-                handle = submission.submit(scope["submitter"], salt)
+                given = {"parallel_config": submission.config, "agent_hints": submission.hints, **submission.arguments}
+                handle = self.engine.submit(submission.prompt, submitter=scope["submitter"], cache_salt=salt, **given)
                 answers.append(Answers(submission, handle, len(answers) * submission.choices))
         except Exception as error:
             for one in answers:
@@ -178,7 +176,7 @@ class _Server:
             return APIError(503, f"the answer needed more memory than there is: {error}", code="out_of_memory")
         if self.engine.is_closing:
             return APIError(503, "the server is shutting down", code="shutting_down")
-        fields = [*type(body).model_fields, *body.others]
+        fields = [*type(body).model_fields, *(body.model_extra or ())]
         return api_error(error, [name for name in fields if name != "model"]) or error
 
     async def _whole(self, answers: Sequence[Answers], writer: Writer) -> Response:

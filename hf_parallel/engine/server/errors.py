@@ -14,8 +14,7 @@ from hf_parallel.models.attention import UnsupportedModelError
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """Type of an error by status; others: `invalid_request_error` below 500, else `server_error`."""
 RETRY_SECONDS = 1
-MAX_MESSAGE = 1000
-"""Characters of a message: values that it quotes may be long."""
+MAX_MESSAGE = 1000  # characters of a message: values that it quotes may be long
 
 
 class APIError(Exception):

@@ -17,28 +17,11 @@ from hf_parallel.engine.server.schema_check import error_of
 
 
 class JSONProcessor(LogitsProcessor):
-    """Restricts rows to texts that match a JSON schema.
+    """Restricts rows to texts that match a JSON schema, without whitespace between its parts.
 
-    A row ends if its text does not match yet and no token can continue it. `error_of` says why.
-
-    Parameters
-    ----------
-    schema : dict
-        Of the answer; without whitespace between its parts.
-    tokenizer : PreTrainedTokenizerFast
-    vocabulary : int
-        Size of the model's vocabulary.
-    eos_token_ids : list of int
-        Tokens that end an answer.
-    begin : int
-        Length of the prompt.
-
-    Raises
-    ------
-    ValueError
-        If the schema is invalid, not supported or too costly, or the tokenizer is not a fast one.
-    ImportError
-        If llguidance is not installed.
+    `vocabulary` is the size of the model's vocabulary, `begin` the length of the prompt. A row ends if its text does
+    not match yet and no token can continue it; `error_of` says why. Raises `ValueError` if the schema is invalid, not
+    supported or too costly, or the tokenizer is not a fast one, and `ImportError` without llguidance.
     """
 
     keeps_rows = False

@@ -15,8 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hf_parallel.engine.scheduler import has_place
 from hf_parallel.engine.server.errors import APIError
 
-OPEN_PATHS = ("/health",)
-"""Paths that need no API key."""
+OPEN_PATHS = ("/health",)  # paths that need no API key
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,12 @@ class Limits:
     """Tokens of a row, prompt included. Default: the context length of the model."""
     default_tokens: int = 512
     """Default of `max_tokens`."""
+    images: int = 16
+    """Images of a request."""
+    image_bytes: int = 4 << 20
+    """Bytes of an image's file."""
+    image_pixels: int = 1 << 25
+    """Pixels of all images of a request together, before the processor resizes them."""
 
 
 def check_keys(keys: Sequence[str]) -> None:

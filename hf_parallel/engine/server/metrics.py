@@ -36,9 +36,8 @@ class Metrics:
         self.engine, self.max_kv_bytes = engine, max_kv_bytes
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(self))
-        self._responses = Counter(
-            "hf_parallel_responses", "Responses by status", ["path", "status"], registry=self._registry
-        )
+        names = ["path", "status"]
+        self._responses = Counter("hf_parallel_responses", "Responses by status", names, registry=self._registry)
         self._histograms = {
             name: Histogram(f"hf_parallel_{name}_seconds", words, buckets=_SECONDS, registry=self._registry)
             for name, words in (
@@ -67,12 +66,6 @@ class Metrics:
         if times.ended is not None:
             self._histograms["request"].observe(times.ended - times.submitted)
 
-    @property
-    def hit_rate(self) -> float:
-        """Fraction of prompt tokens whose keys and values were cached."""
-        stats = self.engine.stats
-        return stats.reused_tokens / max(stats.reused_tokens + stats.prefilled_tokens, 1)
-
     def text(self) -> bytes:
         """Return the metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
@@ -92,6 +85,7 @@ class _EngineCollector:
         for name, words in _COUNTERS.items():
             yield CounterMetricFamily(f"hf_parallel_{name}", words, stats[name])
         words = "Fraction of prompt tokens whose keys and values were cached"
-        yield GaugeMetricFamily("hf_parallel_hit_rate", words, self.metrics.hit_rate)
+        rate = stats["reused_tokens"] / max(stats["reused_tokens"] + stats["prefilled_tokens"], 1)
+        yield GaugeMetricFamily("hf_parallel_hit_rate", words, rate)
         if self.metrics.max_kv_bytes is not None:
             yield GaugeMetricFamily("hf_parallel_max_kv_bytes", "Budget of keys and values", self.metrics.max_kv_bytes)

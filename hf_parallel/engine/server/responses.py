@@ -21,6 +21,7 @@ class Writer:
         self.is_chat, self.tokenizer = is_chat, tokenizer
         self._bytes: dict[tuple[int, bool], bytes] = {}  # by token, and whether the text begins with it
         kind = "chat.completion" if is_chat else "text_completion"
+        self._chunk_kind = f"{kind}.chunk" if is_chat else kind
         self.head = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": kind,
@@ -47,10 +48,6 @@ class Writer:
     def usage_chunk(self, usage: dict[str, object]) -> dict[str, object]:
         """Return the last chunk of a stream that reports its usage."""
         return {**self.head, "object": self._chunk_kind, "choices": [], "usage": usage}
-
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.is_chat else "text_completion"
 
     def _choice(self, choice: Delta) -> dict[str, object]:
         content: dict[str, object] = {"text": choice.text}
@@ -107,12 +104,12 @@ class Writer:
 def usage_of(answers: Sequence[Answers]) -> dict[str, object]:
     """Return the number of tokens of a response."""
     prompt = sum(one.submission.prompt_tokens for one in answers)
-    generated = sum(one.num_tokens for one in answers)
+    generated = sum(one.handle.stats.decoded_tokens for one in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in answers)},
+        "prompt_tokens_details": {"cached_tokens": sum(one.handle.stats.cached_tokens for one in answers)},
     }
 
 

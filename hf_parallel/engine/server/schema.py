@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from hf_parallel.engine.hints import MAX_ID, AgentHints
+from hf_parallel.engine.hints import MAX_ID
 from hf_parallel.engine.server.errors import APIError
 
 T = TypeVar("T")
@@ -33,43 +33,29 @@ Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 Id = Annotated[str, Field(strict=True, max_length=MAX_ID)]
-Prompt: TypeAlias = str | list[Any]
-"""A text, a chat or token ids."""
-MAX_STOPS = 16
-"""Texts in `stop`."""
-MAX_STOP_BYTES = 128
-"""Bytes of a stop text. At each step, as many tokens of each row are decoded."""
-MAX_NGRAM = 32
-"""Maximum of `no_repeat_ngram_size`: the work of each step grows with it times the length of a row."""
-MAX_BIASES = 300
-"""Tokens in `logit_bias`."""
-MAX_TEMPLATE_KWARGS = 2**16
-"""Characters of `chat_template_kwargs` as JSON: a template may write them into the prompt."""
-MAX_METADATA = 16
-"""Entries of `metadata`."""
+Prompt: TypeAlias = str | list[Any]  # a text, a chat or token ids
+MAX_STOPS = 16  # texts in `stop`
+MAX_STOP_BYTES = 128  # bytes of a stop text. At each step, as many tokens of each row are decoded
+MAX_NGRAM = 32  # maximum of `no_repeat_ngram_size`: the work of each step grows with it times the length of a row
+MAX_BIASES = 300  # tokens in `logit_bias`
+MAX_TEMPLATE_KWARGS = 2**16  # characters of `chat_template_kwargs` as JSON: a template may write them into the prompt
+MAX_METADATA = 16  # entries of `metadata`
+
+
+def _at_most(limit: int, words: str, size: Callable[[Any], int]) -> Callable[[T], T]:
+    """Return a validator that raises `ValueError` for a value of a larger size."""
+
+    def check(value: T) -> T:
+        if (found := size(value)) > limit:
+            raise ValueError(f"at most {limit} {words} are accepted, this one has {found}")
+        return value
+
+    return check
 
 
 def _entries(most: int) -> BeforeValidator:
-    """Return a validator that raises `ValueError` for an object with more entries, before they are validated."""
-
-    def check(value: object) -> object:
-        if isinstance(value, dict) and len(value) > most:
-            raise ValueError(f"an object with at most {most} entries is accepted, this one has {len(value)}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _check_stop(text: str) -> str:
-    if (size := len(text.encode(errors="surrogatepass"))) > MAX_STOP_BYTES:
-        raise ValueError(f"a stop text may have at most {MAX_STOP_BYTES} bytes, this one has {size}")
-    return text
-
-
-def _check_template_size(given: dict[str, object]) -> dict[str, object]:
-    if (size := len(json.dumps(given))) > MAX_TEMPLATE_KWARGS:
-        raise ValueError(f"chat_template_kwargs may have at most {MAX_TEMPLATE_KWARGS} characters, got {size}")
-    return given
+    """Return a validator of the number of entries of an object, before they are validated."""
+    return BeforeValidator(_at_most(most, "entries", lambda value: len(value) if isinstance(value, dict) else 0))
 
 
 def _kind(value: object) -> str | None:
@@ -88,6 +74,8 @@ def _one_of(words: str, kind: Callable[[object], str | None] = _kind) -> Discrim
     return Discriminator(kind, custom_error_type="kind", custom_error_message=f"must be {words}")
 
 
+_check_stop = _at_most(MAX_STOP_BYTES, "bytes", lambda text: len(text.encode(errors="surrogatepass")))
+_check_template_size = _at_most(MAX_TEMPLATE_KWARGS, "characters", lambda given: len(json.dumps(given)))
 Stop = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_check_stop)]
 Stops = Annotated[
     Annotated[Stop, Tag("a text")] | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS), Tag("a list")],
@@ -111,10 +99,24 @@ class Part(BaseModel):
 
 
 class TextPart(Part):
-    """Part of a message's content. Only text is supported."""
+    """Text in a message's content."""
 
     type: Literal["text"]
     text: Text
+
+
+class ImageURL(Part):
+    """URL of an image; `detail` is not used."""
+
+    url: Text
+    detail: Text | None = None
+
+
+class ImagePart(Part):
+    """Image in a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageURL
 
 
 class Message(Part):
@@ -122,15 +124,20 @@ class Message(Part):
 
     role: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
     content: Annotated[
-        Annotated[Text, Tag("a text")] | Annotated[Items[TextPart], Tag("a list")],
-        _one_of("a text, or a list of parts of the type text"),
+        Annotated[Text, Tag("a text")]
+        | Annotated[Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Tag("a list")],
+        _one_of("a text, or a list of parts of the types text and image_url"),
     ]
-    name: Text | None = None
-    """Of the participant; not used."""
+    name: Text | None = None  # of the participant; not used
 
-    def to_chat(self) -> dict[str, str]:
-        """Return the message as a chat template receives it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def to_chat(self) -> dict[str, Any]:
+        """Return the message as a chat template receives it, with URLs for images."""
+        content: Any = self.content
+        if not isinstance(content, str):
+            texts = [part.text for part in content if isinstance(part, TextPart)]
+            parts = [{"text": x.text} if isinstance(x, TextPart) else {"image": x.image_url.url} for x in content]
+            typed = [{"type": kind, kind: value} for part in parts for kind, value in part.items()]
+            content = "".join(texts) if len(texts) == len(parts) else typed
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
@@ -138,8 +145,7 @@ class StreamOptions(Part):
     """Options of a streamed response."""
 
     include_usage: Flag = False
-    include_obfuscation: Flag | None = None
-    """Not used: the server adds no obfuscation."""
+    include_obfuscation: Flag | None = None  # not used: the server adds no obfuscation
 
 
 class JSONSchema(Part):
@@ -167,16 +173,11 @@ class Hints(Part):
     parent_step_id: Id | None = None
     expected_tool_duration_ms: Annotated[Number, Field(ge=0)] | None = None
 
-    def to_hints(self) -> AgentHints:
-        """Return them as the engine takes them."""
-        return AgentHints(**self.model_dump(include=set(type(self).model_fields), exclude_none=True))
-
 
 class Body(BaseModel):
     """Fields of both kinds of requests."""
 
-    prompt_field: ClassVar[str]
-    """Name of the field that holds the prompts."""
+    prompt_field: ClassVar[str]  # name of the field that holds the prompts
     model_config = ConfigDict(extra="allow")
 
     model: Text
@@ -222,7 +223,10 @@ class Body(BaseModel):
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts: chats, texts or token ids."""
-        raise NotImplementedError
+        given: Any = getattr(self, self.prompt_field)
+        if isinstance(given, str) or isinstance(given[0], int):
+            return [given]
+        return [[message.to_chat() for message in given]] if isinstance(given[0], Message) else list(given)
 
     @property
     def answers(self) -> int:
@@ -230,19 +234,14 @@ class Body(BaseModel):
         return self.n or 1
 
     @property
-    def others(self) -> dict[str, object]:
-        """Fields that the schema does not name."""
-        return self.model_extra or {}
-
-    @property
     def budget(self) -> int | None:
         """Maximum number of new tokens of an answer, if it is given."""
-        return self.max_tokens
+        return getattr(self, "max_completion_tokens", None) or self.max_tokens
 
     @property
     def top_logprobs_wanted(self) -> int | None:
         """Number of alternatives whose log-probabilities are wanted; None: no log-probabilities."""
-        return None
+        return getattr(self, "logprobs", None)
 
 
 class ChatBody(Body):
@@ -253,16 +252,6 @@ class ChatBody(Body):
     max_completion_tokens: Count | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """See `Body.prompts`."""
-        return [[message.to_chat() for message in self.messages]]
-
-    @property
-    def budget(self) -> int | None:
-        """See `Body.budget`."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def top_logprobs_wanted(self) -> int | None:
@@ -284,17 +273,6 @@ class CompletionBody(Body):
         _one_of("a text, token ids, or a list of texts or of lists of token ids, and not empty", _prompt_kind),
     ]
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """See `Body.prompts`."""
-        given: Any = self.prompt
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
-
-    @property
-    def top_logprobs_wanted(self) -> int | None:
-        """See `Body.top_logprobs_wanted`."""
-        return self.logprobs
 
 
 def read_body(kind: type[B], content: bytes) -> B:

@@ -12,10 +12,8 @@ from functools import lru_cache
 
 CPU_SECONDS = 2
 MEMORY_BYTES = 1 << 31
-WALL_SECONDS = 60
-"""Only reached on a machine with much other work."""
-STEPS = 64
-"""Bytes of the answer."""
+WALL_SECONDS = 60  # only reached on a machine with much other work
+STEPS = 64  # bytes of the answer
 OPENING = b'[{"'
 
 

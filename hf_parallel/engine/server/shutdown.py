@@ -12,8 +12,7 @@ from starlette.types import ASGIApp
 
 from hf_parallel.engine import Engine
 
-ANSWER_SECONDS = 10
-"""Time in which clients can read the errors of requests that were cancelled."""
+ANSWER_SECONDS = 10  # time in which clients can read the errors of requests that were cancelled
 
 
 class DrainingServer(uvicorn.Server):

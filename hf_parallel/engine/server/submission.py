@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from hf_parallel.engine import AgentHints, Engine, RequestHandle
+from hf_parallel.engine import AgentHints, Engine
 from hf_parallel.engine.server.errors import APIError
 from hf_parallel.engine.server.grammar import JSONProcessor
+from hf_parallel.engine.server.images import chat_texts, encode_chat
 from hf_parallel.engine.server.limits import Limits
 from hf_parallel.engine.server.schema import Body, Prompt
 from hf_parallel.generation.call import vocabulary_size
@@ -36,16 +37,13 @@ UNSUPPORTED = (
 )
 """Fields of OpenAI that are not supported; values in `NEUTRAL` are accepted."""
 NEUTRAL: tuple[object, ...] = (None, False, "", "none", "auto", [], ["text"])
-GREEDY_BELOW = 1e-5
-"""Temperatures below are 0: logits divided by them are not finite."""
+GREEDY_BELOW = 1e-5  # temperatures below are 0: logits divided by them are not finite
 MAX_TEXT = 4096
 """Characters of a setting that is text or a list of texts: the modes encode and format them for each prompt."""
-MAX_ITEMS = 64
-"""Items of a setting that is a list."""
+MAX_ITEMS = 64  # items of a setting that is a list
 BANNING = ("no_repeat_ngram_size", "min_new_tokens")
 """Settings that may ban every token that continues an answer in JSON."""
-COMMON = ("seed", "cuda_graph")
-"""Settings of all modes that a request cannot give as further fields."""
+COMMON = ("seed", "cuda_graph")  # settings of all modes that a request cannot give as further fields
 
 
 @dataclass
@@ -56,8 +54,7 @@ class Submission:
     config: ParallelConfig
     prompt: Mapping[str, torch.Tensor]
     arguments: dict[str, Any]
-    prompts: int
-    """Copies of the prompt: answers of the mode."""
+    prompts: int  # copies of the prompt: answers of the mode
     stops: list[str] = field(default_factory=list)
     log_probs: TopLogProbs | None = None
     has_mode: bool = False
@@ -89,17 +86,12 @@ class Submission:
             return self.config.rows.name(row)
         return self.config.rows.name(self.config.rows.place(row, self.prompts).index)
 
-    def submit(self, submitter: object, cache_salt: str | None) -> RequestHandle:
-        """Submit it to the engine."""
-        given = {"parallel_config": self.config, "agent_hints": self.hints, **self.arguments}
-        return self.engine.submit(self.prompt, submitter=submitter, cache_salt=cache_salt, **given)
-
 
 class Translator:
     """Translates bodies of requests into submissions, within the limits."""
 
-    def __init__(self, engine: Engine, limits: Limits) -> None:
-        self.engine, self.limits = engine, limits
+    def __init__(self, engine: Engine, limits: Limits, processor: Any = None) -> None:
+        self.engine, self.limits, self.processor = engine, limits, processor
         config = engine.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         if limits.tokens is not None and context and limits.tokens > context:
@@ -124,7 +116,7 @@ class Translator:
         submission = Submission(self.engine, config, encoded, arguments, body.answers, body.stops)
         submission.has_mode = body.generation_mode is not None
         if body.agent_hints is not None:
-            submission.hints = body.agent_hints.to_hints()
+            submission.hints = AgentHints(**body.agent_hints.model_dump(exclude_none=True))
         self._add_processors(submission, body)
         return submission
 
@@ -138,7 +130,7 @@ class Translator:
         refused = (*COMMON, *cls.not_remote())
         allowed = () if name is None else tuple(n for n in cls.fields() if n not in refused)
         given = {}
-        for key, value in body.others.items():
+        for key, value in (body.model_extra or {}).items():
             if key in UNSUPPORTED:
                 if value not in NEUTRAL:
                     raise APIError(400, f"{key} is not supported", key)
@@ -196,9 +188,8 @@ class Translator:
         for token in biases:
             known = token.isdecimal() and len(token) < 10 and int(token) < size and str(int(token)) == token
             if not known:
-                raise APIError(
-                    400, f"logit_bias must map token ids below {size} to numbers, got {token!r}", "logit_bias"
-                )
+                message = f"logit_bias must map token ids below {size} to numbers, got {token!r}"
+                raise APIError(400, message, "logit_bias")
         return [[[int(token)], float(bias)] for token, bias in biases.items()]
 
     def _encode(self, body: Body, prompt: Prompt, config: ParallelConfig, name: str) -> Mapping[str, torch.Tensor]:
@@ -215,16 +206,19 @@ class Translator:
         if isinstance(prompt, list):
             if len(prompt) > self.max_tokens:
                 raise self._too_long(name, f"{self.max_tokens} messages", len(prompt))
-            self._check_length(name, sum(len(message["content"]) for message in prompt))
-            for message in prompt:
-                check_text(name, message["content"])
+            self._check_length(name, sum(map(len, chat_texts(prompt))))
+            for text in chat_texts(prompt):
+                check_text(name, text)
+            if self.processor is not None:
+                return encode_chat(self.processor, config, prompt, template, self.limits)
+            if not all(isinstance(message["content"], str) for message in prompt):
+                message = f"{name} hold images, but the model, or the processor in its folder, reads text only"
+                raise APIError(400, message, name)
             return encode_task(config, prompt, tokenizer, template)
         self._check_length(name, len(prompt))
         check_text(name, prompt)
         if config.prompt.rules() is not None:
-            self._check_length(
-                name, len(config.prompt.task_text(prompt))
-            )  # a template, which may hold it several times
+            self._check_length(name, len(config.prompt.task_text(prompt)))  # a template may hold it several times
             return encode_task(config, prompt, tokenizer, template)
         check_unused_template_kwargs(template, NOT_RENDERED)
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
@@ -248,18 +242,14 @@ class Translator:
             default = self.engine.model.generation_config.max_new_tokens or self.limits.default_tokens
             wanted = min(default, max(left, 1))
         if wanted > left:
-            raise APIError(
-                400,
-                f"the context length is {self.max_tokens} tokens, but {begin} of {name} and {wanted} new tokens were "
-                "requested",
-                name if begin >= self.max_tokens else "max_tokens",
-                "context_length_exceeded",
-            )
+            cause = name if begin >= self.max_tokens else "max_tokens"
+            message = f"but {begin} of {name} and {wanted} new tokens were requested"
+            message = f"the context length is {self.max_tokens} tokens, {message}"
+            raise APIError(400, message, cause, "context_length_exceeded")
         least, size = body.min_new_tokens or 0, vocabulary_size(self.engine.model)
         if least > wanted:
-            raise APIError(
-                400, f"min_new_tokens must be at most the {wanted} new tokens, got {least}", "min_new_tokens"
-            )
+            message = f"min_new_tokens must be at most the {wanted} new tokens, got {least}"
+            raise APIError(400, message, "min_new_tokens")
         if body.no_repeat_ngram_size == 1 and begin + wanted > size:
             message = f"no_repeat_ngram_size=1 needs a vocabulary of {begin + wanted} tokens, this one has {size}"
             raise APIError(400, message, "no_repeat_ngram_size")
@@ -294,10 +284,9 @@ class Translator:
         model, tokenizer = self.engine.model, self.engine.tokenizer
         ends = model.generation_config.eos_token_id
         ends = [tokenizer.eos_token_id] if ends is None else ends
+        ends = ends if isinstance(ends, list) else [ends]
         try:
-            return JSONProcessor(
-                schema, tokenizer, vocabulary_size(model), ends if isinstance(ends, list) else [ends], begin
-            )
+            return JSONProcessor(schema, tokenizer, vocabulary_size(model), ends, begin)
         except ImportError as error:
             message = "response_format needs llguidance, which the server has not installed"
             raise APIError(400, message, "response_format") from error

@@ -121,7 +121,9 @@ def test_any_value_of_a_field_is_answered_or_is_an_error_that_names_the_field(
 FIELDS: list[dict[str, Any]] = [
     {"messages": []},
     {"messages": [{"role": "user"}]},
-    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;"}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
     {"messages": [{"role": "nobody", "content": "Hello"}]},
     {"model": "../../etc/passwd"},
     *({"n": value} for value in (0, 65, 10**40)),
