@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from hf_parallel.cache.images import FIRST_ID
 from hf_parallel.cache.logits_trie import CachedLogits, TrieNode
 from hf_parallel.files import MAX_NUMBER
 
@@ -83,7 +84,8 @@ def check_arrays(arrays: dict[str, torch.Tensor], top_k: int | None) -> None:
     _require("dtypes", rest.is_floating_point(), values.is_floating_point())
     _require("lengths", *(arrays[name].shape == (count,) for name in ("parents", "used", "places")))
     # Keys of Hogwild! states are negative, see `RowGroup.advance`.
-    _require("tokens", (arrays["tokens"] < vocabulary).all(), (arrays["used"] >= 0).all())
+    known = (arrays["tokens"] < vocabulary) | (arrays["tokens"] >= FIRST_ID)
+    _require("tokens", known.all(), (arrays["used"] >= 0).all())
     _require("times of use", (arrays["used"] <= MAX_NUMBER).all())
     _require("parents", (parents >= 0).all(), (parents <= torch.arange(count)).all())
     _require("nodes", len(set(zip(parents.tolist(), arrays["tokens"].tolist(), strict=True))) == count)

@@ -191,7 +191,7 @@ class Pool:
             raise ValueError(f"length must be between 0 and the block's {block.length}, got {length}")
         if length < block.length:
             self.touch()
-            block.length = length
+            block.length, block.shift = length, 0
             block.state_at = -1
 
     def split(self, block: Block, at: int) -> Block:
@@ -245,7 +245,7 @@ class Pool:
         self.check_owned(block)
         length = sum(stop - start for start, stop in kept)
         copy = self.new_block(length + extra_capacity, block.base)
-        copy.gap = block.gap
+        copy.gap, copy.shift = block.gap, block.shift if kept and kept[-1][1] == block.length else 0
         try:
             self.reserve([(copy, length)])  # blocks of a child begin without memory
             for start, stop in kept:

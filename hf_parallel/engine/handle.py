@@ -260,6 +260,7 @@ class RequestHandle:
         """End the request with its output or an error."""
         self.times.ended = time.perf_counter()
         self._output, self._error, self.done = output, error, True
+        self._on_cancel = lambda: None  # it holds the request, and the features of its images
         self.notify()
 
 

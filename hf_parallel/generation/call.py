@@ -85,7 +85,8 @@ class GenerationCall:
     @property
     def placeholder(self) -> int:
         """Token id of image tokens; -1 if the model has none."""
-        return getattr(self.model.config, "image_token_id", None) or -1
+        found = getattr(self.model.config, "image_token_id", None)
+        return -1 if found is None else found
 
     def token_ids(self, tokens: np.ndarray) -> np.ndarray:
         """Return tokens with the placeholder's id in place of those of image tokens."""
@@ -165,7 +166,8 @@ def make_call(
     check_model_inputs(record.config.title, model_kwargs)
     if positions is not None and positions.ndim == 3:
         positions = positions[0] if len(positions) == 4 else None  # the others follow from the images
-    prompts, gaps = _unpad(prompt_ids, mask, positions)
+    texts, gaps = _unpad(input_ids, mask, positions)
+    prompts = texts if prompt_ids is input_ids else _unpad(prompt_ids, mask, None)[0]
     if capabilities.mixers and any(gaps):
         row = next(row for row, gap in enumerate(gaps) if gap)
         raise ValueError(
@@ -173,17 +175,14 @@ def make_call(
             f"the state of {capabilities.mixers[0].name}: remove these tokens from the prompt"
         )
     vocabulary = vocabulary_size(model)
-    for row, prompt in enumerate(prompts):
-        text = prompt[prompt < FIRST_ID]
-        if len(text) and (text.min() < 0 or text.max() >= vocabulary):
-            token = int(text.min() if text.min() < 0 else text.max())
-            raise ValueError(f"input_ids of row {row} hold {token}, outside the vocabulary of {vocabulary}")
+    for row, text in enumerate(texts):
+        unknown = text[((text < 0) | (text >= vocabulary)) & (prompts[row] == text)]
+        if len(unknown):
+            raise ValueError(f"input_ids of row {row} hold {unknown[0]}, outside the vocabulary of {vocabulary}")
     new_tokens = int(prepared["generation_config"].max_length) - input_ids.shape[1]
     longest = max(len(prompt) for prompt in prompts) + new_tokens
     capabilities.check_length(model, longest)
-    placeholder = getattr(model.config, "image_token_id", 0)
-    record.prompts = [np.where(prompt < FIRST_ID, prompt, placeholder) for prompt in prompts]
-    record.has_images = bool(prepared["images"])
+    record.prompts, record.has_images = texts, bool(prepared["images"])
     record.begin, record.has_gaps = input_ids.shape[1], capabilities.has_window and any(gaps)
     is_usable = isinstance(cache, BlockCache) and not has_dropout(model, "past_key_values")
     prepared["past_key_values"] = cache if is_usable else None  # else an empty DynamicCache

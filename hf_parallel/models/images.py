@@ -66,7 +66,7 @@ def read_images(
         row, column = rows[places], columns[places]
         if len(row) == image.num_tokens and row[0] == row[-1]:
             if positions is not None and positions.ndim == 3 and image.corrections is None:
-                image = _placed(image, positions[-3:, row[0]].cpu()[:, column])
+                image = _placed(model, image, positions[-3:, row[0]].cpu()[:, column])
             known.add([image])
             ids[row, column] = image.ids
         taken += image.num_tokens
@@ -132,7 +132,9 @@ def _compute(model: Any, inputs: Mapping[str, torch.Tensor], sees_all: bool) -> 
         raise ValueError(f"an image may have at most {MAX_TOKENS} tokens, got {len(features[0])}")
     window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
     if sees_all and window and len(features[0]) > window:
-        raise UnsupportedModelError(f"has a sliding window of {window}, less than the {len(features[0])} image tokens")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has a sliding window of {window}, less than the {len(features[0])} image tokens"
+        )
     return Image(_key(inputs), features, (type(output), not isinstance(pooled, torch.Tensor)), sees_all=sees_all)
 
 
@@ -142,10 +144,10 @@ def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     return joined.flatten(0, -2)
 
 
-def _placed(image: Image, positions: torch.Tensor) -> Image:
+def _placed(model: PreTrainedModel, image: Image, positions: torch.Tensor) -> Image:
     """Return an image with its positions, int64 `[3, tokens]` in a prompt."""
     corrections = positions - positions[:, :1] - torch.arange(image.num_tokens)
     if (positions[:, 0] != positions[0, 0]).any():
-        raise UnsupportedModelError("gives the first token of an image different positions on its axes")
+        raise UnsupportedModelError(f"{type(model).__name__} begins an image at different positions on its axes")
     shift = int(positions.max() - positions[0, 0]) + 1 - image.num_tokens
     return dataclasses.replace(image, corrections=corrections, shift=shift)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from workers import SETTINGS, WORDY, Recording, check_against
 
 import hf_parallel
-from hf_parallel import SharedPrefixCache
+from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.engine import Engine
 
 ROWS = [[1], [2], [1], [3, 1], []]
@@ -113,6 +114,22 @@ def test_kept_caches_tell_images_apart() -> None:
     assert found.stats.prefilled_tokens <= 1 < found.stats.cached_tokens
 
 
+def test_cached_logits_after_images_are_saved_but_never_drafted(tmp_path: Path) -> None:
+    model, text, image = model_of("qwen3_vl"), prompts("qwen3_vl", [[]]), prompts("qwen3_vl", [[1]])
+    expected = alone("qwen3_vl", [])
+    start = torch.cat((text["input_ids"], expected[None, :4]), dim=1)
+    longer = {name: torch.cat((torch.ones_like(start), image[name]), dim=1) for name in ("attention_mask",)}
+    longer["input_ids"] = torch.cat((start, image["input_ids"]), dim=1)
+    longer["mm_token_type_ids"] = (longer["input_ids"] == IMAGE).long()
+    cache, path = LogitsCache(), tmp_path / "logits"
+    model.generate(**{**image, **longer}, **GREEDY, generation_mode="resample", logits_cache=cache)
+    cache.save(path)
+    for held in (cache, LogitsCache.load(path)):
+        settings = {"generation_mode": "shared_prefix", "logits_cache": held, "draft_tokens": 8}
+        found = model.generate(**text, **GREEDY, **settings)
+        assert torch.equal(found[0, -6:], expected)
+
+
 class ImageOracle(DenseOracle):
     """Dense oracle for one prompt with images, whose features are those that the recorded passes have received."""
 
@@ -171,6 +188,8 @@ def test_invalid_images_raise() -> None:
         (inputs | {"pixel_values": inputs["pixel_values"][1:]}, "patches"),
         (inputs | {"pixel_values": [1.0]}, "pixel_values"),
         (text | {"image_grid_thw": inputs["image_grid_thw"]}, "pixel_values"),
+        (inputs | {"input_ids": text["input_ids"].index_fill(1, torch.tensor([0]), 2**62 + 1)}, "vocabulary"),
+        (inputs | {"levels": ([1, 2],), "input_ids": None, "attention_mask": None}, "pixel_values"),
         (inputs | {"pixel_values_videos": inputs["pixel_values"]}, "pixel_values_videos"),
     ):
         with pytest.raises((ValueError, TypeError), match=says):

@@ -84,7 +84,7 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
         """Replace `levels` by left-padded `input_ids`."""
         if self.levels is None:
             return
-        for name in ("inputs", "input_ids", "attention_mask", "position_ids"):
+        for name in ("inputs", "input_ids", "attention_mask", "position_ids", "pixel_values"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"give either {name} or levels, not both: levels hold all tokens of every row")
         if kwargs.get("num_return_sequences", 1) not in (None, 1):

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hf_parallel.cache.images import FIRST_ID
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.generation.replay.distributions import DistributionCache
@@ -166,7 +167,7 @@ class NgramDrafter:
         proposals: list[_Proposal] = []
         match, ngram = self._look_up(tokens, predict)
         while match is not None and len(proposals) < capacity and probability >= MIN_PROBABILITY:
-            children = {child.token: child for child in self.cache.children(match) if child.token >= 0}
+            children = {child.token: child for child in self.cache.children(match) if _is_text(child.token)}
             sampled = predict(row, match, len(proposals)) if predict is not None else None
             proposal = self._choose(ngram, children, sampled)
             if proposal is None:  # another thread has evicted the children
@@ -241,8 +242,12 @@ class DraftSampler:
         return ids, probs
 
 
+def _is_text(token: int) -> bool:
+    return 0 <= token < FIRST_ID  # neither a state of Hogwild! nor a token of an image
+
+
 def _has_proposal(node: TrieNode, predict: PredictToken | None) -> bool:
-    return bool(node.children) or (predict is not None and node.logits is not None)
+    return any(map(_is_text, node.children)) or (predict is not None and node.logits is not None)
 
 
 def _best_length(rates: Sequence[float], num_rows: int, linear_backend: str, state_cost: float) -> int:
