@@ -226,10 +226,7 @@ def with_gaps(prompt: np.ndarray, gaps: Mapping[int, int]) -> list[int]:
 def _unpad(
     input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
 ) -> tuple[list[np.ndarray], list[dict[int, int]]]:
-    """Return the rows without masked tokens, and the number of masked ones before a token, by its index, but the first.
-
-    Raise `ValueError` for empty rows, right padding or other positions.
-    """
+    """Return the rows without masked tokens, and the number of masked ones before a token that is not the first."""
     ids = input_ids.cpu().numpy()
     keep = np.ones(ids.shape, dtype=bool) if mask is None else mask.cpu().numpy().astype(bool)
     for row in range(len(ids)):

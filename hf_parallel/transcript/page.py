@@ -107,12 +107,9 @@ def _render(run: JSONObject) -> str:
 
 
 def _speed(run: JSONObject) -> dict[str, float | None]:
-    """Return the numbers of generated tokens and of decode passes, and what they are compared with.
+    """Return the numbers of generated tokens and of decode passes, and those of sequential decoding (`alone`, `ratio`).
 
-    If rows are parts of an answer, `alone` are the passes of sequential decoding, in which every prompt gets one token
-    per pass, and `ratio` is their number per pass of this run. Rows that are whole answers are no faster together than
-    one by one: `rows` is their number. Without stats, the tokens are counted. Steps in
-    which all rows were replayed ran no pass.
+    Rows that are whole answers are no faster together than one by one: `rows` is their number.
     """
     cards = [card for section in run["sections"] for card in section["cards"]]
     generated = [piece for card in cards for piece in card["pieces"] if piece[2] != GIVEN]
