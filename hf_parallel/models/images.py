@@ -58,10 +58,9 @@ def read_images(
     """
     ids = input_ids.cpu().numpy().copy()
     rows, columns = np.nonzero(ids == model.config.image_token_id)  # row by row
-    images = []
-    taken = 0
+    taken, images = 0, list[Image]()
     for own in _split(inputs):
-        image = known.get(_key(own)) or _compute(model, own, sees_all)
+        image = known.get(key := _key(own)) or _compute(model, key, own, sees_all)
         places = slice(taken, taken + image.num_tokens)
         row, column = rows[places], columns[places]
         if len(row) == image.num_tokens and row[0] == row[-1]:
@@ -101,8 +100,7 @@ def _split(inputs: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
     if patches is not None:  # of all images in one sequence, with a grid `[images, 3]`
         if sum(patches) != len(pixels):
             raise ValueError(f"pixel_values have {len(pixels)} patches, but the grids of the images {patches}")
-        split = pixels.split(patches)
-        for i, own in enumerate(split):
+        for i, own in enumerate(pixels.split(patches)):
             yield {name: own if value is pixels else value[i : i + 1] for name, value in inputs.items()}
     elif pixels.ndim == 5 and "image_sizes" not in inputs:  # `[prompts, images, ...]`, padded with images of zeros
         for row, column in pixels.flatten(2).any(-1).nonzero().tolist():
@@ -122,7 +120,7 @@ def _key(inputs: Mapping[str, torch.Tensor]) -> int:
     return int.from_bytes(digest.digest()[:8], "big") >> (64 - KEY_BITS)
 
 
-def _compute(model: Any, inputs: Mapping[str, torch.Tensor], sees_all: bool) -> Image:
+def _compute(model: Any, key: int, inputs: Mapping[str, torch.Tensor], sees_all: bool) -> Image:
     """Run the vision tower on one image."""
     device = execution_device(model)
     output = model.get_image_features(**{name: x.to(device) for name, x in inputs.items()}, return_dict=True)
@@ -135,7 +133,7 @@ def _compute(model: Any, inputs: Mapping[str, torch.Tensor], sees_all: bool) -> 
         raise UnsupportedModelError(
             f"{type(model).__name__} has a sliding window of {window}, less than the {len(features[0])} image tokens"
         )
-    return Image(_key(inputs), features, (type(output), not isinstance(pooled, torch.Tensor)), sees_all=sees_all)
+    return Image(key, features, (type(output), not isinstance(pooled, torch.Tensor)), sees_all=sees_all)
 
 
 def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
