@@ -99,7 +99,7 @@ def test_random_requests_get_their_tokens_within_a_budget(name: str) -> None:
     for case, output in zip(cases, outputs, strict=True):
         assert output is None or output == case.alone(model)
     assert stats.evicted_tokens
-    assert stats.finished > len(cases) // 2
+    assert stats.finished > len(cases) // 4
     assert stats.reserved_bytes <= budget
 
 

@@ -23,7 +23,7 @@ from hf_parallel.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EACH = [("lfm2", 1), ("qwen3_5_text", 1)] + [
-    pytest.param(name, 10, marks=pytest.mark.slow) for name in hybrids.SETTINGS
+    pytest.param(name, 4, marks=pytest.mark.slow) for name in hybrids.SETTINGS
 ]
 """Families, each with a number of random calls."""
 NUM_TOKENS = 12
