@@ -22,9 +22,7 @@ from hf_parallel import LogitsCache, SharedPrefixCache, UnsupportedModelError
 from hf_parallel.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-EACH = [("lfm2", 1), ("qwen3_5_text", 1)] + [
-    pytest.param(name, 4, marks=pytest.mark.slow) for name in hybrids.SETTINGS
-]
+EACH = [("lfm2", 1), ("qwen3_5_text", 1)] + [pytest.param(name, 4, marks=pytest.mark.slow) for name in hybrids.SETTINGS]
 """Families, each with a number of random calls."""
 NUM_TOKENS = 12
 NEVER = 10_000  # a token that no model generates
