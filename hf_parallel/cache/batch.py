@@ -84,7 +84,7 @@ def find_images(
     segment: Segment, tokens: Sequence[int], table: ImageTable, placeholder: int
 ) -> tuple[Segment, Sequence[int]]:
     """Return a segment with its image tokens, and its tokens with a placeholder for each of them."""
-    if not len(table) or max(tokens) < FIRST_ID:
+    if max(tokens) < FIRST_ID:
         return segment, tokens
     found = replace(segment, images=tuple(table.runs(tokens)))
     return found, [token if token < FIRST_ID else placeholder for token in tokens]

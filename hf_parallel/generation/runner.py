@@ -143,11 +143,11 @@ class Runner:
         """Return the segments of passes, and their tokens on the device."""
         tokens: list[int] = []
         segments: list[list[Segment]] = []
-        table = self.cache.pool.images
+        if len(table := self.cache.pool.images):
+            passes = [[find_images(*one, table, self.placeholder) for one in inputs] for inputs in passes]
         for inputs in passes:
             segments.append([])
             for segment, own in inputs:
-                segment, own = find_images(segment, own, table, self.placeholder)
                 segments[-1].append(segment)
                 tokens += own
         if tokens == self.sampled[0]:
