@@ -171,7 +171,10 @@ def test_requests_of_an_engine_share_images() -> None:
         model, rows = model_of(name), [[1], [2], [1, 3], [1], [], [3, 1]] * 2
         expected = [alone(name, row) for row in rows]
         with Calls(vision_tower(model)) as calls, Engine(model, max_kv_bytes=64 * 768) as engine:
-            handles = [engine.submit(prompts(name, [row]), "shared_prefix", **GREEDY) for row in rows]
+            handles, images = [], []
+            for row in rows:
+                handles.append(engine.submit(prompts(name, [row]), "shared_prefix", **GREEDY))
+                images += model._parallel.images.values()  # type: ignore[union-attr]  # as if requests were long
             found = [handle.result().sequences[0, -6:] for handle in handles]
             assert engine.stats.preemptions or engine.stats.evicted_tokens
         assert all(map(torch.equal, found, expected))
