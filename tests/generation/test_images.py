@@ -178,7 +178,7 @@ def test_requests_of_an_engine_share_images() -> None:
             found = [handle.result().sequences[0, -6:] for handle in handles]
             assert engine.stats.preemptions or engine.stats.evicted_tokens
         assert all(map(torch.equal, found, expected))
-        assert calls.count == 3
+        assert calls.count <= 3  # less if an earlier call is still in memory
 
 
 def test_invalid_images_raise() -> None:
