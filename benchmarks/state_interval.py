@@ -33,7 +33,7 @@ def sizes() -> tuple[int, int]:
 
 
 def prompts(kind: str, count: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield the prompts of conversations of which some turns edit the text before, or of one file that is edited."""
+    """Yield the prompts of conversations, some of whose turns edit earlier text, or of one edited file."""
     shared = rng.integers(0, 10**6, 2000)
     text = shared if kind == "chat" else np.concatenate([shared, rng.integers(0, 10**6, 14000)])
     for index in range(count):

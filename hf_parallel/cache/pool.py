@@ -336,7 +336,7 @@ class Pool:
     def pack(self, wanted: Wanted) -> bool:
         """Remove all holes and unused capacity, and reserve the wanted lengths; return whether they fit.
 
-        What remains of the budget is divided between states on the one hand, and keys and values on the other.
+        Divides the rest of the budget between states, and keys and values.
         """
         lengths, budget = dict(wanted), self.budget
         held = sorted((b for b in self.blocks if b.length), key=lambda b: (b.extent.origin, b.first))

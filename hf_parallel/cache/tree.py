@@ -221,8 +221,8 @@ class PrefixTree:
         for node in nodes:
             if node.block is None:
                 capacity = len(node.tokens) if owner is None else 0
-                base = node.next_position - len(node.tokens) - node.shift
-                node.block = self.pool.new_blocks(1, capacity, base)[0]
+                assert node.parent is not None, "the root has no tokens"
+                node.block = self.pool.new_block(capacity, node.parent.next_position)
                 node.block.gap, node.block.shift = node.gap, node.shift
         return nodes
 
