@@ -84,7 +84,7 @@ class DenseRows:
         for index, view in enumerate(views):
             if chosen[index] in chosen[:index]:
                 own = view[-1]
-                views[index] = [*view[:-1], self.pool.copy(own, [(0, own.length)], own.free_slots)]
+                views[index] = [*view[:-1], self.pool.copy(own, own.free_slots)]
         self.views = views
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -237,24 +237,18 @@ class Pool:
         self._log_copy(block, at, block.length, tail, 0)
         return tail
 
-    def copy(self, block: Block, kept: Sequence[tuple[int, int]], extra_capacity: int = 0) -> Block:
-        """Copy the tokens `start <= j < stop` of each `(start, stop)` into a new block, rotated to their positions.
-
-        It has capacity for `extra_capacity` more.
-        """
+    def copy(self, block: Block, extra_capacity: int = 0) -> Block:
+        """Copy a block into a new one, which has capacity for `extra_capacity` more tokens."""
         self.check_owned(block)
-        length = sum(stop - start for start, stop in kept)
+        length = block.length
         copy = self.new_block(length + extra_capacity, block.base)
-        copy.gap, copy.shift = block.gap, block.shift if kept and kept[-1][1] == block.length else 0
+        copy.gap, copy.shift = block.gap, block.shift
         try:
             self.reserve([(copy, length)])  # blocks of a child begin without memory
-            for start, stop in kept:
-                source = block.extent.range(block.first + start, stop - start)
-                target = copy.extent.range(copy.length, stop - start)
-                self.arena.copy(source, target, copy.length - start, self.rotary)
-                self._log_copy(block, start, stop, copy, copy.length)
-                copy.length += stop - start
-            if list(kept) == [(0, block.length)] and block.has_state:
+            self.arena.copy(block.tokens, copy.extent.range(0, length), 0, self.rotary)
+            self._log_copy(block, 0, length, copy, 0)
+            copy.length = length
+            if block.has_state:
                 (copy.state,), copy.state_at = self.states.allocate(1), length
                 self.states.copy(block.state, copy.state)
         except BaseException:

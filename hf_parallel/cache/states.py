@@ -93,7 +93,7 @@ class StateArena:
             self.storage[key] = new
 
     def compact(self, used: Sequence[int]) -> dict[int, int]:
-        """Move the states in slots `used` to the first slots. Return the new slot of each that moved, by the old one."""
+        """Move the states in slots `used` to the first slots. Return the new slot of each that moved, by the old."""
         holes = sorted(set(range(len(used))) - set(used))
         moved = dict(zip([slot for slot in used if slot >= len(used)], holes, strict=True))
         for held in self.storage.values() if moved else ():

@@ -47,7 +47,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=blocks, block=blocks, extra=st.integers(0, 5))
     def fork(self, block: Block, extra: int) -> Block:
-        made = self.cache.pool.copy(block, [(0, block.length)], extra)
+        made = self.cache.pool.copy(block, extra)
         assert made.free_slots >= extra
         self.tokens[made] = list(self.tokens[block])
         return made
@@ -227,7 +227,7 @@ def test_blocks_of_another_cache_raise() -> None:
                 cache.prepare([Segment(view, 1)])
         for act in (
             cache.pool.free,
-            lambda block: cache.pool.copy(block, [(0, 1)]),
+            lambda block: cache.pool.copy(block),
             lambda block: cache.pool.move(block, own),
             lambda block: cache.pool.move(own, block),
         ):

@@ -102,7 +102,7 @@ def test_growth_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.Monk
     append(cache, ([one], [1, 2, 3, 4]), ([other], [5, 6, 7]))
     with monkeypatch.context() as patch:
         limit_memory(patch, 20)
-        for attempt in (lambda: append(cache, ([one], [8] * 30)), lambda: cache.pool.copy(one, [(0, one.length)], 30)):
+        for attempt in (lambda: append(cache, ([one], [8] * 30)), lambda: cache.pool.copy(one, 30)):
             with pytest.raises(torch.OutOfMemoryError):
                 attempt()
             assert_holds(cache, one, [1, 2, 3, 4])
