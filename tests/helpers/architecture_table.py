@@ -104,6 +104,8 @@ def stock_error(name: str) -> str:
         model = tiny.build(name)
         if not model.config.is_encoder_decoder:
             model.generate(tiny.make_prompts([5])[0][None], max_new_tokens=2, do_sample=False)
+    except ImportError as error:  # which library is named depends on the others that are installed
+        return f"needs a library: {str(error).split()[0]}"
     except Exception as error:
         lines = " ".join(str(error).split())
         return f"{type(error).__name__}: {lines[:150]}{'...' if len(lines) > 150 else ''}".replace("|", "/")
