@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from hf_parallel.cli.measure import long_prompt
 from hf_parallel.engine import Engine
 
 from .continuous_batching import generate_batch
+from .measure import long_prompt
 from .report import Log, Table, about, compare, finish, new_parser, new_path, set_up
 from .rounds import timed
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hf_parallel import HogwildOutput
-from hf_parallel.cli.measure import StepClock, long_prompt
 
+from .measure import StepClock, long_prompt
 from .report import Log, Table, about, compare, finish, new_parser, new_path, number, set_up
 from .rounds import PrefilledCache, run_rounds, step_ratio
 

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from hf_parallel.cache import BlockCache, Segment
-from hf_parallel.cli.measure import long_prompt
 from hf_parallel.kernels import native
 from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.linear import LINEAR_VARIABLE, linear_layers
 
+from .measure import long_prompt
 from .report import Table, about, finish, new_parser, new_path, set_up
 
 PROMPT = 128

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from hf_parallel import PDOSConfig, pdos_prompt
-from hf_parallel.cli.measure import StepClock, dense_bytes
 from hf_parallel.evaluation import GENERATED, ArithmeticProblem, PlanningProblem, RetrievalProblem
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.modes.pdos.token_text import encode_exactly, get_vocabulary
 
+from .measure import StepClock, dense_bytes
 from .report import Table, about, compare, finish, new_parser, new_path, set_up
 
 Problem = RetrievalProblem | ArithmeticProblem | PlanningProblem

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from hf_parallel.cli.measure import StepClock
-
+from .measure import StepClock
 from .report import Log
 
 Way = Callable[[StepClock], object]

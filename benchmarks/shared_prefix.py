@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import hf_parallel
-from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
 
 from .continuous_batching import generate_batch
+from .measure import StepClock, dense_bytes, long_prompt
 from .report import Log, Table, about, compare, finish, new_parser, new_path, number, set_up
 from .rounds import PrefilledCache, Times, prefill_ratio, run_rounds, step_ratio
 

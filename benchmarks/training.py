@@ -26,13 +26,13 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 import hf_parallel
-from hf_parallel.cli.measure import long_prompt
 from hf_parallel.models.loading import load_model
 from hf_parallel.training import ParallelExample, SharedPrefixGRPOTrainer
 from hf_parallel.training.states import states_branched
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
 from .continuous_batching import generate_batch
+from .measure import long_prompt
 from .report import Log, Table, about, compare, finish, new_parser, new_path, set_up
 from .rounds import timed
 

@@ -273,8 +273,7 @@ def _example(name: str, config: ParallelConfig, model: Any, tokenizer: Any) -> s
     if config.prompt.rules() is not None:
         settings = [f"{setting}={value!r}" for setting, value in config.stored().items()]
         inputs = f"hf_parallel.build_prompt({', '.join([json.dumps(config.mode), task, 'tokenizer', *settings])})"
-    arguments = [] if config.prompt.replaces_input_ids else ["**inputs"]
-    arguments += ["max_new_tokens=64", "tokenizer=tokenizer"]
+    arguments = ["**inputs", "max_new_tokens=64", "tokenizer=tokenizer"]
     arguments += [f"{argument}={code}" for argument, code in config.traits.example_arguments.items()]
     if model is None:
         arguments += [f"custom_generate={json.dumps(name)}", "trust_remote_code=True"]

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
-from hf_parallel.cli.measure import StepClock
-
+from ..measure import StepClock
 from .cases import OUT_OF_MEMORY, fits
 from .models import PAD, attention_skipped, draw_prompt, hogwild_settings, kv_bytes_per_token
 from .timing import Deadline, OutOfTimeError, PeakMemory

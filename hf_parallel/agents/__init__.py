@@ -11,7 +11,7 @@ from hf_parallel.agents.errors import (
     ReplayError,
     ToolError,
 )
-from hf_parallel.agents.models import Completion, Model, ScriptedModel
+from hf_parallel.agents.models import Completion, Model
 from hf_parallel.agents.run import AgentStats
 from hf_parallel.agents.runtime import AgentResult, Runtime
 from hf_parallel.agents.simulation import CacheResult, Trace, TraceRequest, simulate
@@ -29,7 +29,6 @@ from hf_parallel.agents.supervisors import (
     TreeOfThoughts,
 )
 from hf_parallel.agents.trace import Event, RunTrace
-from hf_parallel.agents.values import scored_by
 from hf_parallel.engine.policies import ContributionPolicy, LeastRecentlyUsed, StepsToExecution
 
 __all__ = [
@@ -56,7 +55,6 @@ __all__ = [
     "ReplayError",
     "RunTrace",
     "Runtime",
-    "ScriptedModel",
     "SelfConsistency",
     "SelfRefine",
     "Single",
@@ -74,7 +72,6 @@ __all__ = [
     "now",
     "resume",
     "rng",
-    "scored_by",
     "simulate",
     "spawn",
     "tool",

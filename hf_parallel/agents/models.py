@@ -1,11 +1,10 @@
-"""Models that generate completions for agents: an engine, or a script for tests."""
+"""Models that generate completions for agents: an engine, or any object with the methods of `Model`."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from hf_parallel.agents.state import joined_contents
@@ -16,7 +15,6 @@ from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.policies import ContributionPolicy
 from hf_parallel.engine.policies.scores import Contribution
 from hf_parallel.generation.prompts import Message
-from hf_parallel.generation.rng import mix
 
 Settings: TypeAlias = Mapping[str, Any]
 """Keyword arguments of `Engine.submit`."""
@@ -109,34 +107,3 @@ class EngineModel:
                 return self.engine.submit(prompt, agent_hints=hints, **settings)
             except QueueFullError:  # the engine has other callers
                 await asyncio.sleep(RETRY_SECONDS)
-
-
-Script = Callable[[Sequence[Message], Settings, int], "str | Awaitable[str]"]
-"""(messages, settings, seed) -> text, called once per `num_return_sequences`."""
-
-
-@dataclass
-class ScriptedModel:
-    """A function in place of a model, for tests of agents. Each word counts as a token."""
-
-    script: Script
-    calls: list[Sequence[Message]] = field(default_factory=list)
-    """Conversations of the requests so far."""
-
-    @property
-    def passes(self) -> int:
-        """Number of requests."""
-        return len(self.calls)
-
-    async def generate(
-        self, messages: Sequence[Message], settings: Settings, seed: int, hints: AgentHints
-    ) -> Completion:
-        """See `Model.generate`."""
-        self.calls.append(messages)
-        own = dict(settings)
-        count = own.pop("num_return_sequences", None) or 1
-        seeds = [seed] if count == 1 else [mix(seed, index) for index in range(count)]
-        answers = [self.script(messages, own, one) for one in seeds]
-        texts = [await answer if inspect.isawaitable(answer) else answer for answer in answers]
-        prompt = sum(len(str(message["content"]).split()) for message in messages)
-        return Completion(tuple(texts), sum(len(text.split()) for text in texts), prompt)

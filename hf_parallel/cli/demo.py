@@ -6,18 +6,15 @@ All statements about speed and equality of tokens are measured while the demo ru
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import time
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
-from rich.table import Column, Table
 from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.cli.live import LiveView, make_console
-from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
 from hf_parallel.cli.settings import add_template_option
 from hf_parallel.detokenizer import decode
 from hf_parallel.generation import build_prompt, enable
@@ -26,20 +23,21 @@ from hf_parallel.generation.presets import SAMPLING
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import load_model
-from hf_parallel.models.signature import CACHE
 
 TASK = "Plan a picnic in the park for ten people."
+REMARK = "Our guest liked the garden, the quiet rooms, the breakfast and the view of the lake. "
 SHOWN = 4  # sampled completions that are printed
+NEXT_STEPS = f"""    import hf_parallel
+    hf_parallel.enable(model)       # any RoPE decoder of transformers
+    model.generate(**inputs, generation_mode="{SharedPrefixConfig.mode}",
+                   num_return_sequences=16, do_sample=True)
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Forward passes of the workers, tokens of the prompt, number of completions, and tokens of each."""
-
-    passes: int = 128
-    prompt: int = 1024
-    rows: int = 16
-    new_tokens: int = 24
+README.md            all modes and their settings
+make bench ARGS={SharedPrefixConfig.mode}    the same comparison in full, with continuous batching
+make demo ARGS='--task "Write a song about the sea."'
+make demo ARGS="--model Qwen/Qwen3-0.6B"
+.venv/bin/hf-parallel generate --mode {HogwildConfig.mode} --format live "Plan a day in Rome."
+"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,25 +58,23 @@ def demo(options: argparse.Namespace) -> int:
     if not options.task.strip():
         raise ValueError("--task must not be empty")
     console = make_console()
-    sizes = Sizes(passes=24, prompt=96, rows=4, new_tokens=6) if options.quick else Sizes()
     with console.status(f"Loading {options.model or MODEL_NAME} ..."):
         model, tokenizer = load_model(options.model)
         enable(model)
     try:
-        show_workers(console, model, tokenizer, options, options.max_new_tokens or sizes.passes)
+        show_workers(console, model, tokenizer, options)
     except KeyboardInterrupt:
         console.print("Stopped; on to the second part (Ctrl-C again to exit).\n")
     except UnsupportedModelError as error:
         console.print(f"Skipped: {error}\n")
-    show_shared_prefix(console, model, tokenizer, sizes, options.seed)
+    sizes = {"length": 96, "rows": 4, "new": 6} if options.quick else {"length": 1024, "rows": 16, "new": 24}
+    show_shared_prefix(console, model, tokenizer, options.seed, **sizes)
     console.print(Rule("3. Your own model", align="left"))
     console.print(NEXT_STEPS, soft_wrap=True)
     return 0
 
 
-def show_workers(
-    console: Console, model: Any, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace, passes: int
-) -> None:
+def show_workers(console: Console, model: Any, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> None:
     """Show workers that generate concurrently."""
     config = HogwildConfig(seed=options.seed)
     template = options.chat_template_kwargs
@@ -90,6 +86,7 @@ def show_workers(
     )
     console.print(f"Task: {options.task}\n")
     inputs = {name: tensor.to(model.device) for name, tensor in prompt.items()}
+    passes = options.max_new_tokens or (24 if options.quick else 128)
     settings = {**SAMPLING, "max_new_tokens": passes, "return_dict_in_generate": True}
     with LiveView(tokenizer, console) as view:
         output = model.generate(**inputs, **settings, parallel_config=config, tokenizer=tokenizer, streamer=view)
@@ -99,81 +96,33 @@ def show_workers(
         console.print(f"Answer: {output.answers[0]}\n")
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Tokens and cost of a call; times in seconds."""
-
-    sequences: torch.Tensor
-    prefill: float
-    step: float
-    total: float
-    kv_bytes: int
-
-
 def show_shared_prefix(
-    console: Console, model: Any, tokenizer: PreTrainedTokenizerBase, sizes: Sizes, seed: int = 0
+    console: Console, model: Any, tokenizer: PreTrainedTokenizerBase, seed: int, length: int, rows: int, new: int
 ) -> None:
     """Compare completions of one prompt by plain `generate` and over a shared prefix, and show sampled ones."""
     mode = SharedPrefixConfig.mode
-    ids = long_prompt(tokenizer, sizes.prompt).to(model.device)
-    rows, new = sizes.rows, sizes.new_tokens
+    ids = torch.tensor([tokenizer(REMARK * length)["input_ids"][:length]], device=model.device)
     device = f"the CPU ({torch.get_num_threads()} threads)" if model.device.type == "cpu" else str(model.device)
     console.print(Rule(f"2. One prompt, {rows} completions", align="left"))
     console.print(
-        f"A prompt of {ids.shape[1]} tokens, {rows} completions of {new} tokens, greedy, float32, on {device}. "
+        f"A prompt of {length} tokens, {rows} completions of {new} tokens, greedy, float32, on {device}. "
         f"The same call of generate, without and with generation_mode={mode!r}:\n"
     )
-    batch = ids.repeat(rows, 1)
-    settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-    bars = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-    with Progress(*bars, console=console, disable=not console.is_interactive) as progress:
-        with_mode, without = settings | {"generation_mode": mode}, settings | {"generation_mode": None}
-        measure(progress, "warm-up", model, batch, with_mode)
-        plain = measure(progress, "generate", model, batch, without)
-        shared = measure(progress, mode, model, batch, with_mode)
-    console.print(comparison(plain, shared, rows))
-    same = torch.equal(plain.sequences, shared.sequences)
+    batch, settings = ids.repeat(rows, 1), {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    model.generate(batch, generation_mode=mode, **settings)  # warm-up
+    plain, alone = measure(model, batch, generation_mode=None, **settings)
+    shared, together = measure(model, batch, generation_mode=mode, **settings)
+    console.print(f"generate       {alone:6.1f} s\n{mode}  {together:6.1f} s, {alone / together:.1f} times as fast")
+    same = torch.equal(plain, shared)
     console.print(f"\nsame tokens: {'yes' if same else 'NO'} (compared just now: {rows} x {new})\n")
     console.print(f"Sampled, {SHOWN} of {rows} completions:")
     sampling = {**SAMPLING, "seed": seed, "max_new_tokens": new, "generation_mode": mode}
-    for row in model.generate(ids, num_return_sequences=rows, **sampling)[:SHOWN, ids.shape[1] :]:
+    for row in model.generate(ids, num_return_sequences=rows, **sampling)[:SHOWN, length:]:
         console.print(f"- {' '.join(decode(tokenizer, row, skip_special_tokens=True).split())}", markup=False)
     console.print()
 
 
-def measure(progress: Progress, name: str, model: Any, ids: torch.Tensor, settings: dict[str, Any]) -> Measured:
-    """Run one call of `generate` under a progress bar, which pulses during the prefill."""
-    bar = progress.add_task(name, total=None)
-    if progress.disable:
-        progress.console.print(f"{name} ...")
-    clock = StepClock(lambda count: progress.update(bar, completed=count, total=settings["max_new_tokens"]))
-    output = model.generate(ids, streamer=clock, return_dict_in_generate=True, **settings)
-    kv_bytes = output.stats.kv_bytes if hasattr(output, "stats") else dense_bytes(output[CACHE])
-    return Measured(output.sequences.cpu(), clock.prefill_seconds, clock.median_step, clock.seconds, kv_bytes)
-
-
-def comparison(plain: Measured, shared: Measured, rows: int) -> Table:
-    """Return the table of both calls and their ratios."""
-    table = Table("", *(Column(name, justify="right") for name in ("generate", SharedPrefixConfig.mode, "ratio")))
-    for label, a, b, form, ratio in (
-        ("prefill, s", plain.prefill, shared.prefill, ".2f", plain.prefill / shared.prefill),
-        ("decode step, ms", 1e3 * plain.step, 1e3 * shared.step, ".0f", plain.step / shared.step),
-        ("tokens/s", rows / plain.step, rows / shared.step, ".0f", plain.step / shared.step),
-        ("whole call, s", plain.total, shared.total, ".1f", plain.total / shared.total),
-        ("KV cache, MB", plain.kv_bytes / 1e6, shared.kv_bytes / 1e6, ".0f", plain.kv_bytes / shared.kv_bytes),
-    ):
-        table.add_row(label, format(a, form), format(b, form), f"{ratio:.1f}x")
-    return table
-
-
-NEXT_STEPS = f"""    import hf_parallel
-    hf_parallel.enable(model)       # any RoPE decoder of transformers
-    model.generate(**inputs, generation_mode="{SharedPrefixConfig.mode}",
-                   num_return_sequences=16, do_sample=True)
-
-README.md            all modes and their settings
-make bench ARGS={SharedPrefixConfig.mode}    the same comparison in full, with continuous batching
-make demo ARGS='--task "Write a song about the sea."'
-make demo ARGS="--model Qwen/Qwen3-0.6B"
-.venv/bin/hf-parallel generate --mode {HogwildConfig.mode} --format live "Plan a day in Rome."
-"""
+def measure(model: Any, ids: torch.Tensor, **settings: object) -> tuple[torch.Tensor, float]:
+    """Return the sequences of a call of `generate`, and its seconds."""
+    began = time.perf_counter()
+    return model.generate(ids, **settings).cpu(), time.perf_counter() - began

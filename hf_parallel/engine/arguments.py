@@ -113,8 +113,6 @@ def encode_prompt(
         check_text("prompt", prompt)
         prompt = tokenizer(prompt)["input_ids"]
     check_unused_template_kwargs(template, NOT_RENDERED)
-    if config.prompt.replaces_input_ids and prompt is None:
-        return {}
     try:
         ids = torch.as_tensor(prompt, device=device)
     except (TypeError, ValueError, RuntimeError) as error:

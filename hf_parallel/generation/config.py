@@ -94,11 +94,6 @@ class ModePrompt(Generic[ConfigT]):
         """Return a task as `build_prompt` inserts it into the prompt."""
         return task
 
-    @property
-    def replaces_input_ids(self) -> bool:
-        """Whether the settings hold the prompts, so that a call must not pass `input_ids`."""
-        return False
-
 
 @dataclass(frozen=True)
 class ModeTraits:

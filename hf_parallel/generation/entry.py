@@ -13,7 +13,7 @@ from hf_parallel.generation.mixin import enable
 _FIXED = ("generation_mode", "parallel_config", "return_dict_in_generate")
 
 
-def generate(model: nn.Module, config: ParallelConfig[OutputT], inputs: Any = None, **kwargs: Any) -> OutputT:
+def generate(model: nn.Module, config: ParallelConfig[OutputT], inputs: Any, **kwargs: Any) -> OutputT:
     """Generate with a mode, and return its output object.
 
     Equals `model.generate(..., parallel_config=config, return_dict_in_generate=True)`, where type checkers and editors
@@ -25,9 +25,8 @@ def generate(model: nn.Module, config: ParallelConfig[OutputT], inputs: Any = No
         Is enabled if it is not yet; see `enable`.
     config : ParallelConfig
         The mode and its settings, such as `HogwildConfig(num_workers=2)`.
-    inputs : int64 tensor [rows, length] or mapping, optional
-        Token ids; or `input_ids` with `attention_mask`, as a tokenizer and `build_prompt` return them. None: the
-        config holds the prompts.
+    inputs : int64 tensor [rows, length] or mapping
+        Token ids; or `input_ids` with `attention_mask`, as a tokenizer and `build_prompt` return them.
     **kwargs
         Further arguments of `model.generate`.
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_model import ScriptedModel
 
 from hf_parallel.agents import (
     BestOfN,
     Chat,
     Runtime,
     RunTrace,
-    ScriptedModel,
     agent,
     next,
     resume,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_model import ScriptedModel
 
 from hf_parallel.agents import (
     AgentCancelledError,
@@ -19,7 +20,6 @@ from hf_parallel.agents import (
     Chat,
     ReplayError,
     Runtime,
-    ScriptedModel,
     State,
     ToolError,
     agent,

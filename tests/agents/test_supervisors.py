@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import small_tokenizers
 import torch
+from scripted_model import ScriptedModel
 
 from hf_parallel.agents import (
     DVTS,
@@ -26,7 +27,6 @@ from hf_parallel.agents import (
     Chat,
     Fire,
     Runtime,
-    ScriptedModel,
     SelfConsistency,
     SelfRefine,
     Single,
@@ -37,7 +37,6 @@ from hf_parallel.agents import (
     next,
     resume,
     rng,
-    scored_by,
     spawn,
     tool,
 )
@@ -484,20 +483,6 @@ def test_a_budget_counts_the_tokens_of_feedback_and_of_value_functions() -> None
     assert tokens(BeamSearch(1, 1, value=value, max_tokens=3)) == 4
 
 
-def test_scored_by_counts_the_first_number_of_an_agent() -> None:
-    def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
-        scores = {"Score of end a?": "about 3.5 of 10", "Score of end b?": "-4", "Score of end c?": "none"}
-        return scores.get(messages[-1]["content"]) or ["end a", "end b", "end c"][drafts.pop()]
-
-    drafts = [2, 1, 0]
-    result = Runtime(ScriptedModel(script)).run(walk.under(BestOfN(3, value=scored_by(judge, default=1))))
-    assert result.value == "end a"
-    assert [value for _, value in committed(result, "walk#0")] == [3.5, -4.0, 1.0]
-    drafts = [2, 1, 0]
-    with pytest.raises(AgentError, match="agent judge must yield a number, got 'none'"):
-        Runtime(ScriptedModel(script)).run(walk.under(BestOfN(3, value=scored_by(judge))))
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     tokenizer = small_tokenizers.make("byte_level")
@@ -573,4 +558,4 @@ def test_a_recorded_search_replays_and_resumes(supervisor: Supervisor, tmp_path:
 
 
 async def scored_in_thousandths(state: State) -> float:
-    return await scored_by(judge)(state) / 1000
+    return float(await next(spawn(judge, state.text))) / 1000

@@ -1,4 +1,4 @@
-"""`hf-parallel demo`: its figures, other tokens, interrupts, and the measurements that it shares with benchmarks."""
+"""`hf-parallel demo`: other tokens, interrupts, and the clock of the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from consoles import a_pipe, printed
 
 import hf_parallel
+from benchmarks.measure import StepClock, dense_bytes, long_prompt
 from hf_parallel.cli import demo
 from hf_parallel.cli.main import main
-from hf_parallel.cli.measure import StepClock, dense_bytes, long_prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,16 +37,12 @@ def test_the_quick_demo_gets_the_tokens_of_generate(monkeypatch: pytest.MonkeyPa
 
 def test_a_demo_with_other_tokens_says_so(monkeypatch: pytest.MonkeyPatch, embedded: tuple[Any, Any]) -> None:
     model, tokenizer = embedded
-    outputs = iter([torch.full((2, 12), token) for token in (20, 20, 21)])
-
-    def measure(*arguments: Any) -> demo.Measured:
-        return demo.Measured(next(outputs), prefill=1.0, step=1.0, total=2.0, kv_bytes=8)
-
-    monkeypatch.setattr(demo, "measure", measure)
+    outputs = iter([torch.full((2, 12), 20), torch.full((2, 12), 21)])
+    monkeypatch.setattr(demo, "measure", lambda *arguments, **settings: (next(outputs), 1.0))
     console = a_pipe()
     hf_parallel.enable(model)
     try:
-        demo.show_shared_prefix(console, model, tokenizer, demo.Sizes(prompt=10, rows=2, new_tokens=2))
+        demo.show_shared_prefix(console, model, tokenizer, 0, length=10, rows=2, new=2)
     finally:
         hf_parallel.disable(model)
     assert "same tokens: NO" in printed(console)
@@ -55,7 +51,7 @@ def test_a_demo_with_other_tokens_says_so(monkeypatch: pytest.MonkeyPatch, embed
 def test_the_first_interrupt_skips_the_workers_and_the_second_exits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], embedded: tuple[Any, Any]
 ) -> None:
-    def interrupted(*arguments: Any) -> None:
+    def interrupted(*arguments: Any, **settings: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "load_model", lambda name: embedded)

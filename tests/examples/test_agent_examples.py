@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from pages import ROOT
+from scripted_model import ScriptedModel
 from test_examples import AGENTS, check_promised_lines
 
 import hf_parallel
@@ -23,7 +24,6 @@ pytest.importorskip("greenlet")
 from hf_parallel.agents import (
     BestOfN,
     Runtime,
-    ScriptedModel,
     TreeOfThoughts,
 )
 from hf_parallel.engine import Engine

@@ -194,7 +194,6 @@ def test_invalid_images_raise() -> None:
         (inputs | {"pixel_values": [1.0]}, "pixel_values"),
         (text | {"image_grid_thw": inputs["image_grid_thw"]}, "pixel_values"),
         (inputs | {"input_ids": text["input_ids"].index_fill(1, torch.tensor([0]), 2**62 + 1)}, "vocabulary"),
-        (inputs | {"levels": ([1, 2],), "input_ids": None, "attention_mask": None}, "pixel_values"),
         (inputs | {"pixel_values_videos": inputs["pixel_values"]}, "pixel_values_videos"),
     ):
         with pytest.raises((ValueError, TypeError), match=says):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import logging
 import pickle
@@ -322,7 +321,7 @@ def test_unknown_modes_raise(bench: Bench) -> None:
         (PLAIN, {"generation_mode": None, "parallel_config": HogwildConfig()}, "mode"),
         (PLAIN, {"num_workers": 2}, "num_workers"),
         (SHARED, {"num_workers": 2}, "num_workers"),
-        (HOGWILD, {"levels": [[5], [6]]}, "levels"),
+        (HOGWILD, {"keep_completions": True}, "keep_completions"),
         (HOGWILD, {"parallel_config": {"num_worker": 3}}, "num_workers"),
         (HOGWILD, {"parallel_config": {1: 2}}, "1"),
         (PLAIN, {"generation_config": config(generation_mode="hogwild", num_workers=0)}, "num_workers"),
@@ -361,7 +360,7 @@ def wrong_values(mode: str) -> dict[str, st.SearchStrategy[Any]]:
     for name in MODES[mode].fields():
         parts = get_args(hints[name]) if get_origin(hints[name]) in (Union, types.UnionType) else (hints[name],)
         kinds = [get_origin(part) or part for part in parts if part is not type(None)]
-        if len(kinds) == 1 and kinds[0] in WRONG_BY_TYPE and name != "levels":
+        if len(kinds) == 1 and kinds[0] in WRONG_BY_TYPE:
             found[name] = WRONG_BY_TYPE[kinds[0]]
     return found
 
@@ -390,26 +389,6 @@ def test_settings_of_a_wrong_type_raise_and_are_named(mode: str, data: st.DataOb
 def test_settings_of_hogwild_with_invalid_values_raise(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         HogwildConfig(**{"num_workers": 2, **settings})
-
-
-ITSELF: list[Any] = [[5, 6]]
-ITSELF.append(ITSELF)
-DEEP = functools.reduce(lambda inner, _: [[5], inner], range(5000), [5])
-BAD_LEVELS: Sequence[Any] = [
-    *([], (), "text", 5, {"root": [1]}, torch.tensor([1, 2]), [[5, 6], []], [[5, 6], None], [5, [6, 7]], ITSELF, DEEP),
-    *([[5, 6], [1.5]], [[5, 6], [True]], [[5, 6], [7, "x"]], [[5, 2**70], [6]], ["", [5]], ["a\ud800", [5]]),
-    *([torch.ones(3), [5]], [ONE, [5]], [ONE[0].to("meta"), [5]], [[5, VOCAB_SIZE], [6]], [[5, 6], [-7]]),
-]
-
-
-def test_malformed_levels_raise(bench: Bench) -> None:
-    call = {**SHARED, "input_ids": None, "tokenizer": TOKENIZER}
-    for levels in BAD_LEVELS:
-        with pytest.raises(ValueError, match="levels|vocabulary"):
-            bench.model.generate(**call, levels=levels)
-    good = {**call, "levels": [[5, 6], [7]]}
-    for name, value in (("input_ids", ONE), ("attention_mask", ONES), ("num_return_sequences", 2), ("seed", [1] * 3)):
-        bench.assert_raises(lambda name=name, value=value: bench.model.generate(**{**good, name: value}), name)
 
 
 # Caches

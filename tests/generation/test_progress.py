@@ -16,7 +16,6 @@ from mode_cases import BUILT_IN, small_call
 from transformers import LogitsProcessor
 from transformers.utils import logging
 
-import hf_parallel
 from hf_parallel import HogwildSession
 from hf_parallel.engine import Engine
 
@@ -56,8 +55,7 @@ def test_the_last_state_has_the_passes_and_tokens_of_the_call(mode: str, model: 
     call = {**small_call(mode), "tokenizer": AsciiTokenizer(), "return_dict_in_generate": True}
     for shown in (False, True):
         given = {**copy.deepcopy(call), "progress": shown}
-        inputs = () if hf_parallel.generation.MODES[mode]().prompt.replaces_input_ids else (PROMPT,)
-        out = model.generate(*inputs, **given)
+        out = model.generate(PROMPT, **given)
         assert bool(bars) is shown
     check(bars, out.record, out.stats)
     with Engine(model, AsciiTokenizer()) as engine:

@@ -10,12 +10,11 @@ import pytest
 import tiny
 import torch
 from tiny import REPRESENTATIVE, SLIDING_WINDOW
-from tiny_tokenizer import TOKENIZER
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateOutput
 
 import hf_parallel
-from hf_parallel import ParallelOutput, SharedPrefixCache, SharedPrefixConfig
+from hf_parallel import ParallelOutput, SharedPrefixCache
 
 EVERY_SETTING: dict[str, Any] = {
     "seed": 5,
@@ -25,7 +24,6 @@ EVERY_SETTING: dict[str, Any] = {
     "replay": "hotspot",
     "prefetch": True,
     "draft_tokens": 4,
-    "levels": [[5, 6], [7], [8, 9]],
 }
 """A value other than the default for each setting that can be stored."""
 SMALL_CALL: dict[str, Any] = {}
@@ -246,34 +244,6 @@ def test_completions_are_dropped_if_not_wanted(enabled: Enable) -> None:
     shared(model, **batch.inputs, past_key_values=held, keep_completions=False)
     assert held.kv_bytes == unique_tokens(batch.rows) * bytes_per_token(model)
     assert torch.equal(shared(model, **batch.inputs, past_key_values=held).sequences, batch.expected)
-
-
-# Levels that the caller names
-
-
-def test_levels_equal_flat_rows(enabled: Enable) -> None:
-    model = enabled("llama")
-    root, a, b, *tails = tiny.make_prompts([21, 9, 6, 5, 6, 3], seed=4)
-    flat = [torch.cat(part) for part in ([root, a, tails[0]], [root, a, tails[1]], [root, b], [tails[2]])]
-    input_ids, attention_mask = tiny.left_pad(flat)
-    expected = shared(model, input_ids, attention_mask=attention_mask)
-    for as_given in (torch.Tensor.tolist, torch.Tensor.clone, torch.Tensor.numpy):
-        r, x, y, t0, t1, t2 = (as_given(tokens) for tokens in (root, a, b, *tails))
-        levels = ([r, [x, t0, t1], y], t2)
-        output = shared(model, None, levels=levels)
-        assert torch.equal(output.sequences, expected.sequences)
-        assert output.stats.prefilled_tokens == expected.stats.prefilled_tokens
-        in_config = shared(model, None, parallel_config=SharedPrefixConfig(levels=levels))
-        assert torch.equal(in_config.sequences, expected.sequences)
-
-
-def test_levels_of_text_equal_flat_rows(enabled: Enable) -> None:
-    model = enabled("llama")
-    output = shared(model, None, levels=["You are wise. ", ["A: hi. ", "B:", "C: "], "D"], tokenizer=TOKENIZER)
-    texts = ["You are wise. A: hi. B:", "You are wise. A: hi. C: ", "You are wise. D"]
-    flat = TOKENIZER(texts, return_tensors="pt", padding=True, padding_side="left")
-    expected = plainly(model, flat.input_ids, attention_mask=flat.attention_mask)
-    assert torch.equal(output.sequences, expected.sequences)
 
 
 # A config that names the mode

@@ -1,4 +1,4 @@
-"""Measurements of the demo and the benchmarks: a clock for the steps of `generate`, a prompt, the size of a cache."""
+"""Measurements of the benchmarks: a clock for the steps of `generate`, a prompt, the size of a cache."""
 
 from __future__ import annotations
 
