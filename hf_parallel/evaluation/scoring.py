@@ -57,34 +57,6 @@ class _Row:
         return self.tokens[:-1]
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """Tokens of a node among the packed tokens of a batch: all of a new node, the last ones of a cached node."""
-
-    node: Node
-    start: int  # index of the first token among the packed tokens
-    skipped: int  # tokens of the node before it
-    write: bool
-
-    @property
-    def tokens(self) -> np.ndarray:
-        return self.node.tokens[self.skipped :]
-
-    @property
-    def stop(self) -> int:
-        """Index after the last token among the packed tokens."""
-        return self.start + len(self.node.tokens) - self.skipped
-
-
-@dataclass(frozen=True, eq=False)
-class _Targets:
-    """Tokens of continuations, all int64 `[targets]`: rows of the batch, packed tokens that predict them, and ids."""
-
-    rows: np.ndarray
-    places: np.ndarray
-    ids: np.ndarray
-
-
 def loglikelihoods(
     model: PreTrainedModel,
     contexts: Sequence[Sequence[int] | np.ndarray | torch.Tensor],
@@ -106,8 +78,7 @@ def loglikelihoods(
     contexts, continuations : sequence of 1-D tensors, arrays or lists of int
         Token ids, at least one per sequence.
     max_batch_tokens : int
-        Maximum number of tokens per forward pass, and of tokens in the KV cache besides one row. Cached tokens that are
-        computed again for their logits are not split.
+        Maximum number of tokens per forward pass, and of tokens in the KV cache besides one row.
     softmax_dtype : torch.dtype, optional
         Dtype of the log-softmax. Default: float32, or the logits' dtype if that is more precise.
     stats : GenerationStats, optional
@@ -210,108 +181,72 @@ class _Scorer:
                 self.cache.claim(model, claim, kept=False)
                 passes = CachedModel(model, enabled(model).capabilities, self.cache, cuda_graph=False, compile=False)
                 for batch in _batches(rows, self.max_tokens):
-                    self.cache.tree.retain(batch[0].inputs[: batch[0].first])
+                    self._keep_shared(batch)
                     for row, score in zip(batch, self._score(batch, passes), strict=True):
                         on_scored(row.index, score)
         finally:
             claim.active = False
 
+    def _keep_shared(self, batch: Sequence[_Row]) -> None:
+        """Keep the cached prefix of a batch up to the first token whose logits it needs, and nothing else."""
+        first = batch[0].inputs
+        shared = [row for row in batch if common_prefix(first, row.inputs) > row.first]
+        self.cache.tree.retain(first[: min(row.first for row in shared)])
+
     def _score(self, rows: Sequence[_Row], passes: CachedModel) -> list[Score]:
         began = time.perf_counter()
-        parts, targets = self._plan(rows)
-        sums, greedy = np.zeros(len(rows)), np.ones(len(rows), dtype=bool)
-        for held, log_probs, is_best in self._compute(parts, targets, passes):
-            np.add.at(sums, targets.rows[held], log_probs)
-            np.logical_and.at(greedy, targets.rows[held], is_best)
+        leaves = [self.cache.insert(row.inputs) for row in rows]
+        nodes = self.cache.nodes_to_prefill()
+        ends = np.cumsum([len(node.uncached) for node in nodes])
+        starts = {node: end - len(node.tokens) for node, end in zip(nodes, ends, strict=True)}
+        # Packed tokens that predict each row's continuation; cached ones never do
+        places = [
+            np.concatenate([starts.get(node, -1) + np.arange(len(node.tokens)) for node in leaf.path])[row.first :]
+            for row, leaf in zip(rows, leaves, strict=True)
+        ]
+        lengths = list(map(len, places))
+        ids = np.concatenate([row.tokens[row.first + 1 :] for row in rows])
+        log_probs, is_best = self._compute(nodes, ends, np.concatenate(places), ids, passes)
+        firsts = np.cumsum([0, *lengths[:-1]])
         stats, cache = self.stats, self.cache
-        stats.reused_tokens += sum(len(row.inputs) for row in rows) - sum(part.stop - part.start for part in parts)
+        stats.reused_tokens += sum(len(row.inputs) for row in rows) - int(ends[-1])
         stats.kv_bytes = max(stats.kv_bytes, cache.kv_bytes)
         stats.reserved_bytes = max(stats.reserved_bytes, cache.pool.arena.reserved_bytes)
         stats.prefill_seconds += time.perf_counter() - began
+        sums, greedy = np.add.reduceat(log_probs, firsts), np.logical_and.reduceat(is_best, firsts)
         return list(zip(sums.tolist(), greedy.tolist(), strict=True))
 
-    def _plan(self, rows: Sequence[_Row]) -> tuple[list[_Part], _Targets]:
-        """Insert rows into the tree. Return what must be computed, parents before children, and the targets."""
-        leaves = [self.cache.insert(row.inputs) for row in rows]
-        wanted: dict[Node, list[tuple[int, int, np.ndarray]]] = {}  # row, first offset in the node, targets after it
-        for index, (row, leaf) in enumerate(zip(rows, leaves, strict=True)):
-            start = 0
-            for node in leaf.path:
-                begin, end = max(row.first, start), start + len(node.tokens)
-                if begin < end:
-                    wanted.setdefault(node, []).append((index, begin - start, row.tokens[begin + 1 : end + 1]))
-                start = end
-        parts: list[_Part] = []
-        whole = self.cache.pool.states.in_use  # as states are kept at the ends of nodes
-        again = [
-            (node, 0 if whole else min(offset for _, offset, _ in of))
-            for node, of in wanted.items()
-            if not len(node.uncached)
-        ]
-        new = [(node, 0) for node in self.cache.nodes_to_prefill()]
-        for nodes, write in ((again, False), (new, True)):
-            for node, skipped in nodes:
-                parts.append(_Part(node, parts[-1].stop if parts else 0, skipped, write))
-        places = {part.node: part.start - part.skipped for part in parts}
-        found = [(index, places[node] + offset, ids) for node, of in wanted.items() for index, offset, ids in of]
-        return parts, _Targets(
-            rows=np.repeat([index for index, _, _ in found], [len(ids) for _, _, ids in found]),
-            places=np.concatenate([place + np.arange(len(ids)) for _, place, ids in found]),
-            ids=np.concatenate([ids for _, _, ids in found]),
-        )
-
     def _compute(
-        self, parts: Sequence[_Part], targets: _Targets, passes: CachedModel
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Run the forward passes. Yield, for each, indices of targets, their log-probabilities, and if they are best.
+        self, nodes: Sequence[Node], ends: np.ndarray, places: np.ndarray, ids: np.ndarray, passes: CachedModel
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the log-probabilities of tokens `ids` after packed tokens `places`, and if they are the best ones.
 
-        Each array is `[targets of the pass]`.
+        All arrays are `[targets]`. `ends` are those of the nodes among the packed tokens.
         """
-        tokens = np.concatenate([part.tokens for part in parts])
-        queries = np.unique(targets.places)
-        order = np.argsort(targets.places, kind="stable")
-        places = targets.places[order]
-        for start, stop in self._spans(parts, queries):
-            keep = queries[slice(*np.searchsorted(queries, (start, stop)))]
-            held = order[slice(*np.searchsorted(places, (start, stop)))]
-            logits = self._forward(parts, start, stop, tokens, keep, passes)
-            yield held, *self._log_probs(logits, np.searchsorted(keep, targets.places[held]), targets.ids[held])
-
-    def _spans(self, parts: Sequence[_Part], queries: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Yield the packed tokens `start <= i < stop` of each forward pass; tokens computed again stay together."""
-        start, total = 0, parts[-1].stop
-        again = [part for part in parts if not part.write]
+        tokens = np.concatenate([node.uncached for node in nodes])
+        queries, order = np.unique(places), np.argsort(places, kind="stable")
+        log_probs, is_best = np.zeros(len(ids)), np.ones(len(ids), dtype=bool)
+        start, total = 0, len(tokens)
         while start < total:
             stop = min(start + self.max_tokens, total)
-            at = np.searchsorted(queries, start) + self.max_queries
-            stop = min(stop, int(queries[at])) if at < len(queries) else stop
-            cut = next((part for part in again if part.start < stop < part.stop), None)
-            if cut is not None:
-                stop = cut.start if cut.start > start else cut.stop
-            yield start, stop
+            over = np.searchsorted(queries, start) + self.max_queries
+            stop = min(stop, int(queries[over])) if over < len(queries) else stop
+            keep = queries[slice(*np.searchsorted(queries, (start, stop)))]
+            held = order[slice(*np.searchsorted(places[order], (start, stop)))]
+            parts = [(node, end - len(node.tokens), end) for node, end in zip(nodes, ends.tolist(), strict=True)]
+            segments = [
+                Segment(node.view, min(stop, end) - max(start, begin))
+                for node, begin, end in parts
+                if begin < stop and end > start
+            ]
+            forward = self.cache.prepare(segments)
+            logits = passes.logits(forward, to_device(tokens[start:stop], self.device), (keep - start).tolist())
+            self.cache.commit()
+            self.stats.forward_passes += 1
+            self.stats.prefilled_tokens += stop - start
+            log_probs[held], is_best[held] = self._log_probs(logits, np.searchsorted(keep, places[held]), ids[held])
             start = stop
-
-    def _forward(
-        self,
-        parts: Sequence[_Part],
-        start: int,
-        stop: int,
-        tokens: np.ndarray,
-        keep: np.ndarray,
-        passes: CachedModel,
-    ) -> torch.Tensor:
-        """Return the logits `[len(keep), vocabulary]` after packed tokens of one forward pass."""
-        segments = [
-            Segment(part.node.view, min(stop, part.stop) - max(start, part.start), part.write)
-            for part in parts
-            if part.start < stop and part.stop > start
-        ]
-        forward = self.cache.prepare(segments)
-        logits = passes.logits(forward, to_device(tokens[start:stop], self.device), (keep - start).tolist())
-        self.cache.commit()
-        self.stats.forward_passes += 1
-        self.stats.prefilled_tokens += stop - start
-        return logits
+        return log_probs, is_best
 
     def _log_probs(self, logits: torch.Tensor, queries: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probabilities of tokens `ids` after some of the `queries`, ascending, and if they are best."""
