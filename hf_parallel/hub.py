@@ -263,36 +263,24 @@ def _write_card(folder: Path, name: str, config: ParallelConfig, model: Any, tok
 
 def _example(name: str, config: ParallelConfig, model: Any, tokenizer: Any) -> str:
     """Return code that generates in the mode; a model or tokenizer that is not exported comes from elsewhere."""
-    weights, trust = (EXAMPLE_MODEL, "") if model is None else (name, ", trust_remote_code=True")
-    words = name if tokenizer is not None else getattr(model, "name_or_path", "") or weights
-    loaded = f"AutoModelForCausalLM.from_pretrained({json.dumps(weights)}{trust})"
-    if _adapters(model):
-        loaded = f"hf_parallel.hub.load({json.dumps(name)})"
-    task = '"Plan a day in Rome for six friends."'
-    inputs = f'tokenizer({task}, return_tensors="pt")'
-    if config.prompt.rules() is not None:
-        settings = [f"{setting}={value!r}" for setting, value in config.stored().items()]
-        inputs = f"hf_parallel.build_prompt({', '.join([json.dumps(config.mode), task, 'tokenizer', *settings])})"
-    arguments = ["**inputs", "max_new_tokens=64", "tokenizer=tokenizer"]
-    arguments += [f"{argument}={code}" for argument, code in config.traits.example_arguments.items()]
+    words = json.dumps(name if tokenizer is not None else getattr(model, "name_or_path", "") or EXAMPLE_MODEL)
+    repository, imported = json.dumps(name), "AutoTokenizer"
+    load, custom = f"hf_parallel.hub.load({repository})", ""
     if model is None:
-        arguments += [f"custom_generate={json.dumps(name)}", "trust_remote_code=True"]
-    imports = ["import hf_parallel"] if "hf_parallel." in "".join([loaded, inputs, *arguments]) else []
-    return "\n".join(
-        [
-            *imports,
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            f"model = {loaded}",
-            f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(words)})",
-            f"inputs = {inputs}",
-            "output = model.generate(",
-            *(f"    {argument}," for argument in arguments),
-            ")",
-            "for row in output:",
-            "    print(tokenizer.decode(row, skip_special_tokens=True))",
-        ]
-    )
+        load, imported = f'AutoModelForCausalLM.from_pretrained("{EXAMPLE_MODEL}")', f"AutoModelForCausalLM, {imported}"
+        custom = f", custom_generate={repository}, trust_remote_code=True"
+    settings = "".join(f", {setting}={value!r}" for setting, value in config.stored().items())
+    more = "".join(f", {argument}={code}" for argument, code in config.traits.example_arguments.items())
+    return f"""import hf_parallel
+from transformers import {imported}
+
+model = {load}
+tokenizer = AutoTokenizer.from_pretrained({words})
+task = "Plan a day in Rome for six friends."
+prompt = hf_parallel.build_prompt("{config.mode}", task, tokenizer{settings})
+output = model.generate(**prompt, max_new_tokens=64, tokenizer=tokenizer{more}{custom})
+for row in output:
+    print(tokenizer.decode(row, skip_special_tokens=True))"""
 
 
 def _adapters(model: Any) -> list[str]:
