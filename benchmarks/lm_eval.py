@@ -6,7 +6,7 @@ The questions are generated from a seed. Each run is a whole `simple_evaluate` o
 - `random`: the same with examples drawn for each question, lm-eval's default. Only choices share a prefix.
 - `repeats`: a sampled `generate_until` task with `repeats: 8`, the same five examples, and answers of equal length.
 
-Each backend runs with all batch sizes (rows of `hf`, contexts of `hf-parallel`), and its fastest run counts. All runs
+Each backend runs with all batch sizes (requests per call), and its fastest run counts. All runs
 of a multiple-choice task must have the same scores, and both backends the same greedy texts in the `repeats` task.
 """
 

@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -169,20 +169,35 @@ def test_files_are_short_and_have_a_docstring() -> None:
 
 
 def test_public_functions_and_classes_are_documented() -> None:
-    missing = [name for module, path in MODULES.items() for name in undocumented(syntax_tree(path), module)]
+    trees = {module: syntax_tree(path) for module, path in MODULES.items()}
+    classes = {node.name: node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    missing = [name for module, tree in trees.items() for name in undocumented(tree, module, classes)]
     assert not missing, f"no docstring: {missing}"
 
 
-def undocumented(node: ast.AST, name: str) -> Iterator[str]:
-    """Yield public functions, classes and methods without a docstring; nested functions are private."""
+def undocumented(node: ast.AST, name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+    """Yield public functions, classes and methods without a docstring; nested functions are private.
+
+    A method that overrides one of `classes` inherits its docstring.
+    """
+    inherited = set(documented_methods(node, classes)) if isinstance(node, ast.ClassDef) else set()
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name[0] != "_":
-            if not ast.get_docstring(child):
+            if not ast.get_docstring(child) and child.name not in inherited:
                 yield f"{name}.{child.name}"
             if isinstance(child, ast.ClassDef):
-                yield from undocumented(child, f"{name}.{child.name}")
+                yield from undocumented(child, f"{name}.{child.name}", classes)
         elif isinstance(child, ast.If | ast.Try):
-            yield from undocumented(child, name)
+            yield from undocumented(child, name, classes)
+
+
+def documented_methods(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
+    """Yield the documented methods of the base classes of a class."""
+    for base in node.bases:
+        name = ast.unparse(base).partition("[")[0].rpartition(".")[2]
+        if (above := classes.get(name)) is not None:
+            yield from (child.name for child in above.body if hasattr(child, "name") and ast.get_docstring(child))  # type: ignore[arg-type]
+            yield from documented_methods(above, classes)
 
 
 def run(script: str) -> None:

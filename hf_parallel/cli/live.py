@@ -49,12 +49,10 @@ class LiveView(ConsoleStreamer):
         self.console.print(self.picture())
 
     def begin_call(self, call: GenerationCall) -> None:
-        """Receive the prepared call of a mode; see `ParallelStreamer`."""
         super().begin_call(call)
         self.call, self._prints_text = call, call.record.config.traits.streams_text
 
     def put(self, value: torch.Tensor) -> None:
-        """Receive tokens; see `ParallelStreamer.put`."""
         super().put(value)
         self._draw()
 

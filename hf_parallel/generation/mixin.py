@@ -81,7 +81,7 @@ class ParallelGenerationMixin:
                 The mode's settings in one object. Precedence: keyword arguments, `parallel_config`,
                 `generation_config.parallel_config`, the model's preset.
             progress : bool
-                Whether a mode shows a tqdm bar: passes, active rows, tokens and tokens per second. Default: False.
+                Whether a mode shows a tqdm bar: passes, active rows and tokens. Default: False.
 
             A mode uses the tokenizer given to `enable` if `tokenizer` is not passed.
 

@@ -47,7 +47,6 @@ class MCTS(Supervisor):
     compares: ClassVar[bool] = True
 
     def init(self, root: State) -> None:
-        """Begin a search."""
         super().init(root)
         self._nodes = {root: _Node()}
         self._num_left, self._num_running = self.iterations, 0
@@ -72,7 +71,6 @@ class MCTS(Supervisor):
         self.next_states.append(state)
 
     def commit(self, parent: State, child: State) -> None:
-        """Continue the iteration, or end it."""
         super().commit(parent, child)
         node = self._nodes[parent]
         node.running -= 1
@@ -89,7 +87,6 @@ class MCTS(Supervisor):
                 node.total += child.value
 
     def evaluates(self, state: State) -> bool:
-        """Return whether a path has ended."""
         return state.is_final
 
     def _nodes_above(self, state: State) -> Iterator[_Node]:

@@ -23,12 +23,10 @@ class Single(Supervisor):
     continues_once: ClassVar[bool] = True
 
     def init(self, root: State) -> None:
-        """Begin a search."""
         super().init(root)
         self.next_states = [root]
 
     def commit(self, parent: State, child: State) -> None:
-        """Continue with the new state."""
         super().commit(parent, child)
         if child.is_choice:
             self.next_states.append(child)
@@ -53,7 +51,6 @@ class BestOfN(Single):
     counts: ClassVar[tuple[str, ...]] = ("n",)
 
     def init(self, root: State) -> None:
-        """Begin a search."""
         super().init(root)
         self.next_states = [root] * self.n
 

@@ -57,7 +57,6 @@ class TreeOfThoughts(Supervisor):
         check_choice("search", self.search, ("bfs", "dfs"))
 
     def init(self, root: State) -> None:
-        """Begin a search."""
         super().init(root)
         self._round: list[State] = []
         self._num_running = 0
@@ -66,13 +65,11 @@ class TreeOfThoughts(Supervisor):
         self.next_states = [root] * self.expand
 
     def select(self) -> Sequence[State | Fire]:
-        """Return the states of the next round."""
         fired = super().select()
         self._num_running += len(fired)
         return fired
 
     def commit(self, parent: State, child: State) -> None:
-        """Choose the next states once a round is complete."""
         super().commit(parent, child)
         self._round.append(child)
         self._num_running -= 1
@@ -118,7 +115,6 @@ class BeamSearch(TreeOfThoughts):
     """
 
     def init(self, root: State) -> None:
-        """Begin a search."""
         super().init(root)
         self.next_states = [root] * (self.breadth * self.expand)
 
@@ -146,7 +142,6 @@ class DVTS(Supervisor):
     compares: ClassVar[bool] = True
 
     def init(self, root: State) -> None:
-        """Begin a search."""
         super().init(root)
         self._trees = [TreeOfThoughts(1, self.expand, value=self.value) for _ in range(self.trees)]
         for tree in self._trees:
@@ -154,7 +149,6 @@ class DVTS(Supervisor):
         self._running: deque[TreeOfThoughts] = deque()  # tree of each running transition, in firing order
 
     def select(self) -> Sequence[State | Fire]:
-        """Return the states that each tree continues."""
         fired: list[State | Fire] = []
         for tree in self._trees:
             states = tree.select()
@@ -163,6 +157,5 @@ class DVTS(Supervisor):
         return fired
 
     def commit(self, parent: State, child: State) -> None:
-        """Pass the new state to its tree."""
         super().commit(parent, child)
         self._running.popleft().commit(parent, child)

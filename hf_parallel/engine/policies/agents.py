@@ -72,7 +72,6 @@ class AgentPolicy(RequestObserver):
         """Receive a finished request."""
 
     def on_use(self, request: Any, nodes: Sequence[Node]) -> None:
-        """See `RequestObserver.on_use`."""
         call = self._calls.get(request) or self._begin(request)
         for node in nodes:
             uses = self.uses.get(node)
@@ -87,7 +86,6 @@ class AgentPolicy(RequestObserver):
                 uses.owner = call.member.agent
 
     def on_end(self, request: Any, nodes: Sequence[Node]) -> None:
-        """See `RequestObserver.on_end`."""
         call = self._calls.pop(request, None)
         if call is None:
             return
@@ -105,16 +103,13 @@ class AgentPolicy(RequestObserver):
         member.calls += 1
 
     def on_split(self, head: Node, tail: Node) -> None:
-        """See `RequestObserver.on_split`."""
         if (uses := self.uses.get(tail)) is not None:
             self.uses[head] = NodeUses(uses.owner, dict(uses.users))
 
     def on_evict(self, node: Node) -> None:
-        """See `RequestObserver.on_evict`."""
         self.uses.pop(node, None)
 
     def on_reset(self) -> None:
-        """See `RequestObserver.on_reset`."""
         self.uses.clear()
 
     def _begin(self, request: Any) -> Call:

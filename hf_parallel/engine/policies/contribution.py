@@ -46,5 +46,4 @@ class ContributionPolicy(AgentPolicy):
         return expected, node.last_used
 
     def on_call(self, call: Call) -> None:
-        """See `AgentPolicy.on_call`."""
         self.scores.add(call)

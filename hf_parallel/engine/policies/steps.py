@@ -37,7 +37,6 @@ class StepsToExecution(AgentPolicy):
         return -min(map(self._distance, self.users_of(node)), default=math.inf), node.last_used
 
     def on_call(self, call: Call) -> None:
-        """See `AgentPolicy.on_call`."""
         workflow, agent = call.member.workflow, call.member.agent
         before = self._current.pop(workflow, None)
         self._current[workflow] = agent

@@ -92,7 +92,6 @@ class CodeProblem(Problem):
         return (self.shared, self.prompt.removeprefix(self.shared)) if self.shared else ()
 
     def has_answer(self, text: str) -> bool:
-        """Return whether a text holds a fenced block."""
         return last_block(text) is not None
 
     def score(self, text: str) -> float:

@@ -87,7 +87,6 @@ class FormulaProblem(Problem):
         return cls(SOLVE + text_column(row, cls.question_column), text_column(row, "answer"))
 
     def score(self, text: str) -> float:
-        """Return 1.0 if the final answer is correct, otherwise 0.0."""
         return float(formulas_equal(self.answer, final_answer(text)))
 
 

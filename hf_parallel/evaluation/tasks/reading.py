@@ -68,7 +68,6 @@ class NeedleProblem(Problem):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """Text with all facts, and question."""
         return (self.book, self.prompt[len(self.book) :])
 
     @classmethod

@@ -53,12 +53,10 @@ class BestOfRows(ModeRows["BestOfConfig"]):
     style = TranscriptStyle("candidate")
 
     def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ModeRows.place`."""
         prompt, index = divmod(row, self.config.num_candidates)
         return RowPlace(prompt, index, index)
 
     def name(self, index: int) -> str:
-        """Return the name of a candidate."""
         return f"Candidate {index + 1}"
 
 
@@ -100,7 +98,6 @@ class BestOfConfig(ParallelConfig["BestOfOutput"]):
     keep: float = 0.5
 
     def validate(self) -> None:
-        """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
         check_int("num_candidates", self.num_candidates, at_least=1)
         if self.scorer is not None:
@@ -111,20 +108,16 @@ class BestOfConfig(ParallelConfig["BestOfOutput"]):
             raise ValueError(f"keep must be a number between 0 and 1, both excluded, got {self.keep!r}")
 
     def prepare(self, kwargs: Arguments) -> None:
-        """Check the tokenizer."""
         check_tokenizer_given(kwargs, self.mode)
 
     def make_run(self, call: GenerationCall) -> BestOfRun:
-        """See `ParallelConfig.make_run`."""
         return BestOfRun(self, call)
 
     @property
     def max_rows_per_prompt(self) -> int:
-        """Number of candidates."""
         return self.num_candidates
 
     def max_kv_tokens(self, call: GenerationCall) -> int:
-        """See `ParallelConfig.max_kv_tokens`."""
         prompts = call.num_rows // _num_returned(call)
         return call.prompt_tokens + prompts * self.num_candidates * call.max_new_tokens
 
@@ -256,7 +249,6 @@ class BestOfOutput(ParallelOutput):
     """Per row the index of its candidate."""
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        """Return the scores, best first."""
         order, ratings = self.order[prompt], self.ratings[prompt]
         return [("Scores", ", ".join(f"candidate {index + 1}: {ratings[index]:.4g}" for index in order))]
 

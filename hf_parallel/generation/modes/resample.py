@@ -35,7 +35,6 @@ class ResampleConfig(SharedPrefixConfig):
     )
 
     def prepare(self, kwargs: Arguments) -> None:
-        """Check that there is a LogitsCache."""
         if self.logits_cache is None:
             raise ValueError("resample needs a logits_cache: pass one hf_parallel.LogitsCache() to all calls")
         super().prepare(kwargs)

@@ -56,12 +56,10 @@ class SelfConsistencyRows(ModeRows["SelfConsistencyConfig"]):
         return RowPlace(row - answers, num_answers, None)
 
     def name(self, index: int) -> str:
-        """Return the name of an answer or of the conclusion."""
         return super().name(index) if index < self.config.num_answers else "Conclusion"
 
     @property
     def vote(self) -> bool:
-        """See `ModeRows.vote`."""
         return self.config.vote == "majority"
 
 
@@ -110,7 +108,6 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
     conclusion_tokens: int = 64
 
     def validate(self) -> None:
-        """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
         check_int("num_answers", self.num_answers, at_least=1)
         check_choice("vote", self.vote, ("majority", "final"))
@@ -122,16 +119,13 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
         check_int("conclusion_tokens", self.conclusion_tokens, at_least=1)
 
     def prepare(self, kwargs: Arguments) -> None:
-        """Check the tokenizer."""
         check_tokenizer_given(kwargs, self.mode)
 
     def make_run(self, call: GenerationCall) -> SelfConsistencyRun:
-        """See `ParallelConfig.make_run`."""
         return SelfConsistencyRun(self, call)
 
     @property
     def max_rows_per_prompt(self) -> int:
-        """Number of answers."""
         return self.num_answers
 
     def max_states(self, call: GenerationCall) -> int:
@@ -269,7 +263,6 @@ class SelfConsistencyOutput(ParallelOutput):
     """Per prompt the conclusion, `conclusion_prompt` included; empty for `majority`."""
 
     def ranking(self, prompt: int) -> tuple[list[int], list[int]]:
-        """Return the answers by votes, most first, and the chosen one."""
         votes, found = self.votes[prompt], self.found[prompt]
         scores = [0.0 if answer is None else votes[normal_form(answer)] for answer in found]
         chosen = self.chosen[prompt]
@@ -277,7 +270,6 @@ class SelfConsistencyOutput(ParallelOutput):
         return order, [] if chosen is None else [chosen]
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        """Return the votes and the chosen answer."""
         votes = ", ".join(f"{form}: {round(count, 3)}" for form, count in self.votes[prompt].items())
         chosen, answer = self.chosen[prompt], self.answers[prompt]
         votes += " (a tie)" if self.ties[prompt] else ""

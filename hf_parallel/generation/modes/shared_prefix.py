@@ -44,14 +44,12 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
     draft_tokens: int | None = None
 
     def validate(self) -> None:
-        """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
         check_bool("keep_completions", self.keep_completions)
         if self.draft_tokens is not None:
             check_int("draft_tokens", self.draft_tokens, at_least=0)
 
     def make_run(self, call: GenerationCall) -> SharedPrefixRun:
-        """See `ParallelConfig.make_run`."""
         return SharedPrefixRun(self, call)
 
 

@@ -49,11 +49,9 @@ class SkeletonRows(ModeRows["SkeletonOfThoughtConfig"]):
         return RowPlace(prompt, index, index - 1 if index else None)
 
     def name(self, index: int) -> str:
-        """Return the name of the outline or of a point."""
         return f"Point {index}" if index else "Outline"
 
     def step_name(self, index: int, step: int, text: str) -> str:
-        """Return the name of a text; the outline's row also has the conclusion, or an answer without points."""
         if step == 1:
             return self.name(index)
         return "Conclusion" if text else "Answer"
@@ -125,7 +123,6 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
     conclusion_tokens: int | None = None
 
     def validate(self) -> None:
-        """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
         for name in ("outline_prompt", "outline_start", "point_end", "point_gap", "conclusion_prompt"):
             check_text(name, getattr(self, name))
@@ -147,12 +144,10 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
             raise ValueError(f"prefix_allowed_tokens_fn cannot be honoured by {self.mode}: its rows are not prompts")
 
     def make_run(self, call: GenerationCall) -> SkeletonRun:
-        """See `ParallelConfig.make_run`."""
         return SkeletonRun(self, call)
 
     @property
     def max_rows_per_prompt(self) -> int:
-        """Maximum number of points generated at the same time."""
         return min(self.max_points, self.point_workers or self.max_points)
 
     def max_states(self, call: GenerationCall) -> int:
@@ -411,6 +406,5 @@ class SkeletonOfThoughtOutput(ParallelOutput):
     """Per prompt why the answer has no outline, or None if it has one."""
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        """Return the answer, and why it has no outline."""
         found = (("Answer", self.texts[prompt]), ("Without an outline", self.fallback[prompt]))
         return [(label, text) for label, text in found if text]

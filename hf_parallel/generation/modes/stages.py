@@ -100,7 +100,6 @@ class CompletionRow(Row):
         return added, not (complete or self.truncated)
 
     def tokens_left(self) -> int:
-        """See `Row.tokens_left`."""
         return self.max_new_tokens - len(self.tokens)
 
     def segments(self) -> PassInputs:

@@ -25,15 +25,12 @@ class HogwildRows(ModeRows["HogwildConfig"]):
     """Workers. Row -1 is the common history."""
 
     def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ModeRows.place`."""
         return RowPlace(0, row, None) if row < 0 else super().place(row, num_prompts)
 
     def name(self, index: int) -> str:
-        """Return the name of a worker."""
         return COMMON if index < 0 else self.config.names[index]
 
     def step_text(self, index: int, step: int, text: str) -> str:
-        """Return the text of a step without its `step_prefix`."""
         return text.removeprefix(self.config.step_prefix_of(self.name(index), step))
 
     @property
@@ -50,11 +47,9 @@ class HogwildPrompt(ModePrompt["HogwildConfig"]):
     thinking = True
 
     def rules(self) -> str:
-        """Return `collaboration_prompt` with the names of the workers."""
         return self.config.collaboration_prompt.format(**self.config.prompt_fields())
 
     def task_text(self, task: str) -> str:
-        """Return `task_prompt` with the task."""
         return self.config.task_prompt.format(task=task)
 
 
@@ -157,7 +152,6 @@ class HogwildConfig(HogwildSettings):
             raise ValueError(f"streamer must be a ParallelStreamer for {self.num_workers} workers, got a {name}")
 
     def make_run(self, call: GenerationCall) -> HogwildRun:
-        """Return the run of a call."""
         return HogwildRun(self, call)
 
 

@@ -155,11 +155,9 @@ class Finisher(Row):
         group.inserted_tokens += len(self.pending)
 
     def current_view(self) -> View:
-        """See `Row.current_view`."""
         return [*self.group.space.full_view(), self._block]
 
     def tokens_left(self) -> int:
-        """See `Row.tokens_left`."""
         return self.group.config.finisher_tokens - len(self._text.tokens)
 
     def advance(self, token: int, ended: bool) -> bool:

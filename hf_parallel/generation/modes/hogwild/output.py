@@ -61,10 +61,8 @@ class HogwildOutput(ParallelOutput):
     """Names of the workers."""
 
     def columns(self, prompt: int) -> list[str]:
-        """Return the names of the workers."""
         return list(self.names[prompt])
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        """Return the answer and the text of the early finisher."""
         found = (("Answer", self.answers), ("Written by a reader of everything", self.conclusions))
         return [(label, texts[prompt] or "") for label, texts in found if texts[prompt]]

@@ -5,12 +5,10 @@ Between passes the caller injects texts and saves the session.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,28 +30,12 @@ from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int, check_text
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-_Method = Callable[Concatenate["HogwildSession", _P], _T]
-
-
-def _exclusive(method: _Method[_P, _T]) -> _Method[_P, _T]:
-    """Run a method while no other thread uses the session."""
-    # Not a generator with `contextmanager`: a traceback that an interrupt leaves would keep it suspended, with the lock
-
-    @functools.wraps(method)
-    def run(session: HogwildSession, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return session._exclusively(lambda: method(session, *args, **kwargs))
-
-    return run
-
 
 class HogwildSession:
     """Workers over one shared KV cache. A `step` adds one token per worker. A context manager.
 
     Settings, tokens and texts are the same as with `generate(..., generation_mode="hogwild")`. A step or change that
-    raises leaves the session unchanged; only a streamer may have received its text. Other threads may call the session
-    while one runs it: their changes happen between two passes.
+    raises leaves the session unchanged; only a streamer may have received its text. Changes happen between two steps.
 
     Parameters
     ----------
@@ -95,8 +77,7 @@ class HogwildSession:
             self._run = open_run(model, tokenizer, prompt, settings)
         self._call, self.config = self._run.loop.call, self._run.config
         self._ended_by = ""
-        self._lock, self._turn = threading.Lock(), threading.Lock()
-        self._user: int | None = None  # thread that holds the lock
+        self._is_running = False
 
     def __enter__(self) -> HogwildSession:
         return self
@@ -148,10 +129,10 @@ class HogwildSession:
         """Costs of the session. Those of a loaded session start at `load`, except for the generated tokens."""
         return self._run.loop.stats
 
-    @_exclusive
     def output(self) -> HogwildOutput:
         """Return the current state as `generate` would with `return_dict_in_generate=True`; rows are workers."""
-        return self._run.loop.result(HogwildOutput, **self._run.fields())
+        with cpu_as_default():
+            return self._run.loop.result(HogwildOutput, **self._run.fields())
 
     def step(self) -> dict[str, str]:
         """Run one forward pass, in which every active worker gets one token. Return as `run`."""
@@ -166,22 +147,15 @@ class HogwildSession:
         """
         if passes is not None:
             check_int("passes", passes, at_least=0)
+        self._check_open()
         written: dict[str, str] = {}
-
-        def step() -> bool:
-            self._check_open()
-            if not self._run.active:
-                return False
-            for name, text in self._run.step().items():
-                written[name] = written.get(name, "") + text
-            return True
 
         def run() -> None:
             for _ in itertools.count() if passes is None else range(passes):
-                with self._turn:  # threads that wait for the end of a pass hold it
-                    pass
-                if not self._locked(step):
+                if not self._run.active:
                     break
+                for name, text in self._run.step().items():
+                    written[name] = written.get(name, "") + text
 
         self._with_model(run)
         return written
@@ -191,29 +165,28 @@ class HogwildSession:
 
         Afterwards only `output` and the properties can be used, even if `finish` raises.
         """
+        self._check_open()
 
         def finish() -> None:
-            self._check_open()
             self._ended_by = "finished"
             self._run.group.move_ended_steps()
             self._run.active = []
             self._run.finish()
 
-        self._with_model(lambda: self._exclusively(finish))
+        self._with_model(finish)
         output = self._run.loop.output(HogwildOutput, **self._run.fields())
         self._run.warn_unanswered()
         return output
 
-    @_exclusive
     def close(self) -> None:
         """Free the memory of the cache. Texts can still be read."""
+        self._check_idle()
         if not self._ended_by and self._call.streamer is not None:
             self._call.streamer.end()
         self._ended_by, self._run.active = "closed", []
         self._call.executor.release()
         self._run.cache.reset()
 
-    @_exclusive
     def inject(self, to: str, text: str) -> None:
         """Append a text, without a name or template, which the model reads in the next forward pass.
 
@@ -235,10 +208,9 @@ class HogwildSession:
         elif not text.endswith(self.config.separator):
             text += self.config.separator
         tokens = self._encode("text", text)
-        with self._run.transaction():
+        with cpu_as_default(), self._run.transaction():
             self._run.inject(None if worker is None else worker.number, text, tokens)
 
-    @_exclusive
     def save(self, path: str | Path) -> None:
         """Write the session to a JSON file, atomically.
 
@@ -247,7 +219,8 @@ class HogwildSession:
         that are not plain data, for `output_scores` and `output_logits`, and for offloaded weights.
         """
         self._check_open()
-        write_journal(path, self._run.state())
+        with cpu_as_default():
+            write_journal(path, self._run.state())
 
     @classmethod
     def load(
@@ -302,6 +275,11 @@ class HogwildSession:
     def _check_open(self) -> None:
         if self._ended_by:
             raise RuntimeError(f"this session has been {self._ended_by}")
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self._is_running:
+            raise RuntimeError("this session is in a step: it was called again from a processor or a streamer")
 
     def _encode(self, name: str, text: str) -> list[int]:
         check_text(name, text)
@@ -320,26 +298,12 @@ class HogwildSession:
             raise ValueError(f"the model was on {before} when this session began, now it is on {now}: move it back")
         claim = Claim()
         try:
-            with torch.no_grad(), self._model.claimed(claim), self._run.loop.running():
+            self._is_running = True
+            with cpu_as_default(), torch.no_grad(), self._model.claimed(claim), self._run.loop.running():
                 try:
                     self._run.cache.claim(self._call.model, claim, kept=True)
                 except ValueError as error:
                     raise ValueError("the weights of the model have changed since this session began") from error
                 function()
         finally:
-            claim.active = False
-
-    def _exclusively(self, function: Callable[[], _T]) -> _T:
-        """Call a function while no other thread uses the session; `run` lets a thread that waits here go first."""
-        if self._user == threading.get_ident():
-            raise RuntimeError("this session is in a step: it was called again from a processor or a streamer")
-        with self._turn:
-            return self._locked(function)
-
-    def _locked(self, function: Callable[[], _T]) -> _T:
-        with self._lock, cpu_as_default():
-            try:
-                self._user = threading.get_ident()
-                return function()
-            finally:
-                self._user = None
+            claim.active = self._is_running = False

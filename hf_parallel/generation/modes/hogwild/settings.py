@@ -67,7 +67,6 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
     task_prompt: str = "{task}"
 
     def validate(self) -> None:
-        """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
         if self.prefetch:
             raise ValueError("prefetch must be None or False for hogwild, whose workers decode in lockstep, got True")
@@ -112,7 +111,6 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
 
     @property
     def rows_per_prompt(self) -> int:
-        """The number of workers."""
         return self.num_workers
 
     def prompt_fields(self) -> dict[str, object]:

@@ -26,11 +26,9 @@ class Worker(Row):
         self._begin_step()
 
     def current_view(self) -> View:
-        """See `Row.current_view`."""
         return self.group.space.view(self.number)
 
     def tokens_left(self) -> int:
-        """Return the number of decode passes left."""
         return self.group.max_passes - self.passes
 
     def is_active(self) -> bool:

@@ -30,7 +30,6 @@ class PDOSRows(ModeRows["PDOSConfig"]):
         return RowPlace(prompt, index, index - 1 if index else None)
 
     def name(self, index: int) -> str:
-        """Return the name of the trunk or of a branch."""
         return f"Branch {index}" if index else "Answer"
 
 
@@ -103,12 +102,10 @@ class PDOSConfig(PDOSSettings):
             kwargs["logits_processor"] = LogitsProcessorList([*(given or ()), TrunkFormatProcessor()])
 
     def make_run(self, call: GenerationCall) -> PDOSRun:
-        """See `ParallelConfig.make_run`."""
         return PDOSRun(self, call)
 
     @property
     def max_rows_per_prompt(self) -> int:
-        """Maximum number of branches of a block."""
         return self.max_branches
 
     def max_states(self, call: GenerationCall) -> int:

@@ -92,11 +92,9 @@ class PDOSOutput(ParallelOutput):
         return [[[branch.text for branch in block.branches] for block in blocks] for blocks in self.blocks]
 
     def columns(self, prompt: int) -> list[str]:
-        """Return the titles of the branches if there is one block."""
         titles = self.titles[prompt]
         return titles[0] if len(titles) == 1 else []
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        """Return the joined answer, and why decoding became sequential."""
         fields = (("Joined answer", self.transcripts), ("Decoded sequentially", self.fallback))
         return [(label, texts[prompt] or "") for label, texts in fields if texts[prompt]]

@@ -42,7 +42,6 @@ class TrunkRow(Row):
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def current_view(self) -> View:
-        """See `Row.current_view`."""
         return self.tree.view
 
 

@@ -64,7 +64,6 @@ class PDOSSettings(BlockFormat, ParallelConfig[PDOSOutput]):
     )
 
     def validate(self) -> None:
-        """Check every setting; see `ParallelConfig.validate`."""
         ParallelConfig.validate(self)
         BlockFormat.validate(self)
         check_choice("join", self.join, ("reencode", "rotate"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -194,7 +192,7 @@ def test_a_changed_model_raises_until_it_is_changed_back() -> None:
     assert state(session) == state(undisturbed)
 
 
-# Life cycle and threads
+# Life cycle
 
 
 def test_a_closed_session_frees_its_memory_and_rejects_calls() -> None:
@@ -218,48 +216,6 @@ def test_a_finished_session_can_be_read() -> None:
     assert "So \\boxed{" in out.conclusions[0]
     with pytest.raises(RuntimeError, match="has been finished"):
         session.step()
-
-
-def test_other_threads_can_change_a_running_session() -> None:
-    """Their changes happen between two passes."""
-    session = begin(max_new_tokens=200)
-    done = threading.Event()
-
-    def change() -> None:
-        for number in range(5):
-            session.inject("common", f"Remark {number}.")
-        done.set()
-
-    other = threading.Thread(target=change)
-    other.start()
-    session.run(60)
-    assert done.wait(timeout=600)
-    other.join()
-    injected = [step.text for step in session.history if step.name == "common"]
-    assert injected == [f"Remark {number}.a" for number in range(5)]
-
-
-def test_a_change_in_another_thread_waits_for_the_pass_that_runs() -> None:
-    waited: list[int] = []
-    session = begin(streamer=(listener := Listener()), max_new_tokens=60)
-
-    def change() -> None:
-        before = session.passes
-        session.inject("common", "Hm.")
-        waited.append(session.passes - before)
-
-    other = threading.Thread(target=change)
-
-    def during_a_pass(*given: Any) -> None:
-        if session.passes == 5 and other.ident is None:
-            other.start()
-            while other.is_alive() and not session._turn.locked():
-                time.sleep(0.001)
-
-    listener.write_row = during_a_pass  # type: ignore[method-assign]
-    session.run(20)
-    other.join()
-    assert waited[0] <= 2
 
 
 def test_a_session_cannot_be_called_from_its_own_step() -> None:
