@@ -159,6 +159,10 @@ class BlockCache(Cache):
             raise RuntimeError("no forward pass is prepared: was the model called from a processor or a streamer?")
         return self._pass.plan
 
+    def plan_of(self, layer_idx: int) -> AttentionPlan:
+        """Attention plan of a layer in the prepared pass."""
+        return self.plan if self._pass is None else self._pass.plan_of(layer_idx)
+
     def positions_in_rows(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Return the position `int64 [T]` of each packed token of the prepared pass in its row's view.
 

@@ -50,6 +50,11 @@ class ForwardPass:
     continues: bool = False
     version: int = -1  # of the pool when the pass was prepared
     images: Sequence[ImageRun] = ()  # image tokens, `at` packed indices
+    in_order: AttentionPlan | None = None  # for layers in which image tokens see earlier tokens only, as text does
+
+    def plan_of(self, layer_idx: int) -> AttentionPlan:
+        """Return the plan of a layer."""
+        return self.plan if self.in_order is None or layer_idx in self.images[0].image.ahead else self.in_order
 
     @property
     def last_tokens(self) -> list[int]:
@@ -151,18 +156,19 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
             _add_pairs(table, segment, num_tokens, growing)
             for run in segment.images:
                 images.append(run._replace(at=num_tokens + run.at))
-                if run.image.sees_all:
+                if run.image.ahead:
                     ahead.append((num_tokens + run.at, num_tokens + run.end, index + run.end))
             packed.append(Segment(tuple(segment.view), n, segment.write, segment.images))
             num_tokens += n
-    plan = _attention_plan(table, np.array(writes, np.int64).reshape(-1, 5), num_tokens, decoding, ahead)
+    shape = table, np.array(writes, np.int64).reshape(-1, 5), num_tokens, decoding
+    plan, in_order = _attention_plan(*shape, ahead), _attention_plan(*shape, ()) if ahead else None
     positions = _ranges(*np.array(tokens, np.int64).T)
     if any(run.image.corrections is not None for run in images):
         positions = np.repeat(positions[None], 3, axis=0)
     for run in images:
         if run.image.corrections is not None:
             positions[:, run.at : run.end] += run.image.corrections[:, run.first : run.stop].numpy()
-    return ForwardPass(plan, to_device(positions, device), tuple(packed), len(passes), images=images)
+    return ForwardPass(plan, to_device(positions, device), tuple(packed), len(passes), images=images, in_order=in_order)
 
 
 def _add_pairs(

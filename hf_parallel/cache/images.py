@@ -6,7 +6,7 @@ token's place in it, so that prefixes are equal if their tokens and images are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -29,7 +29,7 @@ class Image:
     `key`: hash of content and size, below `2 ** KEY_BITS`. `features`: `[tokens, hidden]` for each place of the model
     that adds image features. `corrections`: int64 `[3, tokens]`, what multi-axis positions (M-RoPE) add to a count of
     tokens; None without. `shift`: what the image adds to the positions of later tokens beside the number of its tokens.
-    `sees_all`: whether its tokens see each other, earlier and later ones.
+    `ahead`: layers in which its tokens see each other, earlier and later ones.
     """
 
     key: int
@@ -37,7 +37,7 @@ class Image:
     layout: Any = None  # how the model packs the features, see `hf_parallel.models.images`
     corrections: torch.Tensor | None = None
     shift: int = 0
-    sees_all: bool = False
+    ahead: Collection[int] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +95,7 @@ class ImageTable(WeakValueDictionary[int, Image]):
     def cut(self, tokens: Sequence[int] | np.ndarray, count: int) -> int:
         """Return `count`, or less where that many tokens would end within an image whose tokens see each other."""
         runs = self.runs(tokens[: count + 1]) if len(self) else ()
-        return next((run.at for run in runs if run.image.sees_all and run.at < count < run.end), count)
+        return next((run.at for run in runs if run.image.ahead and run.at < count < run.end), count)
 
     def chunk(self, tokens: Sequence[int] | np.ndarray, count: int) -> int:
         """Return the size of a pass of about `count` tokens, which holds such an image whole, even a larger one."""

@@ -26,6 +26,6 @@ def take_images(model: Any, kwargs: Arguments, known: ImageTable | None = None) 
         raise ValueError(f"{sorted(given)} describe images, but pixel_values are missing")
     input_ids: torch.Tensor = kwargs["input_ids"]
     known = enabled(model).images if known is None else known
-    sees_all = enabled(model).capabilities.image_sees_all
-    ids, images = read_images(model, input_ids, kwargs.get("position_ids"), given, known, sees_all)
+    ahead = enabled(model).capabilities.image_ahead
+    ids, images = read_images(model, input_ids, kwargs.get("position_ids"), given, known, ahead)
     kwargs.update(prompt_ids=ids, images=images)

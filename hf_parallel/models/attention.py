@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from hf_parallel.cache import BlockCache, LayerReads
-from hf_parallel.kernels import AttentionParams, RotarySpec
+from hf_parallel.kernels import AttentionParams, AttentionPlan, RotarySpec
 from hf_parallel.models.latent import latent_heads, rotated_first
 
 IMPLEMENTATION = "hf_parallel"
@@ -56,9 +56,9 @@ class AttentionRecorder:
     keyword_arrives: bool = False  # whether `block_cache` reached the attention function
     masked: bool = False  # whether the model passed an attention mask of its own
     bidirectional: bool = False  # whether a layer is not causal
-    sees_ahead: bool = False  # whether the attention mask lets the first of several tokens see the second
     repeated: bool = False  # whether a layer attends more than once in a pass
     others: set[str] = field(default_factory=set)  # names of tensors that block attention does not know
+    ahead: set[int] = field(default_factory=set)  # layers whose mask lets the first of several tokens see the second
     windows: dict[int, tuple[int | None, int | None, int | None]] = field(default_factory=dict)
     """Sliding window by layer index, in the arguments and in the attention mask; and chunk in the mask."""
     keys: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer index
@@ -85,6 +85,7 @@ class AttentionRecorder:
             layer = self.layers[len(self.queries)]
         size = int(attention_mask) if from_mask else 0  # type: ignore[arg-type]
         self.windows[layer] = sliding_window, size if size > 0 else None, -size if size < 0 else None
+        self.ahead |= {layer} if attention_mask is not None and attention_mask.dtype == torch.bool else set()
         self.repeated |= layer in self.queries
         self.sources[layer] = next((at for at, other in self.keys.items() if other is key), layer)
         self.keys[layer] = key
@@ -152,7 +153,7 @@ def block_attention_forward(
         if params.rotary is not None and params.rotary.of_values:
             query, key = (rotated_first(x, params.rotary.rotary_dim) for x in (query, key))
         return cache.attend(query, key, value, params).contiguous(), None
-    layer_idx = _source(cache, layer_idx)
+    plan, layer_idx = cache.plan_of(layer_idx), _source(cache, layer_idx)
     layer = cache.pool.arena.layers[layer_idx]
     if (key.shape[-1], value.shape[-1]) != (layer.keys.shape[-1], layer.values.shape[-1]):  # made from what is stored
         try:
@@ -161,7 +162,7 @@ def block_attention_forward(
             raise UnsupportedModelError(f"{error.args[0]} (layer {layer_idx})") from None
         if params.latent is not None:
             query, params.num_kv_heads = rotated_first(query, layer.values.shape[-1]), 1
-    return attend_blocks(cache, query, layer_idx, params), None
+    return attend_blocks(cache, query, layer_idx, params, plan), None
 
 
 def _layer_index(module: nn.Module) -> int:
@@ -170,7 +171,9 @@ def _layer_index(module: nn.Module) -> int:
     return -1 if layer_idx is None else layer_idx
 
 
-def attend_blocks(cache: BlockCache, query: torch.Tensor, layer_idx: int, params: AttentionParams) -> torch.Tensor:
+def attend_blocks(
+    cache: BlockCache, query: torch.Tensor, layer_idx: int, params: AttentionParams, plan: AttentionPlan
+) -> torch.Tensor:
     """Attend to the blocks of the prepared pass: `[1, heads, T, head_dim]` to `[1, T, heads, head_dim]`."""
     layer = cache.pool.arena.layers[layer_idx]
     if params.num_kv_heads != layer.num_kv_heads:
@@ -180,7 +183,7 @@ def attend_blocks(cache: BlockCache, query: torch.Tensor, layer_idx: int, params
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
         packed = query[0].transpose(0, 1).to(layer.keys.dtype)
-        return layer.backend.attend(packed, layer.keys, layer.values, cache.plan, params).unsqueeze(0)
+        return layer.backend.attend(packed, layer.keys, layer.values, plan, params).unsqueeze(0)
 
 
 @torch.library.custom_op(
@@ -207,7 +210,8 @@ def _attend(
     source = _source(cache, layer_idx)
     if source == layer_idx:
         cache.update(key, value, layer_idx)
-    return attend_blocks(cache, query, source, _params(cache, layer_idx, key, scale, window, softcap, sinks))
+    params = _params(cache, layer_idx, key, scale, window, softcap, sinks)
+    return attend_blocks(cache, query, source, params, cache.plan)  # of a decode step, the same for all layers
 
 
 def _params(
@@ -249,14 +253,14 @@ def _mask(
     """Mask function of the implementation: no mask, as the plan holds the key ranges.
 
     While probing, it is the window, or less than zero for chunks: the first token of a chunk does not see the last one
-    of the chunk before.
+    of the chunk before. It is true if the first of several tokens sees the second.
     """
     active = _active_attention.get()
     if active is None or not isinstance(active.cache, AttentionRecorder):
         return None
     at = torch.arange((local_size or 1) + 1, device=device)
-    if kv_length > 1 and mask_function is not None:
-        active.cache.sees_ahead |= bool(mask_function(at[0], at[0], at[0], at[1]))
+    if kv_length > 1 and mask_function is not None and mask_function(at[0], at[0], at[0], at[1]):
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool)
     if not local_size:
         return None
     try:

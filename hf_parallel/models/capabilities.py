@@ -35,7 +35,7 @@ from hf_parallel.cache.placement import execution_device
 from hf_parallel.files import cache_folder, write_atomically
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
-from hf_parallel.models.images import sees_all
+from hf_parallel.models.images import layers_ahead
 from hf_parallel.models.latent import are_latents
 from hf_parallel.models.mixers import (
     Mixer,
@@ -102,7 +102,7 @@ class Capabilities:
     reads: dict[int, LayerReads] = field(default_factory=dict)
     """Layers that share the keys of an earlier one, or whose attention mask alone limits the keys, by index."""
     scaled: bool = False  # whether layers scale their queries by their position
-    image_sees_all: bool = False  # whether the tokens of an image see each other, earlier and later ones
+    image_ahead: tuple[int, ...] = ()  # layers in which the tokens of an image see each other, earlier and later ones
 
     def check_length(self, model: PreTrainedModel, longest: int) -> None:
         """Raise an error if rows of `longest` tokens exceed the model's positions; the last token needs none.
@@ -136,6 +136,7 @@ class Capabilities:
             }
             shared = {spec: spec for spec in rotary.values()}  # layers share equal embeddings, as after probing
             fields["rotary"] = {layer: shared[spec] for layer, spec in rotary.items()}
+        fields["image_ahead"] = tuple(fields["image_ahead"])
         fields["mixers"] = tuple(Mixer(**mixer) for mixer in fields["mixers"])
         fields["reads"] = {int(layer): LayerReads(**read) for layer, read in fields["reads"].items()}
         return cls(**fields)
@@ -192,12 +193,12 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
             if not mixers:
                 raise
             _check_logits(model, recorder.keyword_arrives, mixers, reads)
-        image = sees_all(model)
+        image_ahead = layers_ahead(model)
     has_window = any(one is not None for windows in recorder.windows.values() for one in windows)
     limits = max_length(model), _num_positions(tables)
     return Capabilities(
         *(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads), mixers, reads, scaled),
-        image_sees_all=image,
+        image_ahead=image_ahead,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,15 +33,15 @@ def image_inputs(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(names.union(TOKEN_TYPES))
 
 
-def sees_all(model: PreTrainedModel) -> bool:
-    """Return whether the model's attention mask lets image tokens see later tokens of their image."""
+def layers_ahead(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the layers whose attention mask lets image tokens see later tokens of their image."""
     types = [name for name in TOKEN_TYPES if name in parameters_of(model.forward)]
     if not types or not image_inputs(model):
-        return False
+        return ()
     recorder, two = AttentionRecorder(), torch.ones(1, 2, dtype=torch.int64, device=execution_device(model))
     with block_attention_enabled(model, recorder):
         model(input_ids=two, position_ids=two.cumsum(-1) - 1, use_cache=False, **dict.fromkeys(types, two))
-    return recorder.sees_ahead
+    return tuple(sorted(recorder.ahead))
 
 
 def read_images(
@@ -50,7 +50,7 @@ def read_images(
     positions: torch.Tensor | None,
     inputs: Mapping[str, Any],
     known: ImageTable,
-    sees_all: bool,
+    ahead: Collection[int],
 ) -> tuple[torch.Tensor, list[Image]]:
     """Return `input_ids` int64 `[prompts, length]` with the ids of image tokens, and the images, those not `known` new.
 
@@ -60,7 +60,7 @@ def read_images(
     rows, columns = np.nonzero(ids == model.config.image_token_id)  # row by row
     taken, images = 0, list[Image]()
     for own in _split(inputs):
-        image = known.get(key := _key(own)) or _compute(model, key, own, sees_all)
+        image = known.get(key := _key(own)) or _compute(model, key, own, ahead)
         places = slice(taken, taken + image.num_tokens)
         row, column = rows[places], columns[places]
         if len(row) == image.num_tokens and row[0] == row[-1]:
@@ -85,9 +85,9 @@ def image_arguments(runs: Sequence[ImageRun]) -> dict[str, Any]:
         return {}
     parts = [[features[run.first : run.stop] for features in run.image.features] for run in runs]
     pooled, *deep = [torch.cat(features) for features in zip(*parts, strict=True)]
-    output, is_list = runs[0].image.layout
+    output, name, is_list = runs[0].image.layout
     more = {"deepstack_features": [[features] for features in deep]} if deep else {}
-    return {"mm_encoder_outputs": {"image": output(pooler_output=[pooled] if is_list else pooled, **more)}}
+    return {"mm_encoder_outputs": {"image": output(**{name: [pooled] if is_list else pooled}, **more)}}
 
 
 def _split(inputs: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
@@ -120,20 +120,21 @@ def _key(inputs: Mapping[str, torch.Tensor]) -> int:
     return int.from_bytes(digest.digest()[:8], "big") >> (64 - KEY_BITS)
 
 
-def _compute(model: Any, key: int, inputs: Mapping[str, torch.Tensor], sees_all: bool) -> Image:
+def _compute(model: Any, key: int, inputs: Mapping[str, torch.Tensor], ahead: Collection[int]) -> Image:
     """Run the vision tower on one image."""
     device = execution_device(model)
     output = model.get_image_features(**{name: x.to(device) for name, x in inputs.items()}, return_dict=True)
-    pooled, deep = output.pooler_output, output.get("deepstack_features") or ()
+    name = "last_hidden_state" if output.get("pooler_output") is None else "pooler_output"  # the former in Llama 4
+    pooled, deep = output[name], output.get("deepstack_features") or ()
     features = tuple(_joined(one) for one in (pooled, *deep))
     if len(features[0]) > MAX_TOKENS:
         raise ValueError(f"an image may have at most {MAX_TOKENS} tokens, got {len(features[0])}")
     window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
-    if sees_all and window and len(features[0]) > window:
+    if ahead and window and len(features[0]) > window:
         raise UnsupportedModelError(
             f"{type(model).__name__} has a sliding window of {window}, less than the {len(features[0])} image tokens"
         )
-    return Image(key, features, (type(output), not isinstance(pooled, torch.Tensor)), sees_all=sees_all)
+    return Image(key, features, (type(output), name, not isinstance(pooled, torch.Tensor)), ahead=ahead)
 
 
 def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

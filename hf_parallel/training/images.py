@@ -47,6 +47,7 @@ def add_images(
     table.add(images)
     runs = [list(table.runs(example.input_ids)) for example in examples]
     ids, positions = batch["input_ids"], batch["position_ids"]
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None)
     if any(image.corrections is not None for image in images):
         positions = positions.repeat(3, 1, 1)
     for row, (example, own) in enumerate(zip(examples, runs, strict=True)):
@@ -58,7 +59,8 @@ def add_images(
         for run in own:
             if run.image.corrections is not None:
                 positions[:, row, run.at : run.end] += run.image.corrections[:, run.first : run.stop].to(ids.device)
-            for mask in masks.values() if run.image.sees_all else ():
+            ahead = {kinds[layer] if kinds else "" for layer in run.image.ahead}
+            for mask in (mask for kind, mask in masks.items() if kind in ahead):
                 if isinstance(mask, BlockMask):
                     raise ValueError("image tokens that see each other need sdpa or eager attention in the loss")
                 mask[row, 0, run.at : run.end, run.at : run.end] = mask.dtype == torch.bool

@@ -93,6 +93,10 @@ class DenseOracle:
         """Return the other arguments of the model for the tokens from index `first` on."""
         return {"position_ids": torch.tensor([self.positions[first:]])}
 
+    def sees_later(self, layer: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return whether a token sees another one even if that comes later, by their indices."""
+        return torch.zeros(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool)
+
     def attend(
         self,
         layer: int,
@@ -120,7 +124,8 @@ class DenseOracle:
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             distance = at[-n:, None] - at
-            hidden = (distance < 0) | (distance >= (window or len(seen)))
+            later = self.sees_later(layer, index[-n:, None], index)
+            hidden = ((distance < 0) & ~later) | (distance >= (window or len(seen)))
             if chunk is not None:
                 hidden |= at // chunk != at[-n:, None] // chunk
             scores = scores.masked_fill(hidden, -math.inf)

@@ -46,6 +46,14 @@ def _mrope(**more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], **more}}
 
 
+QWEN3_5 = {
+    **_mrope(mrope_interleaved=True, partial_rotary_factor=1.0),
+    **{"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 4, "linear_conv_kernel_dim": 3},
+}
+
+
 def _grid(rng: torch.Generator) -> tuple[Inputs, int]:
     height, width = (2 * int(torch.randint(1, 4, (), generator=rng)) for _ in range(2))
     patches = torch.randn(height * width, 3 * 2 * 4 * 4, generator=rng)
@@ -79,6 +87,14 @@ def _patches(rng: torch.Generator) -> tuple[Inputs, int]:
 def _one_view(rng: torch.Generator) -> tuple[Inputs, int]:
     pixels = torch.randn(1, 2, 3, 16, 16, generator=rng)
     return {"pixel_values": pixels, "image_sizes": torch.tensor([[16, 16]])}, 16 + 16 + 4
+
+
+def _numbered(rng: torch.Generator) -> tuple[Inputs, int]:
+    height, width = (2 * int(torch.randint(1, 3, (), generator=rng)) for _ in range(2))
+    places = torch.full((1, 16, 2), -1)
+    places[0, : height * width] = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(-1)
+    pixels = torch.rand(1, 16, 3 * 4 * 4, generator=rng) * (places[..., :1] >= 0)
+    return {"pixel_values": pixels, "image_position_ids": places}, height * width // 4
 
 
 @dataclass(frozen=True)
@@ -122,11 +138,21 @@ FAMILIES = {
         "Qwen3_5ForConditionalGeneration",
         _config(
             "Qwen3_5Config",
+            text_config=TEXT | QWEN3_5,
+            vision_config=QWEN_VISION | {"num_position_embeddings": 16},
+            **SPECIAL,
+        ),
+        _grid,
+        "mm_token_type_ids",
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForConditionalGeneration",
+        _config(
+            "Qwen3_5MoeConfig",
             text_config=TEXT
-            | _mrope(mrope_interleaved=True, partial_rotary_factor=1.0)
-            | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-            | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
-            | {"linear_num_value_heads": 4, "linear_conv_kernel_dim": 3},
+            | QWEN3_5
+            | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            | {"shared_expert_intermediate_size": 16},
             vision_config=QWEN_VISION | {"num_position_embeddings": 16},
             **SPECIAL,
         ),
@@ -145,6 +171,49 @@ FAMILIES = {
         ),
         _square(4),
         "token_type_ids",
+    ),
+    "gemma4": Family(
+        "Gemma4ForConditionalGeneration",
+        _config(
+            "Gemma4Config",
+            text_config=TEXT
+            | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+            | {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE}
+            | {"global_head_dim": 16, "sliding_window": 16, "use_bidirectional_attention": "vision"},
+            vision_config={**VISION, "head_dim": 8, "num_key_value_heads": 2, "pooling_kernel_size": 2},
+            image_token_id=IMAGE,
+            video_token_id=VOCAB_SIZE - 8,
+            audio_token_id=VOCAB_SIZE - 5,
+        ),
+        _numbered,
+        "mm_token_type_ids",
+    ),
+    "llama4": Family(
+        "Llama4ForConditionalGeneration",
+        _config(
+            "Llama4Config",
+            text_config=TEXT
+            | {"num_hidden_layers": 4, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 16}
+            | {"no_rope_layers": [1, 1, 1, 0], "attn_temperature_tuning": True, "floor_scale": 4},
+            vision_config=VISION
+            | {"intermediate_size": 64, "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24},
+            image_token_index=IMAGE,
+        ),
+        _square(4),
+    ),
+    "glm4v": Family(
+        "Glm4vForConditionalGeneration",
+        _config(
+            "Glm4vConfig",
+            text_config=TEXT | _mrope(),
+            vision_config=QWEN_VISION | {"image_size": 16},
+            image_token_id=IMAGE,
+            video_token_id=VOCAB_SIZE - 8,
+            image_start_token_id=BEGIN,
+            image_end_token_id=END,
+        ),
+        _grid,
+        "mm_token_type_ids",
     ),
     "smolvlm": Family(
         "SmolVLMForConditionalGeneration",
@@ -215,9 +284,12 @@ def build_image_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrain
     torch.manual_seed(0)
     family = FAMILIES[name]
     model: PreTrainedModel = getattr(transformers, family.model)(family.config())
+    model.set_experts_implementation("eager")  # others take no float64
     with torch.no_grad():
-        for parameter in model.parameters():  # else the greedy token often repeats, and some projections are zero
-            parameter.mul_(2).add_(0.02 * torch.randn_like(parameter))
+        for part, parameter in model.named_parameters():
+            if part.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.mul_(0.25)  # else each token attends to one other token
+            parameter.mul_(2).add_(0.02 * torch.randn_like(parameter))  # else the greedy token often repeats
     return model.eval().to(dtype)
 
 

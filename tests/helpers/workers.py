@@ -155,7 +155,8 @@ class Recording:
 
     def _record(self, kwargs: dict[str, Any], logits: torch.Tensor) -> None:
         tokens, first, cache = kwargs["input_ids"][0].tolist(), len(self._tokens), kwargs[CACHE]
-        plan, storage = cache.plan, cache.pool.arena.layers[len(cache) - 1]
+        plan = cache.plan_of(-1)  # of a layer in which image tokens see earlier tokens only
+        storage = cache.pool.arena.layers[len(cache) - 1]
         self._tokens += tokens
         values = storage.values.numpy()
 

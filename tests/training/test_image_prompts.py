@@ -56,7 +56,7 @@ def encoded(model: nn.Module) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama4"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_trees_equal_full_rows(name: str, attention: str) -> None:
     model = build(name)
@@ -72,6 +72,11 @@ def test_trees_equal_full_rows(name: str, attention: str) -> None:
     assert any("vis" in name for name in of_tree)
     for parameter, gradient in of_rows.items():
         assert (of_tree[parameter] - gradient).norm() <= 1e-4 * max(1, gradient.norm()), parameter
+
+
+def test_a_model_whose_masks_have_chunks_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"llama4_text has layers of the type \['chunked_attention'\]"):
+        tree_logprobs(build("llama4"), image_prompts("llama4", ROWS), ANSWERS)
 
 
 def test_one_prompt_serves_all_completions() -> None:
