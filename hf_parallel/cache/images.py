@@ -6,6 +6,7 @@ token's place in it, so that prefixes are equal if their tokens and images are.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ _PLACE_BITS = 16
 MAX_TOKENS = 1 << _PLACE_BITS
 """Maximum number of tokens of an image."""
 KEY_BITS = 62 - _PLACE_BITS
+SALT = secrets.token_bytes(16)
+"""Secret of this process that the keys of images depend on, so that no one can prepare two images with one key."""
 
 
 @dataclass(frozen=True, eq=False)

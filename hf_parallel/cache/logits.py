@@ -24,6 +24,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
+from hf_parallel.cache.images import SALT
 from hf_parallel.cache.logits_file import check_arrays, digest_of, logits_at, read_keys, read_metadata, to_arrays
 from hf_parallel.cache.logits_trie import CachedDistribution, CachedLogits, TrieNode
 from hf_parallel.files import atomic_file, read_file, warn_on_other_version
@@ -56,6 +57,7 @@ class LogitsCache:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive int{' or None' * (name == 'top_k')}, got {value!r}")
         self.max_bytes, self.top_k = max_bytes, top_k
+        self.salt = SALT  # of the keys of images; a loaded cache has that of its file
         self.hits = self.misses = 0
         self.num_bytes = 0
         self._roots: dict[str, TrieNode] = {}
@@ -150,7 +152,7 @@ class LogitsCache:
         with self.lock:
             roots = enumerate(self._roots.values())
             tensors = {f"{i}.{name}": tensor for i, root in roots for name, tensor in to_arrays(root).items()}
-            metadata = {"format": _FORMAT, "transformers": transformers.__version__}
+            metadata = {"format": _FORMAT, "transformers": transformers.__version__, "salt": self.salt.hex()}
             metadata |= {"keys": json.dumps(list(self._roots)), "top_k": json.dumps(self.top_k)}
         metadata["digest"] = digest_of(metadata, tensors)
         with atomic_file(Path(path)) as temporary:
@@ -177,6 +179,7 @@ class LogitsCache:
             if metadata.pop("digest") != digest_of(metadata, tensors):
                 raise ValueError("its content does not match its digest")
             cache.top_k = cls(max_bytes, json.loads(metadata["top_k"])).top_k
+            cache.salt = bytes.fromhex(metadata.get("salt", ""))[: len(SALT)]
             for number, key in enumerate(read_keys(metadata["keys"])):
                 arrays = {name.split(".")[1]: t for name, t in tensors.items() if name.startswith(f"{number}.")}
                 if int(arrays["vocabulary"]):  # otherwise there are no logits

@@ -6,17 +6,20 @@ from typing import Any
 
 import torch
 
-from hf_parallel.cache.images import ImageTable
+from hf_parallel.cache.images import SALT, ImageTable
+from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.models.images import TOKEN_TYPES, image_inputs, read_images
 
 
-def take_images(model: Any, kwargs: Arguments, known: ImageTable | None = None) -> None:
+def take_images(
+    model: Any, kwargs: Arguments, known: ImageTable | None = None, cache: LogitsCache | None = None
+) -> None:
     """Replace the arguments that describe images by `images` and `prompt_ids`, which name their tokens.
 
     `kwargs` are `input_ids`, int64 `[prompts, length]`, and the arguments that transformers has prepared for them.
-    Images that are not `known`, by default those of running calls, are computed.
+    Images that are not `known`, by default those of running calls, are computed. Their keys are those of the `cache`.
     """
     inputs = {name: kwargs.pop(name) for name in image_inputs(model) & kwargs.keys()}
     given = {name: value for name, value in inputs.items() if value is not None and name not in TOKEN_TYPES}
@@ -26,6 +29,7 @@ def take_images(model: Any, kwargs: Arguments, known: ImageTable | None = None) 
         raise ValueError(f"{sorted(given)} describe images, but pixel_values are missing")
     input_ids: torch.Tensor = kwargs["input_ids"]
     known = enabled(model).images if known is None else known
+    salt = SALT if cache is None else cache.salt
     ahead = enabled(model).capabilities.image_ahead
-    ids, images = read_images(model, input_ids, kwargs.get("position_ids"), given, known, ahead)
+    ids, images = read_images(model, input_ids, kwargs.get("position_ids"), given, known, ahead, salt)
     kwargs.update(prompt_ids=ids, images=images)

@@ -233,7 +233,7 @@ class ParallelGenerationMixin:
     def _expand_inputs_for_generation(self, *args: object, **kwargs: object) -> object:
         """In a mode, replace images by their features before the rows of `num_return_sequences` are made."""
         if self._prepares():
-            take_images(self, kwargs)
+            take_images(self, kwargs, cache=getattr(preparation.calls[-1][1], "logits_cache", None))
         return super()._expand_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:

@@ -51,6 +51,7 @@ def read_images(
     inputs: Mapping[str, Any],
     known: ImageTable,
     ahead: Collection[int],
+    salt: bytes,
 ) -> tuple[torch.Tensor, list[Image]]:
     """Return `input_ids` int64 `[prompts, length]` with the ids of image tokens, and the images, those not `known` new.
 
@@ -60,7 +61,7 @@ def read_images(
     rows, columns = np.nonzero(ids == model.config.image_token_id)  # row by row
     taken, images = 0, list[Image]()
     for own in _split(inputs):
-        image = known.get(key := _key(own)) or _compute(model, key, own, ahead)
+        image = known.get(key := _key(own, salt)) or _compute(model, key, own, ahead)
         places = slice(taken, taken + image.num_tokens)
         row, column = rows[places], columns[places]
         if len(row) == image.num_tokens and row[0] == row[-1]:
@@ -112,12 +113,12 @@ def _split(inputs: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
             yield {name: value[i : i + 1] for name, value in {**inputs, **more}.items()}
 
 
-def _key(inputs: Mapping[str, torch.Tensor]) -> int:
-    digest = hashlib.sha256()
+def _key(inputs: Mapping[str, torch.Tensor], salt: bytes) -> int:
+    digest = hashlib.blake2b(key=salt, digest_size=8)
     for name, value in sorted(inputs.items()):
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest()[:8], "big") >> (64 - KEY_BITS)
+    return int.from_bytes(digest.digest(), "big") >> (64 - KEY_BITS)
 
 
 def _compute(model: Any, key: int, inputs: Mapping[str, torch.Tensor], ahead: Collection[int]) -> Image:
