@@ -25,7 +25,7 @@ from hf_parallel.agents import CacheResult, Trace, TraceRequest, simulate
 from hf_parallel.agents.simulation import POLICIES, PromptSegment
 from hf_parallel.engine import Engine
 
-from .report import Table, about, finish, new_parser, new_path, set_up
+from .report import run_benchmark
 
 AGENTS = ("Decision", "Patcher", "Viewer", "Summary", "Searcher")
 HOTSPOTS = ("Patcher", "Viewer")
@@ -301,30 +301,15 @@ def beside_engine(model: Any, rounds: int) -> list[dict[str, Any]]:
     return entries
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the tables."""
-    for part, name in (("workflow", "rounds"), ("budgets", "budget"), ("robustness", "trace")):
-        table = Table(part, "hotspots", "others", "evicted")
-        for entry in report[part]:
-            rates = (f"{entry[kind]:.3f}" for kind in ("hotspot_hit_rate", "other_hit_rate"))
-            table.add_row(f"{entry[name]}: {entry['policy']}", *rates, f"{entry['evicted_tokens']:.0f}")
-        print(table)
-    print(*report["engine"], sep="\n")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run all parts; return the exit status."""
-    parser = new_parser("agents_cache", __doc__)
-    options = parser.parse_args(arguments)
-    model, _ = set_up(options)
-    seeds, few = (2, 2) if options.quick else (10, 5)
-    report = about(model, options) | {"seeds": seeds}
-    report["workflow"] = workflow(seeds)
-    report["budgets"] = other_budgets(few)
-    report["robustness"] = robustness(few)
-    report["engine"] = beside_engine(model, 1 if options.quick else 2)
-    finish(report, new_path("agents-cache", options), show)
-    return 0
+
+    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        seeds, few = (2, 2) if options.quick else (10, 5)
+        found = {"seeds": seeds, "workflow": workflow(seeds), "budgets": other_budgets(few)}
+        return found | {"robustness": robustness(few), "engine": beside_engine(model, 1 if options.quick else 2)}
+
+    return run_benchmark("agents_cache", __doc__, measure)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from hf_parallel.agents import Completion, Runtime, TreeOfThoughts, agent, gathe
 from hf_parallel.engine import Engine
 from hf_parallel.generation.rng import mix
 
-from .report import Table, about, compare, finish, new_parser, new_path, set_up
+from .report import run_benchmark
 from .resample import solvable
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "agents_game24.py"
@@ -107,30 +107,15 @@ def measure(model: Any, tokenizer: Any, puzzles: Sequence[str], size: int, seed:
     return {"settings": settings, "ways": ways, "same_trees": same, "ratios": ratios | {"same_tree": same["uncached"]}}
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the tables."""
-    title = f"Tree of Thoughts, {len(report['settings']['puzzles'])} puzzles"
-    table = Table(title, "seconds", "CPU s", "completions", "tokens", "replayed", "passes", "solved")
-    for way, of in report["ways"].items():
-        counts = (of[name] for name in ("completions", "tokens", "replayed_tokens", "passes", "solved"))
-        table.add_row(way, f"{of['seconds']:.1f}", f"{of['cpu_seconds']:.1f}", *map(str, counts))
-    print(table)
-
-
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = new_parser("agents_tot", __doc__)
-    parser.add_argument("--count", type=int, default=20, metavar="N", help="puzzles (20)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all completions (0)")
-    options = parser.parse_args()
-    model, tokenizer = set_up(options)
-    count, size = (2, 2) if options.quick else (options.count, 5)
-    puzzles = [" ".join(map(str, numbers)) for numbers, _ in zip(solvable(), range(count), strict=False)]
-    report = about(model, options)
-    report |= measure(model, tokenizer, puzzles, size, options.seed)
-    report["targets"] = compare(report["ratios"], TARGETS)
-    finish(report, new_path("agents-tot", options), show)
-    return 0
+
+    def run(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        count, size = (2, 2) if options.quick else (options.count, 5)
+        puzzles = [" ".join(map(str, numbers)) for numbers, _ in zip(solvable(), range(count), strict=False)]
+        return measure(model, tokenizer, puzzles, size, options.seed)
+
+    return run_benchmark("agents_tot", __doc__, run, TARGETS, count=20, seed=0)
 
 
 if __name__ == "__main__":

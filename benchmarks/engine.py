@@ -21,7 +21,7 @@ from hf_parallel.engine import Engine
 
 from .continuous_batching import generate_batch
 from .measure import long_prompt
-from .report import Log, Table, about, compare, finish, new_parser, new_path, set_up
+from .report import run_benchmark
 from .rounds import timed
 
 TARGETS = (
@@ -66,15 +66,15 @@ class EngineBenchmark:
     rounds: int = 1
     singles: int = 5
 
-    def run(self, model: Any, tokenizer: Any, log: Log) -> dict[str, Any]:
+    def run(self, model: Any, tokenizer: Any) -> dict[str, Any]:
         """Return the entries of the report."""
         prompts = [
             system_prompt(tokenizer, number % self.systems, self.prompt) + question(tokenizer, number)
             for number in range(self.requests)
         ]
         self._alone(model, prompts[0][:8], 2)  # loads what the first call loads
-        throughput = self._throughput(model, tokenizer, prompts, log)
-        single = self._singles(model, tokenizer, log)
+        throughput = self._throughput(model, tokenizer, prompts)
+        single = self._singles(model, tokenizer)
         engine = throughput["seconds"]["engine"]
         ratios = {
             f"{name}_by_engine": median_ratio(times, engine)
@@ -99,12 +99,12 @@ class EngineBenchmark:
         pairs = zip(outputs, prompts, strict=True)
         return [output.sequences[0, len(prompt) :].tolist() for output, prompt in pairs]
 
-    def _throughput(self, model: Any, tokenizer: Any, prompts: list[list[int]], log: Log) -> dict[str, Any]:
+    def _throughput(self, model: Any, tokenizer: Any, prompts: list[list[int]]) -> dict[str, Any]:
         seconds: dict[str, list[float]] = defaultdict(list)
         found: dict[str, Any] = {}
         for number in range(self.rounds):
             of = f"round {number + 1} of {self.rounds}"
-            log(f"{self.requests} requests, engine, {of}")
+            print(f"{self.requests} requests, engine, {of}")
             with Engine(model, tokenizer, max_rows=self.requests) as engine:
                 took, ours = timed(partial(self._in_engine, engine, prompts))
             stats = engine.stats
@@ -114,11 +114,11 @@ class EngineBenchmark:
                 "overhead": stats.overhead_seconds / stats.steps,
             }
             seconds["engine"].append(took)
-            log(f"{self.requests} requests, one after another, {of}")
+            print(f"{self.requests} requests, one after another, {of}")
             took, expected = timed(lambda: [self._alone(model, prompt) for prompt in prompts])
             seconds["one_after_another"].append(took)
             found["same_tokens"] = ours == expected
-            log(f"{self.requests} requests, continuous batching, {of}")
+            print(f"{self.requests} requests, continuous batching, {of}")
             try:
                 took, done = timed(partial(generate_batch, model, prompts, self.new_tokens, do_sample=False))
             except Exception as error:  # an error is reported as a result
@@ -132,12 +132,12 @@ class EngineBenchmark:
         rates = {name: total / statistics.median(times) for name, times in seconds.items()}
         return {"seconds": dict(seconds), "tokens_per_second": rates} | found
 
-    def _singles(self, model: Any, tokenizer: Any, log: Log) -> dict[str, Any]:
+    def _singles(self, model: Any, tokenizer: Any) -> dict[str, Any]:
         """Return the seconds of single requests. Each has a prompt of its own, as the engine keeps prompts."""
         found: dict[str, Any] = {"engine": [], "generate": [], "same_tokens": True}
         found["cpu_seconds"] = {"engine": [], "generate": []}  # which other work on the machine does not change
         for number in range(self.singles):
-            log(f"a single request, {number + 1} of {self.singles}")
+            print(f"a single request, {number + 1} of {self.singles}")
             prompt = system_prompt(tokenizer, self.systems + number, self.prompt) + question(tokenizer, number)
             answers = {}
             for way in ("engine", "generate") if number % 2 else ("generate", "engine"):
@@ -159,35 +159,16 @@ def median_ratio(ours: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, others, strict=True))
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the table."""
-    throughput = report["throughput"]
-    table = Table("all requests", "s", "tokens/s")
-    for name, times in throughput["seconds"].items():
-        table.add_row(name, f"{statistics.median(times):.2f}", f"{throughput['tokens_per_second'][name]:.1f}")
-    print(table)
-    for name in ("same_tokens", "same_tokens_of_continuous_batching", "error_of_continuous_batching"):
-        if name in throughput:
-            print(f"{name}: {throughput[name]}")
-    step, overhead = (1e3 * throughput["decode_step"][name] for name in ("step", "overhead"))
-    print(f"a step takes {step:.1f} ms, the engine {overhead:.2f} ms of it")
-
-
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = new_parser("engine", __doc__)
-    default = EngineBenchmark()
-    parser.add_argument("--rounds", type=int, default=default.rounds, metavar="N", help="rounds of all requests (1)")
-    parser.add_argument("--prompt", type=int, default=default.prompt, metavar="N", help="of a system prompt (512)")
-    options = parser.parse_args()
-    model, tokenizer = set_up(options)
-    benchmark = EngineBenchmark(prompt=options.prompt, rounds=options.rounds)
-    if options.quick:
-        benchmark = EngineBenchmark(4, 2, 24, new_tokens=6, singles=2)
-    report = about(model, options) | benchmark.run(model, tokenizer, print)
-    report["targets"] = compare(report["ratios"], TARGETS)
-    finish(report, new_path("engine", options), show)
-    return 0
+
+    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        benchmark = EngineBenchmark(prompt=options.prompt, rounds=options.rounds)
+        if options.quick:
+            benchmark = EngineBenchmark(4, 2, 24, new_tokens=6, singles=2)
+        return benchmark.run(model, tokenizer)
+
+    return run_benchmark("engine", __doc__, measure, TARGETS, prompt=512, rounds=1)
 
 
 if __name__ == "__main__":

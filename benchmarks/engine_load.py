@@ -22,7 +22,7 @@ import torch
 from hf_parallel.engine import Engine, QueueFullError
 
 from .engine import EngineBenchmark, question, system_prompt
-from .report import Log, Table, about, compare, finish, new_parser, new_path, set_up
+from .report import compare, run_benchmark
 
 KV_TOKENS = 8192
 """Tokens that the budget of the engine holds."""
@@ -154,7 +154,7 @@ class LoadBenchmark:
     seed: int = 0
     least: int = 40
 
-    def run(self, model: Any, tokenizer: Any, prompt: Prompt, log: Log) -> dict[str, Any]:
+    def run(self, model: Any, tokenizer: Any, prompt: Prompt) -> dict[str, Any]:
         """Return the entries of the report."""
         config = model.config
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -163,21 +163,19 @@ class LoadBenchmark:
         load: dict[str, Any] = {"settings": asdict(self), "kv_budget_bytes": budget, "rates": []}
         given: list[Request] = []
         with Engine(model, tokenizer, budget, max_rows=rows, max_waiting=self.max_waiting) as engine:
-            log("capacity")
+            print("capacity")
             load["requests_per_second"] = asyncio.run(self._capacity(engine, prompt))
             for number, fraction in enumerate(self.rates):
-                entry, requests = self._rate(engine, prompt, number, fraction * load["requests_per_second"], log)
+                entry, requests = self._rate(engine, prompt, number, fraction * load["requests_per_second"])
                 load["rates"].append({"of_capacity": fraction} | entry)
                 given += requests
             load["stats"] = engine.stats.to_dict()
         load["check"] = check(model, given, self.checked)
         return {"load": load, "targets": compare(figures(load), TARGETS)}
 
-    def _rate(
-        self, engine: Engine, prompt: Prompt, number: int, rate: float, log: Log
-    ) -> tuple[dict[str, Any], list[Request]]:
+    def _rate(self, engine: Engine, prompt: Prompt, number: int, rate: float) -> tuple[dict[str, Any], list[Request]]:
         """Offer one rate; beyond the capacity for twice as long as the queue takes to fill."""
-        log(f"{rate:.2f} requests per second, {self.rates[number]:.0%} of the capacity")
+        print(f"{rate:.2f} requests per second, {self.rates[number]:.0%} of the capacity")
         excess = rate - rate / self.rates[number]
         filling = 2 * (self.max_rows + self.max_waiting) / excess if excess > 0 else 0.0
         seconds = max(self.seconds, self.least / rate, filling)
@@ -240,43 +238,18 @@ def figures(load: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the table."""
-    headings = ("first token, s", "", "between tokens, ms", "", "tokens/s", "rejected", "failed")
-    table = Table("rates relative to the capacity (p50, p99)", "requests", *headings)
-    for entry in report["load"]["rates"]:
-        first, between = entry["first_token"], entry["between_tokens"]
-        table.add_row(
-            f"{entry['of_capacity']:.0%}",
-            entry["offered"],
-            *(f"{first[p]:.2f}" if first else "" for p in ("p50", "p99")),
-            *(f"{1e3 * between[p]:.0f}" if between else "" for p in ("p50", "p99")),
-            f"{entry['tokens_per_second']:.1f}",
-            entry["rejected"],
-            sum(entry["errors"].values()),
-        )
-    print(table)
-
-
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = new_parser("engine_load", __doc__)
-    parser.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of a system prompt (512)")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time of each rate, at least (60)")
-    options = parser.parse_args()
-    model, tokenizer = set_up(options)
-    load, length = LoadBenchmark(options.seconds), options.prompt
-    if options.quick:
-        load = LoadBenchmark(1.0, (4, 8), max_rows=4, max_waiting=2, burst=8, rates=(0.5, 1.2), checked=2, least=4)
-        length = 24
-    systems = [system_prompt(tokenizer, number, length) for number in range(EngineBenchmark.systems)]
 
-    def prompt(number: int) -> list[int]:
-        return systems[number % len(systems)] + question(tokenizer, number)
+    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        load, length = LoadBenchmark(options.seconds), options.prompt
+        if options.quick:
+            load = LoadBenchmark(1.0, (4, 8), max_rows=4, max_waiting=2, burst=8, rates=(0.5, 1.2), checked=2, least=4)
+            length = 24
+        systems = [system_prompt(tokenizer, number, length) for number in range(EngineBenchmark.systems)]
+        return load.run(model, tokenizer, lambda n: systems[n % len(systems)] + question(tokenizer, n))
 
-    report = about(model, options) | load.run(model, tokenizer, prompt, print)
-    finish(report, new_path("engine-load", options), show)
-    return 0
+    return run_benchmark("engine_load", __doc__, measure, prompt=512, seconds=60.0)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from hf_parallel import HogwildOutput
 
 from .measure import StepClock, long_prompt
-from .report import Log, Table, about, compare, finish, new_parser, new_path, number, set_up
+from .report import run_benchmark
 from .rounds import PrefilledCache, run_rounds, step_ratio
 
 TARGETS = (
@@ -39,7 +39,7 @@ class HogwildBenchmark:
     workers: tuple[int, ...] = (1, 2, 4, 8)
     layout: str = "combined"
 
-    def run(self, model: Any, tokenizer: Any, ids: torch.Tensor, log: Log) -> dict[str, Any]:
+    def run(self, model: Any, tokenizer: Any, ids: torch.Tensor) -> dict[str, Any]:
         """Measure with the prompt `ids`, `int64 [1, prompt]`; return the entries of the report."""
         ends = model.generation_config.eos_token_id
         settings = {
@@ -54,18 +54,18 @@ class HogwildBenchmark:
             call = {**own, **settings, "num_workers": workers, "streamer": clock}
             outputs.append(model.generate(ids, generation_mode="hogwild", **call))
 
-        log("prefill of the cache")
+        print("prefill of the cache")
         prefilled, batch = PrefilledCache(model, ids), ids.repeat(2, 1)
 
         def plain(clock: StepClock) -> None:
             cache = prefilled.repeated(2)
             model.generate(batch, past_key_values=cache, streamer=clock, generation_mode=None, **settings)
 
-        times = run_rounds({"generate": plain, "hogwild": hogwild}, self.rounds, log)
+        times = run_rounds({"generate": plain, "hogwild": hogwild}, self.rounds)
         stats = outputs[-1].stats
         scaling = {}
         for workers in (*self.workers[:1], *self.workers):  # the first call is a warm-up
-            log(f"{workers} workers")
+            print(f"{workers} workers")
             clock = StepClock()
             hogwild(clock, workers)
             step = clock.median_step
@@ -83,33 +83,16 @@ class HogwildBenchmark:
         }
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the table, with one line per number of workers."""
-    of, plain = report["settings"], report["generate"]
-    table = Table(f"{of['prompt']} tokens of the prompt, {of['layout']}", "step, ms", "tokens/s", "KV, MB")
-    table.add_row("generate, 2 rows", number(plain, "step_seconds", 1e3, ".1f"), f"{2 / plain['step_seconds']:.1f}")
-    for workers, way in report["workers"].items():
-        cells = (("step_seconds", 1e3, ".1f"), ("tokens_per_second", 1, ".1f"), ("kv_bytes", 1e-6, ".1f"))
-        table.add_row(f"{workers} worker{'s' * (workers > 1)}", *(number(way, *cell) for cell in cells))
-    print(table)
-
-
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = new_parser("hogwild", __doc__)
-    default = HogwildBenchmark()
-    parser.add_argument("--prompt", type=int, default=default.prompt, metavar="N", help="tokens of the prompt (2048)")
-    parser.add_argument("--rounds", type=int, default=default.rounds, metavar="N", help="runs of both methods (5)")
-    options = parser.parse_args()
-    model, tokenizer = set_up(options)
-    benchmark = HogwildBenchmark(options.prompt, rounds=options.rounds)
-    if options.quick:
-        benchmark = HogwildBenchmark(prompt=48, passes=4, rounds=1, workers=(1, 3))
-    report = about(model, options)
-    report |= benchmark.run(model, tokenizer, long_prompt(tokenizer, benchmark.prompt).to(model.device), print)
-    report["targets"] = compare(report["ratios"], TARGETS)
-    finish(report, new_path("hogwild", options), show)
-    return 0
+
+    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        benchmark = HogwildBenchmark(options.prompt, rounds=options.rounds)
+        if options.quick:
+            benchmark = HogwildBenchmark(prompt=48, passes=4, rounds=1, workers=(1, 3))
+        return benchmark.run(model, tokenizer, long_prompt(tokenizer, benchmark.prompt).to(model.device))
+
+    return run_benchmark("hogwild", __doc__, measure, TARGETS, prompt=2048, rounds=5)
 
 
 if __name__ == "__main__":

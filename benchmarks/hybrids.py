@@ -15,8 +15,8 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import hf_parallel
 
-from .report import about, compare, finish, new_parser, new_path, set_up
-from .shared_prefix import TARGETS, SharedPrefixBenchmark, show
+from .report import run_benchmark, set_up
+from .shared_prefix import TARGETS, SharedPrefixBenchmark
 
 SIZES: dict[str, Any] = {
     "hidden_size": 512,
@@ -40,25 +40,26 @@ def qwen3_5(sizes: dict[str, Any]) -> Any:
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **ends, tie_word_embeddings=True)).eval()
 
 
+def load(options: Any) -> tuple[Any, Any]:
+    """Return the model of the options, or a random one."""
+    if options.model:
+        return set_up(options)
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    model = hf_parallel.enable(qwen3_5(TOY if options.quick else SIZES))
+    options.model = f"random Qwen3.5 of {model.num_parameters() / 1e6:.0f} million parameters"
+    return model, None
+
+
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = new_parser("hybrids", __doc__, any_device=False)
-    parser.add_argument("--rounds", type=int, default=SharedPrefixBenchmark.rounds, help="runs of every method (5)")
-    options = parser.parse_args()
-    if options.model:
-        model, _ = set_up(options)
-    else:
-        transformers.logging.set_verbosity_error()
-        torch.set_num_threads(options.threads or torch.get_num_threads())
-        model = hf_parallel.enable(qwen3_5(TOY if options.quick else SIZES))
-        options.model = f"random Qwen3.5 of {model.num_parameters() / 1e6:.0f} million parameters"
-    sizes = (48, 3, 4, 1) if options.quick else (2048, 16, 16, options.rounds)
-    benchmark = replace(SharedPrefixBenchmark(*sizes), generate_batch=False, prefilled_cache=False)
-    ids = torch.randint(1, model.config.vocab_size, (1, benchmark.prompt))
-    report = about(model, options) | benchmark.run(model, ids, print)
-    report["targets"] = compare(report["ratios"], TARGETS)
-    finish(report, new_path("hybrids", options), show)
-    return 0
+
+    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        sizes = (48, 3, 4, 1) if options.quick else (2048, 16, 16, options.rounds)
+        benchmark = replace(SharedPrefixBenchmark(*sizes), generate_batch=False, prefilled_cache=False)
+        return benchmark.run(model, torch.randint(1, model.config.vocab_size, (1, benchmark.prompt)))
+
+    return run_benchmark("hybrids", __doc__, measure, TARGETS, load, rounds=5)
 
 
 if __name__ == "__main__":

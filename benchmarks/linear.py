@@ -23,7 +23,7 @@ from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.linear import LINEAR_VARIABLE, linear_layers
 
 from .measure import long_prompt
-from .report import Table, about, finish, new_parser, new_path, set_up
+from .report import run_benchmark
 
 PROMPT = 128
 """Tokens before the timed ones."""
@@ -77,26 +77,14 @@ def through(layers: list[nn.Linear], length: int) -> float:
     return time.perf_counter() - began
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the table."""
-    ways = [(what, library, of) for what, ways in report["seconds"].items() for library, of in ways.items()]
-    table = Table("milliseconds by tokens of a pass", *(f"{what}, {library}" for what, library, _ in ways))
-    for length in ways[0][2]:
-        table.add_row(length, *(f"{1e3 * of[length]:.1f}" for *_, of in ways))
-    print(table)
-
-
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = new_parser("linear", __doc__, any_device=False)
-    parser.add_argument("--rounds", type=int, default=15, help="measurements per median (15)")
-    options = parser.parse_args()
-    model, tokenizer = set_up(options)
-    lengths, rounds = ((1, 4), 1) if options.quick else (LENGTHS, options.rounds)
-    seconds = run(model, long_prompt(tokenizer, max(PROMPT, *lengths)), lengths, rounds)
-    report = about(model, options) | {"seconds": seconds}
-    finish(report, new_path("linear", options), show)
-    return 0
+
+    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        lengths, rounds = ((1, 4), 1) if options.quick else (LENGTHS, options.rounds)
+        return {"seconds": run(model, long_prompt(tokenizer, max(PROMPT, *lengths)), lengths, rounds)}
+
+    return run_benchmark("linear", __doc__, measure, rounds=15)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from lm_eval.tasks import TaskManager
 
 from hf_parallel.evaluation.lm_eval import ParallelLM
 
-from .report import Table, about, compare, finish, new_parser, new_path, set_up
+from .report import compare, run_benchmark
 
 BACKENDS = {"hf": HFLM, "hf-parallel": ParallelLM}
 LIMITS = {"fixed": 3.0, "random": 3.0, "repeats": 4.0}
@@ -99,44 +99,26 @@ def measure(name: str, model: Any, tokenizer: Any, count: int, new_tokens: int, 
     return {"runs": runs, "ratio": fastest["hf"] / fastest["hf-parallel"], "same": same}
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the tables."""
-    for name in (name for name in LIMITS if name in report):
-        entry = report[name]
-        table = Table(name, *(f"batch size {run['batch_size']}" for run in entry["runs"]["hf"]))
-        for backend, runs in entry["runs"].items():
-            table.add_row(backend, *(f"{run['seconds']:.1f} s" for run in runs))
-        print(table)
-
-
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = new_parser("lm_eval", __doc__)
-    parser.add_argument("--only", choices=tuple(LIMITS), help="run one task only")
-    parser.add_argument("--questions", type=int, default=12, metavar="N", help="questions of multiple choice (12)")
-    parser.add_argument("--prompts", type=int, default=4, metavar="N", help="questions with repeats (4)")
-    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="tokens of an answer (32)")
-    options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)  # of lm-eval, about models that it did not load itself
     disable_progress_bar()
-    model, tokenizer = set_up(options)
-    questions, prompts, tokens = options.questions, options.prompts, options.new_tokens
-    sizes: tuple[int, ...] = (1, 4, 16)
-    if options.quick:
-        questions, prompts, tokens, sizes = 2, 1, 4, (1, 4)
-    settings = {"questions": questions, "prompts": prompts, "new_tokens": tokens, "batch_sizes": sizes}
-    report = about(model, options) | {"settings": settings}
-    tasks = [options.only] if options.only else list(LIMITS)
-    counts = {name: prompts if name == "repeats" else questions for name in tasks}
-    report |= {name: measure(name, model, tokenizer, count, tokens, sizes) for name, count in counts.items()}
-    report["targets"] = []
-    for name in tasks:
-        found = {"ratio": report[name]["ratio"], "same": float(report[name]["same"])}
-        limits = [("ratio", "at least", LIMITS[name], f"{name}: hf by hf-parallel")]
-        limits += [("same", "at least", 1.0, f"{name}: same scores or texts")]
-        report["targets"] += compare(found, limits)
-    finish(report, new_path("lm-eval", options), show)
-    return 0
+
+    def compared(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        given = (options.questions, options.prompts, options.new_tokens)
+        questions, prompts, tokens = (2, 1, 4) if options.quick else given
+        sizes = (1, 4) if options.quick else (1, 4, 16)
+        settings = {"questions": questions, "prompts": prompts, "new_tokens": tokens, "batch_sizes": sizes}
+        counts = {name: prompts if name == "repeats" else questions for name in LIMITS}
+        found = {name: measure(name, model, tokenizer, count, tokens, sizes) for name, count in counts.items()}
+        targets: list[Any] = []
+        for name, least in LIMITS.items():
+            limits = [("ratio", "at least", least, f"{name}: hf by hf-parallel")]
+            limits += [("same", "at least", 1.0, f"{name}: same scores or texts")]
+            targets += compare(found[name], limits)
+        return {"settings": settings, **found, "targets": targets}
+
+    return run_benchmark("lm_eval", __doc__, compared, questions=12, prompts=4, new_tokens=32)
 
 
 if __name__ == "__main__":

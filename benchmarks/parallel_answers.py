@@ -26,7 +26,7 @@ from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.modes.pdos.token_text import encode_exactly, get_vocabulary
 
 from .measure import StepClock, dense_bytes
-from .report import Table, about, compare, finish, new_parser, new_path, set_up
+from .report import compare, run_benchmark
 
 Problem = RetrievalProblem | ArithmeticProblem | PlanningProblem
 PARTS = {"retrieval": 10, "arithmetic": 5, "planning": 5}
@@ -167,28 +167,16 @@ def run(model: Any, tokenizer: Any, sizes: dict[str, Any], problems: int, tokens
     return {"rotate_from_reencode": diverged, "branches": compared, "targets": targets}
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the tables."""
-    table = Table("rotate from reencode, nats", "positions", "mean", "median", "max", "same top token")
-    for task, of in report["rotate_from_reencode"].items():
-        table.add_row(task, *(f"{value:.4g}" for value in of.values()))
-    print(table)
-
-
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = new_parser("parallel_answers", __doc__)
-    parser.add_argument("--problems", type=int, default=2, metavar="N", help="problems per task (2)")
-    parser.add_argument("--new-tokens", type=int, default=320, metavar="N", help="maximum tokens of an answer (320)")
-    options = parser.parse_args(arguments)
-    model, tokenizer = set_up(options)
-    sizes = QUICK if options.quick else SIZES
-    problems, tokens = (1, 100) if options.quick else (options.problems, options.new_tokens)
-    settings = {**sizes, "problems": problems, "new_tokens": tokens}
-    report = about(model, options) | {"settings": settings}
-    report |= run(model, tokenizer, sizes, problems, tokens)
-    finish(report, new_path("parallel-answers", options), show)
-    return 0
+
+    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        sizes = QUICK if options.quick else SIZES
+        problems, tokens = (1, 100) if options.quick else (options.problems, options.new_tokens)
+        settings = {**sizes, "problems": problems, "new_tokens": tokens}
+        return {"settings": settings} | run(model, tokenizer, sizes, problems, tokens)
+
+    return run_benchmark("parallel_answers", __doc__, measure, problems=2, new_tokens=320)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import platform
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,22 +25,53 @@ PACKAGES = ("triton", "flashinfer", "flash_attn")
 """Optional packages that affect figures of a GPU."""
 RESULTS = Path(__file__).parent / "results"
 
+HIDDEN = {"machine", "model", "quick", "settings", "stats", "steps", "targets", "answers", "flops", "limit_seconds"}
+HIDDEN |= {"error", "not_measured", "traceback"}
+"""Entries that no table shows."""
+WIDEST = 16
+"""Columns of a table; entries with more figures get a table each."""
+
 Report = dict[str, Any]
-Log = Callable[[str], None]
-"""Prints a line about the progress."""
+Limit = tuple[str, str, float, str]
+"""Name of a ratio, "at least" or "at most", limit, and description."""
 
 
-def new_parser(name: str, words: str | None, any_device: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with the options of all benchmarks; `any_device`: not only a CPU in float32."""
+def run_benchmark(
+    name: str,
+    words: str | None,
+    measure: Callable[[Any, Any, argparse.Namespace], Report],
+    limits: Iterable[Limit] = (),
+    load: Callable[[argparse.Namespace], tuple[Any, Any]] | None = None,
+    **options: float,
+) -> int:
+    """Measure with the model of the command line; write and print the report; return the exit status.
+
+    `measure` receives model, tokenizer and options, and returns the entries of the report. `limits` are those of its
+    `ratios`. `options` are further options and their defaults.
+    """
+    parser = new_parser(name, words)
+    for option, default in options.items():
+        flag = f"--{option.replace('_', '-')}"
+        parser.add_argument(flag, type=type(default), default=default, metavar="N", help=f"default: {default}")
+    given = parser.parse_args()
+    model, tokenizer = (load or set_up)(given)
+    report = about(model, given)
+    report |= measure(model, tokenizer, given)
+    if limits:
+        report["targets"] = compare(report["ratios"], limits)
+    finish(report, new_path(name.replace("_", "-"), given))
+    return 0
+
+
+def new_parser(name: str, words: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=str(words).splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
     parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
-    parser.set_defaults(device="cpu", dtype="float32")
-    if any_device:
-        parser.add_argument("--device", default="cpu", help="default: cpu")
-        parser.add_argument("--dtype", default="float32", choices=DTYPES, help="default: float32")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="default: float32")
     return parser
 
 
@@ -54,15 +86,9 @@ def set_up(options: argparse.Namespace) -> tuple[Any, Any]:
 
 def about(model: Any, options: argparse.Namespace) -> Report:
     """Return the first entries of a report."""
+    where = (torch.device("cpu"), torch.float32) if model is None else (model.device, model.dtype)
     name = options.model or "SmolLM2-135M-Instruct"
-    return {"machine": machine(model.device, model.dtype), "model": name, "quick": options.quick}
-
-
-def write(report: Report, path: Path) -> None:
-    """Write a report and the current load average."""
-    report["machine"]["load_average_after"] = load_average()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    return {"machine": machine(*where), "model": name, "quick": options.quick}
 
 
 def new_path(kind: str, options: argparse.Namespace) -> Path:
@@ -70,10 +96,12 @@ def new_path(kind: str, options: argparse.Namespace) -> Path:
     return options.output or RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}-{kind}{'-quick' * options.quick}.json"
 
 
-def finish(report: Report, path: Path, show: Callable[[Report], None]) -> None:
-    """Write a report and print it."""
-    write(report, path)
-    show(report)
+def finish(report: Report, path: Path) -> None:
+    """Write a report with the current load average, and print it."""
+    report["machine"]["load_average_after"] = load_average()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    show("report", report)
     if "targets" in report:
         print(targets_table(report["targets"]))
     if report.get("quick"):
@@ -147,13 +175,57 @@ class Table:
         return "\n".join([f"\n{self.title}", *("  ".join(line).rstrip() for line in lines)])
 
 
-def number(way: Mapping[str, Any], name: str, factor: float, form: str) -> str:
-    """Format a figure; empty if it was not measured."""
-    return format(way[name] * factor, form) if name in way else ""
+def show(title: str, part: Any) -> None:
+    """Print the figures of a part of a report: a row per entry, in a table of their own where entries hold entries."""
+    entries = part.items() if isinstance(part, Mapping) else enumerate(part)
+    rows: dict[str, dict[str, str]] = {}
+    for name, entry in entries:
+        if name in HIDDEN:
+            continue
+        found = cells(entry) if isinstance(entry, Mapping) else cells({"": entry})
+        is_row = isinstance(part, list) or not any(isinstance(value, Mapping | list) for value in _values(entry))
+        if is_row and len(found) <= WIDEST:
+            rows[str(name)] = found
+        elif isinstance(entry, Mapping | list):
+            show(f"{title}: {name}", entry)
+    if any(rows.values()):
+        table = Table(title, *(headings := list(dict.fromkeys(heading for row in rows.values() for heading in row))))
+        for name, row in rows.items():
+            table.add_row(name, *(row.get(heading, "") for heading in headings))
+        print(table)
 
 
-def compare(ratios: Mapping[str, float], limits: Iterable[tuple[str, str, float, str]]) -> list[Report]:
-    """Compare ratios with their limits: name, "at least" or "at most", limit, and description of each."""
+def _values(entry: Any) -> Iterable[Any]:
+    """Return the entries of a part of a report; numbers of a list count as one."""
+    values = entry.values() if isinstance(entry, Mapping) else entry if isinstance(entry, list) else ()
+    return [0 if _is_numbers(value) else value for value in values]
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, int | float) for one in value)
+
+
+def cells(entry: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """Return the headings and cells of a row. Of several numbers, it has the median."""
+    found: dict[str, str] = {}
+    for name, value in entry.items():
+        if _is_numbers(value):
+            value = statistics.median(value)
+        if name in HIDDEN or value is None or isinstance(value, list):
+            continue
+        if isinstance(value, Mapping):
+            found |= cells(value, f"{before}{name} ")
+        elif isinstance(value, float) and name.endswith("seconds"):
+            found[before + name] = f"{value * 1e6:.1f} us" if value < 1e-3 else f"{value * 1e3:.2f} ms"
+        elif isinstance(value, int | float) and name.endswith("_bytes"):
+            found[before + name] = f"{value * 1e-6:.1f} MB"
+        else:
+            found[before + name] = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return found
+
+
+def compare(ratios: Mapping[str, float], limits: Iterable[Limit]) -> list[Report]:
+    """Compare ratios with their limits."""
     found = []
     for name, direction, limit, words in limits:
         if name in ratios:

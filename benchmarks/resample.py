@@ -9,7 +9,6 @@ in the logits that they keep:
 - `stepwise`, `hotspot`: logits of every sequence so far, which also provide draft tokens.
 
 The overhead of a cache without hits is measured for a new one (`cold`) and for one full of other states (`no hits`).
-The report is rewritten after each puzzle.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -29,7 +28,7 @@ import torch
 import hf_parallel
 from hf_parallel.cache.logits import LogitsCache
 
-from .report import Log, Table, about, finish, new_parser, new_path, set_up, write
+from .report import run_benchmark
 
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
 NUCLEUS = 0.9
@@ -37,10 +36,13 @@ NUCLEUS = 0.9
 WAYS = ("none", "single path", "stepwise", "hotspot")
 MORE: dict[str, dict[str, Any]] = {"single path": {"draft_tokens": 0}, "hotspot": {"replay": "hotspot"}}
 """Settings per method. The cache of the paper provides no draft tokens."""
-TARGETS = {"stepwise": 1.8, "hotspot": 2.5}
-"""Targets: speed-up over no cache, averaged over the temperatures."""
-OVERHEAD_TARGET = 1.05
-"""Target: seconds with a cache without hits, relative to no cache."""
+LIMITS = (
+    ("stepwise", "at least", 1.8, "stepwise: mean speed-up over no cache"),
+    ("hotspot", "at least", 2.5, "hotspot: mean speed-up over no cache"),
+    *((name, "at most", 1.05, f"{name}: seconds with a cache without hits") for name in ("cold", "no hits")),
+)
+TIMED = ("stepwise", "hotspot")
+"""Methods of which each sample is timed."""
 PROMPT = (
     "Use each of the numbers {numbers} exactly once, with + - * / and brackets, to get 24. "
     "Think step by step and write down every step."
@@ -79,28 +81,25 @@ class ResampleBenchmark:
     baseline_samples: int = 4
     overhead_rounds: int = 7
 
-    def run(self, model: Any, tokenizer: Any, log: Log) -> Iterator[dict[str, Any]]:
-        """Measure all methods; yield the entries of the report after each puzzle."""
-        log("overhead of a cache without hits")
+    def run(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        """Measure all methods; return the entries of the report."""
+        print("overhead of a cache without hits")
         overhead = self._overhead(model, tokenizer)
         settings = [(top_p, temperature) for top_p in (1.0, NUCLEUS) for temperature in self.temperatures]
         measured: list[dict[str, Measured]] = [{way: Measured() for way in WAYS} for _ in settings]
         for number, numbers in enumerate(itertools.islice(solvable(), self.puzzles)):
             ids = encode(tokenizer, numbers).to(model.device)
             for (top_p, temperature), into in zip(settings, measured, strict=True):
-                log(f"puzzle {number + 1} of {self.puzzles}, top_p {top_p}, temperature {temperature}")
+                print(f"puzzle {number + 1} of {self.puzzles}, top_p {top_p}, temperature {temperature}")
                 self._sample(model, ids, number, {"temperature": temperature, "top_p": top_p}, into)
-            results = [
-                {"top_p": top_p, "temperature": temperature} | self._summary(of)
-                for (top_p, temperature), of in zip(settings, measured, strict=True)
-            ]
-            speed_ups = {way: [r[way]["speed_up"] for r in results if r[way]["speed_up"]] for way in WAYS[1:]}
-            yield {
-                "settings": asdict(replace(self, puzzles=number + 1)),
-                "results": results,
-                "speed_up": {way: statistics.mean(values) if values else None for way, values in speed_ups.items()},
-                "overhead": overhead,
-            }
+        results = [
+            {"top_p": top_p, "temperature": temperature} | self._summary(of)
+            for (top_p, temperature), of in zip(settings, measured, strict=True)
+        ]
+        speed_ups = {way: [r[way]["speed_up"] for r in results if r[way]["speed_up"]] for way in WAYS[1:]}
+        means = {way: statistics.mean(values) for way, values in speed_ups.items() if values}
+        found = {"settings": asdict(self), "results": results, "speed_up": means, "overhead": overhead}
+        return found | {"ratios": means | overhead["ratios"]}
 
     def _sample(
         self, model: Any, ids: torch.Tensor, puzzle: int, settings: dict[str, float], into: dict[str, Measured]
@@ -113,7 +112,7 @@ class ResampleBenchmark:
         for seed in range(self.samples):
             turn = sum(earlier < seed for earlier in timed) % len(WAYS)
             for way in (*WAYS[turn:], *WAYS[:turn]):
-                if way not in TARGETS and seed > 0 and seed not in timed:
+                if way not in TIMED and seed > 0 and seed not in timed:
                     continue
                 cache = caches.get(way)
                 more: dict[str, Any] = MORE.get(way, {})
@@ -210,46 +209,16 @@ def encode(tokenizer: Any, numbers: tuple[int, ...]) -> torch.Tensor:
     return encoded["input_ids"]
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the table."""
-    of = report["settings"]
-    title = f"{of['puzzles']} puzzles x {of['samples']} samples x {of['length']} tokens"
-    table = Table(title, "mean tokens/s", "speed-up", "median", "hits", "samples", "whole")
-    for result in report["results"]:
-        for way in WAYS:
-            row = result[way]
-            figures = ("mean_tokens_per_second", "speed_up", "median_speed_up", "hit_ratio")
-            cells = [f"{row[name]:.2f}" if row.get(name) is not None else "" for name in figures]
-            heading = f"top_p {result['top_p']}, temperature {result['temperature']}, {way}"
-            table.add_row(heading, *cells, str(row["samples"]), str(row["replayed_whole"]))
-    print(table)
-    for way, value in report["speed_up"].items():
-        target = f", target: at least {TARGETS[way]}" if way in TARGETS else ""
-        print(f"{way}: mean speed-up {'-' if value is None else format(value, '.2f')}{target}")
-    for way, ratio in report["overhead"]["ratios"].items():
-        print(f"seconds relative to no cache, without hits ({way}): {ratio:.3f}, target: at most {OVERHEAD_TARGET}")
-
-
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = new_parser("resample", __doc__)
-    parser.add_argument("--puzzles", type=int, default=2)
-    parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--length", type=int, default=100)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
-    parser.add_argument("--overhead-rounds", type=int, default=7)
-    options = parser.parse_args()
-    model, tokenizer = set_up(options)
-    sizes = options.puzzles, options.samples, options.length, tuple(options.temperatures)
-    benchmark = ResampleBenchmark(*sizes, overhead_rounds=options.overhead_rounds)
-    if options.quick:
-        benchmark = ResampleBenchmark(1, 6, 6, (0.2, 0.8), overhead_rounds=2)
-    report, path = about(model, options), new_path("resample", options)
-    for found in benchmark.run(model, tokenizer, print):
-        report |= found
-        write(report, path)
-    finish(report, path, show)
-    return 0
+
+    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        benchmark = ResampleBenchmark(options.puzzles, options.samples, options.length)
+        if options.quick:
+            benchmark = ResampleBenchmark(1, 6, 6, (0.2, 0.8), overhead_rounds=2)
+        return benchmark.run(model, tokenizer)
+
+    return run_benchmark("resample", __doc__, measure, LIMITS, puzzles=2, samples=16, length=100)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import torch
 from transformers import DynamicCache
 
 from .measure import StepClock
-from .report import Log
 
 Way = Callable[[StepClock], object]
 """Calls `generate` with the clock as its streamer."""
@@ -37,12 +36,12 @@ class Times:
         return [[round(second, 6) for second in steps] for steps in self.steps]
 
 
-def run_rounds(ways: Mapping[str, Way], rounds: int, log: Log) -> dict[str, Times]:
+def run_rounds(ways: Mapping[str, Way], rounds: int) -> dict[str, Times]:
     """Run every method once as a warm-up, then `rounds` times."""
     times = {name: Times() for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
-            log(f"{name}, round {number} of {rounds}")
+            print(f"{name}, round {number} of {rounds}")
             clock = StepClock()
             way(clock)
             if number:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import hf_parallel
 
 from .continuous_batching import generate_batch
 from .measure import StepClock, dense_bytes, long_prompt
-from .report import Log, Table, about, compare, finish, new_parser, new_path, number, set_up
+from .report import run_benchmark
 from .rounds import PrefilledCache, Times, prefill_ratio, run_rounds, step_ratio
 
 BOUND_PROMPT = 4
@@ -50,12 +50,12 @@ class SharedPrefixBenchmark:
     generate_batch: bool = True
     prefilled_cache: bool = True
 
-    def run(self, model: Any, ids: torch.Tensor, log: Log) -> dict[str, Any]:
+    def run(self, model: Any, ids: torch.Tensor) -> dict[str, Any]:
         """Measure with the prompt `ids`, `int64 [1, prompt]`; return the entries of the report."""
         batch = ids.repeat(self.rows, 1)
-        prefill = self._prefill_rounds(model, ids, batch, log)
-        decode, prefilled = self._decode_rounds(model, ids, batch, log)
-        log("shared_prefix")
+        prefill = self._prefill_rounds(model, ids, batch)
+        decode, prefilled = self._decode_rounds(model, ids, batch)
+        print("shared_prefix")
         ours = self._call(model, batch, generation_mode="shared_prefix")
         one_row = statistics.median(prefill["one row"].prefill)
         unique = self.prompt + self.rows * (self.new_tokens - 1)
@@ -73,7 +73,7 @@ class SharedPrefixBenchmark:
         }
         reference = ours.sequences if prefilled is None else prefilled.sequences
         if self.generate:
-            result["generate"], reference = self._generate(model, batch, log)
+            result["generate"], reference = self._generate(model, batch)
         states = ours.past_key_values.pool.states
         if states.in_use:
             held = ours.stats.state_bytes / states.bytes_per_slot
@@ -93,7 +93,7 @@ class SharedPrefixBenchmark:
                 "same_tokens": bool(torch.equal(reference, prefilled.sequences)),
             }
         if self.generate_batch:
-            result["generate_batch"] = self._generate_batch(model, ids, reference, log)
+            result["generate_batch"] = self._generate_batch(model, ids, reference)
         return result
 
     def _call(self, model: Any, batch: torch.Tensor, tokens: int | None = None, **settings: Any) -> Any:
@@ -102,21 +102,21 @@ class SharedPrefixBenchmark:
         settings = {"generation_mode": None, "max_new_tokens": tokens, "min_new_tokens": tokens} | settings
         return model.generate(batch, do_sample=False, return_dict_in_generate=True, **settings)
 
-    def _prefill_rounds(self, model: Any, ids: torch.Tensor, batch: torch.Tensor, log: Log) -> dict[str, Times]:
+    def _prefill_rounds(self, model: Any, ids: torch.Tensor, batch: torch.Tensor) -> dict[str, Times]:
         """Measure the prefill of all rows, and of a single row by plain `generate`."""
         ways = {
             "one row": lambda clock: self._call(model, ids, 1, streamer=clock),
             "shared_prefix": lambda clock: self._call(model, batch, 1, streamer=clock, generation_mode="shared_prefix"),
         }
-        return run_rounds(ways, self.rounds, log)
+        return run_rounds(ways, self.rounds)
 
     def _decode_rounds(
-        self, model: Any, ids: torch.Tensor, batch: torch.Tensor, log: Log
+        self, model: Any, ids: torch.Tensor, batch: torch.Tensor
     ) -> tuple[dict[str, Times], PrefilledCache | None]:
         """Measure the steps of all methods but plain `generate`, over cached prompts."""
         kept = hf_parallel.SharedPrefixCache(device=model.device)
         ours: dict[str, Any] = {"generation_mode": "shared_prefix", "past_key_values": kept, "keep_completions": False}
-        log("prefill of the caches")
+        print("prefill of the caches")
         self._call(model, batch, 1, **ours)
         prefilled = PrefilledCache(model, ids) if self.prefilled_cache else None
 
@@ -129,23 +129,23 @@ class SharedPrefixBenchmark:
             "bound": lambda clock: self._call(model, batch[:, -BOUND_PROMPT:], streamer=clock),
             "shared_prefix": lambda clock: self._call(model, batch, streamer=clock, **ours),
         } | ({} if prefilled is None else {"prefilled_cache": over_copies})
-        return run_rounds(ways, self.rounds, log), prefilled
+        return run_rounds(ways, self.rounds), prefilled
 
     def _way(self, times: Times) -> dict[str, Any]:
         return {"step_seconds": times.step, "tokens_per_second": self.rows / times.step, "steps": times.rounded_steps}
 
-    def _generate(self, model: Any, batch: torch.Tensor, log: Log) -> tuple[dict[str, Any], torch.Tensor]:
+    def _generate(self, model: Any, batch: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
         """Measure plain `generate` on all rows once, mainly for its prefill."""
-        log(f"generate, prefill of {self.rows} x {self.prompt} tokens")
+        print(f"generate, prefill of {self.rows} x {self.prompt} tokens")
         clock = StepClock()
         output = self._call(model, batch, streamer=clock)
         times = Times([clock.prefill_seconds], [clock.step_seconds])
         kv_bytes = dense_bytes(output.past_key_values)
         return self._way(times) | {"prefill_seconds": clock.prefill_seconds, "kv_bytes": kv_bytes}, output.sequences
 
-    def _generate_batch(self, model: Any, ids: torch.Tensor, reference: torch.Tensor, log: Log) -> dict[str, Any]:
+    def _generate_batch(self, model: Any, ids: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
         """Measure continuous batching with `num_return_sequences`, whose rows share the pages of the prompt."""
-        log("generate_batch (continuous batching)")
+        print("generate_batch (continuous batching)")
         try:
             requests = generate_batch(model, [ids[0].tolist()], self.new_tokens, self.rows, do_sample=False)
         except Exception as error:  # an error is reported as a result
@@ -158,47 +158,17 @@ class SharedPrefixBenchmark:
         return self._way(times) | {"prefill_seconds": times.prefill[0], "same_tokens": same}
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the table, with one line per method."""
-    of = report["settings"]
-    title = f"{of['prompt']} tokens x {of['rows']} rows"
-    table = Table(title, "prefill, s", "step, ms", "tokens/s", "KV, MB", "same tokens")
-    for name in ("generate", "prefilled_cache", "generate_batch", "shared_prefix", "bound", "one_row"):
-        way = report.get(name, {})
-        if "error" in way:
-            print(f"{name}: {way['error']}")
-        elif way:
-            figures = (
-                ("prefill_seconds", 1, ".2f"),
-                ("step_seconds", 1e3, ".1f"),
-                ("tokens_per_second", 1, ".1f"),
-                ("kv_bytes", 1e-6, ".1f"),
-            )
-            same = {True: "yes", False: "NO", None: ""}[way.get("same_tokens")]
-            table.add_row(name, *(number(way, *figure) for figure in figures), same)
-    print(table)
-
-
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = new_parser("shared_prefix", __doc__)
-    default = SharedPrefixBenchmark()
-    parser.add_argument("--prompt", type=int, default=default.prompt, metavar="N", help="tokens of the prompt (2048)")
-    parser.add_argument("--rows", type=int, default=default.rows, metavar="N", help="completions (16)")
-    parser.add_argument("--new-tokens", type=int, default=default.new_tokens, metavar="N", help="of each (16)")
-    parser.add_argument("--rounds", type=int, default=default.rounds, metavar="N", help="runs of every method (5)")
-    parser.add_argument("--skip-generate", action="store_true", help="skip plain generate, which prefills every row")
-    parser.add_argument("--skip-generate-batch", action="store_true", help="skip continuous batching")
-    options = parser.parse_args()
-    model, tokenizer = set_up(options)
-    sizes = (48, 3, 4, 1) if options.quick else (options.prompt, options.rows, options.new_tokens, options.rounds)
-    also = {"generate": not options.skip_generate, "generate_batch": not options.skip_generate_batch}
-    benchmark = SharedPrefixBenchmark(*sizes, **also)
-    report = about(model, options)
-    report |= benchmark.run(model, long_prompt(tokenizer, benchmark.prompt).to(model.device), print)
-    report["targets"] = compare(report["ratios"], TARGETS)
-    finish(report, new_path("shared-prefix", options), show)
-    return 0
+
+    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        sizes = (48, 3, 4, 1) if options.quick else (options.prompt, options.rows, options.new_tokens, options.rounds)
+        also = {"generate": bool(options.generate), "generate_batch": bool(options.generate_batch)}
+        benchmark = replace(SharedPrefixBenchmark(*sizes), **also)
+        return benchmark.run(model, long_prompt(tokenizer, benchmark.prompt).to(model.device))
+
+    sizes: dict[str, Any] = {"prompt": 2048, "rows": 16, "new_tokens": 16, "rounds": 5}
+    return run_benchmark("shared_prefix", __doc__, measure, TARGETS, **sizes, generate=1, generate_batch=1)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,17 @@ of states and keys are those of Qwen3.5-9B in bfloat16, with recurrent states in
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-import torch
 from transformers import Qwen3_5TextConfig
 
 from hf_parallel.cache.pool import Pool
 from hf_parallel.cache.tree import PrefixTree
 
-from .report import Report, Table, finish, machine, new_parser, new_path
+from .report import run_benchmark
 
 INTERVALS = (128, 256, 512, 1024, 2048, 4096, None)
 
@@ -60,36 +61,26 @@ def count_tokens(kind: str, count: int, interval: int | None, has_states: bool) 
     return computed, sum(node.num_cached for node in nodes), len(nodes)
 
 
-def show(report: Report) -> None:
-    """Print a table of each kind of prompts."""
-    for kind, rows in report["prompts"].items():
-        table = Table(kind, "computed again per prompt", "states", "GiB of states", "GiB of keys")
-        for interval, row in rows.items():
-            gib = (f"{row[name] / 2**30:.1f}" for name in ("state_bytes", "kv_bytes"))
-            table.add_row(interval, f"{row['computed_again']:.0f}", row["states"], *gib)
-        print(table)
+def main() -> int:
+    """Run the benchmark; return the exit status."""
 
+    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        count, (token_bytes, state_bytes) = 20 if options.quick else 200, sizes()
+        found: dict[str, Any] = {"chat": {}, "file": {}}
+        for kind, rows in found.items():
+            new, _, _ = count_tokens(kind, count, None, has_states=False)
+            for interval in INTERVALS:
+                computed, tokens, states = count_tokens(kind, count, interval, has_states=True)
+                rows[str(interval)] = {
+                    "computed_again": (computed - new) / count,
+                    "states": states,
+                    "state_bytes": states * state_bytes,
+                    "kv_bytes": tokens * token_bytes,
+                }
+        return {"prompts": found, "token_bytes": token_bytes, "state_bytes": state_bytes}
 
-def main() -> None:
-    """Run the benchmark."""
-    parser = new_parser("state_interval", __doc__, any_device=False)
-    options = parser.parse_args()
-    count, (token_bytes, state_bytes) = 20 if options.quick else 200, sizes()
-    report: Report = {"machine": machine(torch.device("cpu"), torch.float32), "quick": options.quick, "prompts": {}}
-    report |= {"token_bytes": token_bytes, "state_bytes": state_bytes}
-    for kind in ("chat", "file"):
-        new, _, _ = count_tokens(kind, count, None, has_states=False)
-        rows = report["prompts"][kind] = {}
-        for interval in INTERVALS:
-            computed, tokens, states = count_tokens(kind, count, interval, has_states=True)
-            rows[str(interval)] = {
-                "computed_again": (computed - new) / count,
-                "states": states,
-                "state_bytes": states * state_bytes,
-                "kv_bytes": tokens * token_bytes,
-            }
-    finish(report, new_path("state_interval", options), show)
+    return run_benchmark("state_interval", __doc__, measure, load=lambda options: (None, None))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -33,7 +33,7 @@ from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
 from .continuous_batching import generate_batch
 from .measure import long_prompt
-from .report import Log, Table, about, compare, finish, new_parser, new_path, set_up
+from .report import run_benchmark
 from .rounds import timed
 
 TARGETS = (
@@ -68,13 +68,13 @@ class TrainingBenchmark:
     rounds: int = 2
     memory_rows: tuple[int, ...] = (1, 2, 4)
 
-    def run(self, model: Any, tokenizer: Any, log: Log, in_process: Callable[..., Any]) -> dict[str, Any]:
+    def run(self, model: Any, tokenizer: Any, in_process: Callable[..., Any]) -> dict[str, Any]:
         """Return the entries of the report. `in_process` calls `peak_memory` for this model in a new process."""
         ids = long_prompt(tokenizer, self.prompt)
-        report: dict[str, Any] = {"settings": asdict(self), "memory": self._memory(log, in_process)}
-        report["rollouts"] = self._rollouts(model, ids, log)
-        report["step"] = self._steps(model, tokenizer, ids, log)
-        report["loss"] = self._loss(model, ids[0].tolist(), log)  # last, as it changes the model's forward
+        report: dict[str, Any] = {"settings": asdict(self), "memory": self._memory(in_process)}
+        report["rollouts"] = self._rollouts(model, ids)
+        report["step"] = self._steps(model, tokenizer, ids)
+        report["loss"] = self._loss(model, ids[0].tolist())  # last, as it changes the model's forward
         loss, memory, rollouts = report["loss"], report["memory"], report["rollouts"]
         report["ratios"] = {
             "loss_of_full_rows_by_tree": loss["full_rows"] / loss["tree"],
@@ -87,14 +87,14 @@ class TrainingBenchmark:
             report["ratios"]["rollouts_of_continuous_batching_by_ours"] = ratio
         return report
 
-    def _loss(self, model: Any, prompt: list[int], log: Log) -> dict[str, float]:
+    def _loss(self, model: Any, prompt: list[int]) -> dict[str, float]:
         """Return the seconds of forward and backward pass of all completions."""
         model.train()
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
         completions = self.random_completions(model)
         tree, full_rows = [], []
         for number in range(self.rounds):
-            log(f"loss, round {number + 1} of {self.rounds}")
+            print(f"loss, round {number + 1} of {self.rounds}")
             some = completions[number * self.rows % self.completions :][: self.rows]
             tree.append(timed(partial(backward, of_tree, model, prompt, completions))[0])
             full_rows.append(timed(partial(backward, of_full_rows, model, prompt, some))[0])
@@ -107,28 +107,28 @@ class TrainingBenchmark:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(3, model.config.vocab_size, shape, generator=generator).tolist()
 
-    def _memory(self, log: Log, in_process: Callable[..., Any]) -> dict[str, Any]:
+    def _memory(self, in_process: Callable[..., Any]) -> dict[str, Any]:
         """Return the bytes that forward and backward pass need beyond the weights."""
-        log("peak memory of the tree")
+        print("peak memory of the tree")
         found: dict[str, Any] = {"tree": in_process("tree", self.completions)}
         for rows in self.memory_rows:
-            log(f"peak memory of full rows, {rows} at once")
+            print(f"peak memory of full rows, {rows} at once")
             found[f"{rows}_full_rows"] = in_process("full_rows", rows)
         measured = [float(found[f"{rows}_full_rows"]) for rows in self.memory_rows]
         slope, intercept = statistics.linear_regression(self.memory_rows, measured)
         return found | {"full_rows": intercept + slope * self.completions, "per_row": slope, "of_no_row": intercept}
 
-    def _rollouts(self, model: Any, ids: torch.Tensor, log: Log) -> dict[str, Any]:
+    def _rollouts(self, model: Any, ids: torch.Tensor) -> dict[str, Any]:
         """Return the seconds of the completions of one prompt, each way as GRPOTrainer calls it."""
         batch = ids.repeat(self.completions, 1)
         sampling = {"do_sample": True, "max_new_tokens": self.new_tokens, "min_new_tokens": self.new_tokens}
         found: dict[str, Any] = {}
         for mode in ("shared_prefix", None):
-            log(f"rollouts, {mode or 'generate'}")
+            print(f"rollouts, {mode or 'generate'}")
             given = {"generation_mode": mode, "attention_mask": torch.ones_like(batch), **sampling}
             model.generate(batch[:, -2:], generation_mode=mode, max_new_tokens=2)  # loads what the first call loads
             found[mode or "generate"] = timed(partial(model.generate, batch, **given))[0]
-        log("rollouts, continuous batching")
+        print("rollouts, continuous batching")
         try:
             run = partial(generate_batch, model, batch.tolist(), self.new_tokens, do_sample=True)
             found["continuous_batching"] = timed(run)[0]
@@ -136,7 +136,7 @@ class TrainingBenchmark:
             found["error_of_continuous_batching"] = f"{type(error).__name__}: {error}"
         return found
 
-    def _steps(self, model: Any, tokenizer: Any, ids: torch.Tensor, log: Log) -> dict[str, Any]:
+    def _steps(self, model: Any, tokenizer: Any, ids: torch.Tensor) -> dict[str, Any]:
         """Return the seconds of one step of GRPO: rollouts, loss, optimizer."""
         prompt = tokenizer.decode(ids[0])
         shared = {"generation_mode": "shared_prefix"}
@@ -146,7 +146,7 @@ class TrainingBenchmark:
         }
         found = {}
         for name, (cls, rows, generation) in ways.items():
-            log(f"step of GRPO, {name}")
+            print(f"step of GRPO, {name}")
             trainer = cls(
                 model=hf_parallel.enable(copy.deepcopy(model)),
                 processing_class=tokenizer,
@@ -221,33 +221,21 @@ def peak_memory(benchmark: TrainingBenchmark, path: str | None, threads: int, wa
     return max(seen) - before
 
 
-def show(report: dict[str, Any]) -> None:
-    """Print the tables."""
-    for title, unit, factor in (("loss", "s", 1), ("memory", "MB", 1e-6), ("rollouts", "s", 1), ("step", "s", 1)):
-        table = Table(title, unit)
-        for name, value in report[title].items():
-            table.add_row(name, f"{value * factor:.2f}" if isinstance(value, int | float) else str(value))
-        print(table)
-
-
 def main() -> int:
     """Run the benchmark; return the exit status."""
-    parser = new_parser("training", __doc__, any_device=False)
-    parser.add_argument("--rounds", type=int, default=TrainingBenchmark.rounds, help="rounds of the loss (2)")
-    options = parser.parse_args()
-    model, tokenizer = set_up(options)
-    benchmark = TrainingBenchmark(rounds=options.rounds)
-    if options.quick:
-        benchmark = TrainingBenchmark(48, 4, 4, rows=2, rounds=1, memory_rows=(1, 2))
 
-    def in_process(*given: Any) -> Any:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(peak_memory, (benchmark, options.model, torch.get_num_threads(), *given))
+    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        benchmark = TrainingBenchmark(rounds=options.rounds)
+        if options.quick:
+            benchmark = TrainingBenchmark(48, 4, 4, rows=2, rounds=1, memory_rows=(1, 2))
 
-    report = about(model, options) | benchmark.run(model, tokenizer, print, in_process)
-    report["targets"] = compare(report["ratios"], TARGETS)
-    finish(report, new_path("training", options), show)
-    return 0
+        def in_process(*given: Any) -> Any:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                return pool.apply(peak_memory, (benchmark, options.model, torch.get_num_threads(), *given))
+
+        return benchmark.run(model, tokenizer, in_process)
+
+    return run_benchmark("training", __doc__, measure, TARGETS, rounds=2)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +25,6 @@ from hf_parallel.evaluation import Run
 from hf_parallel.evaluation.sweep import sweep
 from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.generation.config import make_config
-from hf_parallel.generation.modes.hogwild import run
-from hf_parallel.training import ParallelExample
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}"
 TEMPLATES = {
@@ -199,44 +196,3 @@ def test_variables_that_are_arguments_of_the_template_call_raise(place: Any, eng
     for wrong in WRONG:
         with pytest.raises((ValueError, SystemExit, APIError, AgentError)):
             place(engine, given, None, wrong)
-
-
-@pytest.mark.parametrize("place", [of_engine, of_server, of_pipeline])
-def test_variables_for_a_prompt_without_a_template_raise(place: Any, engine: Engine) -> None:
-    with pytest.raises((ValueError, APIError), match="has no effect"):
-        place(engine, TASK, None, {"enable_thinking": False})
-    engine.tokenizer.chat_template = None
-    with pytest.raises((ValueError, APIError), match="has no effect"):
-        place(engine, TASK, "hogwild", {"enable_thinking": False})
-
-
-@pytest.mark.parametrize(("message", "template"), FAILING.items(), ids=[name.partition(":")[0] for name in FAILING])
-def test_errors_of_a_template_are_value_errors_that_name_them(message: str, template: str, engine: Engine) -> None:
-    engine.tokenizer.chat_template = template
-    for place in OF_CHATS:
-        for mode in (None, "hogwild"):
-            with pytest.raises(
-                (ValueError, AgentError), match=f"the chat template cannot render these messages: {message}"
-            ):
-                place(engine, chat("Rule."), mode, {})
-    with pytest.raises(ValueError, match=message):
-        of_command(engine, TASK, None, {})
-    with pytest.raises(ValueError, match=message):
-        ParallelExample.from_text("Text.", engine.tokenizer, "pdos", chat("Rule."))
-
-
-def test_a_prompt_without_the_rules_of_the_workers_is_reported_once(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.tokenizer.chat_template = TEMPLATES["qwen3"]
-    ids = engine.tokenizer(TASK, return_tensors="pt")["input_ids"]
-    built = hf_parallel.hogwild_prompt(TASK, engine.tokenizer, num_workers=3)
-    settings = {"do_sample": False, "max_new_tokens": 1, "num_workers": 3}
-    logging.getLogger("transformers").propagate = True
-    run.logger.warning_once.cache_clear()
-    engine.submit(built, "hogwild", **settings).result()
-    engine.submit(ids, "hogwild", collaboration_prompt="", **settings).result()
-    assert "no rules" not in caplog.text
-    for _ in range(2):
-        engine.submit(ids, "hogwild", **settings).result()
-    assert caplog.text.count("the workers of hogwild have no rules") == 1

@@ -19,13 +19,13 @@ import torch
 from hub_server import Hub
 from mode_cases import BUILT_IN, every_setting
 from paths import ROOT
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, pipeline
+from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
 
 import hf_parallel
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import make_config
-from hf_parallel.hub import CARD, CARD_MARK, GENERATE, REQUIREMENTS, export, generate_as, push_to_hub
+from hf_parallel.hub import CARD, CARD_MARK, GENERATE, REQUIREMENTS, export, generate_as
 
 SETTINGS = {"num_workers": 3, "layout": "interleaved", "collaboration_prompt": "{names}: \"talk\"\n```'''\\"}
 PROMPT = "Oslo or Rome?"
@@ -105,32 +105,7 @@ def test_every_setting_is_restored(mode: str, model: Any, tmp_path: Path) -> Non
     assert make_config(stored.generation_mode, stored.parallel_config) == config
 
 
-def test_an_export_may_be_repeated(model: Any, tmp_path: Path) -> None:
-    export(model, tmp_path)
-    model.generation_config.parallel_config = {"num_workers": 4}
-    export(model, tmp_path)
-    assert names(tmp_path) == OF_MODEL
-    assert written(tmp_path) == HogwildConfig(num_workers=4)
-
-
 # Errors
-
-
-def test_a_folder_with_other_files_is_not_changed(model: Any, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "saved")
-    for folder, foreign in (("saved", "config.json"), ("notes", "notes.txt"), ("code", GENERATE)):
-        path = tmp_path / folder / foreign
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"mine\xff")
-        before = names(tmp_path / folder)
-        with pytest.raises(
-            FileExistsError, match=f"holds files of something else.*{re.escape(foreign.partition('/')[0])}"
-        ):
-            export(model, tmp_path / folder)
-        assert names(tmp_path / folder) == before
-        assert path.read_bytes() == b"mine\xff"
-    with pytest.raises(FileExistsError, match=r"notes.txt is a file"):
-        export(model, tmp_path / "notes" / "notes.txt")
 
 
 def test_a_failed_export_leaves_no_files(model: Any, tmp_path: Path) -> None:
@@ -145,29 +120,6 @@ def test_a_failed_export_leaves_no_files(model: Any, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space left"):
         export(model, tmp_path, tokenizer=Failing())
     assert names(tmp_path) == OF_MODEL
-
-
-@pytest.mark.parametrize("given", ["gpt2", object(), PreTrainedTokenizerFast])
-def test_a_tokenizer_that_cannot_be_saved_raises(tmp_path: Path, given: Any) -> None:
-    for call in (
-        lambda: export(HogwildConfig(), tmp_path / "new", tokenizer=given),
-        lambda: push_to_hub(HogwildConfig(), "user/name", tokenizer=given),
-    ):
-        with pytest.raises(TypeError, match=r"tokenizer must be a tokenizer with save_pretrained\(\)"):
-            call()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_mode_must_be_named(model: Any, tmp_path: Path) -> None:
-    model.generation_config.generation_mode = None
-    with pytest.raises(ValueError, match="generation_mode to one of .*hogwild.* names no mode"):
-        export(model, tmp_path / "new")
-    with pytest.raises(ValueError, match=r"one of the modes .*hogwild.* got ParallelConfig"):
-        export(ParallelConfig(), tmp_path / "new")
-    for thing in ("hogwild", HogwildConfig, None):
-        with pytest.raises(TypeError, match="must be a PreTrainedModel or a ParallelConfig, got"):
-            export(thing, tmp_path / "new")  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -221,15 +173,6 @@ def test_a_loaded_model_follows_its_generation_config(model: Any, tokenizer: Any
     assert len(loaded.generate(ids, **given)) == 1
 
 
-def test_a_model_saved_without_a_mode_uses_that_of_the_repository(model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    export(HogwildConfig(**SETTINGS), tmp_path)
-    tiny.build("llama").save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
-    assert len(loaded.generate(ids, tokenizer=tokenizer, max_new_tokens=4)) == 3
-    assert loaded.generation_config.generation_mode == "hogwild"
-
-
 # Uploads
 
 LOAD = """
@@ -278,6 +221,12 @@ def run(code: str, hub: Hub, folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+def example(card: str) -> str:
+    """Return the code of a README."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", card, flags=re.DOTALL | re.MULTILINE)
+    return code
+
+
 @pytest.mark.slow
 def test_an_uploaded_model_generates_the_same_where_only_transformers_is_imported(
     model: Any, tokenizer: Any, tmp_path: Path, local_hub: Hub
@@ -309,25 +258,6 @@ def test_an_uploaded_model_generates_the_same_where_only_transformers_is_importe
     two = {"num_workers": 2}  # of the repository; all other settings are those of the model's own generation_config
     assert found["custom"] == model.generate(ids, tokenizer=tokenizer, max_new_tokens=8, **two).tolist()
     assert found["pipe"] == pipe(PROMPT)[0]["workers"]
-
-
-def example(card: str) -> str:
-    """Return the code of a README."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", card, flags=re.DOTALL | re.MULTILINE)
-    return code
-
-
-@pytest.mark.parametrize("mode", BUILT_IN)
-def test_the_example_of_every_mode_runs(
-    mode: str, model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    config = MODES[mode]()
-    model.generation_config.generation_mode, model.generation_config.parallel_config = mode, config
-    export(model, tmp_path, tokenizer=tokenizer)
-    exec(compile(example((tmp_path / CARD).read_text(encoding="utf-8")), CARD, "exec"), {})
-    printed = capsys.readouterr().out
-    assert "Plan a day" in printed
-    assert (config.prompt.rules() or "") in printed
 
 
 EARLIER = {"model.safetensors", "model.safetensors.index.json", "model-00001-of-00009.safetensors", "notes.safetensors"}

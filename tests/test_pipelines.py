@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import json
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +24,6 @@ import hf_parallel
 from hf_parallel import HogwildConfig, ParallelTextGenerationPipeline
 from hf_parallel.generation import MODES
 from hf_parallel.generation.outputs import grouped
-from hf_parallel.models.signature import CACHE
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -156,11 +152,6 @@ def test_a_dataset_gives_the_tokens_of_generate_batch_by_batch(
         assert tokens_of(results) == expected, source.__name__
 
 
-def test_no_prompts_give_no_results(model: Any, tokenizer: Any) -> None:
-    pipe = make(model, tokenizer, generation_mode="hogwild")
-    assert pipe([]) == pipe((), generation_mode=None) == list(pipe(_column([]))) == list(pipe(Rows([]))) == []
-
-
 @pytest.mark.parametrize("mode", [None, "hogwild"])
 def test_inputs_that_are_not_prompts_raise(mode: str | None, model: Any, tokenizer: Any) -> None:
     pipe = make(model, tokenizer, generation_mode=mode)
@@ -179,14 +170,6 @@ def test_a_list_prefills_shared_prefixes_once(model: Any, tokenizer: Any) -> Non
     assert stats["prefilled_tokens"] < max(lengths) + 15
     apart = pipe(prompts, batch_size=1)
     assert [records[0]["stats"]["prefilled_tokens"] for records in apart] == lengths
-
-
-def test_each_returned_sequence_has_a_record(model: Any, tokenizer: Any) -> None:
-    given = {"do_sample": True, "num_return_sequences": 2, "seed": 3, "max_new_tokens": 8}
-    pipe = make(model, tokenizer, generation_mode="shared_prefix", **given)
-    ids, mask = tiny.left_pad([tokenizer(prompt, return_tensors="pt")["input_ids"][0] for prompt in PROMPTS])
-    expected = model.generate(ids, attention_mask=mask, generation_mode="shared_prefix", **given).tolist()
-    assert [r["generated_token_ids"] for records in pipe(PROMPTS, return_tensors=True) for r in records] == expected
 
 
 # Prompt helpers
@@ -212,15 +195,6 @@ def test_a_chat_that_ends_with_the_assistant_is_continued(model: Any, tokenizer:
     assert record["generated_text"][2:] == [{"role": "assistant", "content": "Yes?" + new["generated_text"]}]
 
 
-@pytest.mark.parametrize("prompt", [PROMPTS[0], CHAT], ids=["string", "chat"])
-def test_the_prompt_helper_can_be_turned_off(prompt: Any, model: Any, tokenizer: Any) -> None:
-    pipe = make(model, tokenizer, prompt_helper=False, **small_call("hogwild"))
-    ids = prepared("shared_prefix", prompt, tokenizer)["input_ids"]
-    expected = model.generate(ids, tokenizer=tokenizer, **small_call("hogwild")).tolist()
-    assert tokens_of([pipe(prompt, return_tensors=True)]) == [expected]
-    assert tokens_of([pipe(prompt, return_tensors=True, prompt_helper=True)]) != [expected]
-
-
 # Results
 
 
@@ -235,38 +209,6 @@ def test_hogwild_returns_one_record_of_all_workers(model: Any, tokenizer: Any) -
         assert [step["tokens"] for step in record["history"]] == [step.tokens for step in out.history[i]]
         assert record["answer"] == out.answers[i]
         assert record["stats"]["decoded_tokens"] == out.stats.decoded_tokens
-
-
-def test_answers_votes_and_points_are_returned(model: Any, tokenizer: Any) -> None:
-    (votes,) = make(model, tokenizer, **small_call("self_consistency"))(PROMPTS[0])
-    assert len(votes["texts"]) == len(votes["found"]) == 3
-    assert sum(votes["votes"].values()) == 3
-    assert votes["answer"] in votes["found"]
-    (skeleton,) = make(model, tokenizer, **small_call("skeleton_of_thought"))(PROMPTS[0])
-    assert skeleton["outline"].startswith("1.")
-    assert isinstance(skeleton["points"], list)
-
-
-@pytest.mark.parametrize("mode", BUILT_IN)
-def test_results_are_plain_data(mode: str, model: Any, tokenizer: Any) -> None:
-    results = make(model, tokenizer, **small_call(mode))(PROMPTS)
-    assert json.loads(json.dumps(results)) == results
-    assert all(records[0]["stats"]["forward_passes"] > 0 for records in results)
-
-
-def test_results_do_not_keep_the_cache_of_the_call(model: Any, tokenizer: Any) -> None:
-    caches = []
-
-    def record(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        caches.append(weakref.ref(kwargs[CACHE]))
-
-    hf_parallel.enable(model)
-    model.register_forward_hook(record, with_kwargs=True)
-    results = [make(model, tokenizer, **small_call(mode))(PROMPTS) for mode in ("shared_prefix", "hogwild")]
-    gc.collect()
-    assert len(results) == 2
-    assert len(caches) >= 2
-    assert all(cache() is None for cache in caches)
 
 
 # Settings

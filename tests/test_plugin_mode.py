@@ -16,13 +16,10 @@ import pytest
 import small_tokenizers
 import tiny
 import torch
-from consoles import a_pipe, a_terminal, printed
 from paths import ROOT
 from transformers import AutoModelForCausalLM, pipeline
 
 import hf_parallel
-from hf_parallel.cli import main as cli
-from hf_parallel.cli.live import LiveView
 from hf_parallel.generation import MODES
 
 PAGE = ROOT / "docs" / "new_mode.md"
@@ -137,40 +134,7 @@ def test_a_streamer_receives_the_tokens_of_all_rows(model: Any, tokenizer: Any) 
     assert [opening + text for opening, text in zip(OPENINGS * 2, streamed, strict=True)] == expected
 
 
-def test_the_transcript_has_a_column_per_row(model: Any, tokenizer: Any) -> None:
-    out = generate(model, tokenizer)
-    run = out.to_dict(tokenizer)
-    assert [section["columns"] for section in run["sections"]] == [OPENINGS, OPENINGS]
-    assert [section["prompt"] for section in run["sections"]] == PROMPTS
-    written = [
-        "".join(piece[1] for piece in card["pieces"]) for section in run["sections"] for card in section["cards"]
-    ]
-    assert written == texts(out, tokenizer)
-    page = out.to_html(tokenizer)
-    assert all(opening in page for opening in OPENINGS)
-
-
 # Command line
-
-
-def test_the_command_prints_each_row_under_its_name(
-    saved: Path, model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(command(saved, *PROMPTS)) == 0
-    shown = capsys.readouterr().out
-    for prompt in PROMPTS:
-        assert f"== {prompt}" in shown
-    rows = texts(generate(model, tokenizer), tokenizer)
-    for opening, text in zip(OPENINGS * 2, rows, strict=True):
-        assert f"[{opening}]\n{text.strip()}" in shown
-
-
-@pytest.mark.parametrize("console", [a_pipe, a_terminal])
-def test_the_live_view_has_a_column_per_row(console: Any, model: Any, tokenizer: Any) -> None:
-    screen = console()
-    with LiveView(tokenizer, screen) as view:
-        generate(model, tokenizer, PROMPTS[:1], streamer=view)
-    assert all(opening in printed(screen) for opening in OPENINGS)
 
 
 # Pipeline and Hub

@@ -184,12 +184,3 @@ def test_copies_share_the_tokenizer_and_pickles_do_not_hold_it(model: PreTrained
     assert torch.equal(twin.generate(torch.stack(PROMPTS), **call), model.generate(torch.stack(PROMPTS), **call))
     with pytest.raises(ValueError, match=r"or enable\(model, tokenizer="):
         pickle.loads(pickle.dumps(model)).generate(torch.stack(PROMPTS), **call)
-
-
-def test_a_disabled_model_forgets_its_tokenizer(model: PreTrainedModel) -> None:
-    hf_parallel.enable(model, tokenizer=AsciiTokenizer())
-    hf_parallel.enable(hf_parallel.disable(model))
-    with pytest.raises(ValueError, match=r"or enable\(model, tokenizer="):
-        model.generate(torch.stack(PROMPTS), **(GREEDY | small_call("hogwild")))
-    with pytest.raises(ValueError, match="tokenizer must be a tokenizer .* got 'gpt2'"):
-        hf_parallel.enable(model, tokenizer="gpt2")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -204,29 +203,3 @@ def test_files_that_cannot_be_read_raise(
             file.truncate(1 << 42)  # takes no disk space
     with pytest.raises(ValueError, match="results.rank0.jsonl"):
         LOADERS[name].load(path)
-
-
-def test_logits_load_while_others_save(tmp_path: Path) -> None:
-    path, stop = tmp_path / "cache", threading.Event()
-    caches = [LogitsCache() for _ in range(4)]
-    for size, cache in enumerate(caches):
-        with cache.cursors() as cursors:
-            for row in range(2**size):
-                cursors.start(row, "model", [1, row])
-                cursors.store(row, torch.randn(16))
-
-    def save(cache: LogitsCache) -> None:
-        while not stop.is_set():
-            cache.save(path)
-
-    caches[0].save(path)
-    threads = [threading.Thread(target=save, args=(cache,)) for cache in caches]
-    for thread in threads:
-        thread.start()
-    try:
-        sizes = {len(LogitsCache.load(path)) for _ in range(200)}
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert sizes <= {len(cache) for cache in caches}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.report import Table, machine
+from benchmarks.report import Table, cells, machine, show
 from hf_parallel.kernels import BACKEND_VARIABLE, select_backend
 from hf_parallel.models import compiled
 
@@ -60,8 +60,6 @@ TOY: dict[str, Any] = {
 """Toy sizes on a CPU, in dtypes that the Triton interpreter supports. The figures are meaningless."""
 WRITTEN_EVERY = 5.0
 """Seconds between two writes of the report during a stage."""
-HIDDEN = ("error", "not_measured", "traceback", "stats", "flops", "limit_seconds")
-"""Entries of a case that its table does not show."""
 
 
 class Run:
@@ -155,38 +153,15 @@ def show_stage(name: str, stage: dict[str, Any]) -> None:
     """Print the figures of a stage, and the reasons of the cases without figures."""
     cases = stage["cases"]
     measured = [case for case in cases if not {"error", "not_measured"} & set(case)]
-    rows = [_cells(case) for case in measured]
-    headings = list(dict.fromkeys(heading for row in rows for heading in row))
-    table = Table(f"{name}: {len(measured)} of {len(cases)} measured in {stage['seconds']:.0f} s", *headings)
-    for row in rows:
-        table.add_row("", *(row.get(heading, "") for heading in headings))
-    print(table)
+    show(f"{name}: {len(measured)} of {len(cases)} measured in {stage['seconds']:.0f} s", measured)
     reasons: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
         if case not in measured:
             reason = case.get("error") or case["not_measured"]
             reasons.setdefault(reason.strip().partition("\n")[0][:140], []).append(case)
     for reason, missing in reasons.items():
-        settings = ", ".join(f"{key} {value}" for key, value in missing[0].items() if key not in HIDDEN)
+        settings = ", ".join(f"{key} {value}" for key, value in cells(missing[0]).items())
         print(f"not measured ({reason}): {len(missing)} configurations, the first being {settings}")
-
-
-def _cells(case: dict[str, Any]) -> dict[str, str]:
-    """Return the headings and cells of a case; a baseline is shown by its seconds, or the reason if it has none."""
-    cells = {}
-    for name, value in case.items():
-        if isinstance(value, dict) and name not in HIDDEN:
-            reason = str(value.get("error") or value.get("not_measured", ""))[:16]
-            name, value = f"{name} seconds", value.get("seconds", reason)
-        if name in HIDDEN or value == "":
-            continue
-        if not isinstance(value, float):
-            cells[name] = f"{value * 1e-6:.0f} MB" if name.endswith("_bytes") else str(value)
-        elif name.endswith("seconds"):
-            cells[name] = f"{value * 1e6:.1f} us" if value < 1e-3 else f"{value * 1e3:.2f} ms"
-        else:
-            cells[name] = f"{value:.4g}"
-    return cells
 
 
 def _acceptance(targets: Sequence[dict[str, Any]]) -> Table:

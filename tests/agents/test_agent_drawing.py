@@ -21,8 +21,7 @@ from hf_parallel.agents import (
     spawn,
     tool,
 )
-from hf_parallel.agents.drawing import MAX_STATES, render, run_graph
-from hf_parallel.agents.trace import Event
+from hf_parallel.agents.drawing import render, run_graph
 from hf_parallel.cli import main as cli
 
 HOSTILE = '</span></script><script>alert(1)</script><img src=x onerror="alert(2)">&lt;b ]]> <!-- \x00\ud800'
@@ -76,14 +75,6 @@ def test_the_graph_has_agents_messages_and_states() -> None:
     assert graph.count(":::selected") == 1
 
 
-def test_the_graph_has_a_limited_number_of_states_and_may_be_empty() -> None:
-    trace = RunTrace()
-    for index in range(MAX_STATES + 1):
-        trace.add("a#0", "state", f"0.{index}", parent="0", value=None, status="committed")
-    assert "subgraph" not in run_graph(trace)
-    assert run_graph(RunTrace()).startswith("flowchart TD")
-
-
 def hostile_run(text: str) -> RunTrace:
     trace = RunTrace()
     trace.add(text, "spawn", child=f"{text}x", name=text)
@@ -100,23 +91,6 @@ def test_all_text_of_a_run_is_escaped() -> None:
     assert not {"\x00", "\ud800"} & set(graph)
     plain, hostile = render(hostile_run("a")), render(hostile_run(HOSTILE))
     assert re.findall(r"<[/\w]+", plain) == re.findall(r"<[/\w]+", hostile)
-
-
-def test_simultaneous_operations_have_columns_of_their_own() -> None:
-    trace = RunTrace()
-    trace.events = [
-        Event(
-            float(end), "a#0", "gen", "0", {"begin": begin, "tokens": 1, "prompt_tokens": 0, "reused": 0, "text": "x"}
-        )
-        for begin, end in ((0.5, 2), (0.5, 3), (2.5, 4))
-    ]
-    places = re.findall(r"grid-column:(\d+)", render(trace))
-    assert sorted(places) == ["2", "2", "3"], "the third follows the first"
-
-
-@pytest.mark.parametrize("trace", [RunTrace(), RunTrace([Event(0.0, "a#0", "end", "", {"value": ""})])])
-def test_a_run_without_duration_has_a_page(trace: RunTrace) -> None:
-    assert "Graph (Mermaid)" in render(trace)
 
 
 def test_view_renders_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -333,36 +333,6 @@ def test_a_killed_run_resumes_from_its_last_result(tmp_path: Path) -> None:
         assert model.passes == 2 - recorded
 
 
-def test_a_completion_of_a_value_function_that_the_recording_lacks_ends_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-
-    async def value(state: State) -> float:
-        return float(len("".join(await gather(*(Chat().user("Rate it.").gen() for _ in range(2))))))
-
-    @agent(supervisor=BestOfN(2, value=value))
-    async def answers() -> Any:
-        return await Chat().user("q").gen()
-
-    scripted().run(answers, record=path)
-    lines = path.read_text().splitlines(keepends=True)
-    assert len(lines) == 7
-    for kept in range(1, len(lines)):
-        path.write_text("".join(lines[:kept]))
-        with pytest.raises(AgentError, match="the recording has no completion"):
-            Runtime().run(answers, record=path)
-
-
-def test_a_run_within_a_running_loop_works_as_in_a_notebook() -> None:
-    async def cell() -> Any:
-        return scripted().run(counted).value
-
-    @agent
-    async def counted() -> Any:
-        yield 3
-
-    assert asyncio.run(cell()) == 3
-
-
 def test_invalid_arguments_raise() -> None:
     calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: agent(len), TypeError, "len"),
@@ -376,38 +346,6 @@ def test_invalid_arguments_raise() -> None:
     for call, error, message in calls:
         with pytest.raises(error, match=message):
             call()
-
-
-def test_an_agent_that_is_cancelled_while_it_generates_does_nothing_more() -> None:
-    done, begun = [], []
-
-    async def script(messages: Sequence[Any], settings: Any, seed: int) -> str:
-        begun.append(1)
-        if len(begun) == 2:
-            await forever()
-        return "text"
-
-    @agent
-    async def generates() -> Any:
-        chat = Chat().user("q")
-        await chat.gen()
-        done.append("first")
-        try:
-            await chat.gen()
-        finally:
-            done.append("ended")
-        await tool(done.append, "tool")
-
-    @agent
-    async def cancels() -> Any:
-        handle = spawn(generates)
-        await tool(until, lambda: len(begun) == 2)
-        cancel(handle)
-        await tool(until, lambda: "ended" in done)
-        await tool(asyncio.sleep, 0.02)
-        return list(done)
-
-    assert Runtime(ScriptedModel(script)).run(cancels).value == ["first", "ended"]
 
 
 @pytest.mark.parametrize("how", ["end", "cancel"])

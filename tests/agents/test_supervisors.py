@@ -6,14 +6,12 @@ import asyncio
 import builtins
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import small_tokenizers
-import torch
 from scripted_model import ScriptedModel
 
 from hf_parallel.agents import (
@@ -25,7 +23,6 @@ from hf_parallel.agents import (
     BestOfN,
     BudgetExceededError,
     Chat,
-    Fire,
     Runtime,
     SelfConsistency,
     SelfRefine,
@@ -40,7 +37,6 @@ from hf_parallel.agents import (
     spawn,
     tool,
 )
-from hf_parallel.engine import Engine
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -187,26 +183,6 @@ async def judge(text: str) -> Any:
     yield await chat.gen()
 
 
-def test_completions_of_a_value_function_are_not_those_of_the_state() -> None:
-    def script(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
-        return "1" if "Score" in messages[-1]["content"] else "end"
-
-    async def value(state: State) -> float:
-        chat = Chat()
-        chat.user("Score?")
-        return float(await chat.gen()) if state.text == "end" else 0.0
-
-    seen: list[str] = []
-
-    class Seeing(BestOfN):
-        def commit(self, parent: State, child: State) -> None:
-            super().commit(parent, child)
-            seen.append(child.text)
-
-    Runtime(ScriptedModel(script)).run(walk.under(Seeing(2, value=value)))
-    assert seen == ["end", "end"]
-
-
 def test_self_refine_rewrites_the_draft_until_the_feedback_contains_the_stop_word() -> None:
     model = tree(
         {
@@ -230,30 +206,6 @@ def test_self_refine_rewrites_the_draft_until_the_feedback_contains_the_stop_wor
         "Wrong?",
     ]
     assert [message["content"] for message in model.calls[4]] == ["Go on.", "a 2", "Go on."]
-
-
-@agent
-async def two_parts() -> Any:
-    chat = Chat()
-    yield await chat.gen()
-    yield await chat.gen()
-
-
-def test_a_refined_completion_replays() -> None:
-    """The search after a yield continues a state several times, and so replays what came before it."""
-
-    class Twice(BestOfN):
-        def select(self) -> Any:
-            async def twice(chat: Chat) -> str:
-                await chat.gen()
-                return await chat.gen()
-
-            return [Fire(state, twice) for state in super().select()]
-
-    model = ScriptedModel(digits)
-    result = Runtime(model).run(two_parts.under(Twice(3, value=number)))
-    assert [value.isdigit() for value in result.values] == [True, True]
-    assert result.stats.completions == 12
 
 
 def test_dvts_follows_the_best_state_of_each_tree() -> None:
@@ -290,14 +242,6 @@ def test_mcts_continues_each_new_state_to_the_end_and_descends_by_uct() -> None:
     ]
 
 
-def test_parallel_iterations_of_mcts_take_different_paths() -> None:
-    model = tree({"": ["a", "b"], "a": ["end 1", "end 2"], "b": ["end 3", "end 4"]})
-    result = Runtime(model).run(walk.under(MCTS(4, 2, value=number, parallel=4)))
-    assert ids(result)[:2] == ["0.0", "0.1"]
-    assert set(ids(result)) == {"0.0", "0.1", "0.0.0", "0.0.1", "0.1.0", "0.1.1"}
-    assert result.value == "end 4"
-
-
 @pytest.mark.parametrize(("scale", "offset"), [(1000, 0), (0.001, 0), (10, -70)])
 def test_mcts_takes_the_same_paths_whatever_the_scale_of_values(scale: float, offset: float) -> None:
     def search(scale: float, offset: float) -> list[str]:
@@ -316,14 +260,6 @@ def thousandths(state: State) -> float:
 async def three_choices() -> Any:
     chat = Chat()
     return [await chat.gen() for _ in range(3)]
-
-
-@agent
-async def yields_twice() -> Any:
-    chat = Chat()
-    answer = yield await chat.gen()
-    chat.user(answer)
-    yield await chat.gen()
 
 
 EVERY: dict[str, Supervisor] = {
@@ -468,74 +404,6 @@ def test_a_search_that_has_used_its_budget_returns_the_best_end_so_far(name: str
     ends = {state: value for state, value in committed(result) if state.count(".") == 3}
     selected = builtins.next(event.state for event in result.trace.events if event.data.get("status") == "selected")
     assert ends[selected] == max(ends.values())
-
-
-def test_a_budget_counts_the_tokens_of_feedback_and_of_value_functions() -> None:
-    async def value(state: State) -> float:
-        return float(await Chat().gen())
-
-    def tokens(supervisor: Supervisor) -> int:
-        with pytest.raises(AgentError, match="max_tokens"):
-            Runtime(model := ScriptedModel(digits)).run(three_choices.under(supervisor))
-        return len(model.calls)
-
-    assert tokens(SelfRefine(2, max_tokens=6)) == 10
-    assert tokens(BeamSearch(1, 1, value=value, max_tokens=3)) == 4
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    tokenizer = small_tokenizers.make("byte_level")
-    torch.manual_seed(0)
-    model = small_tokenizers.small_llama(tokenizer, initializer_range=0.5)
-    with Engine(model, tokenizer) as opened:
-        yield opened
-
-
-@agent
-async def short_story() -> Any:
-    chat = Chat(do_sample=True, max_new_tokens=4)
-    chat.user("Tell a story.")
-    for _ in range(2):
-        await chat.gen()
-        chat.user("Go on.")
-    yield chat.messages[-2]["content"]
-
-
-def texts(result: AgentResult) -> dict[str, str]:
-    return {event.state: event.data["text"] for event in result.trace.events if event.kind == "gen"}
-
-
-@pytest.mark.parametrize("supervisor", [EVERY["beam_search"]])
-def test_a_search_on_an_engine_is_the_same_with_and_without_a_logits_cache(
-    supervisor: Supervisor, engine: Engine
-) -> None:
-    def length(state: State) -> float:
-        return sum(map(ord, state.text)) % 1000 / 1000
-
-    def run(logits_cache: bool) -> AgentResult:
-        searched = replace(supervisor, value=None if supervisor.value is None else length)
-        return Runtime(engine, logits_cache=logits_cache).run(short_story.under(searched))
-
-    first, second = run(True), run(False)
-    assert first.value == second.value
-    assert committed(first) == committed(second)
-    assert texts(first) == texts(second)
-    assert first.stats.passes > 0
-
-
-def test_copies_of_an_agent_on_several_paths_have_ids_of_their_own() -> None:
-    @agent
-    async def resumes() -> Any:
-        handle = spawn(yields_twice)
-        await next(handle)
-        await Chat().gen()
-        await resume(handle, "?")
-        return await next(handle)
-
-    result = Runtime(ScriptedModel(digits)).run(resumes.under(BestOfN(3)))
-    ended = sorted(event.agent for event in result.trace.events if event.kind == "yield" and event.state == "0.0.0.0")
-    assert ended == [f"resumes#0/yields_twice#0{suffix}" for suffix in ("", "@0.1", "@0.2")]
 
 
 @with_some

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -200,21 +198,6 @@ def test_keep_last_path_keeps_only_the_last_continuation() -> None:
     assert (len(cache), read(cache, [1, 2, 5, 9])) == (2, None), "it ends at the node that was used last"
 
 
-def test_keep_last_path_frees_the_other_nodes() -> None:
-    cache = LogitsCache()
-    for taken in range(10, 15):
-        write(cache, [1], taken, 7)
-    nodes = [weakref.ref(node) for _, node in cache.nodes()]
-    held = next(node for _, node in cache.nodes() if node.token == 10)
-    assert held.logits is not None
-    cache.keep_last_path()
-    assert (held.alive, held.logits) == (False, None)
-    del held
-    gc.collect()
-    assert sum(node() is not None for node in nodes) == 4  # the root, the prompt, and two tokens
-    assert cache.num_bytes == counted(cache) == 3 * NODE_BYTES + 2 * (VOCABULARY * 4 + TENSOR_BYTES)
-
-
 # Threads
 
 
@@ -281,18 +264,6 @@ def test_nodes_cleared_under_a_cursor_use_no_budget() -> None:
     write(cache, [1, 2], 3)
     assert read(cache, [1, 2]) is not None
     assert cache.num_bytes == counted(cache)
-
-
-def test_eviction_on_load_is_by_last_use_across_models(tmp_path: Path) -> None:
-    cache = LogitsCache()
-    for key in ("one", "two", "one"):
-        for prompt in range(5):
-            write(cache, [prompt], 2, key=key)
-    cache.save(tmp_path / "cache")
-    loaded = LogitsCache.load(tmp_path / "cache", max_bytes=cache.num_bytes // 2 + NODE_BYTES)
-    assert [key for key, node in loaded.nodes() if node.logits is not None] == ["one"] * 5
-    write(loaded, [7], 2, key="three")
-    assert read(loaded, [7], key="three") is not None
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory of the process is read from /proc")

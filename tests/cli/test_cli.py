@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import subprocess
@@ -21,7 +20,6 @@ from hf_parallel.cli import generate as cli_generate
 from hf_parallel.cli import main as cli
 from hf_parallel.cli import settings as cli_settings
 from hf_parallel.generation import MODES
-from hf_parallel.models.capabilities import embedded_capabilities
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -105,11 +103,6 @@ def test_a_model_that_does_not_exist_is_one_line(
     assert shown.count("\n") == 1
 
 
-def test_debug_shows_the_traceback() -> None:
-    with pytest.raises(ValueError, match="num_workers must be"):
-        cli.main(["generate", "x", "--debug", "--set", "num_workers=0"])
-
-
 def test_only_given_settings_are_passed_on_so_that_presets_can_fill_in_the_others() -> None:
     config, settings = cli_settings.read_settings(options("x", "--temperature", "0.3", "--set", "step_prefix={name}> "))
     assert config is not None
@@ -118,13 +111,6 @@ def test_only_given_settings_are_passed_on_so_that_presets_can_fill_in_the_other
     config, settings = cli_settings.read_settings(options("x", "--seed", "7", "--greedy", "--set", "max_length=30"))
     assert config == HogwildConfig(seed=7)
     assert settings == {"do_sample": False, "max_length": 30}
-
-
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
-def test_settings_of_sampling_enable_it(name: str) -> None:
-    for arguments in (["--no-preset"], ["--mode", "shared_prefix"], ["--mode", "generate"]):
-        _, settings = cli_settings.read_settings(options("x", *arguments, "--set", f"{name}=0.7"))
-        assert (settings["do_sample"], settings[name]) == (True, 0.7)
 
 
 @pytest.mark.parametrize("mode", [*MODES, "generate"])
@@ -158,14 +144,6 @@ def test_help_and_version_import_no_torch(tmp_path: Path, arguments: list[str], 
     assert done.stdout.startswith(printed)
 
 
-def test_an_interrupt_while_torch_is_imported_prints_nothing(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
-    command = [sys.executable, "-m", "hf_parallel", "env"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
 def test_help_names_every_command_and_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], ["generate", "--help"]):
         with pytest.raises(SystemExit) as left:
@@ -176,71 +154,4 @@ def test_help_names_every_command_and_every_setting(capsys: pytest.CaptureFixtur
     assert all(name in shown for config in MODES.values() for name in config.fields() if name != "logits_cache")
 
 
-def test_env_prints_versions_backends_and_variables(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_PARALLEL_BACKEND", "reference")
-    assert cli.main(["env"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["hf_parallel"] == hf_parallel.__version__
-    assert set(found["backends"]) == {backend.name for backend in hf_parallel.backends()}
-    assert found["environment"]["HF_PARALLEL_BACKEND"] == "reference"
-
-
-@pytest.mark.parametrize("command", [["demo"], ["generate", "x", "--format", "live"]])
-def test_an_error_names_a_missing_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith(("rich", "hf_parallel.cli."))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    for name in ("demo", "live", "generate"):
-        monkeypatch.delattr(f"hf_parallel.cli.{name}", raising=False)
-    assert cli.main(command) == 2
-    assert "pip install rich" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("not json", "is not JSON"),
-        ("[" * 10**5, "run.json"),
-        ("[1]", "not a transcript"),
-        ('{"format": "hf_parallel run", "version": 1}', "version 1"),
-    ],
-)
-def test_view_rejects_other_files(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str
-) -> None:
-    (tmp_path / "run.json").write_text(content)
-    assert cli.main(["view", str(tmp_path / "run.json")]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "run.html").exists()
-    (tmp_path / "run.html").write_text("{}")  # not overwritten by its page
-    assert cli.main(["view", str(tmp_path / "run.html")]) == 2
-
-
 # Start-up
-
-
-def test_the_embedded_model_is_probed_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, embedded: tuple[Any, Any]
-) -> None:
-    monkeypatch.setenv("HF_PARALLEL_CACHE", str(tmp_path))
-    model, _ = embedded
-    passes: list[Any] = []
-    handle = model.register_forward_pre_hook(lambda *_: passes.append(_))
-    found = []
-    try:
-        for damage in ("", "", '{"specs": [], "layers": [[0, 0]]}', ""):
-            if damage:
-                next(tmp_path.iterdir()).write_text(damage)
-            before = len(passes)
-            found.append((embedded_capabilities(model), len(passes) > before))
-            hf_parallel.disable(model)
-    finally:
-        handle.remove()
-        hf_parallel.disable(model)
-    assert [probed for _, probed in found] == [True, False, True, False]
-    assert all(of == found[0][0] for of, _ in found)
-    assert len(list(tmp_path.iterdir())) == 1

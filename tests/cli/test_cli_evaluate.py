@@ -50,11 +50,6 @@ def test_each_combination_of_values_is_a_run() -> None:
     assert found == [Run("hogwild", {"num_workers": n, "layout": of}) for n in (2, 3) for of in layouts]
 
 
-def test_a_value_that_is_json_is_one_value() -> None:
-    assert runs_of("--set", 'hogwild.worker_names=["A", "B"]') == [Run("hogwild", {"worker_names": ["A", "B"]})]
-    assert runs_of("--set", "hogwild.temperature=0.5,1.0") == [Run("hogwild", {"temperature": t}) for t in (0.5, 1.0)]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -85,14 +80,6 @@ def test_invalid_options_are_named_before_a_model_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-def test_help_shows_commands_settings_and_files(capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["evaluate", "--help"])
-    shown = capsys.readouterr().out
-    for words in ("--set hogwild.num_workers=2,3", "accelerate launch", "results.rankN.jsonl", "arithmetic, planning"):
-        assert words in " ".join(shown.split()), words
-
-
 def test_results_are_written_and_resumed(folder: Path, tmp_path: Path, capsys: Any) -> None:
     command = [*SMALL, "--model", str(folder), "-o", str(tmp_path / "runs" / "out")]
     assert cli.main(command) == 0
@@ -111,17 +98,6 @@ def test_results_are_written_and_resumed(folder: Path, tmp_path: Path, capsys: A
     assert lines_of(out) == before
     assert cli.main([*command, "--count", "1"]) == 0
     assert capsys.readouterr().out == shown, "the table is that of the folder"
-
-
-def test_an_interrupted_sweep_says_how_to_go_on(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hf_parallel.evaluation.solver.Solver.solve", interrupt)
-    assert cli.main([*SMALL, "--model", str(folder), "-o", str(tmp_path / "out")]) == 130
-    assert f"interrupted: give the same command again to resume from {tmp_path / 'out'}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

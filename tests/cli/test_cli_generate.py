@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import serving
-import tiny
-from commands import STEPS, WORKERS, Tokenizer, at, in_a_terminal, interrupt, loading
+from commands import STEPS, WORKERS, Tokenizer, at, interrupt, loading
 from workers import small_model
 
 from hf_parallel import LogitsCache
-from hf_parallel.cli import generate as cli_generate
 from hf_parallel.cli import main as cli
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,35 +44,6 @@ def test_prompts_get_the_instructions_of_the_mode_unless_raw(model: Any, argumen
 
 
 # Output
-
-
-def test_steps_of_workers_are_printed_one_after_another(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model(*STEPS)
-    assert cli.main(WORKERS) == 0
-    finished, cut = "Alice 1: Ann.\n\nBob 1: Bo is slow.", "Alice 2: Two.xxxx [truncated]\n\nBob 2: x [truncated]"
-    assert capsys.readouterr().out == f"{finished}\n\n{cut}\n"
-
-
-def test_completions_are_numbered_under_their_prompts(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model(["bbb", tiny.EOS], ["a", tiny.EOS], ["cc", tiny.EOS], ["dd", tiny.EOS])
-    arguments = ["P", "Q?", "--raw", "--mode", "shared_prefix", "--sample", "--num-return-sequences", "2"]
-    assert cli.main(["generate", *arguments, "--max-new-tokens", "4"]) == 0
-    assert capsys.readouterr().out == "== P\n[1 of 2]\nbbb\n\n[2 of 2]\na\n\n== Q?\n[1 of 2]\ncc\n\n[2 of 2]\ndd\n"
-
-
-@pytest.mark.parametrize("mode", ["shared_prefix", "pdos"])
-def test_a_completion_that_its_budget_ended_is_marked(
-    model: Any, capsys: pytest.CaptureFixture[str], mode: str
-) -> None:
-    arguments = ["generate", "P", "--raw", "--mode", mode, "--max-new-tokens", "4"]
-    outputs = {"abc": (["abc", tiny.EOS], False), "abcd [truncated]": ("abcd", True)}
-    for printed, (script, truncated) in outputs.items():
-        model(script)
-        assert cli.main(arguments) == 0
-        assert capsys.readouterr().out == f"{printed}\n"
-        model(script)
-        assert cli.main([*arguments, "--format", "jsonl"]) == 0
-        assert json.loads(capsys.readouterr().out)["truncated"] is truncated
 
 
 def test_json_lines_have_the_fields_of_the_modes_output(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,22 +153,6 @@ def test_cached_logits_are_saved_and_loaded(model: Any, capsys: pytest.CaptureFi
     assert LogitsCache.load(tmp_path / "logits")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--mode", "shared_prefix", "--num-return-sequences", "3"],
-        ["--mode", "generate", "--num-return-sequences", "3"],
-        ["--mode", "self_consistency", "--no-preset"],
-    ],
-)
-def test_the_error_for_several_greedy_answers_is_one_line(
-    model: Any, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    model()
-    assert cli.main(["generate", "P", "--raw", *arguments]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 # Output that cannot be printed, and errors
 
 
@@ -245,16 +197,6 @@ def test_results_before_an_error_in_a_later_batch_are_saved(
     assert [section["prompt"] for section in run["sections"]] == ["<bos>P"]
 
 
-def test_output_that_cannot_be_printed_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, pipe: Any) -> None:
-    out, break_pipe, status, message = pipe
-    monkeypatch.setattr(sys, "stdout", out)
-    break_pipe()
-    assert cli.main(["env"]) == status
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == bool(message)
-
-
 def test_a_command_runs_without_stdout(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert cli.main(["env"]) == 0
@@ -262,17 +204,6 @@ def test_a_command_runs_without_stdout(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 # Interrupts
-
-
-def test_an_interrupt_ends_the_line_and_prints_nothing_else(
-    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for form, shown in (("text", "Alice 1: Ann.\n\nBob 1: Bo is sl\n"), ("jsonl", "")):
-        model(*STEPS)
-        with monkeypatch.context() as patch:
-            interrupt(patch, after=9)
-            assert cli.main([*WORKERS, "--stats", "--format", form]) == 130
-        assert capsys.readouterr() == (shown, "")
 
 
 def test_logits_cached_before_an_interrupt_are_saved(
@@ -283,33 +214,3 @@ def test_logits_cached_before_an_interrupt_are_saved(
     arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits")]
     assert cli.main(["generate", *arguments]) == 130
     assert len(LogitsCache.load(tmp_path / "logits")) >= 3
-
-
-def test_an_interrupt_while_the_model_loads_prints_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(options: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli_generate, "load", interrupted)
-    assert cli.main(["generate", "P"]) == 130
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.slow
-def test_an_interrupt_restores_the_terminal(tmp_path: Path) -> None:
-    """The real program: cursor, colours, output and status."""
-    for part in serving.small_model():
-        part.save_pretrained(tmp_path)
-    patterns = {"live": r"\d\d passes", "text": r"Alice(.|\s){40}"}
-    arguments = ["generate", "Plan a picnic.", "--model", str(tmp_path), "--raw", "--max-new-tokens", "400", "--format"]
-    results = in_a_terminal(*(([*arguments, form], pattern) for form, pattern in patterns.items()))
-    for (form, pattern), (text, status) in zip(patterns.items(), results, strict=True):
-        assert status == 130, text
-        assert "Traceback" not in text
-        hidden, shown = text.rfind("\x1b[?25l"), text.rfind("\x1b[?25h")
-        assert (shown > hidden) if form == "live" else "\x1b[" not in text
-        assert re.search(pattern, text[max(shown, 0) :])
-        assert re.search(r"Alice(.|\n)*Bob" if form == "live" else "Alice", text[max(shown, 0) :])
-        colours = re.findall(r"\x1b\[([\d;]*)m", text)
-        assert not colours or colours[-1] == "0"

@@ -13,7 +13,6 @@ import torch
 from consoles import a_pipe, a_terminal, printed
 from mode_cases import BUILT_IN, small_call
 from rich.text import Text
-from talks import scripted
 from workers import TOKENIZER, small_model
 
 from hf_parallel import HogwildConfig, ParallelConfig, ParallelStreamer, PDOSConfig
@@ -55,29 +54,6 @@ def test_every_mode_has_a_view(mode: str) -> None:
     shown = "".join("".join(drawn(view)).split())
     assert f"{out.record.passes}passes,{out.stats.decoded_tokens}tokens" in shown
     assert all("".join(view._name(row).split()) + ",done" in shown for row in view.rows)
-
-
-def test_joined_branches_stay_in_their_columns_and_the_answer_continues() -> None:
-    view = LiveView(TOKENIZER, a_terminal())
-    begin(view, PDOSConfig())
-    for event in ((0, "Now.", "token"), (1, "A: ", "begin"), (1, "one", "token"), (1, "", "end")):
-        view.write_row(*event)
-    view.write_row(0, "Now. A: one", "join")
-    view.write_row(0, "So.", "token")
-    assert texts(view) == {"Answer": "Now.So.", "Branch 1": "A: one"}
-    assert [step.ended for step in view.rows[0]] == [True, False]
-
-
-def test_a_session_shows_injected_text() -> None:
-    view = LiveView(TOKENIZER, a_terminal(100))
-    with view:
-        session = scripted("One", "Uno", streamer=view)
-        session.run(3)
-        session.inject("Alice", " Why? ")
-        session.inject("common", "It rains.")
-        session.run(2)
-    assert texts(view) == {"Alice": "Alice 1: One\nWhy? xx", "Bob": "Bob 1: Unoxx", "common": "It rains.\n\n"}
-    assert view.rows[-1][0].passes == 3
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 18), (60, 20), (80, 24), (250, 50)])

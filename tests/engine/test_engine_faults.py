@@ -369,22 +369,6 @@ def test_code_of_a_request_that_would_wait_for_its_own_engine_raises(model: Any,
         assert_nothing_is_held(engine)
 
 
-def test_code_of_a_request_may_submit_others_and_generate_plainly(model: Any, others: Any) -> None:
-    case, tokens = others[0]
-    inner: list[Any] = []
-
-    def submit(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if len(inner) < 2:
-            inner.append(engine.submit(case.prompt, case.mode, **case.arguments))
-            assert case.beside(model) == tokens
-        return scores
-
-    with Engine(model, TOKENIZER) as engine:
-        outer = engine.submit(case.prompt, case.mode, **case.arguments, logits_processor=[submit])
-        assert outer.result(600).sequences.tolist() == tokens
-        assert [handle.result(600).sequences.tolist() for handle in inner] == [tokens] * 2
-
-
 # Cancellation
 
 
@@ -508,24 +492,6 @@ def test_an_error_refers_to_no_other_request(model: Any, others: Any, name: str)
     assert [one() for one in dropped] == [None] * 3
 
 
-def test_an_event_loop_may_close_while_its_requests_run(model: Any, others: Any) -> None:
-    case, tokens = others[0]
-    handles = []
-
-    async def abandon() -> None:
-        for _ in range(3):
-            handles.append(engine.submit(case.prompt, case.mode, **case.arguments))
-        waiting = [asyncio.ensure_future(handle.result_async()) for handle in handles]
-        async for _ in handles[0]:
-            break
-        assert len(waiting) == 3
-
-    with Engine(model, TOKENIZER) as engine:
-        asyncio.run(abandon())
-        assert [handle.result(600).sequences.tolist() for handle in handles] == [tokens] * 3
-        assert_nothing_is_held(engine)
-
-
 def test_a_task_that_is_cancelled_leaves_its_request_to_others(model: Any, others: Any) -> None:
     case, tokens = others[0]
 
@@ -601,6 +567,7 @@ class RandomFaults:
             poison_keys(self.model, "v_proj", self.rng.choice([0, -1]))
 
 
+@pytest.mark.slow
 def test_random_faults_leave_the_tokens_of_other_requests_right(model: Any, token_bytes: int) -> None:
     faults = RandomFaults(model, seed=0)
     for _ in range(3):
@@ -611,37 +578,6 @@ def test_random_faults_leave_the_tokens_of_other_requests_right(model: Any, toke
     assert faults.outcomes["RuntimeError"] + faults.outcomes["OutOfMemoryError"] >= 5
     assert faults.outcomes["RequestCancelledError"] >= 3
     assert faults.outcomes["preempted"]
-
-
-class ChangingSubmitter:
-    """A submitter that has no hash after the submission, and raises where it is compared with another one."""
-
-    has_hash = True
-
-    def __hash__(self) -> int:
-        if self.has_hash:
-            return hash("other")
-        raise InjectedError("injected")
-
-    def __eq__(self, other: object) -> bool:
-        raise InjectedError("injected")
-
-
-def test_a_submitter_that_changes_or_raises_is_served_beside_others(model: Any) -> None:
-    prompt = torch.arange(40, 50)
-    with Engine(model) as engine:
-        submitter = ChangingSubmitter()
-        handles = [engine.submit(prompt, max_new_tokens=30, submitter=one) for one in (submitter, "other", submitter)]
-        next(iter(handles[0]))
-        submitter.has_hash = False
-        for handle in handles:
-            assert handle.result(600).sequences.shape[1] > len(prompt)
-        assert_nothing_is_held(engine)
-        with pytest.raises(InjectedError):
-            engine.submit(prompt, submitter=submitter)
-        with pytest.raises(ValueError, match="submitter must be hashable"):
-            engine.submit(prompt, submitter=[])
-        assert engine.submit(prompt, max_new_tokens=2, submitter="other").result(600)
 
 
 @pytest.mark.parametrize("part", ["_can_fuse", "_softmax", "_draw", "_finish"])

@@ -6,11 +6,9 @@ the comparison of outputs in LiveCodeBench.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -50,24 +48,6 @@ def formulas() -> None:
 )
 def test_boxes_are_found_with_balanced_braces(text: str, contents: list[str]) -> None:
     assert boxed(text) == contents
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"\boxed{4} wait, \boxed{5}", "5"),
-        (r"\boxed{5} and then \boxed{}", "5"),
-        (r"\boxed{\boxed{3}}", "3"),
-        ("18 - 3 = 15\n#### 15", "15"),
-        ("#### 1\n#### 2\n", "2"),
-        (r"#### 3" + "\n" + r"\boxed{4}", "4"),
-        ("15", None),
-        ("", None),
-        (r"\boxed{" + "1" * 5000 + "}", None),
-    ],
-)
-def test_the_last_box_or_hashes_are_the_final_answer(text: str, answer: str | None) -> None:
-    assert final_answer(text) == answer
 
 
 # Numbers
@@ -162,23 +142,6 @@ def test_other_formulas_are_not() -> None:
         ("3", "3x"),
     ]:
         assert not formulas_equal(answer, given)
-
-
-@pytest.mark.usefixtures("formulas")
-def test_a_comparison_that_was_interrupted_does_not_answer_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("math_verify")
-    comparer = FormulaComparer()
-    assert comparer.compare("x + y", "y + x")
-
-    def interrupted(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("select.select", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            comparer.compare("x + y", "y + x")
-    assert not comparer.compare("x", "y")
-    assert comparer.compare("x y", "y x")
 
 
 @pytest.mark.parametrize("given", ["10^{10^{10^{10}}}", "100000000!"])
@@ -294,9 +257,3 @@ def test_hostile_texts_are_graded_fast(text: str) -> None:
     score_by_position(text, ["18", "3"])
     outputs_equal("1", text)
     assert time.process_time() - start < 60
-
-
-def test_without_math_verify_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.path", [path for path in sys.path if "python3" in path and "packages" not in path])
-    with pytest.raises(ImportError, match=r"pip install 'hf_parallel\[eval\]' \(No module named 'math_verify'\)"):
-        FormulaComparer().compare("x", "y")

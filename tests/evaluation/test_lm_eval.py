@@ -146,13 +146,6 @@ def test_greedy_texts_equal_those_of_hf(folder: Path, plain: HFLM, batch_size: A
     assert len({str(text) for text in expected}) > 1
 
 
-def test_truncated_prompts_give_the_texts_of_hf(folder: Path) -> None:
-    long = {"gen_kwargs": {"until": ["\n\n"], "max_gen_toks": 20}}
-    other = HFLM(str(folder / "model"), device="cpu", batch_size=1, max_length=60)
-    expected = answers(evaluate(other, folder, ["writing"], **long), "writing")
-    assert answers(evaluate(backend(folder, max_length=60), folder, ["writing"], **long), "writing") == expected
-
-
 def test_repeats_of_a_batch_are_one_call_over_one_prompt(folder: Path) -> None:
     lm = backend(folder, batch_size=8)
     context = "Question: which city is colder, Oslo or Rome? Answer:"
@@ -173,18 +166,6 @@ def test_samples_depend_on_the_seed_and_repeats_differ(folder: Path, batch_size:
     assert texts[0] == texts[1] != texts[2]
     assert texts[3] == texts[4] != texts[5]
     assert all(len(set(repeats)) > 1 for repeats in texts)
-
-
-def test_contexts_share_their_few_shot_prefix_across_calls(folder: Path) -> None:
-    shots = "Question: Which city is colder, Oslo or Rome? Answer:\nOslo.\n" * 3
-    contexts = [f"{shots}Question {number}:" for number in range(4)]
-    computed = []
-    for batch_size in (1, 4):
-        lm = backend(folder, batch_size=batch_size)
-        lm.generate_until([request(context, max_gen_toks=4) for context in contexts], disable_tqdm=True)
-        computed.append(lm.stats.prefilled_tokens)
-    rows = [lm.tok_encode(context) for context in contexts]
-    assert computed == [len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})] * 2
 
 
 @pytest.mark.parametrize(
@@ -226,14 +207,6 @@ def test_a_text_ends_at_the_first_stop_text(folder: Path, plain: HFLM) -> None:
     assert lm.stats.decoded_tokens < 48
 
 
-def test_thinking_is_removed(folder: Path) -> None:
-    whole = backend(folder).generate_until([request("Let us look at", max_gen_toks=16)], disable_tqdm=True)[0]
-    marker = whole[len(whole) // 2]
-    lm = backend(folder, think_end_token=marker)
-    texts = lm.generate_until([request("Let us look at", max_gen_toks=16)], disable_tqdm=True)
-    assert texts == [whole.split(marker)[-1].lstrip()]
-
-
 @pytest.mark.slow
 def test_the_command_line_runs_the_backend(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = f"lm-eval --model hf-parallel --model_args pretrained={folder / 'model'},max_batch_tokens=100"
@@ -257,13 +230,6 @@ def test_the_command_line_runs_the_backend(folder: Path, capsys: pytest.CaptureF
 def test_invalid_settings_raise_before_the_model_is_loaded(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ParallelLM(**{"pretrained": "no/such/model", **options})
-
-
-def test_a_misspelt_setting_is_named() -> None:
-    tokenizer = small_tokenizers.make("byte_level")
-    model = small_tokenizers.small_llama(tokenizer)
-    with pytest.raises(ValueError, match="no setting 'num_worker' .* did you mean 'num_workers'"):
-        ParallelLM(model, "hogwild", tokenizer=tokenizer, num_worker=2)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hf_parallel.evaluation import sandbox
@@ -45,18 +44,6 @@ def test_a_program_reads_stdin_and_prints() -> None:
     assert (found.returncode, found.stdout, found.stderr) == (0, "first é\n", "more\n")
     assert found.is_isolated
     assert not found.timed_out
-
-
-@pytest.mark.parametrize(("code", "status"), [("raise SystemExit(7)", 7), ("1 / 0", 1), ("import os; os._exit(3)", 3)])
-def test_the_exit_status_is_returned(code: str, status: int) -> None:
-    assert run(code).returncode == status
-
-
-def test_an_error_shows_the_line_and_nothing_of_the_sandbox() -> None:
-    found = run("def f():\n    return 1 / 0\nf()")
-    assert "return 1 / 0" in found.stderr
-    assert "ZeroDivisionError" in found.stderr
-    assert "sandbox" not in found.stderr
 
 
 ORDINARY = {
@@ -111,22 +98,6 @@ def test_the_environment_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SECRET" not in run("import os; print(dict(os.environ))").stdout
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"timeout": 0}, {"timeout": float("inf")}, {"max_memory": 1}, {"max_output": 0}],
-    ids=str,
-)
-def test_invalid_settings_raise(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"timeout|max_memory|max_output"):
-        run_code("", **settings)
-
-
-def test_lone_surrogates_and_binary_output_do_no_harm() -> None:
-    assert "UnicodeEncodeError" in run("print('\ud800')").stderr
-    assert run("print(ascii(input()))", stdin="\ud800").stdout
-    assert "�" in run("import os; os.write(1, bytes([255]))").stdout
-
-
 # Limits
 
 
@@ -174,14 +145,6 @@ def test_output_is_limited(stream: str) -> None:
     found = run(f"import os\nwhile True: os.write({1 + (stream == 'stderr')}, b'x' * 10**6)", max_output=1000)
     assert found.returncode != 0
     assert getattr(found, stream) == "x" * 1000
-
-
-def test_a_process_that_cannot_start_leaves_no_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    before = psutil.Process().num_fds()
-    with pytest.raises(FileNotFoundError):
-        run("")
-    assert psutil.Process().num_fds() == before
 
 
 # Hostile programs
@@ -324,14 +287,3 @@ def test_code_that_cannot_be_isolated_runs_only_if_allowed(
     monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "1")
     found = run("print(1, flush=True)\nwhile True: pass", timeout=0.5)
     assert (found.stdout, found.timed_out, found.is_isolated) == ("1\n", True, False)
-
-
-def test_the_start_of_python_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_script(monkeypatch, tmp_path, "import select\n", "import select, time\ntime.sleep(3)\n")
-    assert run("print(1)", timeout=2.9).stdout == "1\n"
-
-
-def test_a_process_that_cannot_be_limited_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    change_script(monkeypatch, tmp_path, "import select\n", "raise RuntimeError('no limits')\n")
-    with pytest.raises(RuntimeError, match=r"could not be limited: [^$]*no limits"):
-        run("print(1)")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ pytest.importorskip("greenlet")
 
 import sweeps
 import torch
-from forkserver import start
 from pages import OWN_MODES
 from serving import small_model
 from sweeps import BUDGETS, PROBLEMS, RUNS, SAMPLING, Letters, Never, lines_of, small_sweep
@@ -106,13 +103,6 @@ def test_the_finisher_continues_a_text_without_an_answer() -> None:
     assert result["tokens"] == 4, "tokens of the finisher do not count"
 
 
-def test_without_a_finisher_nothing_is_added_to_a_text() -> None:
-    problems = [Never("Write one.", "one")]
-    for finisher in (Finisher(0), Finisher(0, "\nANSWER:")):
-        (result,) = small_sweep(problems=problems, runs=[Run()], budgets=[4], samples=1, finisher=finisher)
-        assert "ANSWER" not in result["text"]
-
-
 def test_answers_that_vote_are_all_finished_before_the_vote() -> None:
     """Each as if it were alone; the text that is scored is the winner's."""
     problem, finisher = Never("Write one.", "one"), Finisher(5, "\nANSWER:")
@@ -137,34 +127,6 @@ def test_answers_that_vote_are_all_finished_before_the_vote() -> None:
 
 
 # Resuming
-
-KILLS = 3
-
-
-@pytest.mark.slow
-def test_a_sweep_that_is_killed_ends_with_the_same_results(results: list[dict[str, Any]], tmp_path: Path) -> None:
-    draw, kills = random.Random(0), 0
-    while kills < KILLS:
-        before = len(lines_of(tmp_path))
-        process = start(sweeps.run, str(tmp_path))
-        goal = before + draw.randint(0, 15)
-        while process.is_alive() and len(lines_of(tmp_path)) <= goal:
-            time.sleep(0.001)
-        time.sleep(draw.random() * 0.02)
-        if not process.is_alive():
-            break
-        process.kill()
-        process.join()
-        kills += 1
-        if draw.random() < 0.5:
-            with (tmp_path / "results.rank0.jsonl").open("a") as file:
-                file.write('{"task": "lett')  # as the kernel may have written a part of a line
-    assert kills == KILLS
-    assert len(lines_of(tmp_path)) < len(results)
-    resumed = small_sweep(tmp_path, concurrent=2)
-    assert resumed == results
-    assert table(resumed) == table(results)
-    assert sorted(lines_of(tmp_path), key=str) == sorted(resumed, key=str), "nothing twice"
 
 
 def test_a_finished_sweep_computes_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,26 +239,3 @@ def test_the_error_of_an_accuracy_is_that_of_problems() -> None:
 def test_invalid_arguments_raise(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         small_sweep(**changed)
-
-
-@pytest.mark.parametrize(
-    ("mode", "settings", "words"),
-    [
-        ("hogwld", {}, "did you mean 'hogwild'"),
-        ("hogwild", {"num_workers": 0}, "num_workers must be .*got 0"),
-        ("hogwild", {"seed": 1}, "seed=1"),
-        ("hogwild", {"num_worker": 1}, "did you mean 'num_workers'"),
-        (None, {"num_workers": 1}, "no setting 'num_workers'"),
-        ("resample", {}, "cannot be swept"),
-    ],
-)
-def test_invalid_runs_raise(mode: str | None, settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Run(mode, settings)
-
-
-@pytest.mark.parametrize("value", [5.0, -0.1, math.nan])
-def test_a_score_is_a_number_from_0_to_1(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Letters, "score", lambda self, text: value)
-    with pytest.raises(ValueError, match=r"Letters.score of problem 0 must be a number from 0.0 to 1.0, got"):
-        small_sweep(problems=PROBLEMS[:1], runs=[Run()], budgets=[2], samples=1)

@@ -8,25 +8,15 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from tiny_tokenizer import TOKENIZER
 from transformers import PreTrainedTokenizerBase
 
 import hf_parallel
 from hf_parallel.evaluation import GENERATED, ArithmeticProblem, PlanningProblem, RetrievalProblem
-from hf_parallel.generation.modes import find_answer
 
 SEEDS = range(40)
 
 
 # All of them
-
-
-@pytest.mark.parametrize("name", GENERATED)
-def test_equal_seeds_give_equal_problems_and_others_do_not(name: str) -> None:
-    make = GENERATED[name].make
-    assert make(3) == make(3)
-    assert len({make(seed).prompt for seed in SEEDS}) == len(SEEDS)
-    assert GENERATED[name].name == name
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -169,25 +159,7 @@ def test_answers_are_compared_by_position(text: str, score: float) -> None:
     assert problem.score(text.format(*problem.answers)) == pytest.approx(score)
 
 
-def test_the_answer_pattern_finds_the_answer_that_is_scored() -> None:
-    for problem, text in (
-        (RetrievalProblem.make(0), "Name: {}"),
-        (ArithmeticProblem.make(0), "\\boxed{{{}}}"),
-    ):
-        assert find_answer(problem.answer_pattern, text.format(problem.answer)) == problem.answer
-
-
 # Planning
-
-
-@pytest.mark.parametrize(
-    "heading",
-    ["{}", "## {}", "## **{}**", "**{}:**", "1. {}: it", "- {}", "####{}: it", "2) **{}**", "### 3. {}:", "{} :"],
-)
-def test_headings_are_recognised_in_any_format(heading: str) -> None:
-    problem = PlanningProblem.make(0)
-    text = "\n\n".join(heading.format(aspect.title()) + "\nSome text." for aspect in reversed(problem.aspects))
-    assert problem.score("A plan.\n\n" + text) == 1.0
 
 
 def test_the_score_is_the_fraction_of_aspects_with_a_heading() -> None:
@@ -212,12 +184,3 @@ def test_the_rules_precede_the_task(embedded: tuple[Any, PreTrainedTokenizerBase
         f"<|im_start|>system\n{rules}<|im_end|>\n<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert prompt["attention_mask"].tolist() == [[1] * prompt["input_ids"].shape[1]]
-
-
-@pytest.mark.parametrize(
-    ("task", "settings", "name"),
-    [("", {}, "task"), (None, {}, "task"), ("a", {"max_words": 0}, "max_words"), ("a", {"rules": "{words}"}, "rules")],
-)
-def test_invalid_draft_prompts_raise(task: Any, settings: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        hf_parallel.chain_of_draft_prompt(task, TOKENIZER, **settings)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from mode_cases import BUILT_IN, every_setting
 from tiny import build, left_pad, make_prompts
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_parallel
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, SharedPrefixConfig
@@ -69,25 +69,6 @@ def test_defining_a_config_registers_its_mode(echo: type[ParallelConfig], model:
         model.generate(IDS, generation_mode="echo", max_new_tokens=4, times=0)
     with pytest.raises(ValueError, match="'echo' has no setting 'time' .* did you mean 'times'"):
         model.generate(IDS, generation_mode="echo", max_new_tokens=4, time=3)
-
-
-def test_a_new_mode_receives_calls_that_generate_has_prepared(echo: type[ParallelConfig], model: Any) -> None:
-    with pytest.raises(ValueError, match="num_beams"):
-        model.generate(IDS, generation_mode="echo", num_beams=2)
-    sampled = model.generate(IDS, generation_mode="echo", max_new_tokens=4, do_sample=True, num_return_sequences=3)
-    assert torch.equal(sampled, repeated(2).expand(3, -1))
-
-
-def test_a_config_without_a_mode_is_not_registered() -> None:
-    before = dict(MODES)
-
-    @dataclasses.dataclass
-    class Shared(ParallelConfig):
-        """Base class of several modes."""
-
-    assert before == MODES
-    with pytest.raises(NotImplementedError, match="Shared has no make_run"):
-        Shared().make_run(None)  # type: ignore[arg-type]
 
 
 # Precedence
@@ -170,21 +151,6 @@ def test_given_settings_of_generate_override_those_of_the_preset(
         assert (config.do_sample, config.temperature, config.no_repeat_ngram_size) == expected
 
 
-def test_presets_are_used_only_by_marked_models_and_modes_with_a_preset_of_that_name(
-    echo: type[ParallelConfig], marked: Any
-) -> None:
-    greedy = {"max_new_tokens": 4, "generation_mode": "shared_prefix"}
-    plain = hf_parallel.enable(copy.deepcopy(build("llama")))
-    assert torch.equal(marked.generate(IDS, **greedy), plain.generate(IDS, **greedy))
-    assert torch.equal(plain.generate(IDS, max_new_tokens=4, generation_mode="echo"), repeated(2))
-    for name in ("other", None):
-        marked.generation_config.parallel_preset = name
-        assert torch.equal(marked.generate(IDS, max_new_tokens=4, generation_mode="echo"), repeated(2))
-    marked.generation_config.parallel_preset = ["small"]
-    with pytest.raises(ValueError, match=r"parallel_preset must be a string, got \['small'\]"):
-        marked.generate(IDS, max_new_tokens=4, generation_mode="echo")
-
-
 def test_a_copied_a_saved_and_an_exported_model_keep_their_preset(
     echo: type[ParallelConfig], marked: Any, tmp_path: Path
 ) -> None:
@@ -197,18 +163,6 @@ def test_a_copied_a_saved_and_an_exported_model_keep_their_preset(
     hf_parallel.hub.export(marked, tmp_path / "exported")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
     assert torch.equal(exported.generate(IDS, max_new_tokens=4), repeated(5).flip(1))
-
-
-def test_the_embedded_model_is_marked_unless_told_not_to(embedded: tuple[Any, Any], tmp_path: Path) -> None:
-    model, tokenizer = embedded
-    assert model.generation_config.parallel_preset == "embedded"
-    tokenizer.save_pretrained(tmp_path)
-    marked = AutoTokenizer.from_pretrained(tmp_path)
-    for kept in (tokenizer, marked, copy.deepcopy(tokenizer)):
-        assert "Task: Add." in kept.decode(hf_parallel.hogwild_prompt("Add.", kept)["input_ids"][0])
-    model, tokenizer = hf_parallel.load_embedded_model(preset=False)
-    assert not hasattr(model.generation_config, "parallel_preset")
-    assert "Task: Add." not in tokenizer.decode(hf_parallel.hogwild_prompt("Add.", tokenizer)["input_ids"][0])
 
 
 def test_mode_is_taken_from_keyword_then_object_then_generation_configs(echo: type[ParallelConfig], model: Any) -> None:
@@ -259,12 +213,6 @@ def test_a_model_whose_config_names_a_mode_drafts_for_another(model: Any) -> Non
     assert torch.equal(drafted, expected)
 
 
-def test_stored_settings_apply_only_to_their_mode(echo: type[ParallelConfig], model: Any) -> None:
-    model.generation_config.generation_mode = "hogwild"
-    model.generation_config.parallel_config = {"num_workers": 3}
-    assert torch.equal(model.generate(IDS, max_new_tokens=4, generation_mode="echo"), repeated(2))
-
-
 # Storing
 
 
@@ -273,12 +221,6 @@ def test_every_setting_has_a_value_other_than_its_default(mode: str) -> None:
     settings, defaults = every_setting(mode), MODES[mode]()
     assert set(settings) == set(MODES[mode].fields()) - set(MODES[mode].not_stored())
     assert all(getattr(defaults, name) != value for name, value in settings.items())
-
-
-@pytest.mark.parametrize("mode", BUILT_IN)
-def test_every_setting_is_documented(mode: str) -> None:
-    documented = "\n".join(cls.__doc__ or "" for cls in MODES[mode].__mro__)
-    assert [name for name in MODES[mode].fields() if name not in documented] == []
 
 
 def test_to_dict_has_settings_that_were_given_or_changed() -> None:
@@ -319,15 +261,3 @@ def test_settings_are_restored_from_generation_config_json(mode: str, as_object:
     loaded = GenerationConfig.from_pretrained(tmp_path)
     assert loaded.generation_mode == mode
     assert make_config(mode, loaded.parallel_config) == config
-
-
-def test_a_saved_model_keeps_its_mode_and_settings(echo: type[ParallelConfig], model: Any, tmp_path: Path) -> None:
-    """A model that is not enabled ignores them."""
-    plain = model.generate(IDS, max_new_tokens=4, do_sample=False)
-    model.generation_config.generation_mode = "echo"
-    model.generation_config.parallel_config = echo(times=3)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded).__name__ == type(model).__name__
-    assert torch.equal(loaded.generate(IDS, max_new_tokens=4, do_sample=False), plain)
-    assert torch.equal(hf_parallel.enable(loaded).generate(IDS, max_new_tokens=4), repeated(3))

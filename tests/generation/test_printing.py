@@ -13,11 +13,10 @@ import tiny
 import torch
 from mode_cases import BUILT_IN, small_call
 from transformers import LogitsProcessor
-from workers import TOKENIZER, Scripted, small_model
+from workers import TOKENIZER, small_model
 
 from hf_parallel import (
     ConsoleStreamer,
-    HogwildConfig,
     LogitsCache,
     ParallelConfig,
     SelfConsistencyConfig,
@@ -36,23 +35,6 @@ def streamed(config: ParallelConfig, *events: tuple[int, str, str], headings: An
     if end:
         printer.end()
     return out.getvalue()
-
-
-def test_answers_of_a_vote_are_printed_while_they_are_generated() -> None:
-    config = SelfConsistencyConfig(num_answers=2, vote="final")
-    begun = [(0, "", "begin"), (0, "one", "token"), (1, "", "begin"), (1, "two", "token")]
-    assert streamed(config, *begun) == "[Answer 1]\none"
-    assert streamed(config, *begun, end=True) == "[Answer 1]\none\n\n[Answer 2]\ntwo\n"
-    ended = [*begun, (0, "", "end"), (1, "", "end"), (2, "So ", "begin"), (2, "2", "token")]
-    assert streamed(config, *ended) == "[Answer 1]\none\n\n[Answer 2]\ntwo\n\n[Conclusion]\nSo 2"
-
-
-def test_steps_are_printed_in_the_order_of_their_ends_prompt_by_prompt() -> None:
-    config = HogwildConfig()
-    begun = [(row, f"**{name} [1]:**", "begin") for row, name in enumerate(("Alice", "Bob") * 2)]
-    ended = [(3, " D.", "token"), (3, "", "step"), (1, " B.", "token"), (1, "", "step"), (0, " A.\n\n", "token")]
-    shown = "== P\n**Alice [1]:** A.\n\n**Bob [1]:** B.\n\n== Q\n**Bob [1]:** D.\n\n**Alice [1]:**\n"
-    assert streamed(config, *begun, *ended, headings=["== P", "== Q"], end=True) == shown
 
 
 def test_terminal_commands_in_generated_text_are_not_printed_to_a_terminal() -> None:
@@ -87,21 +69,6 @@ def test_a_console_streamer_prints_the_rows_of_any_mode(mode: str, capsys: pytes
         assert "".join(text.split()) in "".join(shown[0].split())
 
 
-def test_tokens_after_the_end_of_a_row_are_not_printed() -> None:
-    file, ends = io.StringIO(), [ord(".")]
-    write = [Scripted(["Yes, it is.", "No."])]
-    small_model().generate(
-        PROMPT.repeat(2, 1),
-        generation_mode="shared_prefix",
-        streamer=ConsoleStreamer(TOKENIZER, file, ["== P", "== Q"]),
-        eos_token_id=ends,
-        pad_token_id=ord("p"),
-        max_new_tokens=20,
-        logits_processor=write,
-    )
-    assert file.getvalue() == "== P\nYes, it is.\n\n== Q\nNo.\n"
-
-
 class Failing(LogitsProcessor):
     """Raises at the third token."""
 
@@ -113,21 +80,6 @@ class Failing(LogitsProcessor):
         if self.calls == 3:
             raise ZeroDivisionError
         return scores
-
-
-@pytest.mark.parametrize("mode", BUILT_IN)
-def test_calls_after_one_that_raised_are_printed_on_new_lines(mode: str) -> None:
-    """In the mode, and without one."""
-    call = {**small_call(mode), "do_sample": True, "seed": 3, "tokenizer": TOKENIZER}
-    file, fresh = io.StringIO(), io.StringIO()
-    streamer = ConsoleStreamer(TOKENIZER, file)
-    with pytest.raises(ZeroDivisionError):
-        small_model().generate(PROMPT, streamer=streamer, **call, logits_processor=[Failing()])
-    begun = file.getvalue()
-    for given in (call, {"max_new_tokens": 5, "do_sample": False}):
-        for other in (streamer, ConsoleStreamer(TOKENIZER, fresh)):
-            small_model().generate(PROMPT, streamer=other, **given)
-    assert file.getvalue() == begun + "\n" * bool(begun) + fresh.getvalue()
 
 
 def test_a_streamer_that_has_ended_does_not_keep_the_cache_of_its_call() -> None:
@@ -150,12 +102,3 @@ def test_sequences_that_headings_do_not_divide_raise_before_generation(mode: str
     ):
         small_model().generate(PROMPT.repeat(3, 1), generation_mode=mode, streamer=streamer, max_new_tokens=2)
     assert not passes
-
-
-@pytest.mark.parametrize("mode", ["shared_prefix", "hogwild", "self_consistency"])
-def test_a_text_that_a_time_limit_ended_is_not_marked(mode: str) -> None:
-    file, cut = io.StringIO(), {"max_new_tokens": 100, "max_time": 1e-9}
-    call = {"tokenizer": TOKENIZER, "do_sample": True, "streamer": ConsoleStreamer(TOKENIZER, file), **cut}
-    small_model().generate(PROMPT, generation_mode=mode, **call)
-    assert file.getvalue()
-    assert "[truncated]" not in file.getvalue()

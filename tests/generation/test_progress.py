@@ -88,18 +88,6 @@ def test_a_bar_closes_on_errors(model: Any, bars: list[Any]) -> None:
     assert all("2 tokens" in last_state(bar) for bar in bars)
 
 
-def test_disabling_the_bars_of_transformers_disables_it(
-    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given: dict[str, Any] = {"generation_mode": "shared_prefix", "max_new_tokens": 3, "progress": True}
-    monkeypatch.setattr(logging, "_tqdm_active", True)
-    model.generate(PROMPT, **given)
-    assert "tokens" in capsys.readouterr().err
-    logging.disable_progress_bar()
-    model.generate(PROMPT, **given)
-    assert capsys.readouterr().err == ""
-
-
 def test_other_values_and_calls_without_a_loop_raise(model: Any, bars: list[Any]) -> None:
     with pytest.raises(ValueError, match="progress must be True or False, got 1"):
         model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=2, progress=1)

@@ -81,13 +81,6 @@ def test_the_iterator_raises_after_its_timeout() -> None:
         next(streamer)
 
 
-def test_the_iterator_serves_one_call_after_another() -> None:
-    streamer = ParallelIteratorStreamer(timeout=600)
-    for _ in range(2):
-        write("One.", "Uno.", streamer=streamer)
-        assert [item.text for item in streamer if item.event == "begin"] == ["Alice 1: ", "Bob 1: "]
-
-
 class Breaks(LogitsProcessor):
     """Raises at the third token."""
 
@@ -126,22 +119,3 @@ def test_the_iterator_raises_the_error_of_the_call(mode: str) -> None:
     assert_iteration_raises(streamer, RuntimeError, "the third token", **settings)
     write("One.", "Uno.", streamer=streamer)
     assert [item.text for item in streamer if item.event == "begin"] == ["Alice 1: ", "Bob 1: "]
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"generation_mode": "hogwild", "num_workers": 0}, "num_workers must be"),
-        ({"generation_mode": "hogwild"}, "tokenizer"),
-        ({"generation_mode": "magic"}, "generation_mode must be"),
-        ({"num_workers": 2}, "num_workers"),
-    ],
-)
-def test_the_iterator_raises_errors_of_arguments(settings: dict[str, Any], says: str) -> None:
-    assert_iteration_raises(ParallelIteratorStreamer(timeout=600), ValueError, says, **settings)
-
-
-@pytest.mark.parametrize("timeout", [0, -1, True, "soon", float("nan")])
-def test_an_invalid_timeout_raises(timeout: Any) -> None:
-    with pytest.raises(ValueError, match="timeout must be a positive number"):
-        ParallelIteratorStreamer(timeout)

@@ -122,33 +122,6 @@ def test_calls_that_wait_for_each_other_raise_after_the_given_seconds(model: Any
         assert torch.equal(generate(one, PROMPTS[1], generation_mode="shared_prefix"), expected)
 
 
-@pytest.mark.parametrize("wait", ["yes", -1, float("nan"), [1]])
-def test_an_invalid_wait_raises(model: Any, wait: Any) -> None:
-    with pytest.raises(ValueError, match=r"wait must be True, False or a number of seconds of at least 0, got "):
-        hf_parallel.enable(model, wait=wait)
-
-
-def test_plain_generate_that_began_earlier_stays_plain(model: Any) -> None:
-    """A mode claims the model in another thread after plain `generate` has begun."""
-    expected = generate(model, PROMPTS[0])
-    began, claimed = threading.Event(), threading.Event()
-
-    class Streamer:
-        def put(self, value: torch.Tensor) -> None:  # first called with the prompt, before decoding
-            began.set()
-            assert claimed.wait(600)
-
-        def end(self) -> None:
-            pass
-
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(generate, model, PROMPTS[0], streamer=Streamer())
-        assert began.wait(600)
-        with model.claimed(Claim()):
-            claimed.set()
-            assert torch.equal(future.result(), expected)
-
-
 def test_plain_calls_beside_modes_are_those_of_the_model_alone(model: Any) -> None:
     """Modes begin and end at any time during forward passes and calls of `generate` in other threads."""
     ids, mask = tiny.left_pad([prompt[0] for prompt in PROMPTS])

@@ -29,13 +29,6 @@ def launch(profile: Path, path: Path, what: str = "--dump-dom") -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=1800, check=True).stdout
 
 
-def with_scripts(page: str, before: str, after: str) -> str:
-    """Return a page with a script before and after its own."""
-    page = re.sub("<meta http-equiv[^>]*>", "", page)
-    page = page.replace("<body>", f"<body><script>{before}</script>")
-    return page.replace("</body>", f"<script>{after}</script></body>")
-
-
 def title(dom: str) -> str:
     """Return the title of a page, where scripts write what they measure."""
     found = re.search(r"<title>(.*?)</title>", dom)

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import re
-import select
-import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tiny
 from ascii_tokenizer import SPECIAL, AsciiTokenizer
-from forkserver import start
 from transformers import BatchEncoding
 from workers import SETTINGS, Scripted, small_model
 
 from hf_parallel import ConsoleStreamer
 from hf_parallel.cli import generate as cli_generate
-from hf_parallel.cli.main import main
 
 STEPS = ("Ann.\n\nTwo.", "Bo is slow.\n\nx")
 """Texts of two workers."""
@@ -112,45 +104,3 @@ def interrupt(
         raise KeyboardInterrupt
 
     at(monkeypatch, after, press, streamer, method)
-
-
-def in_a_terminal(*commands: tuple[list[str], str], timeout: float = 600) -> list[tuple[str, int]]:
-    """Run commands one after another in a terminal; press Ctrl-C when the output of each matches its pattern.
-
-    All run in one process, which imports torch once. Returns the output and exit status of each.
-    """
-    environment = {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
-    ours, theirs = pty.openpty()
-    arguments = [arguments for arguments, _ in commands]
-    process = start(_run, arguments, environment=environment, files=dict.fromkeys(range(3), theirs))
-    os.close(theirs)
-    text, interrupts, end = "", 0, time.monotonic() + timeout
-    while time.monotonic() < end:
-        if select.select([ours], [], [], 1.0)[0]:
-            try:
-                read = os.read(ours, 65536)
-            except OSError:  # the process has closed its end
-                break
-            text += read.decode(errors="replace")
-        outputs = text.split(_STATUS)
-        if len(outputs) == interrupts + 1 <= len(commands) and re.search(commands[interrupts][1], outputs[-1]):
-            interrupts += 1
-            os.kill(process.pid or 0, signal.SIGINT)
-    os.close(ours)
-    process.join(600)
-    assert process.exitcode == 0, text
-    first, *others = text.split(_STATUS)
-    statuses = [int(other[: other.index("\x00")]) for other in others]
-    outputs = [first, *(other[other.index("\x00") + 1 :] for other in others)]
-    return list(zip(outputs, statuses, strict=False))
-
-
-_STATUS = "\x00status "
-
-
-def _run(commands: list[list[str]]) -> None:
-    """Run commands and print their exit statuses."""
-    for name in ("NO_COLOR", "CI"):
-        os.environ.pop(name, None)
-    for arguments in commands:
-        print(f"{_STATUS}{main(arguments)}\x00", end="", flush=True)

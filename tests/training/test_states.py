@@ -11,19 +11,14 @@ import pytest
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
-from small_tokenizers import make
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import hf_parallel
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.mixers import Mixer, MixerStates
 from hf_parallel.training import (
-    DataCollatorForParallel,
     ParallelExample,
-    prepare_model,
     stock_mask,
-    teacher_forced_logits,
     tree_logprobs,
 )
 from hf_parallel.training.states import WHOLE_ROWS, MixerPass, Rows, mixers_of, previous_tokens, states_branched
@@ -103,15 +98,6 @@ def test_padded_and_packed_trees_give_the_logits_of_rows() -> None:
 
 
 @torch.no_grad()
-def test_a_compiled_model_computes_trees_without_compiled_code() -> None:
-    model, tolerance = build("lfm2")
-    rows = [row_logprobs(model, PROMPT, completion) for completion in COMPLETIONS]
-    compiled = torch.compile(model, backend="eager")
-    compiled(input_ids=PROMPT[None], use_cache=False)
-    torch.testing.assert_close(tree_logprobs(compiled, PROMPT, COMPLETIONS), rows, rtol=0, atol=tolerance)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(("name", "shared"), [("qwen3_5_text", True), ("jamba", False)])
 def test_a_layer_that_continues_from_states_computes_a_prompt_once(name: str, shared: bool) -> None:
     model, _ = build(name)
@@ -177,28 +163,6 @@ def test_a_text_of_pdos_gives_the_logits_of_its_rows() -> None:
         ids, positions = (torch.from_numpy(values[row])[None] for values in (example.input_ids, example.position_ids))
         expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
         torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_prepared_model_gives_the_loss_of_its_rows(checkpointing: bool) -> None:
-    model = hf_parallel.enable(build("qwen3_5_text")[0])
-    tree = ParallelExample.from_tree([PROMPT.tolist()] * len(COMPLETIONS), [c.tolist() for c in COMPLETIONS])
-    text = ParallelExample.from_text(PDOS, AsciiTokenizer(), "pdos", prompt="Compare:")
-    logits = teacher_forced_logits(model, text)[text.target_queries].log_softmax(-1)
-    log_probs = [row_logprobs(model, PROMPT, completion) for completion in COMPLETIONS]
-    log_probs.append(logits.gather(1, torch.from_numpy(text.target_ids)[:, None])[:, 0])
-    expected = -torch.cat(log_probs).mean()
-    expected.backward()
-    gradients = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    if checkpointing:
-        model.train()
-        model.gradient_checkpointing_enable()
-    loss = prepare_model(model)(**DataCollatorForParallel(make("split_marker"))([tree, text]), use_cache=False).loss
-    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
-    loss.backward()
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert (parameter.grad - gradient).norm() <= 1e-4 * gradient.norm()
 
 
 def test_tokens_that_see_other_rows_raise() -> None:

@@ -115,13 +115,6 @@ def test_how_a_batch_is_computed_does_not_change_the_loss(
     assert_equal(train(tmp_path, examples, **settings), expected)
 
 
-def test_label_smoothing_which_would_shift_the_labels_again_raises(
-    tmp_path: Path, examples: list[ParallelExample]
-) -> None:
-    with pytest.raises(ValueError, match="label_smoothing_factor must be 0"):
-        train(tmp_path, examples, label_smoothing_factor=0.1)
-
-
 def test_packed_examples_give_the_loss_of_padded_ones(
     tmp_path: Path, examples: list[ParallelExample], expected: Any
 ) -> None:
@@ -130,12 +123,6 @@ def test_packed_examples_give_the_loss_of_padded_ones(
     assert len(batch["input_ids"]) < len(examples)
     assert int(batch["attention_mask"].sum()) == sum(len(e.with_one_target_each()) for e in examples)
     assert_equal(train(tmp_path, examples, collator=collator, per_device_train_batch_size=8), expected)
-
-
-def test_training_under_bfloat16_autocast(tmp_path: Path, examples: list[ParallelExample], expected: Any) -> None:
-    steps = train(tmp_path, examples, bf16=True, per_device_train_batch_size=8)
-    assert steps != expected
-    assert_equal(steps, expected, tolerance=5e-2)
 
 
 def test_a_lora_adapter_learns_from_layouts(tmp_path: Path, examples: list[ParallelExample]) -> None:

@@ -18,7 +18,6 @@ from architectures import ARCHITECTURES
 from ascii_tokenizer import AsciiTokenizer
 from mode_cases import small_call
 from small_tokenizers import make
-from tokenizers.processors import TemplateProcessing
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
 from transformers import LlamaForCausalLM
@@ -38,7 +37,7 @@ from hf_parallel.training import (
     tree_logprobs,
 )
 from hf_parallel.training.attention import LayoutBatch
-from hf_parallel.training.dialects import Dialect, SkeletonDialect
+from hf_parallel.training.dialects import Dialect
 from hf_parallel.training.layout import make_views
 from hf_parallel.training.masks import block_mask, stock_mask
 from hf_parallel.training.tree import tree_batch
@@ -105,14 +104,6 @@ def test_logits_of_a_run_of_workers_are_computed_again_in_one_pass(name: str) ->
     assert len(make_views(example)) == 3
 
 
-@pytest.mark.parametrize("name", NO_BATCHES)
-def test_batches_that_a_model_cannot_compute_raise(name: str) -> None:
-    model = enabled(name)
-    example, _ = hogwild(model, max_new_tokens=12)
-    with pytest.raises(ValueError, match="in chunks|scales its queries by their position"):
-        teacher_forced_logits(model, example)
-
-
 PDOS = {"opening": "", "titles": ["a", "b"], "branch_max_new_tokens": 6, "max_new_tokens": 80}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     **{layout: ("hogwild", {"layout": layout, "num_workers": 3, "max_new_tokens": 60}) for layout in LAYOUTS},
@@ -160,16 +151,6 @@ def test_a_session_with_injected_text_that_is_saved_is_one_run(tmp_path: Path) -
     loaded = hf_parallel.HogwildSession.load(tmp_path / "session.json", model, tokenizer)
     loaded.run(5)
     assert difference(model, ParallelExample.from_output(loaded.output()), expected) < 1e-9
-
-
-@pytest.mark.slow
-def test_logits_of_the_embedded_model(embedded: tuple[Any, Any]) -> None:
-    model, tokenizer = hf_parallel.enable(embedded[0]), embedded[1]
-    prompt = hf_parallel.hogwild_prompt("Plan a picnic.", tokenizer)["input_ids"][:, -40:]
-    with computed_logits() as computed:
-        call = {"generation_mode": "hogwild", "tokenizer": tokenizer, "max_new_tokens": 12, "finisher_tokens": 4}
-        output = model.generate(prompt, return_dict_in_generate=True, **call)
-    assert difference(model, ParallelExample.from_output(output), torch.cat(computed)) < 1e-4
 
 
 def test_an_example_survives_a_dataset() -> None:
@@ -420,13 +401,6 @@ def test_flex_attention_gives_the_same_logits(name: str) -> None:
     torch.testing.assert_close(logits[real], expected[real], rtol=0, atol=1e-4)
 
 
-def test_models_without_rotary_embedding_compute_no_moved_tokens() -> None:
-    moved, _ = hogwild(enabled(), num_workers=1, max_new_tokens=4)
-    assert len(make_views(moved)) == 1
-    with pytest.raises(ValueError, match="the tokens of this batch move, but"):
-        teacher_forced_logits(enabled("gpt2"), moved)
-
-
 def test_packed_examples_do_not_see_each_other() -> None:
     model = enabled()
     given = examples(model)
@@ -503,12 +477,6 @@ def test_features_that_cannot_be_read_raise_with_their_index(feature: Any, setti
         DataCollatorForParallel(TOKENIZER, **{"dialect": "pdos", **settings})([TREE, feature])
 
 
-def test_invalid_settings_of_a_collator_raise() -> None:
-    for name, value in (("dialect", 42), ("dialect", "latex"), ("max_length", 0), ("packing", True)):
-        with pytest.raises(ValueError, match=name):
-            DataCollatorForParallel(TOKENIZER, **{name: value})
-
-
 def test_a_model_that_is_not_prepared_does_not_ignore_the_layout() -> None:
     batch = DataCollatorForParallel(TOKENIZER)([TREE])
     for model in (tiny.build("llama"), enabled()):
@@ -538,13 +506,6 @@ def test_models_that_are_too_short_or_not_enabled_raise() -> None:
     for function in (lambda m: teacher_forced_logits(m, TREE), prepare_model):
         with pytest.raises(ValueError, match=r"call hf_parallel.enable\(model\) first"):
             function(tiny.build("llama"))
-
-
-def test_a_prepared_model_computes_plain_batches_as_before() -> None:
-    model = enabled()
-    expected = model(input_ids=IDS).logits
-    assert torch.equal(prepare_model(prepare_model(model))(input_ids=IDS).logits, expected)
-    assert model.generate(IDS, max_new_tokens=4, generation_mode="shared_prefix").shape == (1, 13)
 
 
 def test_gradients_of_the_merged_attention() -> None:
@@ -602,16 +563,6 @@ def test_branches_do_not_see_each_other_and_the_text_after_them_sees_all(positio
         assert example.segment_positions[-1] < begins[0] + lengths.sum()
 
 
-def test_openings_of_branches_are_targets_if_asked() -> None:
-    text = "A <Parallel>b<Path>c</Path><Path>d</Path></Parallel> e"
-    for given, dialect, opening in ((TEXT, "pdos", "####a:####b:"), (text, "multiverse", "<Path><Path>")):
-        plain, forced = (
-            ParallelExample.from_text(given, AsciiTokenizer(), dialect, train_on_forced=asked)
-            for asked in (False, True)
-        )
-        assert len(forced.target_ids) - len(plain.target_ids) == len(opening)
-
-
 def test_malformed_dialects_and_texts_raise() -> None:
     for tags in (("<P>", "<B>"), (("<P>", "</P>"), ("<P>", "</B>")), (("<P>", "</P>"), ("<B>", ""))):
         with pytest.raises(ValueError, match="tags"):
@@ -627,23 +578,6 @@ def test_malformed_dialects_and_texts_raise() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             ParallelExample.from_text(text, AsciiTokenizer(), dialect)
-
-
-def test_a_prompt_begins_as_at_inference() -> None:
-    tokenizer = copy.deepcopy(make("byte_level"))
-    assert ParallelExample.from_text("x", tokenizer, "pdos", "Q").input_ids[0] != tokenizer.bos_token_id
-    add_bos = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
-    tokenizer.backend_tokenizer.post_processor = add_bos
-    for prompt in ("Q", "<s>Q"):
-        example = ParallelExample.from_text("x", tokenizer, "pdos", prompt)
-        assert example.input_ids[:2].tolist() == [tokenizer.bos_token_id, *encode(tokenizer, "Q")]
-
-
-def test_a_tokenizer_that_cannot_encode_the_tags_raises() -> None:
-    with pytest.raises(
-        ValueError, match="the tokenizer cannot encode '<Käse>' of the dialect: its tokens are those of"
-    ):
-        ParallelExample.from_text("A", make("split_marker"), Dialect(("<Käse>", "</Käse>"), ("<Path>", "</Path>")))
 
 
 def test_text_of_the_mode_pdos_is_laid_out_as_the_mode_computes_it() -> None:
@@ -692,15 +626,3 @@ def test_the_text_of_a_run_has_the_targets_of_the_run(join: str) -> None:
     assert tokenizer.decode(found) == settings["opening"] + tokenizer.decode(ids)
     assert found[begin : begin + length] == ids[:length]  # further tokens of the text may be longer ones
     torch.testing.assert_close(logits[begin : begin + length], expected[:length], rtol=0, atol=1e-9)
-
-
-def test_the_settings_of_a_mode_are_a_dialect() -> None:
-    markers = {"branch_marker": "@@", "title_end": "=", "terminator": "@@!"}
-    examples = [
-        ParallelExample.from_text("I look.\n@@a= x\n@@b= z\n@@!", AsciiTokenizer(), dialect)
-        for dialect in (hf_parallel.PDOSConfig(**markers), SkeletonDialect(**markers, ellipsis="......"))
-    ]
-    assert len(examples[0].block_lengths) > 3
-    assert examples[0].to_dict() == examples[1].to_dict()
-    with pytest.raises(ValueError, match="the mode 'hogwild' writes no annotated text"):
-        ParallelExample.from_text("a", AsciiTokenizer(), hf_parallel.HogwildConfig())

@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -15,9 +14,8 @@ from stories import tell
 from test_self_consistency import vote
 from workers import encode, small_model, write
 
-from hf_parallel import HogwildConfig, Hotspot, LogitsCache, ParallelOutput
-from hf_parallel.transcript.record import Record
-from hf_parallel.transcript.sections import FORMAT, VERSION, Card, cards_by_prompt, separate_overlapping
+from hf_parallel import LogitsCache, ParallelOutput
+from hf_parallel.transcript.sections import FORMAT, VERSION
 
 EOS = tiny.EOS
 ALICE, BOB = "Ann.\n\nTwo.", "Bo is slow.\n\nx"
@@ -64,11 +62,6 @@ def test_each_prompt_has_its_own_section() -> None:
     sections = out.to_dict(Tokenizer())["sections"]
     assert [[text_of(card) for card in section["cards"]] for section in sections] == [["a", "b"], ["c", "d"]]
     assert [(section["prompt"], section["prompt_tokens"]) for section in sections] == [("P", 1), ("QQ", 2)]
-
-
-def test_the_early_finisher_and_its_answer_are_noted() -> None:
-    section = one_section(write("a", "b", finisher="42}"))
-    assert section["notes"] == [("Answer", "42"), ("Written by a reader of everything", "So \\boxed{42}")]
 
 
 def test_branches_are_columns_and_their_trunk_spans_them() -> None:
@@ -133,13 +126,6 @@ def test_completions_of_one_prompt_are_columns_and_need_the_tokenizer() -> None:
         assert [piece[0] for piece in card["pieces"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_prompts_of_one_row_each_share_a_section_under_their_common_prefix() -> None:
-    out = completions(["To do: sing", "To do: dance"], generation_mode="shared_prefix")
-    section = one_section(out, Tokenizer())
-    assert section["prompt"] == "To do: "
-    assert [card["given"] for card in section["cards"]] == ["sing", "dance"]
-
-
 @pytest.mark.parametrize("replay", ["stepwise", "hotspot"])
 def test_replayed_tokens_need_no_pass_and_are_marked(replay: str) -> None:
     cache = LogitsCache()
@@ -156,46 +142,9 @@ def test_replayed_tokens_need_no_pass_and_are_marked(replay: str) -> None:
         assert computed == list(range(1, len(computed) + 1))
 
 
-@pytest.mark.parametrize(("threshold", "mark"), [(0.0, "h"), (1e9, "r")])
-def test_only_uncertain_tokens_are_marked_as_hotspots(threshold: float, mark: str) -> None:
-    cache = LogitsCache()
-    for _ in range(2):
-        out = completions(["Some"], generation_mode="resample", logits_cache=cache, replay=Hotspot(threshold=threshold))
-    (card,) = one_section(out, Tokenizer())["cards"]
-    assert [origin for _, _, origin in card["pieces"]] == [mark] * 6
-
-
 def test_a_transcript_is_json_with_the_settings_that_json_can_hold() -> None:
     run = write(ALICE, BOB, seed=torch.Generator(), layout="interleaved").to_dict()
     assert json.loads(json.dumps(run))["settings"]["layout"] == "interleaved"
     assert "seed" not in run["settings"]
     assert run["stats"]["decoded_tokens"] == 2 * run["passes"]
     assert (run["format"], run["version"], run["mode"]) == (FORMAT, VERSION, "hogwild")
-
-
-def test_an_output_without_a_record_has_no_transcript() -> None:
-    with pytest.raises(ValueError, match="this output has no record"):
-        ParallelOutput(sequences=torch.zeros(1, 1)).to_html()  # type: ignore[arg-type]
-
-
-def test_injected_text_is_marked_as_given() -> None:
-    """Text injected into one row, and into the history of all rows."""
-    record = Record(HogwildConfig(), prompts=[np.array([1])], passes=3, origins={0: "rmm"})
-    for at, row, text, event in ((0, 0, "A: ", "begin"), (1, 0, "a", "token"), (1, 0, "[stop]", "inject"),
-                                 (2, 0, "b", "token"), (2, -1, "News.", "inject"), (2, -1, "", "step")):  # fmt: skip
-        record.passes = at
-        record.write(row, text, event)
-    mine, common = cards_by_prompt(record)[0]
-    assert mine.pieces == [(1, "a", "r"), (1, "[stop]", "g"), (2, "b", "m")]
-    assert (common.column, common.pieces, common.ended) == (None, [(2, "News.", "g")], "step")
-    assert (mine.begin, mine.end, common.begin, common.end) == (0, 2, 2, 2)
-
-
-def test_spanning_cards_that_overlap_others_get_their_own_column() -> None:
-    """A trunk before and after its branches does not overlap them; a remark at pass 2 of 4 does."""
-    branch, trunk, after, remark = Card(0, 1, 4), Card(None, 0, 1), Card(None, 4, 6), Card(None, 2, 2)
-    for cards, names in (([trunk, branch, after], ["A"]), ([branch, remark], ["A", "common"])):
-        columns = ["A"]
-        separate_overlapping(cards, columns, "common")
-        assert columns == names
-    assert [card.column for card in (trunk, after, remark)] == [None, None, 1]

@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 import browsers
 import pytest
 import tiny
-from browsers import title, with_scripts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stories import tell
 from workers import TOKENIZER, write
 
 from hf_parallel.transcript.page import render
@@ -79,14 +77,6 @@ def test_names_titles_and_prompts_are_escaped() -> None:
     assert "<i>&amp;" in page.text
 
 
-def test_characters_that_html_does_not_allow_are_replaced() -> None:
-    run = write("a", "b").to_dict()
-    run["sections"][0]["cards"][0]["pieces"] = [[1, "a\x00\x1b[31m\ud800b", "m"]]
-    page = render(run)
-    page.encode()
-    assert "a\ufffd\ufffd[31m\ufffdb" in page
-
-
 def test_a_page_is_self_contained_and_allows_no_other_script() -> None:
     text = write(ALICE, BOB).to_html()
     page = Page(text)
@@ -99,45 +89,7 @@ def test_a_page_is_self_contained_and_allows_no_other_script() -> None:
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def test_a_card_spans_its_passes() -> None:
-    """Rows of the grid: passes 0 to 6, 6 to 13, 13 to 14, and the end."""
-    page = Page(write(ALICE, BOB).to_html())
-    cards = [attrs for tag, attrs in page.tags if tag == "article"]
-    places = [re.findall(r"grid-row:(\d+) / (\d+);grid-column:(\d+)", attrs["style"] or "")[0] for attrs in cards]
-    assert places == [("1", "2", "2"), ("1", "3", "3"), ("2", "4", "2"), ("3", "4", "3")]
-
-
-def test_a_finished_step_shows_when_it_moved_and_the_last_one_that_it_is_truncated() -> None:
-    text = Page(write(ALICE, BOB).to_html()).text
-    assert "into the history after pass 6" in text
-    assert "into the history after pass 13" in text
-    assert text.count("truncated") == 2
-    assert "into the history" not in Page(write(ALICE, BOB, layout="contiguous").to_html()).text
-
-
 # Its text
-
-
-def test_answer_and_joined_answer_are_visible_above_the_columns() -> None:
-    story = "Now. ####A:......\n####B:......\n####%%%%"
-    out = tell([story + "\nSo.", EOS], branches=("aa\n####", "b\n####"))
-    page = out.to_html()
-    above = page[: page.index('class="grid"')]
-    words = Page(above).text
-    assert "Joined answer" in words
-    assert out.transcripts[0] in words
-    assert above.count("<details") == 0, "nothing of it needs a click"
-
-
-def test_a_transcript_without_stats_is_read() -> None:
-    """Older files have no `truncated`, files of interrupted calls no stats: their tokens are counted."""
-    run = write(ALICE, BOB).to_dict()
-    for card in run["sections"][0]["cards"]:
-        del card["truncated"]
-    run["stats"] = None
-    text = Page(render(run)).text
-    assert text.count("unfinished") == 2
-    assert "28 tokens in 14 passes: 2.0x" in text
 
 
 # Transcripts read from a file
@@ -249,38 +201,3 @@ def test_the_page_shows_which_cards_a_row_could_see_at_a_pass(browse: Callable[.
         assert ["unseen" in card for card in classes(dom)] == unseen
         assert "After pass 8, Bob can see the prompt, its own text" in Page(dom).text
         assert message in Page(dom).text
-
-
-@pytest.mark.slow
-def test_the_page_fits_its_width_and_cards_are_wide_enough(browse: Callable[..., list[str]]) -> None:
-    measuring = """
-        const cards = [...document.querySelectorAll("article")], page = document.documentElement;
-        const over = Math.max(...[page, ...cards].map(box => box.scrollWidth - box.clientWidth));
-        document.title = `${over} ${Math.min(...cards.map(card => card.clientWidth))}`;"""
-    narrowest = {(2, 1280): 500, (2, 400): 150, (10, 1280): 100, (10, 400): 130, (24, 1280): 100}
-    pages = {
-        columns: with_scripts(write(*["long" * 40] * columns).to_html(), "", measuring) for columns, _ in narrowest
-    }
-    doms = browse(*(View(pages[columns], width=width) for columns, width in narrowest))
-    for dom, (case, least) in zip(doms, narrowest.items(), strict=True):
-        over, narrow = map(int, title(dom).split())
-        assert over == 0, case
-        assert narrow >= least, case
-
-
-def test_play_shows_pass_after_pass_and_which_row_reads_which(browse: Callable[..., list[str]]) -> None:
-    before = "let tick; window.setInterval = next => { tick = next; return 1; }; window.clearInterval = () => {};"
-    after = """
-        const said = [], button = document.querySelector(".bar button"), says = document.querySelector(".says");
-        button.click();
-        for (let pass = 0; pass < 14; pass++) { said.push(`${button.textContent}: ${says.textContent}`); tick(); }
-        document.title = [...said, button.textContent].join("|");"""
-    (dom,) = browse(View(with_scripts(write(ALICE, BOB).to_html(), before, after)))
-    said = title(dom).split("|")
-    assert said[0].endswith(
-        "Pause: Before the first pass: Alice and Bob are writing. 0 steps finished. Alice reads Bob. Bob reads Alice."
-    )
-    assert "Alice reads Bob. Bob reads Alice." in said[1]
-    assert "After pass 8: Alice and Bob are writing. In the history: Alice 1. Alice reads Bob" in said[8]
-    assert "Bob reads the history and Alice." in said[8]
-    assert said[-1].endswith("Play"), "it has stopped after the last pass"

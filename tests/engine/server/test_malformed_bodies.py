@@ -294,27 +294,6 @@ def test_a_pool_works_for_submitters_in_turn_and_for_each_in_order() -> None:
     assert not abandoned  # what was cancelled had not begun
 
 
-def test_a_job_whose_caller_leaves_is_abandoned_when_it_ends() -> None:
-    begin, end, pool = threading.Event(), threading.Event(), FairPool(1)
-    abandoned: list[int] = []
-
-    def job() -> int:
-        begin.set()
-        end.wait(600)
-        return 3
-
-    async def leave() -> None:
-        task = asyncio.create_task(pool.run("a", job, lambda future: abandoned.append(future.result())))
-        await asyncio.to_thread(begin.wait, 600)
-        task.cancel()
-        await asyncio.wait([task])
-
-    asyncio.run(leave())
-    end.set()
-    pool.shutdown()
-    assert abandoned == [3]
-
-
 def test_large_bodies_delay_neither_small_ones_nor_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large body is being tokenized until all other requests are answered."""
     stop, translate = threading.Event(), Translator.translate

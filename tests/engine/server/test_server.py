@@ -9,14 +9,12 @@ import re
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import date, datetime
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import pages
@@ -31,7 +29,6 @@ pytest.importorskip("prometheus_client")
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx2")
 
-from pydantic import BaseModel, Field  # noqa: E402
 from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
 
 from hf_parallel.cli.main import main  # noqa: E402
@@ -39,9 +36,7 @@ from hf_parallel.detokenizer import IncrementalDetokenizer, token_bytes  # noqa:
 from hf_parallel.engine import Engine, KVBudgetError  # noqa: E402
 from hf_parallel.engine.server import Limits, create_app  # noqa: E402
 from hf_parallel.engine.server.answers import Answers  # noqa: E402
-from hf_parallel.engine.server.grammar import JSONProcessor  # noqa: E402
 from hf_parallel.engine.server.responses import Writer  # noqa: E402
-from hf_parallel.generation import MODES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -232,39 +227,11 @@ def test_text_offsets_are_the_characters_before_each_token(server: Served, stop:
     assert streamed == found["text_offset"]
 
 
-def test_a_text_that_ends_inside_a_character_is_that_of_decode(server: Served, small: tuple[Any, Any]) -> None:
-    """In a response, a stream and an engine's handle."""
-    tokenizer = small[1]
-    token = tokenizer("€", add_special_tokens=False)["input_ids"][0]  # the first byte of three
-    settings = {"prompt": "Hello", "logit_bias": {str(token): 100}}
-    for count in range(1, 6):
-        expected = tokenizer.decode([token] * count)
-        assert expected == "\ufffd" * count
-        body = {"temperature": 0, "max_tokens": count, **settings}
-        assert server.post("/v1/completions", **body).json()["choices"][0]["text"] == expected
-        chunks = stream(server, "/v1/completions", **body)[:-1]
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
-        bias = [[[token], 100.0]]
-        handle = server.engine.submit("Hello", max_new_tokens=count, do_sample=False, sequence_bias=bias)
-        assert "".join(text for _, text, _ in handle.texts()) == expected
-
-        async def read(handle: Any) -> str:
-            return "".join([text async for _, text, _ in handle.texts_async()])
-
-        assert asyncio.run(read(handle)) == expected
-
-
 def test_a_prompt_that_was_seen_before_counts_as_cached(server: Served) -> None:
     text = "A prompt of its own."
     first, second = (server.chat(text)["usage"] for _ in range(2))
     assert second["prompt_tokens_details"]["cached_tokens"] > first["prompt_tokens_details"]["cached_tokens"]
     assert second["prompt_tokens"] == first["prompt_tokens"]
-
-
-def test_fields_that_change_no_answer_are_accepted(server: Served) -> None:
-    neutral = {"tools": [], "tool_choice": "none", "user": "me", "store": False, "metadata": {"a": "b"}, "stop": None}
-    more = {"frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}, "logit_bias": {}}
-    assert server.chat(**neutral, **more)["choices"] == server.chat()["choices"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -309,29 +276,6 @@ def test_a_mode_streams_its_answer_with_names_of_rows(server: Served, mode: str)
     assert "mode_output" in whole
 
 
-def test_each_row_of_a_mode_of_ones_own_is_a_choice(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = pages.ROOT / "docs" / "new_mode.md"
-    monkeypatch.delitem(MODES, "openings", raising=False)
-    pages.run(pages.blocks(page, "python")[:1], "new_mode.md")
-    try:
-        settings = {"generation_mode": "openings", "openings": ["A", "Oslo"], "max_tokens": 8}
-        choices = server.chat(**settings)["choices"]
-        assert [choice["message"]["content"][0] for choice in choices] == ["A", "O"]
-        chunks = [chunk["choices"][0] for chunk in stream(server, messages=CHAT, **settings)[:-1]]
-        for choice in choices:
-            content = [chunk["delta"].get("content", "") for chunk in chunks if chunk["index"] == choice["index"]]
-            assert "".join(content) == choice["message"]["content"]
-    finally:
-        MODES.pop("openings", None)
-
-
-def test_a_mode_that_needs_sampling_names_the_temperature(server: Served) -> None:
-    settings = {"generation_mode": "self_consistency", "temperature": 0}
-    error = check_error(server.post("/v1/chat/completions", messages=CHAT, **settings), 400)
-    assert error["param"] == "temperature"
-    assert "give a temperature above 0" in error["message"]
-
-
 # JSON schemas
 
 SCHEMA = {
@@ -356,30 +300,6 @@ def test_each_of_several_answers_matches_the_json_schema(server: Served) -> None
     assert len({value["name"] for value in found}) > 1
 
 
-def test_an_answer_that_its_schema_leaves_no_token_ends_with_an_error(server: Served, small: tuple[Any, Any]) -> None:
-    """In a response, its streams and the record of an engine; other answers of the request are complete."""
-    pytest.importorskip("llguidance")
-    part = {"type": "object", "required": ["a"], "additionalProperties": False}
-    endless = {"$ref": "#/$defs/a", "$defs": {"a": {**part, "patternProperties": {"^a$": {"$ref": "#/$defs/a"}}}}}
-    schema = {**endless, "$ref": "#/$defs/b"}
-    schema["$defs"] = {**endless["$defs"], "b": {"anyOf": [{"const": True}, {"$ref": "#/$defs/a"}]}}
-    body = {"prompt": "Hello", "n": 4, "temperature": 2, "seed": 2, "max_tokens": 30}
-    body["response_format"] = response_format(schema)
-    choices = server.post("/v1/completions", **body).json()["choices"]
-    assert {choice["finish_reason"] for choice in choices} == {"stop", "error"}
-    for choice in choices:
-        failed = choice["finish_reason"] == "error"
-        assert ("cannot match the schema" in choice.get("error", {}).get("message", "")) is failed
-        assert failed or choice["text"] == "true"
-    chunks = [chunk["choices"][0] for chunk in stream(server, "/v1/completions", **body)[:-1]]
-    ends = {chunk["index"]: chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]}
-    assert ends == {choice["index"]: choice["finish_reason"] for choice in choices}
-    ids = small[1]("Hello")["input_ids"]
-    processor = JSONProcessor(endless, small[1], small[0].config.vocab_size, [small[1].eos_token_id], len(ids))
-    output = server.engine.submit(ids, logits_processor=[processor], max_new_tokens=30, do_sample=False).result()
-    assert "cannot match the schema" in output.record.errors[0]
-
-
 UNSUPPORTED: list[dict[str, Any]] = [
     *({"type": "nothing"}, {"$ref": "#"}, {"allOf": [{"$ref": "#/$defs/b"}]}),
     *({"$ref": "http://example.com/schema.json"}, {"$ref": "file:///etc/passwd"}),
@@ -399,30 +319,6 @@ def test_a_schema_that_is_not_supported_or_would_block_the_server_is_rejected(
     for schema in schemas:
         response = server.post("/v1/chat/completions", messages=CHAT, response_format=response_format(schema))
         assert check_error(response, 400)["param"] == "response_format", schema
-
-
-def test_the_limits_of_schemas_admit_long_enumerations_and_nested_models(server: Served) -> None:
-    pytest.importorskip("llguidance")
-
-    class Dog(BaseModel):
-        kind: Literal["dog"]
-        owner: Person | None = None
-
-    class Cat(BaseModel):
-        kind: Literal["cat"]
-        lives: int | None = 9
-
-    class Person(BaseModel):
-        name: str = Field(max_length=8)
-        born: date | None
-        at: datetime | None
-        pets: list[Dog | Cat]
-        extra: dict[str, str | int | list[str]] = {}
-        friends: list[Person] = []
-
-    Person.model_rebuild(_types_namespace=locals())
-    for schema in (Person.model_json_schema(), {"enum": [f"value {index}" for index in range(500)]}):
-        assert server.chat(response_format=response_format(schema), max_tokens=4)["choices"]
 
 
 # Limits
@@ -520,12 +416,6 @@ def test_too_many_open_requests_answer_429_but_no_key_keeps_others_out(another: 
             next(lines)
             check_error(running.post("/v1/chat/completions", first, messages=CHAT), 429)
             assert running.post("/v1/chat/completions", second, messages=CHAT, max_tokens=1).status_code == 200
-
-
-@pytest.mark.parametrize("keys", ["secret", [""], ["one", " two"], [b"one"]])
-def test_keys_that_would_open_the_server_or_never_match_raise(keys: Any, another: tuple[Any, Any]) -> None:
-    with Engine(*another) as engine, pytest.raises(ValueError, match="api_keys must be a list of keys"):
-        create_app(engine, api_keys=keys)
 
 
 def test_a_request_that_does_not_fit_the_memory_is_rejected(another: tuple[Any, Any]) -> None:
@@ -713,39 +603,6 @@ def test_sigterm_lets_running_requests_finish(folder: Path) -> None:
         *_, last = running
         assert last.choices[0].finish_reason == "length"
         assert exit_status(process) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "signals"), [(0, 1), (60, 2)], ids=["after some time", "second signal"])
-def test_requests_that_run_too_long_after_ctrl_c_get_an_error(folder: Path, seconds: int, signals: int) -> None:
-    headers, answers = {"Authorization": "Bearer secret"}, []
-    body = {"model": "tiny", "messages": CHAT, "max_tokens": LONG, "logit_bias": {"2": -100}}
-    output: list[str] = []
-    with command(folder, options=["--drain-seconds", str(seconds)], output=output) as (process, url):
-
-        def ask() -> None:
-            answers.append(httpx.post(f"{url}/chat/completions", json=body, headers=headers, timeout=600))
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        given = {"json": {**body, "stream": True}, "headers": headers, "timeout": 600}
-        with httpx.stream("POST", f"{url}/chat/completions", **given) as response:
-            lines = response.iter_lines()
-            assert "assistant" in next(lines)
-            while "hf_parallel_running 2" not in httpx.get(f"{url[:-3]}/metrics", headers=headers, timeout=600).text:
-                time.sleep(0.05)
-            send(process, signal.SIGINT)
-            while not output:
-                time.sleep(0.05)
-            if signals == 2:
-                send(process, signal.SIGINT)
-            *_, last = [line for line in lines if line]
-        thread.join()
-        exit_status(process)
-        assert "shutting down" in last
-        assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "shutting_down")
-        assert output[0].startswith("Stopping: 2 requests may finish within")
-        assert "Traceback" not in "".join(output)
 
 
 def test_serve_names_a_port_that_is_taken_and_a_folder_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,17 +130,6 @@ def test_survivors_of_pruning_are_unpruned_rows_and_pruned_rows_cost_nothing_aft
     assert cache.pool.blocks == {node.block for node in cache.tree.nodes()}
 
 
-def test_a_repetition_penalty_ignores_the_padding_of_each_prompt() -> None:
-    penalty = {"repetition_penalty": 1.5, "temperature": 1.0}
-    rows = MODEL.generate(
-        BATCH, generation_mode="shared_prefix", num_return_sequences=N, seed=3, **COMMON | penalty
-    ).sequences
-    out = best_of(num_return_sequences=3, **penalty)
-    for row, chosen in enumerate(out.chosen):
-        expected = rows[row // 3 * N + chosen, : out.record.lengths[row]]
-        assert torch.equal(out.sequences[row, : len(expected)], expected)
-
-
 PRUNING: dict[str, Any] = {"prune_every": 3, "keep": 0.5, "num_return_sequences": 2}
 
 

@@ -18,13 +18,10 @@ from workers import TOKENIZER, Listener, Script, Scripted, encode, small_model
 import hf_parallel
 from hf_parallel import (
     BlockCache,
-    SelfConsistencyOutput,
     SharedPrefixCache,
-    UnsupportedModelError,
 )
 from hf_parallel.generation.modes import final_answers
-from hf_parallel.generation.modes.final_answers import BOXED, find_answer, majority, normal_form
-from hf_parallel.models.capabilities import probe_capabilities
+from hf_parallel.generation.modes.final_answers import find_answer, majority, normal_form
 
 EVERY_SETTING: dict[str, Any] = {
     "seed": [1, 2, 3],
@@ -146,21 +143,6 @@ def test_a_catastrophic_pattern_is_stopped(monkeypatch: pytest.MonkeyPatch, capl
     assert "was stopped after 0.05 s" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("\\boxed{4}", "4"),
-        ("\\boxed{\\frac{\\sqrt{3^{4}}}{2}}", "\\frac{\\sqrt{3^{4}}}{2}"),
-        ("\\boxed{1} and \\boxed{2}", "2"),
-        ("\\boxed{1} and \\boxed{2", "1"),
-        ("boxed 4", None),
-        ("", None),
-    ],
-)
-def test_the_last_complete_box_is_the_answer(text: str, answer: str | None) -> None:
-    assert find_answer(BOXED, text) == answer
-
-
 def test_weights_decide_against_the_number_of_votes() -> None:
     answers = ["1", "2", "1.0", None]
     answers = [answer and normal_form(answer) for answer in answers]
@@ -193,17 +175,6 @@ def test_answers_are_the_completions_of_shared_prefix(name: str) -> None:
     assert out.stats.forward_passes == NEW
 
 
-def test_the_chosen_row_and_its_scores_are_those_of_generate() -> None:
-    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    plain = greedy(small_model(), BATCH, attention_mask=MASK, **wanted)
-    out = answer(small_model(), BATCH, attention_mask=MASK, top_k=1, num_answers=2, **wanted)
-    assert isinstance(out, SelfConsistencyOutput)
-    assert torch.equal(out.sequences, plain.sequences)
-    for name in ("scores", "logits"):
-        ours, theirs = (torch.stack(getattr(output, name)) for output in (out, plain))
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-
-
 def test_a_seed_makes_a_call_repeatable_in_any_batch() -> None:
     settings = {"num_answers": 3, "vote": "final", "conclusion_tokens": 5, **TEXTS}
     first, again, other = (answer(small_model(), PROMPTS[0][None], seed=s, **settings) for s in (5, 5, 6))
@@ -231,15 +202,6 @@ def test_the_conclusion_equals_generate_on_the_same_text(name: str) -> None:
         assert conclusion == "So \\boxed{" + TOKENIZER.decode(written.tolist())
         ours = torch.stack([step[row] for step in out.logits])
         torch.testing.assert_close(ours, torch.stack(plain.logits)[:, 0], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("final", "found", "chosen"), [("9}", "9", None), ("nothing", None, None), ("4}", "4", 0), (["4", EOS], None, None)]
-)
-def test_the_conclusion_may_disagree_or_have_no_answer(final: Script, found: str | None, chosen: int | None) -> None:
-    out = vote("\\boxed{4}", "\\boxed{4}", vote="final", final=final, conclusion_tokens=7)
-    assert out.answers == [found]
-    assert out.chosen == [chosen]
 
 
 # Caches
@@ -301,13 +263,3 @@ def test_invalid_settings_raise_and_the_model_works_as_before(settings: dict[str
     with pytest.raises(ValueError, match=says):
         answer(model, PROMPTS[0][None], **settings)
     assert describe(model) == before
-
-
-def test_a_conclusion_that_is_too_long_for_a_model_raises() -> None:
-    model = hf_parallel.enable(copy.deepcopy(tiny.build("llama-dynamic")))
-    longest = probe_capabilities(model).max_length
-    at_once = {"num_answers": 2, "vote": "final", "eos_token_id": list(range(tiny.VOCAB_SIZE)), **TEXTS}
-    fits = longest - len("[1][2]So \\boxed{") - len(PROMPTS[1])
-    assert answer(model, PROMPTS[1][None], conclusion_tokens=fits, **at_once).conclusions == ["So \\boxed{"]
-    with pytest.raises(UnsupportedModelError, match=f"after {longest} tokens"):
-        answer(model, PROMPTS[1][None], conclusion_tokens=fits + 1, **at_once)

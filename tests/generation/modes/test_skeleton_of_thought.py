@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from ascii_tokenizer import AsciiTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import pass_sizes
-from test_malformed import describe, failing
+from test_malformed import describe
 from test_self_consistency import Foreign
 from transformers import LogitsProcessor, PreTrainedModel
 from workers import TOKENIZER, Listener, Script, encode, small_model
 
 import hf_parallel
-from hf_parallel import BlockCache, SharedPrefixCache, SkeletonOfThoughtConfig, SkeletonOfThoughtOutput
+from hf_parallel import BlockCache, SkeletonOfThoughtConfig, SkeletonOfThoughtOutput
 
 EVERY_SETTING: dict[str, Any] = {
     "seed": [1, 2, 3],
@@ -154,20 +153,6 @@ def test_points_and_conclusion_equal_greedy_generate_on_their_prompts(name: str,
     assert len({tuple(point.tokens) for points in out.points for point in points}) == 6, "all points are alike"
 
 
-@pytest.mark.parametrize("workers", [None, 2])
-def test_a_repetition_penalty_sees_each_point_with_its_own_prompt(workers: int | None) -> None:
-    """Prompts of unequal lengths; points that end one by one."""
-    penalty = {"repetition_penalty": 1.7, "eos_token_id": [EOS, *range(ord("A"), ord("Z") + 1)]}
-    replies = {"P[OUTLINE]1.": POINTS, "U[OUTLINE]1.": " much longer\n2. zz"}
-    more = {"max_new_tokens": NEW, "outline_tokens": 20, "conclusion_tokens": 0, "point_workers": workers}
-    out = write(replies, ["PPPPP", "U"], **more, **penalty)
-    points = [point for points in out.points for point in points]
-    assert len(points) == 5
-    assert len({len(point.tokens) for point in points}) > 1, "all points end at the same time"
-    for point in points:
-        assert point.tokens == greedy(small_model(), point.prompt, **penalty)
-
-
 @pytest.mark.parametrize("name", ["mistral", "gpt2"])
 def test_without_an_outline_the_answer_is_what_generate_gives(name: str) -> None:
     model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
@@ -202,22 +187,6 @@ def test_points_are_read_from_an_outline(outline: str, points: list[str]) -> Non
     assert DEFAULT.read_points(outline) == points
 
 
-@pytest.mark.parametrize(
-    ("outline", "ends"),
-    [
-        ("1. a\n2. b\n", False),
-        ("1. a\n2. b\n\nNow", False),
-        ("1. a\n2. b\n\nNow then\n", True),
-        ("1. a\n\n- x\n\n2. b\n", False),
-        ("Look:\n\nHere\n", False),
-        ("1. a\n2. b\n1. a\n", True),
-        ("1. a\n2. b\n3. c\n4. d\n", True),
-    ],
-)
-def test_an_outline_ends_with_its_list(outline: str, ends: bool) -> None:
-    assert DEFAULT.outline_ends(outline) == ends
-
-
 # The answer
 
 
@@ -234,13 +203,6 @@ def test_the_answer_is_put_together_from_headings_points_and_conclusion() -> Non
     assert out.fallback == [None]
 
 
-def test_the_gap_is_only_what_a_point_lacks() -> None:
-    points = ("x", ["y", STOP_BLANK], "z\n", ["v", BLANKS])
-    keys = {f"{number}. {title}:": script for number, title, script in zip("1234", "abcd", points, strict=True)}
-    out = write({"[OUTLINE]1.": POINTS + "\n4. d", **keys, "[END]": ""}, point_gap="\n\n")
-    assert out.texts == ["1. a:x\n\n2. b:y.\n\n3. c:z\n\n4. d:v\n\n\n[END]"]
-
-
 @pytest.mark.parametrize(
     ("script", "text"),
     [
@@ -253,40 +215,6 @@ def test_the_gap_is_only_what_a_point_lacks() -> None:
 def test_a_point_ends_where_it_is_said_to(script: Script, text: str) -> None:
     out = write(scripts(script, "y", "z"), point_end="\n")
     assert out.points[0][0].text == text
-
-
-class WithVocabulary(AsciiTokenizer):
-    """Tokenizer with what stop strings of Transformers need."""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {chr(token): token for token in range(32, 127)}
-
-    def _convert_id_to_token(self, token: int) -> str:
-        return chr(token)
-
-    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
-        return "".join(tokens)
-
-    def __call__(self, text: str, **settings: Any) -> Any:
-        return super().__call__(text)
-
-
-def test_a_stop_string_ends_the_text_that_it_is_in() -> None:
-    given = scripts("one Q more", "two", "three Q x", end="so Q end")
-    out = write(given, tokenizer=WithVocabulary(), stop_strings=["Q"])
-    assert [point.text for point in out.points[0]] == ["one Q", "two", "three Q"]
-    assert out.texts[0].endswith("[END]so Q")
-    with pytest.warns(UserWarning, match="1 of at least 2 points"):
-        out = write(given, tokenizer=WithVocabulary(), stop_strings=["2."])
-    assert out.outlines == ["1. a\n2."]
-
-
-def test_every_text_has_a_budget_of_its_own() -> None:
-    more = {"max_new_tokens": 3, "outline_tokens": 20}
-    out = write(scripts("x" * 9, "y", "z" * 9, end="e" * 9), **more)
-    assert out.texts == ["1. a:xxx|2. b:y|3. c:zzz|[END]eee"]
-    out = write(scripts("x" * 9, "y", "z" * 9, end="e" * 9), point_tokens=2, conclusion_tokens=4, **more)
-    assert out.texts == ["1. a:xx|2. b:y|3. c:zz|[END]eeee"]
 
 
 # Batches, seeds
@@ -336,22 +264,6 @@ def test_shared_prefixes_are_computed_once(workers: int | None) -> None:
 
 
 # Interrupts and arbitrary text
-
-
-@pytest.mark.parametrize("at", [1, 4, 2 + len(POINTS), 4 + len(POINTS), 10 + len(POINTS)])
-def test_an_interrupt_harms_neither_model_nor_kept_cache(at: int) -> None:
-    model, cache = small_model(), SharedPrefixCache()
-    before, expected = describe(model), greedy(model, encode("PQR"))
-    more = {"max_new_tokens": 5, "outline_tokens": 20, "point_workers": 2}
-    with pytest.raises(KeyboardInterrupt), failing(model.model.layers[1], at, KeyboardInterrupt()):
-        write({"[OUTLINE]1.": POINTS}, ["PQR"], past_key_values=cache, **more)
-    assert describe(model) == before
-    assert greedy(model, encode("PQR")) == expected
-    assert {node.block for node in cache.tree.nodes()} == cache.pool.blocks, "leaked blocks"
-    again = write({"[OUTLINE]1.": POINTS}, ["PQR"], past_key_values=cache, **more)
-    fresh = write({"[OUTLINE]1.": POINTS}, ["PQR"], **more)
-    assert again.points == fresh.points
-    assert again.texts == fresh.texts
 
 
 PIECES = st.sampled_from([*"ab.: \n", "1. ", "2. c\n", "3) **d**\n", "{x}", "\\boxed{", EOS, STOP_BLANK, BLANKS])

@@ -17,7 +17,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_parallel import LogitsCache
 from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
-from hf_parallel.generation.replay.policies import uncertainty_of
 from hf_parallel.generation.sampling import Sampler
 from hf_parallel.generation.warpers import STAGES
 
@@ -102,15 +101,6 @@ def test_a_replay_computes_no_distribution_that_was_prefetched(
     computed = count_computed(monkeypatch)
     assert torch.equal(sample(model, cache, **CUT), first)
     assert computed == []
-
-
-def test_uncertainty_is_prefetched_for_hotspots(model: PreTrainedModel) -> None:
-    cache = LogitsCache()
-    pause = Pause(lambda: all(node.uncertainty is not None for node in with_logits(cache)))
-    sample(model, cache, replay="hotspot", prefetch=True, streamer=pause)
-    assert len(with_logits(cache)) > NEW
-    assert all(node.uncertainty == uncertainty_of(node.logits.to_dense()) for node in with_logits(cache) if node.logits)
-    assert with_distribution(cache) == []
 
 
 @pytest.mark.usefixtures("not_host")
@@ -221,21 +211,6 @@ def test_distributions_that_depend_on_more_than_logits_are_not_cached(
 
 
 # Threads, errors, memory
-
-
-def test_no_thread_outlives_a_call_that_fails(model: PreTrainedModel) -> None:
-    class Interrupting(Pause):
-        def put(self, value: torch.Tensor) -> None:
-            super().put(value)
-            if self.seen:
-                raise KeyboardInterrupt
-
-    cache, interrupting = LogitsCache(), Interrupting()
-    with pytest.raises(KeyboardInterrupt):
-        sample(model, cache, prefetch=True, streamer=interrupting, **CUT)
-    assert interrupting.seen
-    assert workers() == []
-    assert torch.equal(sample(model, cache, prefetch=True, **CUT), sample(model, None, **CUT))
 
 
 @pytest.mark.usefixtures("not_host")

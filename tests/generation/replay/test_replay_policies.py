@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_parallel import Hotspot, LogitsCache, ReplayPolicy
-from hf_parallel.generation.replay.policies import POLICIES, make_policy, uncertainty_of
+from hf_parallel.generation.replay.policies import POLICIES, uncertainty_of
 
 NEW = 12
 PROMPT = tiny.make_prompts([24], seed=8)[0][None]
@@ -86,19 +86,3 @@ def test_a_custom_policy_is_found_by_its_name(model: PreTrainedModel) -> None:
     for other in replayed:
         same = (first == other.sequences)[0].tolist()
         assert all(same) or same.index(False) < PROMPT.shape[1] + 4
-
-
-@pytest.mark.parametrize("replay", ["sometimes", None, 3, Hotspot])
-def test_an_unknown_policy_raises(replay: Any) -> None:
-    with pytest.raises(ValueError, match="replay must be one of .*'hotspot', 'stepwise'.* or a ReplayPolicy, got"):
-        make_policy(replay)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"threshold": -1}, {"decay": 1.5}, {"top_k": 0}, {"top_k": True}, {"decay": "0.9"}, {"threshold": True}],
-)
-def test_invalid_settings_of_hotspot_raise(settings: dict[str, Any]) -> None:
-    name, value = next(iter(settings.items()))
-    with pytest.raises(ValueError, match=f"{name} must be .*got {value!r}"):
-        Hotspot(**settings)

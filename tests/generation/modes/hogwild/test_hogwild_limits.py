@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 from transformers.utils import logging
 from workers import SETTINGS, TOKENIZER, Recording, encode, small_model
 
-from hf_parallel import HogwildSession, LogitsCache
+from hf_parallel import HogwildSession
 from hf_parallel.cache.hogwild import LAYOUTS
 
 PROMPT = encode("P")
@@ -48,13 +48,6 @@ def test_a_minimum_length_counts_generated_tokens(limit: dict[str, int], num_wor
     """Step prefixes do not count."""
     output = generate(num_workers, max_new_tokens=20, logits_processor=[Tired()], **ENDS, **limit)
     assert [step.forward_pass for step in output.history[0]] == [7] * num_workers
-
-
-def test_a_step_cut_off_by_max_time_is_not_finished() -> None:
-    output = generate(max_time=1e-9)
-    assert [(len(step.tokens) > 0, step.forward_pass) for step in output.history[0]] == [(True, None)] * 2
-    output = generate(logits_processor=[Tired()], max_time=1e-9, **ENDS)
-    assert [step.forward_pass for step in output.history[0]] == [1, 1]  # ended by an eos
 
 
 # The model's positions
@@ -91,13 +84,6 @@ def test_workers_stop_when_the_models_positions_are_used_up(
     assert warnings == ["workers stop: together they have used up the model's 512 positions"]
 
 
-def test_workers_stop_at_the_same_pass_in_a_replay() -> None:
-    cache = LogitsCache()
-    first, again = (generate(3, [LONG], logits_cache=cache, **TO_THE_END) for _ in range(2))
-    assert first.texts == again.texts
-    assert again.stats.replayed_tokens == again.stats.decoded_tokens
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_positions_are_counted_correctly_after_any_changes(layout: str, tmp_path: Path) -> None:
     """Workers stop when the text in memory leaves no capacity, in a loaded session too."""
@@ -121,17 +107,3 @@ def test_a_prompt_that_leaves_no_position_for_the_workers_raises() -> None:
 
 
 # Tokens that are allowed
-
-
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_prefix_allowed_tokens_fn_receives_the_index_of_the_prompt(num_workers: int) -> None:
-    """For workers and finishers."""
-    output = generate(
-        num_workers,
-        [encode("P"), encode("Q")],
-        finisher_tokens=3,
-        prefix_allowed_tokens_fn=lambda prompt, ids: encode("pq"[prompt]),
-    )
-    written = [text.split(": ")[1] for text in output.texts]
-    assert written == ["pppp"] * num_workers + ["qqqq"] * num_workers
-    assert output.conclusions == [SETTINGS["finisher_prompt"] + letter * 3 for letter in "pq"]

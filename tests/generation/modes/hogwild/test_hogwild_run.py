@@ -8,7 +8,6 @@ import pytest
 import small_tokenizers
 import tiny
 import torch
-from transformers import TextStreamer
 from workers import SETTINGS, TOKENIZER, WORDY, Listener, encode, small_model, write
 
 import hf_parallel
@@ -77,14 +76,6 @@ def test_two_prompts_in_a_batch_give_the_text_of_each_alone() -> None:
     assert len(finished) > 6
 
 
-@pytest.mark.parametrize("num_workers", [1, 8, 10])
-def test_any_number_of_workers(num_workers: int) -> None:
-    out = write(*["abc"] * num_workers)
-    names = ["Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi", "Worker 9", "Worker 10"][:num_workers]
-    assert [step.text for step in out.history[0]] == [f"{name} 1: abc" for name in names]
-    assert out.sequences.shape[0] == num_workers
-
-
 # Randomness
 
 
@@ -116,11 +107,6 @@ def test_a_streamer_receives_everything_in_order() -> None:
     assert prompt == [encode("P")]
     assert tokens[:3] == [[ord("a"), ord("c")], [ord("."), EOS], [ord("\n"), tiny.PAD]]
     assert listener.ended == 1
-
-
-def test_a_streamer_of_one_row_raises_for_several_workers() -> None:
-    with pytest.raises(ValueError, match="streamer"):
-        write("aa", "bb", streamer=TextStreamer(TOKENIZER))
 
 
 def test_a_stop_string_ends_its_worker() -> None:

@@ -38,33 +38,7 @@ def test_a_step_ends_at_a_separator_after_a_sentence(script: Script) -> None:
     assert out.history[0][0].forward_pass == len(encode(script))
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        ["A list:", BLANK],
-        [FENCE, "x = 1.", BLANK, "y = 2", STOP_BLANK],
-    ],
-    ids=repr,
-)
-def test_a_step_continues_after_other_separators(script: Script) -> None:
-    out = write([*script, "Next"])
-    assert steps(out) == [(f"Alice 1: {TOKENIZER.decode(encode(script))}Next", False)]
-
-
 # The history
-
-
-def test_every_worker_counts_its_own_steps() -> None:
-    out = write("a.\n\nb.\n\nc.\n\n", "xxxxxx.\n\ny", num_workers=2)
-    written = [(step.name, step.step, step.text) for step in out.history[0]]
-    assert written == [
-        ("Alice", 1, "Alice 1: a.\n\n"),
-        ("Alice", 2, "Alice 2: b.\n\n"),
-        ("Bob", 1, "Bob 1: xxxxxx.\n\n"),
-        ("Alice", 3, "Alice 3: c.\n\n"),
-        ("Bob", 2, "Bob 2: yxx"),
-    ]
-    assert [step.forward_pass for step in out.history[0]] == [4, 8, 9, 12, None]
 
 
 @pytest.mark.parametrize(
@@ -136,20 +110,6 @@ def test_the_finisher_reads_everything_and_answers(layout: str) -> None:
     assert passes[-1].appended == ["2"]
     assert (out.answers, out.conclusions) == (["12"], [f"So {BOX}12}}"])
     assert out.stats.decoded_tokens == 3 * 9 + 3
-
-
-def test_the_finisher_gets_finisher_tokens_and_no_more() -> None:
-    out = write("a", "b", finisher="1234567")
-    assert (out.answers, out.conclusions) == ([None], [f"So {BOX}1234567"])
-    assert out.stats.decoded_tokens == 2 + 7
-
-
-def test_only_prompts_without_an_answer_get_a_finisher() -> None:
-    recording = Recording()
-    out = write(f"{BOX}1}}", "bb", "cc", "dd", prompts=["P", "Q"], finisher="2}")
-    assert out.answers == ["1", "2"]
-    assert out.conclusions == ["", f"So {BOX}2}}"]
-    assert [text[0] for text in recording.passes[-1].seen] == ["Q"]
 
 
 @pytest.mark.parametrize("off", [{"finisher_tokens": 0}, {"finisher_prompt": ""}, {"answer_pattern": ""}])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import small_tokenizers
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_parallel import HogwildConfig, hogwild_prompt
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.modes.hogwild.worker import ends_step
 
@@ -49,24 +45,6 @@ def test_any_text_can_be_added_in_any_pieces(kind: str, text: str, cuts: list[in
     assert added == detokenizer.text
     assert whole.startswith(detokenizer.text)
     assert detokenizer.text == whole or whole.endswith("\ufffd")  # an incomplete character is held back
-
-
-class Words:
-    """Drops the space before the first decoded word, as sentencepiece tokenizers do."""
-
-    def __init__(self) -> None:
-        self.decoded = 0
-
-    def decode(self, tokens: Sequence[int], **kwargs: Any) -> str:
-        self.decoded += len(tokens)
-        return "".join(f" w{token}" for token in tokens)[1:]
-
-
-def test_each_token_is_decoded_a_bounded_number_of_times() -> None:
-    detokenizer = IncrementalDetokenizer(words := Words())
-    for token in range(2000):
-        detokenizer.add([token])
-    assert words.decoded < 16 * 2000
 
 
 # The end of a step
@@ -123,38 +101,3 @@ def test_the_end_is_found_once_however_the_text_is_cut_into_tokens(tokens: list[
 
 
 SYSTEM = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
-NO_SYSTEM = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + SYSTEM
-)
-THINKS = SYSTEM + "{% if false %}<think>{% endif %}"
-OPENS_THINK = SYSTEM + r"{{ '<think>\n' }}"
-
-
-def prompt_text(tokenizer: Any, template: str | None, **kwargs: Any) -> str:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    prompt = hogwild_prompt("Add 2 and 2.", tokenizer, **kwargs)
-    ids, mask = prompt["input_ids"], prompt["attention_mask"]
-    assert ids.shape == mask.shape
-    assert ids.ndim == 2
-    assert ids.dtype == mask.dtype == torch.long
-    assert mask.all()
-    return tokenizer.decode(ids[0])
-
-
-RULES = HogwildConfig(num_workers=3).collaboration_prompt.format(names="Alice, Bob, Carol", count=3)
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (SYSTEM, "[system]{rules}[user]Add 2 and 2.[me]"),
-        (NO_SYSTEM, "[user]{rules}\n\nAdd 2 and 2.[me]"),
-        (THINKS, "[system]{rules}[user]Add 2 and 2.[me]<think>\n"),
-        (OPENS_THINK, "[system]{rules}[user]Add 2 and 2.[me]<think>\n"),
-        (None, "{rules}\n\nAdd 2 and 2.\n\n"),
-    ],
-    ids=["system message", "no system role", "knows <think>", "opens <think>", "no template"],
-)
-def test_the_task_goes_through_the_template(tokenizer: Any, template: str | None, expected: str) -> None:
-    assert prompt_text(tokenizer, template, num_workers=3) == expected.format(rules=RULES)

@@ -47,16 +47,6 @@ def test_a_session_equals_a_call_of_the_mode(layout: str, num_workers: int) -> N
     assert out.record.events == expected.record.events
 
 
-def test_a_step_returns_the_text_added_by_each_worker() -> None:
-    session = scripted("One.\n\nTwo", "Uno")
-    assert [session.step() for _ in range(3)] == [{"Alice": a, "Bob": b} for a, b in zip("One", "Uno", strict=True)]
-    assert session.run(3) == {"Alice": ".\n\nAlice 2: ", "Bob": "xxx"}
-    assert session.texts == {"Alice": "Alice 1: One.\n\nAlice 2: ", "Bob": "Bob 1: Unoxxx"}
-    assert [step.text for step in session.history] == ["Alice 1: One.\n\n"]
-    assert session.transcript == "Alice 1: One.\n\nAlice 2:\n\nBob 1: Unoxxx"
-    assert (session.passes, session.stats.forward_passes) == (6, 7)  # the prompt has a pass of its own
-
-
 def test_a_run_ends_when_all_workers_have_stopped() -> None:
     session = scripted("ab\\boxed{3}", "uv", num_workers=2)
     session.run()
@@ -64,18 +54,6 @@ def test_a_run_ends_when_all_workers_have_stopped() -> None:
     assert session.names == ["Alice", "Bob"]
     assert session.step() == session.run(5) == {}
     assert session.run(0) == {}
-
-
-def test_the_model_is_free_between_steps() -> None:
-    model, session, quiet = small_model(), begin(), begin()
-    before = model.config._attn_implementation
-    for _ in range(4):
-        session.step()
-        assert model.config._attn_implementation == before
-        model.generate(PROMPT, generation_mode=None, max_new_tokens=2)
-        model.generate(PROMPT, generation_mode="hogwild", tokenizer=TOKENIZER, **{**TALK, "max_new_tokens": 2})
-    quiet.run(4)
-    assert session.texts == quiet.texts
 
 
 def test_without_a_length_workers_may_use_all_positions_of_the_model() -> None:
@@ -161,13 +139,3 @@ def test_an_injected_text_begins_a_line_or_a_step(prefix: str, written: str, inj
     session.run(len(written))
     session.inject("Alice", injected)
     assert session.texts["Alice"] == text
-
-
-def test_a_session_from_inference_mode_continues_outside() -> None:
-    expected = begin()
-    expected.run(4)
-    with torch.inference_mode():
-        session = begin()
-        session.run(2)
-    session.run(2)
-    assert session.texts == expected.texts

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from talks import begin, scripted, state
-from transformers import LogitsProcessor, TextStreamer
+from talks import begin, state
+from transformers import TextStreamer
 from workers import TOKENIZER, Listener, small_model
 
 import hf_parallel
@@ -79,36 +78,6 @@ def test_a_step_that_fails_leaves_the_session_unchanged(
     assert state(session)[:-1] == state(undisturbed)[:-1]
 
 
-def test_a_failing_processor_or_streamer_leaves_the_session_unchanged() -> None:
-    class Breaks(LogitsProcessor):
-        keeps_rows = False
-        broken = False
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if self.broken:
-                raise RuntimeError("broken")
-            return scores
-
-        def put(self, value: Any) -> None:
-            if self.broken:
-                raise RuntimeError("broken")
-
-        write_row = end = lambda *given: None
-
-    for helper in ({"logits_processor": [Breaks()]}, {"streamer": Breaks()}):
-        (breaks,) = helper.get("logits_processor") or [helper["streamer"]]
-        session, undisturbed = begin(**helper), begin()
-        session.run(5)
-        before, breaks.broken = state(session), True
-        with pytest.raises(RuntimeError, match="broken"):
-            session.step()
-        assert state(session) == before
-        breaks.broken = False
-        session.run(10)
-        undisturbed.run(15)
-        assert state(session) == state(undisturbed)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -125,13 +94,6 @@ def test_invalid_changes_raise(change: Callable[[HogwildSession], Any], said: st
     with pytest.raises(ValueError, match=said):
         change(session)
     assert state(session) == before
-
-
-def test_texts_for_stopped_workers_raise() -> None:
-    session = scripted("A" + chr(tiny.EOS), "Uno", eos_token_id=tiny.EOS, max_new_tokens=3)
-    session.run()
-    with pytest.raises(ValueError, match="Alice has stopped"):
-        session.inject("Alice", "Hi.")
 
 
 @pytest.mark.parametrize(
@@ -151,21 +113,6 @@ def test_unsupported_settings_raise(settings: dict[str, Any], said: str) -> None
     with pytest.raises(ValueError, match=said):
         begin(**settings)
     begin().step()
-
-
-@pytest.mark.parametrize(
-    ("prompt", "said"),
-    [
-        (torch.tensor([5, 6, 7]), r"input_ids must have the shape \[rows, length\], got \[3\]"),
-        ({"tokens": torch.tensor([[5]])}, r"prompt must contain input_ids, got \['tokens'\]"),
-        (torch.tensor([[5], [6]]), "a session has one prompt"),
-        ("", "task must be a non-empty string or a chat"),
-    ],
-    ids=["shape", "mapping", "rows", "empty"],
-)
-def test_invalid_prompts_raise(prompt: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        HogwildSession(small_model(), TOKENIZER, prompt)
 
 
 def test_a_changed_model_raises_until_it_is_changed_back() -> None:

@@ -78,23 +78,6 @@ def allowed_texts(mask: BlockMask, reader: SkeletonParser) -> set[str]:
     return {mask.vocabulary.texts[token].decode() for token in allowed.nonzero()[:, 0].tolist()}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("####A:", {".", "..", "...", "....", ".....", " .", " ..", " ...", " ...."}),
-        ("####A:....", {".", ".."}),
-        ("####A:......", {"#", "##", "###", "####", " #", " ##", " ###", " ####", "\n"}),
-        ("####A:......\n", {"#", "##", "###", "####", " #", " ##", " ###", " ####"}),
-        ("####A:......##", {"#", "##"}),
-        ("####A:......####B:......####%", {"%", "%%"}),
-    ],
-)
-def test_allowed_tokens_of_the_embedded_tokenizer(embedded: tuple[Any, Any], text: str, expected: set[str]) -> None:
-    tokenizer = embedded[1]
-    mask = get_block_mask(BlockFormat(), get_vocabulary(tokenizer, len(tokenizer)))
-    assert allowed_texts(mask, read(text)) == expected
-
-
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=20)
 @given(data=st.data())
@@ -144,26 +127,6 @@ def test_titles_have_bounds() -> None:
     repeated = allowed_texts(mask, token_by_token("####abcd:......####ABcd"))
     assert ":" not in repeated
     assert "e" in repeated
-
-
-@pytest.mark.parametrize(
-    ("text", "character", "may"),
-    [
-        ("####", " ", False),
-        ("####", "#", False),
-        ("####", "%", False),
-        ("####A:......####B:......####", "%", True),
-        ("####A:......####B:......####", "\n", False),
-        ("####A###", "#", False),
-        ("####A", "\n", False),
-        ("####A", "%", True),
-        ("####A", tiny.EOS, False),
-    ],
-)
-def test_characters_of_titles(text: str, character: Any, may: bool) -> None:
-    mask = BlockMask(BlockFormat(), get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE), banned=[tiny.EOS])
-    token = character if isinstance(character, int) else ord(character)
-    assert bool(mask.allowed(read(text))[token]) is may
 
 
 def test_a_marker_that_the_tokenizer_cannot_encode_raises() -> None:
@@ -216,12 +179,6 @@ def test_plain_generate_gives_a_well_formed_skeleton_in_40_of_40_runs(name: str)
     assert_well_formed(tokenizer.batch_decode(out), at_most=4)
 
 
-@pytest.mark.parametrize("given", [{"fmt": 3}, {"fmt": BlockFormat(), "max_branches": 3}])
-def test_a_processor_takes_a_format_or_its_settings(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="give a BlockFormat or its settings"):
-        ParallelBlockLogitsProcessor(TOKENIZER, **given)
-
-
 EOS = tiny.EOS
 
 
@@ -255,19 +212,6 @@ def test_any_format_can_be_completed(name: str, fmt: BlockFormat, data: st.DataO
         reader.feed(vocabulary.texts[data.draw(st.sampled_from(tokens))])
     assert (reader.phase, reader.error) == (DONE, "")
     assert 2 <= len(reader.titles) <= 3
-
-
-@pytest.mark.parametrize("terminator", ["#####", "########", "####  #"])
-def test_a_terminator_may_continue_like_a_marker_one_byte_later(terminator: str) -> None:
-    fmt = BlockFormat(terminator=terminator, max_branches=2)
-    vocabulary = get_vocabulary(TOKENIZER, tiny.VOCAB_SIZE)
-    mask, reader = get_block_mask(fmt, vocabulary), SkeletonParser(fmt)
-    text = "####A:......####B:......" + terminator
-    for character in text:
-        allowed = mask.allowed(reader)
-        assert allowed is None or allowed[ord(character)], reader.offset
-        reader.feed(character.encode())
-    assert reader.phase == DONE
 
 
 @pytest.mark.parametrize(
@@ -314,30 +258,7 @@ def test_tokens_are_read_as_the_bytes_that_they_stand_for(name: str, text: str) 
     assert len(spelled) <= len(tokens)
 
 
-def test_every_byte_can_be_encoded_if_the_tokenizer_has_byte_tokens() -> None:
-    for name in ("byte_level", "sentencepiece"):
-        tokenizer = small_tokenizers.make(name)
-        vocabulary = get_vocabulary(tokenizer, len(tokenizer))
-        assert all(vocabulary.decode(vocabulary.encode(bytes([byte])) or ()) == bytes([byte]) for byte in range(256))
-
-
-def test_tokens_without_a_tokenizer_entry_have_no_text() -> None:
-    tokenizer = small_tokenizers.make("byte_level")
-    vocabulary = Vocabulary(tokenizer, len(tokenizer) + 5)
-    assert len(vocabulary) == len(tokenizer) + 5
-    assert vocabulary.texts[-5:] == [b""] * 5
-
-
 # Made once
-
-
-def test_a_vocabulary_is_made_once() -> None:
-    tokenizer = small_tokenizers.make("byte_level")
-    assert get_vocabulary(tokenizer, 300) is get_vocabulary(tokenizer, 300)
-    assert len(get_vocabulary(tokenizer, 310)) == 310
-    masks = [get_block_mask(BlockFormat(max_branches=n), get_vocabulary(tokenizer, 415)) for n in (4, 4, 5)]
-    assert masks[0] is masks[1]
-    assert masks[1] is not masks[2]
 
 
 def test_tokens_that_are_added_later_are_known() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import Scripted, answer, tell
-from transformers import TextStreamer
-from workers import TOKENIZER, Listener, encode, small_model
+from workers import TOKENIZER, Listener, encode
 
 import hf_parallel
-from hf_parallel import BlockFormat, PDOSConfig, PDOSOutput
-from hf_parallel.generation.modes.pdos.parser import SkeletonParser
+from hf_parallel import PDOSConfig, PDOSOutput
 from hf_parallel.generation.modes.pdos.token_text import get_vocabulary
 
 EOS, PAD = tiny.EOS, tiny.PAD
@@ -185,12 +182,6 @@ def test_scores_are_aligned_with_the_tokens_of_the_answer() -> None:
 # Streamers
 
 
-def test_a_plain_streamer_gets_the_joined_answer_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    story = ["Now# ##. " + SKELETON + "So.", EOS]
-    out = tell(story, branches=BODIES, streamer=TextStreamer(TOKENIZER, skip_prompt=True))
-    assert capsys.readouterr().out.strip() == out.transcripts[0] + "<eos>"
-
-
 def test_a_parallel_streamer_receives_skeletons_branches_and_joins() -> None:
     listener = Listener()
     out = tell([SKELETON + "So.", EOS], branches=["aa\n####", ["b", EOS]], streamer=listener)
@@ -206,37 +197,6 @@ def test_a_parallel_streamer_receives_skeletons_branches_and_joins() -> None:
 
 
 # The prompt
-
-
-SYSTEM = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
-
-
-def prompt_text(template: str | None, **settings: Any) -> str:
-    tokenizer = copy.deepcopy(small_tokenizers.make("byte_level"))
-    tokenizer.chat_template = template
-    prompt = hf_parallel.pdos_prompt("Which one?", tokenizer, **settings)
-    assert prompt["input_ids"].shape == prompt["attention_mask"].shape
-    return tokenizer.decode(prompt["input_ids"][0])
-
-
-def test_the_prompt_shows_the_format_with_its_markers() -> None:
-    text = prompt_text(SYSTEM)
-    assert text.startswith("[system]Often an answer has parts")
-    assert text.endswith("[user]Which one?[me]")
-    blocks = [part.split("Answer: ")[1].split("\n", 1)[1] for part in text.split("example. Task: ")[1:]]
-    assert len(blocks) == 3
-    for block in blocks:
-        reader = SkeletonParser(BlockFormat())
-        reader.feed(block.encode())
-        assert reader.phase == "done"
-    mine = prompt_text(SYSTEM, branch_marker="<part>", title_end="=", ellipsis="…", terminator="</parts>")
-    assert "\n<part>Cost=…\n<part>Noise=…\n" in mine
-    assert "\n</parts>\n" in mine
-    assert "####" not in mine
-    assert (
-        prompt_text(SYSTEM, config=PDOSConfig(format_prompt="Use {branch_marker}."))
-        == "[system]Use ####.[user]Which one?[me]"
-    )
 
 
 # Settings
@@ -275,21 +235,3 @@ def test_unsupported_arguments_raise(given: dict[str, Any], message: str) -> Non
     with pytest.raises(ValueError, match=message):
         tell("a", **given)
     assert tell(["Now.", EOS]).transcripts == ["Now."]
-
-
-@pytest.mark.parametrize("drawn", [3, 36])
-def test_a_model_works_as_before_after_a_failure(drawn: int) -> None:
-    class Fails(Scripted):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if sum(map(len, self.drawn.values())) >= drawn:
-                raise KeyError("failed on purpose")
-            return super().__call__(input_ids, scores)
-
-    model, ids = small_model(), tiny.make_prompts([8])[0][None]
-    before = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
-    with pytest.raises(KeyError, match="failed on purpose"):
-        tell(script=Fails([[SKELETON, EOS]], BODIES))
-    assert model.config._attn_implementation == "sdpa"
-    assert tell([SKELETON, EOS], branches=BODIES).transcripts == ["####A:aa\n####B:bb\n####%%%%"]
-    after = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
-    assert torch.equal(before, after)

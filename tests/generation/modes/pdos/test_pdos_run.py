@@ -57,21 +57,6 @@ def test_text_that_is_forced_is_filled_in_at_once() -> None:
 
 
 @pytest.mark.parametrize("hint", [True, False])
-def test_branches_of_a_block_in_the_opening_start_at_once(hint: bool) -> None:
-    opening = "Now. ####A:......\n####B:" if hint else STORY
-    settings: dict[str, Any] = {"parallel_hint": hint, "max_branches": 2, "join": "rotate"}
-    out = tell([" So.", EOS], branches=BODIES, opening=opening, **settings)
-    assert out.transcripts == ["Now. ####A:aa\n####B:bb\n####%%%% So."]
-    assert out.skeletons == [[SKELETON]]
-    assert out.fallback == [None]
-    assert out.stats.prefilled_tokens == len("Tell: Now. ####A:####B:####%%%%")
-    assert out.stages["branches"].computed_again == 0
-    passes = {name: (stage.forward_passes, stage.decoded_tokens) for name, stage in out.stages.items()}
-    assert passes == {"skeleton": (0, 0), "branches": (6, 14), "continuation": (5, 5)}
-    assert out.stats.forward_passes == 2 + 6 + 5  # of the prompt, and of the opening
-
-
-@pytest.mark.parametrize("hint", [True, False])
 @pytest.mark.parametrize(("opening", "begins"), [("", ""), ("Now.", "Now.\n"), ("Now. ", "Now. ")])
 def test_titles_force_the_parts_of_an_answer(opening: str, begins: str, hint: bool) -> None:
     settings: dict[str, Any] = {"parallel_hint": hint, "opening": opening}
