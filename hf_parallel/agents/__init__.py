@@ -17,8 +17,6 @@ from hf_parallel.agents.runtime import AgentResult, Runtime
 from hf_parallel.agents.simulation import CacheResult, Trace, TraceRequest, simulate
 from hf_parallel.agents.state import State
 from hf_parallel.agents.supervisors import (
-    DVTS,
-    MCTS,
     BeamSearch,
     BestOfN,
     Fire,
@@ -32,8 +30,6 @@ from hf_parallel.agents.trace import Event, RunTrace
 from hf_parallel.engine.policies import ContributionPolicy, LeastRecentlyUsed, StepsToExecution
 
 __all__ = [
-    "DVTS",
-    "MCTS",
     "Agent",
     "AgentCancelledError",
     "AgentEndedError",

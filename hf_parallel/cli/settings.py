@@ -47,13 +47,8 @@ def describe(mode: str) -> str:
     cls = MODES[mode]
     classes = [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]
     texts = [inspect.cleandoc(base.__doc__ or "") for base in classes]
-    defaults = [f"{field.name} = {_default(field)}" for field in dataclasses.fields(cls) if field.init]
+    defaults = [f"{name} = {getattr(cls(), name)!r}" for name in cls.fields()]
     return "\n\n".join([*texts, "Defaults\n--------\n" + "\n".join(defaults)])
-
-
-def _default(field: dataclasses.Field[object]) -> str:
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return repr(value)
 
 
 def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, dict[str, object]]:

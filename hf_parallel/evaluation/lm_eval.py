@@ -20,11 +20,10 @@ from hf_parallel.evaluation.scoring import loglikelihoods
 from hf_parallel.generation import ParallelOutput, enable
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
 from hf_parallel.generation.modes import PLAIN_MODE
-from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.rng import mix
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.stop_texts import StopTexts
-from hf_parallel.generation.validation import check_int, is_int, suggestion
+from hf_parallel.generation.validation import check_int, is_int
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.cached_model import PREFILL_CHUNK
 
@@ -85,7 +84,7 @@ class ParallelLM(HFLM):
         if pretrained is None:
             raise ValueError("pretrained must be a model id, folder or model: give --model_args pretrained=ID")
         check_int("max_batch_tokens", max_batch_tokens, at_least=1)
-        cls = MODES[_known_mode(generation_mode)]
+        cls = type(make_config(generation_mode))
         self.max_batch_tokens, self.generation_mode = max_batch_tokens, generation_mode
         self.settings = {name: kwargs.pop(name) for name in [*kwargs] if name in {*cls.fields()} - _OWN_ARGUMENTS}
         make_config(generation_mode, self.settings)  # checks them before the model is loaded
@@ -170,11 +169,12 @@ class ParallelLM(HFLM):
 
     def _take_config(self, kwargs: dict[str, Any]) -> ParallelConfig:
         """Remove mode and settings from `gen_kwargs`, and return them as a config."""
-        mode = _known_mode(kwargs.pop("generation_mode", self.generation_mode))
-        settings = {name: kwargs.pop(name) for name in MODES[mode].fields() if name in kwargs}
+        mode = kwargs.pop("generation_mode", self.generation_mode)
+        cls = type(make_config(mode))
+        settings = {name: kwargs.pop(name) for name in cls.fields() if name in kwargs}
         if mode == self.generation_mode:
             settings = self.settings | settings
-        if MODES[mode].traits.needs_logits_cache:
+        if cls.traits.needs_logits_cache:
             settings.setdefault("logits_cache", LogitsCache())
         return make_config(mode, settings)
 
@@ -182,9 +182,3 @@ class ParallelLM(HFLM):
         """Return an autocast context for `mixed_precision_dtype`, if given."""
         dtype = self.mixed_precision_dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
-
-
-def _known_mode(mode: object) -> str:
-    if not isinstance(mode, str) or mode not in MODES:
-        raise ValueError(f"generation_mode must be one of {sorted(MODES)}, got {mode!r}{suggestion(mode, MODES)}")
-    return mode

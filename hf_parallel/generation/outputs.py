@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -31,11 +30,6 @@ from hf_parallel.transcript.sections import (
 T = TypeVar("T")
 ALWAYS: Any = None
 """Default of a field that the mode always sets, whose type thus excludes None; `ModelOutput` requires a default."""
-MAX_REPR = 800
-"""Maximum number of characters of the `repr` of an output."""
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 3, 2, 2, 2
-_SHORT.maxstring = _SHORT.maxother = 60
 
 
 @dataclass
@@ -75,9 +69,11 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
             cls.__repr__ = cls.__repr__  # type: ignore[method-assign] # otherwise `dataclass` would add one with all data
 
     def __repr__(self) -> str:
-        text = ", ".join(f"{name}={value}" for name, value in self._summary())
-        text = text if len(text) <= MAX_REPR else f"{text[:MAX_REPR]}..."
-        return f"{type(self).__name__}({text})"
+        mode = None if self.record is None else self.record.mode
+        shape = None if self.sequences is None else list(self.sequences.shape)
+        costs = self.stats or GenerationStats()
+        cost = f"tokens={costs.decoded_tokens}, passes={costs.forward_passes}"
+        return f"{type(self).__name__}(generation_mode={mode!r}, sequences={shape}, {cost})"
 
     def __copy__(self) -> Self:
         copied = dataclasses.replace(self)
@@ -94,21 +90,6 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
             values["record"] = dataclasses.replace(self.record, config=type(config)(**kept))
         others = {name: value for name, value in vars(self).items() if name not in names}
         return _unpickle, (type(self), values), others
-
-    def _summary(self) -> list[tuple[str, str]]:
-        """Return names of facts about the output, and their values in few characters."""
-        facts: list[tuple[str, object]] = []
-        if self.record is not None:
-            facts.append(("generation_mode", repr(self.record.mode)))
-        if self.sequences is not None:
-            facts.append(("sequences", list(self.sequences.shape)))
-        if self.stats is not None:
-            facts += [("tokens", self.stats.decoded_tokens), ("passes", self.stats.forward_passes)]
-        own = [(name, getattr(self, name)) for name in self._own_fields(properties=False)]
-        if not own and self.record is not None and self.sequences is not None and len(self.sequences):
-            own = [("first_tokens", self.sequences[0, self.record.begin :][:8].tolist())]
-        facts += [(name, _SHORT.repr(value)) for name, value in own]
-        return [(name, str(value)) for name, value in facts]
 
     def to_dict(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Arguments:
         """Return the transcript of the call as plain data: which row generated which text at which forward pass.
@@ -184,11 +165,11 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
         return [decode(tokenizer, tokens, skip_special_tokens=True) for tokens in new]
 
     @classmethod
-    def _own_fields(cls, properties: bool = True) -> list[str]:
-        """Return the fields, and the properties, that a subclass adds to `ParallelOutput`."""
+    def _own_fields(cls) -> list[str]:
+        """Return the fields and the properties that a subclass adds to `ParallelOutput`."""
         common = {field.name for field in dataclasses.fields(ParallelOutput)}
         fields = [field.name for field in dataclasses.fields(cls) if field.name not in common]
-        return fields + [name for name, value in vars(cls).items() if properties and isinstance(value, property)]
+        return fields + [name for name, value in vars(cls).items() if isinstance(value, property)]
 
     def _item_name(self, name: str, value: object) -> str:
         return self.item_names.get(name, name) if value is None or isinstance(value, str) else name

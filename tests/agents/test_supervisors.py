@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from scripted_model import ScriptedModel
 
+from examples.agents_mcts import MCTS
 from hf_parallel.agents import (
-    DVTS,
-    MCTS,
     AgentError,
     AgentResult,
     BeamSearch,
@@ -208,20 +207,6 @@ def test_self_refine_rewrites_the_draft_until_the_feedback_contains_the_stop_wor
     assert [message["content"] for message in model.calls[4]] == ["Go on.", "a 2", "Go on."]
 
 
-def test_dvts_follows_the_best_state_of_each_tree() -> None:
-    model = tree(
-        {
-            "": ["a 1", "b 4", "c 3", "d 2"],
-            "b 4": ["end 5", "e 4"],
-            "c 3": ["f 1", "g 8"],
-            "c 3/g 8": ["end 6", "end 7"],
-        }
-    )
-    result = Runtime(model).run(walk.under(DVTS(2, 2, value=number)))
-    assert result.value == "end 7"
-    assert ids(result) == ["0.0", "0.1", "0.2", "0.3", "0.1.0", "0.1.1", "0.2.0", "0.2.1", "0.2.1.0", "0.2.1.1"]
-
-
 def test_mcts_continues_each_new_state_to_the_end_and_descends_by_uct() -> None:
     model = tree(
         {
@@ -271,7 +256,6 @@ EVERY: dict[str, Supervisor] = {
     "tree_of_thoughts_bfs": TreeOfThoughts(2, 3, value=thousandths),
     "tree_of_thoughts_dfs": TreeOfThoughts(expand=2, search="dfs", value=thousandths),
     "mcts": MCTS(6, 2, parallel=3, value=thousandths),
-    "dvts": DVTS(2, 2, value=thousandths),
 }
 SOME = ("self_refine", "beam_search", "mcts")
 with_some = pytest.mark.parametrize("supervisor", [EVERY[name] for name in SOME], ids=SOME)

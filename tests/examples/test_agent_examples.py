@@ -41,7 +41,7 @@ def load(name: str) -> ModuleType:
 
 
 game24, bug_repair = load("agents_game24"), load("agents_bug_repair")
-debate, hogwild = load("agents_debate"), load("agents_hogwild")
+debate, hogwild, mcts = load("agents_debate"), load("agents_hogwild"), load("agents_mcts")
 
 
 @pytest.mark.slow
@@ -52,6 +52,7 @@ debate, hogwild = load("agents_debate"), load("agents_hogwild")
         (bug_repair, {"ROUNDS": 1, "BUGS": {name: bug_repair.BUGS[name] for name in ("mean", "flatten")}}),
         (debate, {"SIDES": {"Ana": "a library", "Ben": "a pool", "Cem": "a park"}}),
         (hogwild, {"ROUNDS": 1}),
+        (mcts, {"ITERATIONS": 2}),
     ],
     ids=lambda one: one.__name__ if isinstance(one, ModuleType) else "",
 )

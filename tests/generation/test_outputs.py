@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mode_cases import BUILT_IN, small_call
 from workers import TOKENIZER
 
@@ -61,14 +59,9 @@ def test_pickles_and_deep_copies_hold_no_cache(outputs: dict[str, Any], mode: st
     assert len(data) < 8 * cells + 40_000
 
 
-@settings(max_examples=12)
-@given(st.recursive(st.text(max_size=300) | st.integers(), lambda x: st.lists(x, max_size=300), max_leaves=500))
-def test_representations_are_bounded_whatever_a_field_holds(value: Any) -> None:
-    out = HogwildOutput(
-        sequences=torch.zeros(1000, 5000, dtype=torch.int64),
-        history=value,
-        texts=["<script>\x07" * 99] * 1000,
-        transcripts=["<b>&" * 10**5],
-        names=[value] * 50,
-    )
-    assert len(repr(out)) < 1000
+def test_representations_are_short(outputs: dict[str, Any]) -> None:
+    for mode, out in outputs.items():
+        assert repr(out).startswith(f"{type(out).__name__}(generation_mode={mode!r}, sequences=[")
+        assert len(repr(out)) < 120
+    empty = HogwildOutput(sequences=torch.zeros(2, 5, dtype=torch.int64))
+    assert repr(empty) == "HogwildOutput(generation_mode=None, sequences=[2, 5], tokens=0, passes=0)"

@@ -1,13 +1,10 @@
 """Supervisors: test-time scaling algorithms, independent of the agents that they supervise."""
 
 from hf_parallel.agents.supervisors.base import Fire, Supervisor
-from hf_parallel.agents.supervisors.mcts import MCTS
 from hf_parallel.agents.supervisors.paths import BestOfN, SelfConsistency, SelfRefine, Single
-from hf_parallel.agents.supervisors.searches import DVTS, BeamSearch, TreeOfThoughts
+from hf_parallel.agents.supervisors.searches import BeamSearch, TreeOfThoughts
 
 __all__ = [
-    "DVTS",
-    "MCTS",
     "BeamSearch",
     "BestOfN",
     "Fire",

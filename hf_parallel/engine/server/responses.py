@@ -60,7 +60,12 @@ class Writer:
         if not delta.logged:
             return None
         if self.is_chat:
-            return {"content": [self._logged(token) for token in delta.logged], "refusal": None}
+            content = []
+            for logged in delta.logged:
+                top = [self._entry(token, value, logged.is_first) for token, value in logged.found.top]
+                own = self._entry(logged.token, logged.found.log_prob, logged.is_first)
+                content.append({**own, "top_logprobs": top})
+            return {"content": content, "refusal": None}
         return {
             "tokens": [self._name(logged.token, logged.is_first) for logged in delta.logged],
             "token_logprobs": [_finite(logged.found.log_prob) for logged in delta.logged],
@@ -77,10 +82,6 @@ class Writer:
                 name = self._name(token, logged.is_first)
                 names[token] = f"token_id:{token}" if name in names.values() else name
         return {names[token]: _finite(value) for token, value in values.items()}
-
-    def _logged(self, logged: LoggedToken) -> dict[str, object]:
-        top = [self._entry(token, value, logged.is_first) for token, value in logged.found.top]
-        return {**self._entry(logged.token, logged.found.log_prob, logged.is_first), "top_logprobs": top}
 
     def _entry(self, token: int, log_prob: float, is_first: bool) -> dict[str, object]:
         own = list(self._bytes_of(token, is_first))

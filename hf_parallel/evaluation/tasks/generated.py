@@ -84,7 +84,11 @@ class RetrievalProblem(Problem):
         everyone = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]
         names = draw.sample(everyone, num_students)
         hundredths = draw.sample(range(150, 480, 3), num_students)  # at least 0.03 apart, so bounds fit between
-        students = tuple(_student(draw, name, gpa / 100) for name, gpa in zip(names, hundredths, strict=True))
+        students: list[Student] = []
+        for name, gpa in zip(names, hundredths, strict=True):
+            interests = tuple(draw.sample(INTERESTS.split(), 3))
+            age, university = draw.randint(19, 30), draw.choice(UNIVERSITIES.split(", "))
+            students.append(Student(name, age, university, gpa / 100, interests))
         name, wanted = draw.choice(list(zip(names, hundredths, strict=True)))
         below = max((gpa for gpa in hundredths if gpa < wanted), default=wanted - 30)
         above = min((gpa for gpa in hundredths if gpa > wanted), default=wanted + 30)
@@ -96,7 +100,7 @@ class RetrievalProblem(Problem):
             "by one, and say for each whether the GPA lies in this range. Give your final answer in a last line of the "
             'form "Name: full name of the student".'
         )
-        return cls(prompt, name, students, low, high)
+        return cls(prompt, name, tuple(students), low, high)
 
     def score(self, text: str) -> float:
         """Return 1.0 if the rest of the line after the last `Name:` is the student's full name, otherwise 0.0.
@@ -170,11 +174,6 @@ class PlanningProblem(Problem):
         """
         headings = {_heading(line) for line in text.splitlines()}
         return sum(aspect.casefold() in headings for aspect in self.aspects) / len(self.aspects)
-
-
-def _student(draw: random.Random, name: str, gpa: float) -> Student:
-    interests = tuple(draw.sample(INTERESTS.split(), 3))
-    return Student(name, draw.randint(19, 30), draw.choice(UNIVERSITIES.split(", ")), gpa, interests)
 
 
 def _heading(line: str) -> str:

@@ -1,14 +1,34 @@
-"""MCTS: Monte-Carlo tree search over an agent's choices."""
+"""Monte-Carlo tree search over an agent's choices: a supervisor of your own. Run: python examples/agents_mcts.py
 
-from __future__ import annotations
+`MCTS` can be used for any agent. Here, it looks for a short answer without a word twice.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hf_parallel.agents.state import State
-from hf_parallel.agents.supervisors.base import Fire, Supervisor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_parallel
+from hf_parallel.agents import Chat, Fire, Runtime, State, Supervisor, agent
+from hf_parallel.engine import Engine
+
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
+QUESTION = "Describe the sea."
+ITERATIONS = 6
+
+
+@dataclass
+class Node:
+    """Statistics of a state."""
+
+    visits: int = 0
+    losses: int = 0  # visits that failed or have not ended
+    total: float = 0.0
+    running: int = 0  # transitions
+    children: list[State] = field(default_factory=list)
+    is_complete: bool = False  # its subtree is fully expanded
 
 
 @dataclass
@@ -48,7 +68,7 @@ class MCTS(Supervisor):
 
     def init(self, root: State) -> None:
         super().init(root)
-        self._nodes = {root: _Node()}
+        self._nodes = {root: Node()}
         self._num_left, self._num_running = self.iterations, 0
         self._range = (math.inf, -math.inf)
 
@@ -75,7 +95,7 @@ class MCTS(Supervisor):
         node = self._nodes[parent]
         node.running -= 1
         node.children.append(child)
-        self._nodes[child] = _Node(visits=1, losses=1)
+        self._nodes[child] = Node(visits=1, losses=1)
         if child.is_choice:
             self._fire(child)
             return
@@ -89,7 +109,7 @@ class MCTS(Supervisor):
     def evaluates(self, state: State) -> bool:
         return state.is_final
 
-    def _nodes_above(self, state: State) -> Iterator[_Node]:
+    def _nodes_above(self, state: State) -> Iterator[Node]:
         """Yield the nodes from a state up to the root."""
         current: State | None = state
         while current is not None and current in self._nodes:
@@ -111,20 +131,42 @@ class MCTS(Supervisor):
         )
         return None
 
-    def _score(self, parent: _Node, node: _Node) -> float:
+    def _score(self, parent: Node, node: Node) -> float:
         low, high = self._range
         ended = node.visits - node.losses
         gained = (node.total - ended * low) / (high - low) if low < high else ended
         return gained / node.visits + self.exploration * math.sqrt(math.log(parent.visits) / node.visits)
 
 
-@dataclass
-class _Node:
-    """Statistics of a state."""
+@agent
+async def describe(question):
+    """Yield an answer of two sentences, each of which is a choice."""
+    chat = Chat("Answer in one short sentence.", max_new_tokens=16, do_sample=True, temperature=0.8)
+    first = await chat.user(question).gen()
+    yield f"{first} {await chat.user('Continue.').gen()}"
 
-    visits: int = 0
-    losses: int = 0  # visits that failed or have not ended
-    total: float = 0.0
-    running: int = 0  # transitions
-    children: list[State] = field(default_factory=list)
-    is_complete: bool = False  # its subtree is fully expanded
+
+def distinct(state):
+    """Return the fraction of words that occur once."""
+    words = str(state.yielded).lower().split()
+    return len(set(words)) / max(len(words), 1)
+
+
+def main():
+    if MODEL is None:
+        model, tokenizer = hf_parallel.load_embedded_model()
+    else:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
+    with Engine(model, tokenizer) as engine:
+        search = MCTS(ITERATIONS, expand=2, parallel=3, value=distinct)
+        result = Runtime(engine).run(describe.under(search), QUESTION)
+    print(" ".join(result.value.split()))
+    print(f"{result.stats.completions} completions in {result.stats.transitions} transitions")
+
+
+if __name__ == "__main__":
+    main()
+
+# Prints:
+#   ...
+#   ... completions in ... transitions
