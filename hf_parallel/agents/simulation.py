@@ -122,6 +122,16 @@ class CacheResult:
         """Cached fraction of the other agents' prompt tokens; 0 if there are none."""
         return self.other_hits / max(self.other_hits + self.other_misses, 1)
 
+    def add(self, request: TraceRequest, prompt_tokens: int, reused: int) -> None:
+        """Count a request."""
+        self.reused.append(reused)
+        if request.is_hotspot:
+            self.hotspot_hits += reused
+            self.hotspot_misses += prompt_tokens - reused
+        else:
+            self.other_hits += reused
+            self.other_misses += prompt_tokens - reused
+
 
 def simulate(
     trace: Trace,
@@ -163,13 +173,7 @@ def simulate(
     for request in trace.requests:
         prompt, output = trace.prompt_of(request), trace.output_of(request)
         reused = _SimulatedRequest(request.hints, len(output)).run(storage, prompt, output, max_batch_tokens)
-        result.reused.append(reused)
-        if request.is_hotspot:
-            result.hotspot_hits += reused
-            result.hotspot_misses += len(prompt) - reused
-        else:
-            result.other_hits += reused
-            result.other_misses += len(prompt) - reused
+        result.add(request, len(prompt), reused)
     result.evicted_tokens, result.seconds = storage.evicted_tokens, time.perf_counter() - began
     return result
 
