@@ -63,7 +63,7 @@ class Engine:
     policy : EvictionPolicy, optional
         Order in which cached prefixes are evicted. Default: least recently used.
     state_interval : int, optional
-        Tokens of a prompt after which layers that keep a state keep another, so that later prompts can diverge there.
+        Tokens after which layers that keep a state keep another, so that later prompts can diverge there.
 
     Examples
     --------

@@ -75,6 +75,8 @@ class DecodeLoop:
         self.replayer: Replayer | None = None
         self.draft: Callable[[Sequence[Any]], list[Any]] | None = None
         self._num_kept = self._num_void = 0  # passes that were queued ahead
+        has_tree = isinstance(cache, SharedPrefixCache) and call.capabilities.mixers
+        self._state_interval = cache.tree.state_interval if has_tree else None  # type: ignore[attr-defined]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -126,6 +128,8 @@ class DecodeLoop:
                 active = self.draft(active)
             next_tokens = None if ahead is None else self._confirmed(ahead, active)
             if next_tokens is None and active:
+                if self._state_interval is not None:
+                    self._keep_states(active, self._state_interval)
                 sampling = None
                 if self.replayer is None:
                     sampling = SamplingTask(self.sampler, [row.index for row in active])
@@ -202,6 +206,21 @@ class DecodeLoop:
             kept = {row.index for row in active}
             self.replayer.stop_computing([row.index for row in rows if row.index not in kept])
         return [row for row in active if row.is_active()]
+
+    def keep(self, row: Row) -> None:
+        """Attach a row's own block to the tree of the cache, where later calls find it."""
+        assert isinstance(self.cache, SharedPrefixCache), "only it has a tree"
+        assert row.leaf is not None, "the row has a place in the tree"
+        block, end = row.view[-1], self.table.lengths[row.index] - len(row.pending)
+        tokens = self.table.ids[row.index, end - block.length : end]
+        row.leaf = self.cache.add(row.leaf, tokens.cpu().numpy(), block)
+
+    def _keep_states(self, rows: Sequence[Row], interval: int) -> None:
+        """Keep own blocks of `interval` tokens, with the states at their ends. Their rows continue in new blocks."""
+        for row in rows:
+            if row.leaf is not None and row.view[-1].length >= interval:
+                self.keep(row)
+                row.view = [*row.leaf.view, self.cache.pool.new_block(base=row.leaf.next_position)]
 
     def drop(self, row: Row, reason: str) -> None:
         """End a row before its next pass and free its own block. `reason` is recorded, as a word for transcripts."""

@@ -80,19 +80,11 @@ def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequen
     return parents
 
 
-def start_rows(cache: SharedPrefixCache, leaves: Sequence[Node], max_new_tokens: int) -> list[Row]:
-    """Return one row after each leaf, with a block of its own."""
-    blocks = cache.pool.new_blocks(len(leaves), initial_capacity(max_new_tokens, len(leaves)))
-    for block, leaf in zip(blocks, leaves, strict=True):
+def start_rows(cache: SharedPrefixCache, rows: Sequence[Row], leaves: Sequence[Node], capacity: int) -> None:
+    """Give each row a block of its own after its leaf, for `capacity` tokens."""
+    for row, leaf, block in zip(rows, leaves, cache.pool.new_blocks(len(rows), capacity), strict=True):
         block.base = leaf.next_position
-    return [Row(i, [*leaf.view, block]) for i, (leaf, block) in enumerate(zip(leaves, blocks, strict=True))]
-
-
-def keep_rows(loop: DecodeLoop, cache: SharedPrefixCache, rows: Sequence[Row], leaves: Sequence[Node]) -> None:
-    """Attach the completions of `start_rows` to the tree, without dropped rows: later calls can continue them."""
-    for row, leaf in zip(rows, leaves, strict=True):
-        if not row.dropped:
-            cache.add(leaf, np.array(loop.new_tokens(row), np.int64), row.view[-1])
+        row.view = [*leaf.view, block]
 
 
 def initial_capacity(longest: int, rows: int) -> int:

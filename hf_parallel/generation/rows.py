@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hf_parallel.cache import Block, Segment, View
+from hf_parallel.cache.tree import Node
 
 PassInputs = list[tuple[Segment, Sequence[int]]]
 """Inputs of one forward pass: segments with their tokens."""
@@ -25,6 +26,7 @@ class Row:
     dropped: bool = False  # by `DecodeLoop.drop`
     group: RowGroup | None = None  # the group that the row belongs to
     writes: PendingWrites | None = None  # KV writes pending besides the row's own, which it may share with other rows
+    leaf: Node | None = None  # of the cache's tree, after which its own block is kept; None: it is not
 
     def __post_init__(self) -> None:
         if self.output_row < 0:

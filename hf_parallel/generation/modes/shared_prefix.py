@@ -16,6 +16,7 @@ from hf_parallel.generation.prefill import (
     initial_capacity,
     prefill_leaves,
     prefix_cache_of,
+    start_rows,
 )
 from hf_parallel.generation.replay.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import Row
@@ -88,13 +89,12 @@ class SharedPrefixRun:
         else:
             logits = prefill_leaves(self.loop, cache, leaves)
         capacity = initial_capacity(call.max_length - min(begins) - 1, len(rows))
-        for row, leaf, block in zip(rows, leaves, cache.pool.new_blocks(len(rows), capacity), strict=True):
-            block.base = leaf.next_position
-            row.view = [*leaf.view, block]
+        start_rows(cache, rows, leaves, capacity)
+        for row, leaf in zip(rows, leaves, strict=True):
+            row.leaf = leaf if self.config.keep_completions else None
         self.loop.decode(rows, logits)
-        for row, leaf, begin in zip(rows, leaves, begins, strict=True):
-            block = row.view[-1]
+        for row in rows:
             if self.config.keep_completions:
-                cache.add(leaf, table.ids[row.index, begin : begin + block.length].cpu().numpy(), block)
+                self.loop.keep(row)
             else:
-                cache.pool.free(block)
+                cache.pool.free(row.view[-1])

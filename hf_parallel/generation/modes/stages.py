@@ -29,7 +29,13 @@ from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_ga
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.log_probs import padded_log_probs, spread
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.prefill import SUFFIX_CAPACITY, initial_capacity, prefill_leaves, prefix_cache_of
+from hf_parallel.generation.prefill import (
+    SUFFIX_CAPACITY,
+    initial_capacity,
+    prefill_leaves,
+    prefix_cache_of,
+    start_rows,
+)
 from hf_parallel.generation.replay.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import PassInputs, Row
 from hf_parallel.generation.token_table import TokenTable
@@ -162,7 +168,8 @@ class _Stage:
         first = self._start_rows(Counter())
         indices = [index for index, row in enumerate(rows) if row in first]
         self.loop.decode(first, logits[indices], self._on_token, schedule=self._schedule)
-        self._keep_completions(rows)
+        for row in rows:
+            self.loop.keep(row)
 
     def _start_rows(self, num_active: Counter[int]) -> list[CompletionRow]:
         """Start as many rows of each group as `max_active` allows, given the active ones of each group."""
@@ -170,10 +177,9 @@ class _Stage:
         for index, queue in enumerate(self._queues):
             free = len(queue) if self.max_active is None else min(self.max_active - num_active[index], len(queue))
             started += [queue.popleft() for _ in range(free)]
-        for row, block in zip(started, self.cache.pool.new_blocks(len(started), self.capacity), strict=True):
-            sequence = row.sequence
-            block.base = row.leaf.next_position
-            row.view, row.pending = [*row.leaf.view, block], sequence[-1:].tolist()
+        start_rows(self.cache, started, [row.leaf for row in started], self.capacity)
+        for row in started:
+            row.pending = row.sequence[-1:].tolist()
         return started
 
     def _on_token(self, row: CompletionRow, token: int, ended: bool) -> bool:
@@ -196,13 +202,6 @@ class _Stage:
             row.recompute_last = True
         self.loop.stats.prefilled_tokens += len(started)
         return sorted([*active, *started], key=lambda row: row.index)
-
-    def _keep_completions(self, rows: Sequence[CompletionRow]) -> None:
-        """Attach completions to the tree, without their last tokens, whose keys were never computed."""
-        for row in rows:
-            block = row.view[-1]
-            begin = row.leaf.start + len(row.leaf.tokens) - len(row.prompt)
-            self.cache.add(row.leaf, np.array(row.tokens[begin:], np.int64), block)
 
 
 class StagedRun:
