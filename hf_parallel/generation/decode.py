@@ -17,6 +17,7 @@ from transformers import StoppingCriteriaList
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.pass_log import PassLog
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.cache.tree import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.ahead import PassAhead
 from hf_parallel.generation.call import GenerationCall
@@ -207,19 +208,28 @@ class DecodeLoop:
             self.replayer.stop_computing([row.index for row in rows if row.index not in kept])
         return [row for row in active if row.is_active()]
 
-    def keep(self, row: Row) -> None:
-        """Attach a row's own block to the tree of the cache, where later calls find it."""
-        assert isinstance(self.cache, SharedPrefixCache), "only it has a tree"
-        assert row.leaf is not None, "the row has a place in the tree"
-        block, end = row.view[-1], self.table.lengths[row.index] - len(row.pending)
-        tokens = self.table.ids[row.index, end - block.length : end]
-        row.leaf = self.cache.add(row.leaf, tokens.cpu().numpy(), block)
+    def start(self, rows: Sequence[Row], leaves: Sequence[Node], capacity: int) -> None:
+        """Give each row a block of its own after its leaf, for `capacity` tokens."""
+        for row, leaf, block in zip(rows, leaves, self.cache.pool.new_blocks(len(rows), capacity), strict=True):
+            block.base = leaf.next_position
+            row.view = [*leaf.view, block]
+
+    def keep(self, rows: Sequence[Row]) -> None:
+        """Attach the own blocks of rows to the tree of the cache, or free them if they have no `leaf`."""
+        assert isinstance(self.cache, SharedPrefixCache), "rows of other caches keep no blocks"
+        for row in rows:
+            if row.leaf is not None and not row.dropped:
+                block, end = row.view[-1], self.table.lengths[row.index] - len(row.pending)
+                tokens = self.table.ids[row.index, end - block.length : end]
+                row.leaf = self.cache.add(row.leaf, tokens.cpu().numpy(), block)
+            elif not row.dropped:
+                self.cache.pool.free(row.view[-1])
 
     def _keep_states(self, rows: Sequence[Row], interval: int) -> None:
         """Keep own blocks of `interval` tokens, with the states at their ends. Their rows continue in new blocks."""
         for row in rows:
             if row.leaf is not None and row.view[-1].length >= interval:
-                self.keep(row)
+                self.keep([row])
                 row.view = [*row.leaf.view, self.cache.pool.new_block(base=row.leaf.next_position)]
 
     def drop(self, row: Row, reason: str) -> None:

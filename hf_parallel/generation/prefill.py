@@ -12,7 +12,7 @@ from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Node
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.rows import PassInputs, Row
+from hf_parallel.generation.rows import PassInputs
 
 SUFFIX_CAPACITY = 512  # maximum initial capacity of a completion, in tokens
 BATCH_CAPACITY = 1 << 16  # maximum of all completions together, unless each would have less than `MIN_CAPACITY`
@@ -78,13 +78,6 @@ def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequen
     loop.stats.reused_tokens += sum(len(node.tokens) for node in ancestors)
     loop.stats.prefilled_tokens += len(leaves)
     return parents
-
-
-def start_rows(cache: SharedPrefixCache, rows: Sequence[Row], leaves: Sequence[Node], capacity: int) -> None:
-    """Give each row a block of its own after its leaf, for `capacity` tokens."""
-    for row, leaf, block in zip(rows, leaves, cache.pool.new_blocks(len(rows), capacity), strict=True):
-        block.base = leaf.next_position
-        row.view = [*leaf.view, block]
 
 
 def initial_capacity(longest: int, rows: int) -> int:

@@ -18,7 +18,7 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import Generated, ModeRows, ModeTraits, ParallelConfig, RowPlace
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
-from hf_parallel.generation.prefill import initial_capacity, prefill_leaves, prefix_cache_of, start_rows
+from hf_parallel.generation.prefill import initial_capacity, prefill_leaves, prefix_cache_of
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.settings import NOT_STORED, Arguments
 from hf_parallel.generation.token_table import TokenTable
@@ -146,7 +146,7 @@ class BestOfRun:
             leaves = [leaf for leaf in prompts for _ in range(n)]
             logits = prefill_leaves(self.loop, self.cache, leaves)
             self.rows = [Row(index, (), leaf=leaf) for index, leaf in enumerate(leaves)]
-            start_rows(self.cache, self.rows, leaves, initial_capacity(call.max_new_tokens, len(leaves)))
+            self.loop.start(self.rows, leaves, initial_capacity(call.max_new_tokens, len(leaves)))
             self.groups = [self.rows[start : start + n] for start in range(0, len(self.rows), n)]
             for row in self.rows:  # `transformers` repeats prompts, and rows are numbered after the first of each
                 row.output_row = row.index + row.index // n * n * (self.num_returned - 1)
@@ -155,9 +155,7 @@ class BestOfRun:
             self.final: set[Row] = set()  # ended, and scored since
             self.scores: dict[Row, float] = {}
             self.loop.decode(self.rows, logits, self._on_token, schedule=self._schedule)
-            for row in self.rows:
-                if not row.dropped:
-                    self.loop.keep(row)
+            self.loop.keep(self.rows)
         self.loop.record_truncated(self.rows)
         self._score([row for row in self.rows if not row.dropped])
         return self._output()

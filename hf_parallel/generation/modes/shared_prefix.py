@@ -16,7 +16,6 @@ from hf_parallel.generation.prefill import (
     initial_capacity,
     prefill_leaves,
     prefix_cache_of,
-    start_rows,
 )
 from hf_parallel.generation.replay.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import Row
@@ -89,12 +88,9 @@ class SharedPrefixRun:
         else:
             logits = prefill_leaves(self.loop, cache, leaves)
         capacity = initial_capacity(call.max_length - min(begins) - 1, len(rows))
-        start_rows(cache, rows, leaves, capacity)
-        for row, leaf in zip(rows, leaves, strict=True):
-            row.leaf = leaf if self.config.keep_completions else None
+        self.loop.start(rows, leaves, capacity)
+        if self.config.keep_completions:
+            for row, leaf in zip(rows, leaves, strict=True):
+                row.leaf = leaf
         self.loop.decode(rows, logits)
-        for row in rows:
-            if self.config.keep_completions:
-                self.loop.keep(row)
-            else:
-                cache.pool.free(row.view[-1])
+        self.loop.keep(rows)

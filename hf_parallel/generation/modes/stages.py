@@ -29,13 +29,7 @@ from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_ga
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.log_probs import padded_log_probs, spread
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.prefill import (
-    SUFFIX_CAPACITY,
-    initial_capacity,
-    prefill_leaves,
-    prefix_cache_of,
-    start_rows,
-)
+from hf_parallel.generation.prefill import SUFFIX_CAPACITY, initial_capacity, prefill_leaves, prefix_cache_of
 from hf_parallel.generation.replay.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import PassInputs, Row
 from hf_parallel.generation.token_table import TokenTable
@@ -168,8 +162,7 @@ class _Stage:
         first = self._start_rows(Counter())
         indices = [index for index, row in enumerate(rows) if row in first]
         self.loop.decode(first, logits[indices], self._on_token, schedule=self._schedule)
-        for row in rows:
-            self.loop.keep(row)
+        self.loop.keep(rows)
 
     def _start_rows(self, num_active: Counter[int]) -> list[CompletionRow]:
         """Start as many rows of each group as `max_active` allows, given the active ones of each group."""
@@ -177,7 +170,7 @@ class _Stage:
         for index, queue in enumerate(self._queues):
             free = len(queue) if self.max_active is None else min(self.max_active - num_active[index], len(queue))
             started += [queue.popleft() for _ in range(free)]
-        start_rows(self.cache, started, [row.leaf for row in started], self.capacity)
+        self.loop.start(started, [row.leaf for row in started], self.capacity)
         for row in started:
             row.pending = row.sequence[-1:].tolist()
         return started
