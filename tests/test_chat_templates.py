@@ -11,7 +11,7 @@ import pytest
 from serving import MODEL, small_model
 from transformers import pipeline
 
-import hf_parallel
+import hf_parallel.pipelines
 from hf_parallel import HogwildSession
 from hf_parallel.agents import AgentError, Chat, Runtime, agent
 from hf_parallel.cli.generate import encode

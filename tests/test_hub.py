@@ -21,7 +21,7 @@ from mode_cases import BUILT_IN, every_setting
 from paths import ROOT
 from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
 
-import hf_parallel
+import hf_parallel.pipelines
 from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import make_config

@@ -16,7 +16,7 @@ from tensor_parallel_rank import sequences
 from transformers import AutoModelForCausalLM, pipeline
 from transformers.utils import logging
 
-import hf_parallel
+import hf_parallel.pipelines
 from hf_parallel.agents import Chat, Runtime, agent
 from hf_parallel.engine import Engine
 from hf_parallel.hub import export

@@ -19,7 +19,7 @@ import torch
 from paths import ROOT
 from transformers import AutoModelForCausalLM, pipeline
 
-import hf_parallel
+import hf_parallel.pipelines
 from hf_parallel.generation import MODES
 
 PAGE = ROOT / "docs" / "new_mode.md"
