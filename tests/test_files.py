@@ -40,13 +40,6 @@ def test_a_new_file_has_the_permissions_of_other_new_files(tmp_path: Path) -> No
     assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "other").stat().st_mode}
 
 
-def test_links_are_followed(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    filled().save(tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-    assert len(LogitsCache.load(tmp_path / "target")) == len(filled())
-
-
 def test_logits_are_saved_to_regular_files_only(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a regular file"):

@@ -22,7 +22,7 @@ from paths import ROOT
 from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
 
 import hf_parallel.pipelines
-from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, SharedPrefixConfig
+from hf_parallel import HogwildConfig, ParallelConfig
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import make_config
 from hf_parallel.hub import CARD, CARD_MARK, GENERATE, REQUIREMENTS, export, generate_as
@@ -120,23 +120,6 @@ def test_a_failed_export_leaves_no_files(model: Any, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space left"):
         export(model, tmp_path, tokenizer=Failing())
     assert names(tmp_path) == OF_MODEL
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (SharedPrefixConfig(logits_cache=LogitsCache()), "logits_cache cannot be stored"),
-        (HogwildConfig(seed=torch.Generator()), "seed=.* cannot be stored"),
-        (SharedPrefixConfig(replay=hf_parallel.Hotspot()), "replay=.* cannot be stored"),
-    ],
-)
-def test_settings_that_cannot_be_stored_raise(config: ParallelConfig, named: str, model: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=named):
-        export(config, tmp_path / "new")
-    model.generation_config.generation_mode, model.generation_config.parallel_config = config.mode, config
-    with pytest.raises(ValueError, match=named):
-        export(model, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
 
 
 # Generation

@@ -175,16 +175,6 @@ def test_a_list_prefills_shared_prefixes_once(model: Any, tokenizer: Any) -> Non
 # Prompt helpers
 
 
-def test_rules_go_into_the_system_message_of_a_chat(tokenizer: Any) -> None:
-    prompt = hf_parallel.hogwild_prompt(CHAT, tokenizer, collaboration_prompt="Talk, {names}.")
-    assert tokenizer.decode(prompt["input_ids"][0]) == (
-        "<system>Talk, Alice, Bob.\n\nBe short.</><user>Hi.</><assistant>Yes?</><user>Oslo or Rome?</><assistant>"
-    )
-    assert hf_parallel.hogwild_prompt(CHAT[3:], tokenizer)["input_ids"].tolist() == (
-        hf_parallel.hogwild_prompt("Oslo or Rome?", tokenizer)["input_ids"].tolist()
-    )
-
-
 def test_a_chat_that_ends_with_the_assistant_is_continued(model: Any, tokenizer: Any) -> None:
     prompt = hf_parallel.hogwild_prompt(CHAT[:3], tokenizer, collaboration_prompt="Talk.")
     assert tokenizer.decode(prompt["input_ids"][0]).endswith("<assistant>Yes?")
@@ -265,15 +255,6 @@ def test_invalid_settings_raise_and_change_nothing(given: Any, named: str, model
 
 
 # The stock pipeline
-
-
-def test_the_stock_pipeline_accepts_a_mode(model: Any, tokenizer: Any) -> None:
-    hf_parallel.enable(model)
-    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, generation_mode="shared_prefix")
-    given = {"max_new_tokens": 12, "do_sample": False}
-    results = pipe(PROMPTS, batch_size=3, return_tensors=True, **given)
-    ids, mask = tiny.left_pad([tokenizer(prompt, return_tensors="pt")["input_ids"][0] for prompt in PROMPTS])
-    assert tokens_of(results) == model.generate(ids, attention_mask=mask, **given).tolist()
 
 
 class _Processor:

@@ -17,7 +17,6 @@ import small_tokenizers
 import tiny
 import torch
 from paths import ROOT
-from transformers import AutoModelForCausalLM, pipeline
 
 import hf_parallel.pipelines
 from hf_parallel.generation import MODES
@@ -132,33 +131,3 @@ def test_a_streamer_receives_the_tokens_of_all_rows(model: Any, tokenizer: Any) 
     streamed = tokenizer.batch_decode(torch.stack(steps, dim=1), skip_special_tokens=True)
     expected = texts(out, tokenizer)
     assert [opening + text for opening, text in zip(OPENINGS * 2, streamed, strict=True)] == expected
-
-
-# Command line
-
-
-# Pipeline and Hub
-
-
-def test_the_pipeline_returns_a_record_per_row(model: Any, tokenizer: Any) -> None:
-    given = {"generation_mode": "openings", "openings": OPENINGS, "max_new_tokens": NEW_TOKENS}
-    pipe = pipeline("parallel-text-generation", model=model, tokenizer=tokenizer, **given)
-    results = pipe(PROMPTS, return_full_text=False)
-    assert [len(records) for records in results] == [2, 2]
-    found = [record["generated_text"] for records in results for record in records]
-    assert found == texts(generate(model, tokenizer), tokenizer)
-    assert all(record["stats"]["forward_passes"] > 0 for records in results for record in records)
-
-
-def test_an_exported_model_generates_in_the_mode(
-    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    expected = generate(model, tokenizer, PROMPTS[:1]).sequences
-    model.generation_config.generation_mode = "openings"
-    model.generation_config.parallel_config = {"openings": OPENINGS}
-    hf_parallel.hub.export(model, tmp_path / "model", tokenizer=tokenizer)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
-    ids = tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
-    assert torch.equal(loaded.generate(ids, tokenizer=tokenizer, max_new_tokens=NEW_TOKENS), expected)

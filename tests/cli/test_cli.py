@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import pytest
 
 import hf_parallel
@@ -93,16 +92,6 @@ def test_invalid_options_are_one_line_before_a_model_is_loaded(
     assert printed.out == ""
 
 
-def test_a_model_that_does_not_exist_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert cli.main(["generate", "x", "--model", "nobody/nothing"]) == 2
-    shown = capsys.readouterr().err
-    assert "'nobody/nothing'" in shown
-    assert shown.count("\n") == 1
-
-
 def test_only_given_settings_are_passed_on_so_that_presets_can_fill_in_the_others() -> None:
     config, settings = cli_settings.read_settings(options("x", "--temperature", "0.3", "--set", "step_prefix={name}> "))
     assert config is not None
@@ -121,13 +110,6 @@ def test_every_mode_describes_its_settings(capsys: pytest.CaptureFixture[str], m
     assert all(re.search(rf"\b{name}\b", printed) for name in names)
 
 
-@pytest.mark.parametrize(("mode", "says"), [("hogwlid", "did you mean 'hogwild'?"), ("nothing", "got 'nothing'\n")])
-def test_a_misspelt_mode_gets_a_suggestion(capsys: pytest.CaptureFixture[str], mode: str, says: str) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["generate", "x", "--mode", mode])
-    assert says in capsys.readouterr().err
-
-
 # The program and the other commands
 
 
@@ -142,16 +124,3 @@ def test_help_and_version_import_no_torch(tmp_path: Path, arguments: list[str], 
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(printed)
-
-
-def test_help_names_every_command_and_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], ["generate", "--help"]):
-        with pytest.raises(SystemExit) as left:
-            cli.main(arguments)
-        assert left.value.code == 0
-    shown = capsys.readouterr().out
-    assert all(re.search(rf"^    {name} ", shown, re.MULTILINE) for name in cli.COMMANDS)
-    assert all(name in shown for config in MODES.values() for name in config.fields() if name != "logits_cache")
-
-
-# Start-up

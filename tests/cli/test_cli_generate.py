@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import STEPS, WORKERS, Tokenizer, at, interrupt, loading
-from workers import small_model
 
 from hf_parallel import LogitsCache
 from hf_parallel.cli import main as cli
@@ -59,19 +56,6 @@ def test_json_lines_have_the_fields_of_the_modes_output(model: Any, capsys: pyte
     assert record["truncated"] is True
 
 
-def test_settings_stored_with_a_model_are_used(
-    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stored = small_model().generation_config
-    monkeypatch.setattr(stored, "generation_mode", "hogwild", raising=False)
-    monkeypatch.setattr(stored, "parallel_config", {"num_workers": 3}, raising=False)
-    calls = model("a", "b", "c")
-    assert cli.main([option for option in WORKERS if option != "--raw"]) == 0
-    rest = "x" * 13 + " [truncated]"
-    assert capsys.readouterr().out == f"Alice 1: a{rest}\n\nBob 1: b{rest}\n\nCarol 1: c{rest}\n"
-    assert "3 assistants, Alice, Bob, Carol" in Tokenizer().decode(calls[0]["input_ids"][0].tolist())
-
-
 # Batches
 
 SEVERAL = ["generate", "P", "QRS", "TU", "--raw", "--no-preset", "--max-new-tokens", "6"]
@@ -89,17 +73,6 @@ def test_the_batch_size_does_not_change_greedy_output(
         outputs.append(capsys.readouterr().out)
     assert outputs[0].count("== ") == 3
     assert outputs == outputs[:1] * 3
-
-
-def test_batches_sample_with_different_seeds(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    outputs = []
-    for _ in range(2):
-        model()
-        arguments = ["P", "P", "--raw", "--mode", "shared_prefix", "--sample", "--seed", "3", "--max-new-tokens", "20"]
-        assert cli.main(["generate", *arguments, "--batch-size", "1", "--format", "jsonl"]) == 0
-        outputs.append([json.loads(line)["generated_text"] for line in capsys.readouterr().out.splitlines()])
-    assert outputs[0] == outputs[1]
-    assert outputs[0][0] != outputs[0][1]
 
 
 def test_batches_are_saved_as_one_transcript(
@@ -156,19 +129,6 @@ def test_cached_logits_are_saved_and_loaded(model: Any, capsys: pytest.CaptureFi
 # Output that cannot be printed, and errors
 
 
-@pytest.fixture(params=["closed", "full"])
-def pipe(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[], Any], int, str]]:
-    """A pipe for stdout, a function that closes it or redirects it to a full disk, exit status and error message."""
-    read, write = os.pipe()
-    out = os.fdopen(write, "w")
-    if request.param == "closed":
-        yield out, lambda: os.close(read), 1, ""
-    else:
-        yield out, lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), write), 2, "No space left on device"
-        os.close(read)
-    out.close()  # fails if it has text left to write
-
-
 def test_a_call_with_an_invalid_argument_keeps_earlier_files(model: Any, capsys: Any, tmp_path: Path) -> None:
     model()
     (tmp_path / "run.json").write_text("earlier")
@@ -195,12 +155,6 @@ def test_results_before_an_error_in_a_later_batch_are_saved(
     assert capsys.readouterr().err == "hf-parallel: error: RuntimeError: no memory\n"
     run = json.loads((tmp_path / "run.json").read_text())
     assert [section["prompt"] for section in run["sections"]] == ["<bos>P"]
-
-
-def test_a_command_runs_without_stdout(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    assert cli.main(["env"]) == 0
-    assert capsys.readouterr().err == ""
 
 
 # Interrupts

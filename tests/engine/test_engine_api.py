@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import pickle
-import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -22,7 +19,6 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_parallel
 from hf_parallel.engine import Engine, EngineStats, RequestCancelledError
-from hf_parallel.engine.replicas import replicas
 
 TOKENIZER: Any = AsciiTokenizer()
 PROMPT = "Once upon a time"
@@ -192,36 +188,6 @@ def test_for_and_async_for_yield_the_tokens_and_texts_of_the_output(engine: Engi
     assert times.submitted <= times.started <= times.first_token <= times.ended  # type: ignore[operator]
 
 
-def test_a_token_names_its_row(engine: Engine) -> None:
-    handle = engine.submit(PROMPT, num_return_sequences=3, do_sample=True, seed=0, max_new_tokens=NEW)
-    rows: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for token in handle:
-        rows[token.row].append(token)
-    assert [*rows.values()] == handle.result().sequences[:, len(IDS) :].tolist()
-
-
-def test_several_readers_get_all_tokens(engine: Engine) -> None:
-    handle = engine.submit(PROMPT, max_new_tokens=NEW)
-    with ThreadPoolExecutor(4) as pool:
-        assert [*pool.map(list, [handle] * 4)] == [expected()] * 4
-
-
-def test_result_waits_no_longer_than_its_timeout(engine: Engine) -> None:
-    gate = Gate()
-    handle = engine.submit(PROMPT, max_new_tokens=1, logits_processor=LogitsProcessorList([gate]))
-    with pytest.raises(TimeoutError, match=r"0\.01 seconds"):
-        handle.result(timeout=0.01)
-    gate.opened.set()
-    assert handle.result(timeout=600).sequences.shape[1] == len(IDS) + 1
-
-
-def test_the_output_belongs_to_the_caller(engine: Engine) -> None:
-    output = engine.submit(PROMPT, max_new_tokens=NEW).result()
-    assert output.past_key_values is None
-    assert "past_key_values" not in output
-    assert pickle.loads(pickle.dumps(output)).sequences.equal(output.sequences)
-
-
 # Errors
 
 
@@ -264,13 +230,6 @@ def test_a_bad_setting_of_an_engine_raises(model: Any) -> None:
             Engine(model, TOKENIZER, **{name: value})
     with pytest.raises(ValueError, match="max_kv_bytes=10 .* one token needs"), Engine(twin(), max_kv_bytes=10):
         pass
-
-
-def test_replicas_without_ray_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "hf_parallel.engine.prompt_router", raising=False)
-    with pytest.raises(ImportError, match=r"hf_parallel\[ray\]"):
-        replicas(lambda: (None, None))
 
 
 # Statistics

@@ -492,23 +492,6 @@ def test_an_error_refers_to_no_other_request(model: Any, others: Any, name: str)
     assert [one() for one in dropped] == [None] * 3
 
 
-def test_a_task_that_is_cancelled_leaves_its_request_to_others(model: Any, others: Any) -> None:
-    case, tokens = others[0]
-
-    async def main() -> Any:
-        handle = engine.submit(case.prompt, case.mode, **case.arguments)
-        task = asyncio.ensure_future(handle.result_async())
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not handle._waiters
-        return (await handle.result_async()).sequences.tolist()
-
-    with Engine(model, TOKENIZER) as engine:
-        assert asyncio.run(main()) == tokens
-
-
 # At random
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_requests import TOKENIZER, Case, assert_nothing_is_held, random_case, random_prefixes, wait_until_idle
+from engine_requests import TOKENIZER, Case, assert_nothing_is_held, random_case, random_prefixes
 
 from hf_parallel.engine import ContributionPolicy, Engine, QueueFullError, StepsToExecution
 
@@ -86,34 +86,6 @@ def test_an_idle_submitter_gains_no_advantage(model: Any) -> None:
     assert 2 <= after.count("late") <= 6
 
 
-def test_new_submitters_do_not_starve_one_that_was_served_much(model: Any) -> None:
-    """Each of them begins where those that wait stand, also beside a request of low priority that waits for ever."""
-    with Engine(model, max_rows=1) as engine:
-        gate = Gate(engine)
-        idle = gate.submit("idle", prompt(1), max_new_tokens=2, submitter="idle", priority=-1)
-        large = [gate.submit("old", prompt(i, 40), max_new_tokens=15, submitter="old") for i in range(3)]
-        new = itertools.count()
-        handles: list[Any] = []
-
-        def arrive(module: Any, args: Any) -> None:  # two requests of other submitters always wait
-            while len(engine._scheduler.waiting) + len(engine._submitted) < 5 and len(handles) < 50:
-                submitter = next(new)
-                handles.append(
-                    gate.submit("new", prompt(submitter + 100), max_new_tokens=3, submitter=f"new{submitter}")
-                )
-
-        model.register_forward_pre_hook(arrive)
-        gate.open()
-        for handle in (*large, idle):
-            handle.result(600)
-        for handle in handles:
-            handle.result(600)
-        wait_until_idle(engine)
-        assert not engine._scheduler.submitters
-    assert gate.order.index("idle") > max(i for i, name in enumerate(gate.order) if name == "old")
-    assert max(i for i, name in enumerate(gate.order) if name == "old") < 40
-
-
 def test_higher_priorities_run_first(model: Any) -> None:
     with Engine(model, max_rows=1) as engine:
         gate = Gate(engine)
@@ -178,18 +150,6 @@ def test_decoding_does_not_delay_a_large_prompt(model: Any) -> None:
         assert not any(handle.done for handle in decoding)
         for handle in decoding:
             handle.cancel()
-
-
-def test_small_prompts_do_not_starve_a_large_one(model: Any) -> None:
-    """The parts of prompts are computed in the order of the requests."""
-    with Engine(model, max_batch_tokens=16, max_rows=4) as engine:
-        gate = Gate(engine)
-        large = gate.submit("large", prompt(50, 160), max_new_tokens=1)
-        small = [gate.submit("small", prompt(i, 15), max_new_tokens=1) for i in range(30)]
-        gate.open()
-        for handle in (large, *small):
-            handle.result(600)
-    assert gate.order.index("large") < 12
 
 
 # Queue and budget

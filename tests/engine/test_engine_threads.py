@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +15,10 @@ import torch
 from engine_requests import TOKENIZER, Case, assert_nothing_is_held, wait_until_idle
 from forked import exit_status
 from mode_cases import small_call
-from paths import PYTHONPATH
 
 import hf_parallel
 from hf_parallel import LogitsCache
 from hf_parallel.engine import Engine, RequestCancelledError, WeightsChangedError
-from hf_parallel.kernels import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -184,25 +178,6 @@ def test_an_error_in_the_body_cancels_the_requests_of_an_engine(model: Any, erro
     assert CASE.alone(model)
 
 
-def test_an_interrupted_start_releases_the_model(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait, calls = threading.Event.wait, []
-
-    def interrupted(self: Any, timeout: float | None = None) -> bool:
-        calls.append(self)
-        if len(calls) == 1:  # of `Thread.start`
-            return wait(self, timeout)
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Event, "wait", interrupted)
-    engine = Engine(model)
-    with pytest.raises(KeyboardInterrupt):
-        engine.__enter__()
-    assert engine._thread is not None
-    engine._thread.join(600)
-    assert CASE.alone(model)
-
-
 def test_an_engine_that_dies_fails_all_requests(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the engine itself, at any time, leaves no caller waiting."""
     with Engine(model) as engine:
@@ -350,25 +325,6 @@ def test_requests_during_which_the_weights_change_raise(model: Any, change: Call
         assert_nothing_is_held(engine)
 
 
-@pytest.mark.skipif(bool(native.unavailable_reason()), reason="needs the compiled kernels")
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
-def test_an_engine_that_opens_ends_the_idle_threads_of_its_opener() -> None:
-    """While the opener keeps threads for parallel operations, those of the engine take longer to wake."""
-
-    def count_threads() -> int:
-        return len(os.listdir("/proc/self/task"))
-
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(4)
-        torch.ones(1 << 20).add(1)
-        before = count_threads()
-        with Engine(tiny.build("llama"), TOKENIZER):
-            assert count_threads() <= before + 1  # its own thread, and as many as the opener had
-    finally:
-        torch.set_num_threads(threads)
-
-
 OPEN = """
 import tiny, torch
 from hf_parallel.engine import Engine
@@ -376,10 +332,3 @@ engine = Engine(tiny.build("llama")).__enter__()
 handle = engine.submit(torch.arange(40, 50), max_new_tokens=10_000, eos_token_id=-1)
 print(next(iter(handle)).row)
 """
-
-
-@pytest.mark.slow
-def test_a_process_may_end_while_its_engine_runs() -> None:
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", OPEN], capture_output=True, text=True, env=environment, timeout=1800)
-    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr

@@ -23,7 +23,6 @@ import hf_parallel
 serve: Any = pytest.importorskip("ray.serve")
 ray: Any = pytest.importorskip("ray")
 
-from hf_parallel.engine.prompt_router import prompt_text  # noqa: E402
 from hf_parallel.engine.replicas import replicas  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -110,12 +109,6 @@ def test_requests_with_one_system_prompt_reach_the_replica_that_holds_it(handle:
         assert min(counts[1:]) >= len(prompt)
 
 
-def test_system_prompts_are_spread_over_the_replicas(handle: Any) -> None:
-    for prompt in SYSTEM_PROMPTS:
-        handle.generate.remote(prompt, max_new_tokens=1).result()
-    assert min(stats["finished"] for stats in stats_of_both(handle)) > 0
-
-
 def test_a_busy_replica_shares_its_system_prompt_with_the_other(handle: Any) -> None:
     before = {stats["replica"]: stats["finished"] for stats in stats_of_both(handle)}
     pending = []
@@ -125,20 +118,6 @@ def test_a_busy_replica_shares_its_system_prompt_with_the_other(handle: Any) -> 
     for response in pending:
         response.result()
     assert min(stats["finished"] - before[stats["replica"]] for stats in stats_of_both(handle)) >= 3
-
-
-def test_stream_yields_the_text_of_the_output(handle: Any) -> None:
-    stream = handle.options(stream=True).stream.remote("a text", max_new_tokens=MAX_NEW_TOKENS)
-    text = "".join(piece for _, piece, _ in stream)
-    expected = alone("a text", max_new_tokens=MAX_NEW_TOKENS)[0][-MAX_NEW_TOKENS:]
-    assert text == AsciiTokenizer().decode(expected)
-
-
-def test_errors_have_their_types(handle: Any) -> None:
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        handle.generate.remote("a text", max_new_tokens=0).result()
-    with pytest.raises(hf_parallel.engine.KVBudgetError, match="max_kv_bytes"):
-        handle.generate.remote("a text", num_return_sequences=1000, do_sample=True, max_new_tokens=300).result()
 
 
 def test_a_call_that_is_cancelled_ends_its_request(handle: Any) -> None:
@@ -170,23 +149,3 @@ def test_an_ingress_passes_http_requests_to_the_replicas_and_the_page_runs(
         (sequence,) = json.load(response)
     assert "The sea is" in embedded[1].decode(sequence)
     assert len(sequence) > 20
-
-
-@pytest.mark.parametrize(
-    ("prompt", "longer"),
-    [
-        ("a text", "a text that continues"),
-        ([4, 5], [4, 5, 6]),
-        (torch.tensor([[4, 5]]), torch.tensor([[4, 5, 6]])),
-        ({"input_ids": torch.tensor([[4, 5]])}, {"input_ids": torch.tensor([[4, 5, 6]])}),
-        ([{"role": "system", "content": "Be brief."}], [{"role": "system", "content": "Be brief."}, {"role": "user"}]),
-    ],
-    ids=["text", "ids", "tensor", "mapping", "chat"],
-)
-def test_the_text_of_a_prompt_begins_with_that_of_its_prefix(prompt: Any, longer: Any) -> None:
-    assert prompt_text(prompt)
-    assert prompt_text(longer).startswith(prompt_text(prompt))
-
-
-def test_the_text_of_other_arguments_is_empty() -> None:
-    assert [prompt_text(other) for other in (None, [], {}, object())] == [""] * 4

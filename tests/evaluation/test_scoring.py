@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import hf_parallel
-from hf_parallel import GenerationStats, UnsupportedModelError
+from hf_parallel import GenerationStats
 from hf_parallel.evaluation import scoring
 from hf_parallel.evaluation.scoring import loglikelihoods
 
@@ -139,15 +139,6 @@ def test_any_rows_in_any_batches_equal_plain_passes(llama: Any, data: st.DataObj
     assert_equal(found, plain(llama, contexts, continuations), 1e-5)
 
 
-def test_log_softmax_is_computed_in_float32_unless_told_otherwise() -> None:
-    model: Any = hf_parallel.enable(copy.deepcopy(tiny.build("llama", dtype=torch.bfloat16)))
-    rows = few_shot()
-    precise = loglikelihoods(model, *rows)
-    assert_equal(precise, loglikelihoods(model, *rows, softmax_dtype=torch.float64), 1e-6)
-    coarse = loglikelihoods(model, *rows, softmax_dtype=torch.bfloat16)
-    assert [value for value, _ in coarse] != pytest.approx([value for value, _ in precise], rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("contexts", "continuations", "more", "message"),
     [
@@ -163,16 +154,3 @@ def test_log_softmax_is_computed_in_float32_unless_told_otherwise() -> None:
 def test_invalid_arguments_are_named(llama: Any, contexts: Any, continuations: Any, more: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         loglikelihoods(llama, contexts, continuations, **more)
-
-
-def test_a_model_that_was_not_enabled_is_named() -> None:
-    with pytest.raises(ValueError, match="LlamaForCausalLM is not enabled: call hf_parallel.enable"):
-        loglikelihoods(copy.deepcopy(tiny.build("llama")), [[5]], [[5]])
-
-
-def test_rows_beyond_the_length_where_frequencies_change_are_named() -> None:
-    model: Any = hf_parallel.enable(copy.deepcopy(tiny.build("llama-longrope")))
-    tokens = tiny.make_prompts([257])[0].tolist()
-    loglikelihoods(model, [tokens[:-1]], [tokens[-1:]])
-    with pytest.raises(UnsupportedModelError, match="may have at most 257, got 258"):
-        loglikelihoods(model, [tokens], [tokens[-1:]])

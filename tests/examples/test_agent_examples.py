@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +18,6 @@ import hf_parallel
 pytest.importorskip("greenlet")
 
 from hf_parallel.agents import (
-    BestOfN,
     Runtime,
     TreeOfThoughts,
 )
@@ -127,64 +125,6 @@ def test_steps_are_computed_exactly(step: str, left: str) -> None:
 def test_a_step_that_is_wrong_raises_an_error(step: str) -> None:
     with pytest.raises(ValueError, match="step"):
         game24.apply(step, "1 3 3 8")
-
-
-# Program repair
-
-PATCHES = {
-    "mean": ("sum(values) // len(values)", "sum(values) / len(values) if values else 0"),
-    "collect": ("into=[]):", "into=None):\n    into = [] if into is None else into"),
-    "flatten": ("flat.append(flatten(value))", "flat.extend(flatten(value))"),
-    "roman": (
-        "return sum(digits(text))",
-        "found = digits(text)\n    return sum(-a if a < b else a for a, b in zip(found, [*found[1:], 0]))",
-    ),
-    "search": (
-        "low = middle\n        else:\n            high = middle\n    return low if values[low] == wanted else None",
-        "low = middle + 1\n        else:\n            high = middle\n"
-        "    return low - 1 if low and values[low - 1] == wanted else None",
-    ),
-}
-"""What a correct patch replaces, and by what."""
-
-
-def programmer(name: str, right_round: int = 2, seeds: Callable[[int], bool] = lambda seed: True) -> ScriptedModel:
-    """Return a model that writes a patch that is not Python, and a correct one from a round on, for some seeds."""
-    source = bug_repair.BUGS[name]["source"]
-    correct = source.replace(*PATCHES[name])
-    assert correct != source
-
-    def write(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
-        if "find the function" in messages[0]["content"]:
-            return f"It is `{name}`."
-        number = sum(message["role"] == "assistant" for message in messages) + 1
-        is_right = number >= right_round and seeds(seed)
-        return f"Here it is:\n```python\n{correct}\n```\nDone." if is_right else "```python\ndef\n```"
-
-    return ScriptedModel(write)
-
-
-@pytest.mark.parametrize("name", PATCHES)
-def test_two_agents_repair_a_bug_in_the_second_round(name: str) -> None:
-    model = programmer(name)
-    result = Runtime(model).run(bug_repair.bug_repair, bug_repair.BUGS[name])
-    assert result.value["passed"]
-    assert result.value["rounds"] == 2
-    assert result.stats.tool_calls == 2
-    assert result.stats.agents == 2
-    gathered = [messages[-1]["content"] for messages in model.calls if "find the function" in messages[0]["content"]]
-    assert len(gathered) == 2
-    assert "SyntaxError" in gathered[1]  # it has received the patch and what its tests print
-
-
-def test_best_of_n_repairs_what_most_runs_do_not() -> None:
-    numbers = itertools.count()
-    model = programmer("mean", right_round=1, seeds=lambda seed: next(numbers) == 2)
-    repair = bug_repair.bug_repair.under(BestOfN(3, value=bug_repair.passes))
-    result = Runtime(model).run(repair, bug_repair.BUGS["mean"])
-    assert result.value["passed"]
-    assert result.value["rounds"] == 1
-    assert result.stats.tool_calls == 1 + 2 * bug_repair.ROUNDS
 
 
 # Debate

@@ -150,21 +150,5 @@ def test_any_interrupt_of_a_change_makes_it_or_leaves_the_session_unchanged(name
         assert written[0] in expected, at
 
 
-def test_an_interrupted_start_of_a_session_leaves_the_model_free(chosen: Any) -> None:
-    model = hf_parallel.enable(one_layer.build())
-    plain = generate(model)
-
-    def begin() -> HogwildSession:
-        return HogwildSession(model, prompt=IDS, **SETTINGS)
-
-    for at in chosen(profiled(begin)):
-        kept = []
-        try:
-            profiled(begin, at)
-        except KeyboardInterrupt as error:
-            kept.append(error)
-        assert torch.equal(generate(model, generation_mode="shared_prefix"), plain), at
-
-
 def _step(session: HogwildSession) -> None:
     session.run(2)

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -337,11 +336,6 @@ def test_settings_that_are_not_those_of_the_mode_raise(
     bench.assert_raises(lambda: bench.model.generate(**{**call, **arguments}), says)
 
 
-def test_a_keyword_overrides_a_wrong_setting(bench: Bench) -> None:
-    for stored in ({"num_workers": 0}, MappingProxyType({"num_workers": 0})):
-        assert len(bench.model.generate(**{**HOGWILD, "num_workers": 1}, parallel_config=stored)) == 1
-
-
 NOT_TEXTS = st.integers() | FRACTIONS | st.lists(st.text(), max_size=2) | st.just("a\ud800b")
 NOT_LISTS_OF_TEXT = st.integers() | st.text(min_size=1) | st.lists(st.integers(), min_size=1) | st.just(["\ud800"])
 WRONG_BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
@@ -373,22 +367,6 @@ def test_settings_of_a_wrong_type_raise_and_are_named(mode: str, data: st.DataOb
     name = data.draw(st.sampled_from(sorted(strategies)))
     with pytest.raises(ValueError, match=name):
         MODES[mode](**{name: data.draw(strategies[name])})
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        *(({"seed": value}, "seed") for value in (1.5, [1, "x"], {1: 2})),
-        *(({"worker_names": value}, "worker_names") for value in ("AB", ["A"], ["A", "A"], ["A", ""])),
-        *(({"step_prefix": value}, "step_prefix") for value in ("{", "{name.x}", "{step:1000}", "{name}" * 33)),
-        *(({"task_prompt": value}, "task_prompt") for value in ("{", "{task.__class__}{task}", "Task:")),
-        *(({"answer_pattern": value}, "answer_pattern") for value in ("(", "a{100000000}")),
-        *(({name: "other"}, name) for name in ("layout", "stop_on_answer", "replay", "logits_cache")),
-    ],
-)
-def test_settings_of_hogwild_with_invalid_values_raise(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        HogwildConfig(**{"num_workers": 2, **settings})
 
 
 # Caches
@@ -456,16 +434,6 @@ def failing_call(count: int, result: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-class FailingTokenizer:
-    """Raises in its `count`-th decoding."""
-
-    def __init__(self, count: int) -> None:
-        self.decode = failing_call(count, TOKENIZER.decode)
-
-    def __call__(self, text: str, **kwargs: Any) -> Any:
-        return TOKENIZER(text, **kwargs)
-
-
 def scores(ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return values
 
@@ -488,14 +456,6 @@ def test_errors_of_callbacks_reach_the_caller(kind: str, bench: Bench) -> None:
     for call in (SHARED, HOGWILD) if kind != "allowed tokens" else (SHARED,):
         with pytest.raises(OwnError):
             bench.model.generate(**call, **FAILING[kind]())
-        bench.assert_unharmed()
-
-
-def test_errors_of_row_streamers_and_tokenizers_reach_the_caller(bench: Bench) -> None:
-    by_tokenizer = [("tokenizer", FailingTokenizer(n)) for n in (1, 12)]
-    for name, value in (("streamer", Streamer("write_row")), *by_tokenizer):
-        with pytest.raises(OwnError):
-            bench.model.generate(**{**HOGWILD, name: value})
         bench.assert_unharmed()
 
 
@@ -565,18 +525,6 @@ def test_malformed_tasks_of_a_prompt_raise(task: Any) -> None:
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with pytest.raises(ValueError, match="task"):
         hf_parallel.hogwild_prompt(task, tokenizer)
-
-
-def test_malformed_configs_and_tokenizers_of_a_prompt_raise() -> None:
-    for tokenizer in (None, "gpt2", lambda text, **kwargs: {"input_ids": []}):
-        with pytest.raises(ValueError, match="tokenizer"):
-            hf_parallel.hogwild_prompt("a task", tokenizer)
-    for no_config in ({"num_workers": 2}, SharedPrefixConfig()):
-        with pytest.raises(ValueError, match="HogwildConfig"):
-            hf_parallel.hogwild_prompt("a task", TOKENIZER, no_config)
-    for settings_ in ({"num_workers": 0}, {"num_wokers": 2}):
-        with pytest.raises(ValueError, match=next(iter(settings_))):
-            hf_parallel.hogwild_prompt("a task", TOKENIZER, **settings_)
 
 
 # Models

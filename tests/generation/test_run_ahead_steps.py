@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,11 @@ import tiny
 import torch
 from mode_cases import BUILT_IN, small_call
 from test_hogwild_run import BLANKS, EOS, STOP_BLANK
-from torch.overrides import TorchFunctionMode
 from workers import SETTINGS, TOKENIZER, WORDY, Listener, Recording, small_model, write
 
 import hf_parallel
 from hf_parallel.generation import decode, executor
-from hf_parallel.generation.executor import LocalExecutor
-from hf_parallel.generation.sampling import Sampler, SamplingTask
+from hf_parallel.generation.sampling import Sampler
 
 PROMPTS, MASK = tiny.left_pad(tiny.make_prompts([23, 11]))
 
@@ -144,42 +141,3 @@ def test_every_mode_generates_the_same(both: Any, name: str, mode: str) -> None:
     finally:
         hf_parallel.disable(model)
     check_equal(expected, actual)
-
-
-class PageableCopies(TorchFunctionMode):
-    """Collects operations of the package with a list, which a GPU copies while the host waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation."""
-        name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
-        indices = args[1] if name in ("__getitem__", "__setitem__") else ()
-        is_list = any(isinstance(index, list) for index in (indices if isinstance(indices, tuple) else (indices,)))
-        is_ours = sys._getframe(1).f_globals["__name__"].startswith(hf_parallel.__name__)
-        if is_ours and (is_list or (func is torch.tensor and "device" in kwargs)):
-            self.found.append(name)
-        return func(*args, **kwargs)
-
-
-@pytest.mark.parametrize("scores", [False, True])
-def test_sampling_for_rows_of_unequal_lengths_does_not_wait_for_copies(
-    monkeypatch: pytest.MonkeyPatch, scores: bool
-) -> None:
-    """They are unequal because workers receive headers at different times."""
-    copies, unequal, sample = PageableCopies(), [], LocalExecutor.sample
-
-    def watched(executor: LocalExecutor, task: SamplingTask, logits: torch.Tensor) -> Any:
-        unequal.append(len({task.sampler.table.lengths[row] for row in task.rows}) > 1)
-        with copies:
-            return sample(executor, task, logits)
-
-    monkeypatch.setattr(LocalExecutor, "sample", watched)
-    settings = {"num_workers": 3, "do_sample": True, "repetition_penalty": 1.5, "max_new_tokens": 28}
-    settings |= {"return_dict_in_generate": True, "output_scores": scores, "finisher_tokens": 0}
-    torch.manual_seed(0)
-    small_model().generate(PROMPTS[:1], generation_mode="hogwild", **(SETTINGS | WORDY | settings))
-    assert sum(unequal) > 5
-    assert not copies.found

@@ -10,7 +10,6 @@ import pytest
 import tiny
 import torch
 from stateful import Alternate, EndRow, FollowOthers
-from tiny_tokenizer import TOKENIZER
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -231,39 +230,6 @@ def test_ends_come_later_as_by_the_processors_of_transformers(ends: list[int], l
     assert torch.equal(scores, before), "the caller's own"
 
 
-@pytest.mark.parametrize("limit", [{"min_new_tokens": 9}, {"min_length": WIDTH + 9}], ids=["new", "length"])
-def test_no_step_looks_through_the_vocabulary_for_ends(
-    model: PreTrainedModel, limit: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[int] = []
-    isin = torch.isin
-
-    def noting(elements: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        looked.append(elements.numel())
-        return isin(elements, *args, **kwargs)
-
-    ends = [some_token(model, 0, 2), 10**6]
-    plain = run(model, None, eos_token_id=ends, **limit)
-    monkeypatch.setattr(torch, "isin", noting)
-    assert torch.equal(plain, run(model, "shared_prefix", eos_token_id=ends, **limit))
-    assert looked
-    assert max(looked) <= len(ROWS)
-
-
-class WantsMore(LogitsProcessor):
-    """Asks for what nobody gives it."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, beams: int = 1) -> torch.Tensor:
-        return scores
-
-
-@pytest.mark.parametrize("mode", [None, "shared_prefix"])
-def test_a_processor_that_asks_for_more_is_refused(model: PreTrainedModel, mode: str | None) -> None:
-    with pytest.raises(ValueError, match="WantsMore"):
-        run(model, mode, logits_processor=LogitsProcessorList([WantsMore()]))
-    assert torch.equal(run(model, mode), run(model, None))
-
-
 # Criteria
 
 
@@ -285,17 +251,6 @@ def test_criterion_acts_as_under_generate(model: PreTrainedModel, criterion: typ
     )
     assert torch.equal(plain.sequences, ours.sequences)
     assert (plain.sequences[:, WIDTH:] == tiny.PAD).any()
-
-
-def test_rows_that_stop_without_an_eos_token_are_padded(model: PreTrainedModel) -> None:
-    """Plain `generate` pads only if there is an eos token; otherwise it continues such rows until all have stopped."""
-    settings = {"stop_strings": [TOKENIZER.decode(run(model, None)[0, WIDTH:])[4:6]], "tokenizer": TOKENIZER}
-    plain, ours = both(model, **settings, eos_token_id=None)
-    with_eos = run(model, "shared_prefix", **settings)
-    assert torch.equal(ours, with_eos)
-    assert not torch.equal(ours, plain)
-    length = WIDTH + int((ours[0, WIDTH:] != tiny.PAD).sum())
-    assert torch.equal(ours[0, :length], plain[0, :length])
 
 
 # Streamers

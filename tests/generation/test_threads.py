@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import threading
 from collections.abc import Callable, ItemsView, Iterator, Mapping
@@ -157,25 +156,6 @@ def test_plain_calls_beside_modes_are_those_of_the_model_alone(model: Any) -> No
         assert all(outcome)
         assert len(outcome) > 3
     assert type(model.config) is type(tiny.build("llama").config)
-
-
-def test_clones_that_share_the_weights_serve_threads_at_the_same_time(model: Any) -> None:
-    """As in docs/other_tools.md."""
-    ids = torch.stack(tiny.make_prompts([9]))
-
-    def sample(model: Any, seed: int) -> list[list[int]]:
-        settings = {"num_return_sequences": 4, "do_sample": True, "seed": seed, "max_new_tokens": 16}
-        return model.generate(ids, generation_mode="shared_prefix", **settings).tolist()
-
-    clones = []
-    for _ in range(4):
-        memo = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
-        clones.append(copy.deepcopy(model, memo))
-        assert all(a is b for a, b in zip(clones[-1].parameters(), model.parameters(), strict=True))
-    expected = [sample(model, seed) for seed in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        for _ in range(2):
-            assert list(pool.map(sample, clones, range(4))) == expected
 
 
 def test_a_process_that_is_forked_during_a_call_can_generate() -> None:

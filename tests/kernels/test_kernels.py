@@ -129,9 +129,6 @@ def test_a_sliding_window_touches_a_band_of_keys() -> None:
     assert sum(call.num_keys * call.num_queries for call in make_schedule(plan).calls) < 3000 * (64 + 256)
 
 
-# Plans
-
-
 # Rotations
 
 
@@ -166,17 +163,6 @@ def test_rotations_add_up_and_leave_other_dimensions_unchanged(
     assert torch.equal(rotated, rotate(x, *spec.tables(np.array([first]), torch.float64, x.device), spec))
     assert torch.equal(rotated[..., spec.rotary_dim :], x[..., spec.rotary_dim :])
     assert torch.equal(rotate_by(x, 0, spec), x)
-
-
-def test_rotations_of_inference_mode_serve_training_too() -> None:
-    """Their tables are cached."""
-    spec, x = RotarySpec((1.0, 0.37)), torch.randn(3, 4, requires_grad=True)
-    with torch.inference_mode():
-        expected = rotate_by(x, 7, spec)
-    rotated = rotate_by(x, 7, spec)
-    rotated.square().sum().backward()
-    assert torch.equal(rotated, expected)
-    torch.testing.assert_close(x.grad, 2 * x.detach())  # a rotation keeps lengths
 
 
 # Dispatch

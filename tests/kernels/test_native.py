@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from paths import PYTHONPATH
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.kernels import AttentionParams, AttentionPlan, RotarySpec, native, reference, torch_attention
@@ -102,20 +98,6 @@ def test_a_key_that_is_not_a_number_is_not_ignored(blocks: int) -> None:
     out, _ = attend(q, (k, v), scale=0.25)
     assert out[-1].isnan().all()
     assert out[:-1].isfinite().all()
-
-
-def shared_prompt(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionPlan]:
-    """A decode step of five rows over one prompt, with a suffix each."""
-    torch.manual_seed(0)
-    cache = BlockCache()
-    prompt, *own = cache.pool.new_block(tokens), *cache.pool.new_blocks(5, 8, base=tokens)
-    for segments in ([Segment([prompt], tokens)], *[[Segment([prompt, block], 1) for block in own]] * 3):
-        forward = cache.prepare(segments)
-        new = torch.randn(2, 2, forward.plan.num_queries, 64)
-        cache.pool.arena.write(0, new[0], new[1], forward.plan)
-        cache.commit()
-    layer = cache.pool.arena.layers[0]
-    return torch.randn(5, 6, 64), layer.keys, layer.values, forward.plan
 
 
 def computed_natively(plan: AttentionPlan) -> bool:
@@ -210,52 +192,3 @@ def test_calls_are_carried_over_to_following_and_repeated_decode_steps(window: i
         runs.add(plan.lineage)
         cache.rollback() if number % 2 else cache.commit()
     assert len(runs) == 1
-
-
-WITHOUT = """
-import os
-import sys; sys.path.insert(0, {tests!r})
-import torch
-from test_native import shared_prompt
-from hf_parallel.kernels import AttentionParams, native, reference, torch_attention
-from hf_parallel.models.linear import linear_layers
-
-def check():
-    query, keys, values, plan = shared_prompt(700)
-    params = AttentionParams(2, 0.125)
-    for _ in range(2):
-        out = torch_attention.TorchBackend().attend(query, keys, values, plan, params)
-    expected = reference.ReferenceBackend().attend(query, keys, values, plan, params)
-    print(bool(native.unavailable_reason()), float((out - expected).abs().max()) < 1e-5)
-    os.environ["HF_PARALLEL_LINEAR"] = "native"
-    try:
-        with linear_layers(torch.nn.Linear(2, 2)):
-            pass
-    except ValueError as error:
-        print(error)
-
-for environment in {environments!r}:
-    if os.fork() == 0:
-        os.environ.update(environment)
-        check()
-        sys.exit()
-    os.wait()
-    for stream in sys.stdout, sys.stderr:
-        print("END", file=stream, flush=True)
-"""
-ENVIRONMENTS = [{"CC": "no-such-compiler", "PATH": ""}, {"HF_PARALLEL_NATIVE": "0"}]
-
-
-@pytest.mark.slow
-def test_without_the_kernel_results_are_the_same(tmp_path: Path) -> None:
-    """A missing compiler is reported once, with the reason. Disabling the kernel is silent; selecting it raises."""
-    code = WITHOUT.format(tests=str(Path(__file__).parent), environments=ENVIRONMENTS)
-    variables = {**os.environ, "HF_PARALLEL_CACHE": str(tmp_path), "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, timeout=1800)
-    outputs, errors = (text.split("END\n") for text in (done.stdout, done.stderr))
-    assert (len(outputs), len(errors)) == (3, 3), done.stderr
-    for output, logged, warnings in zip(outputs, errors, (1, 0), strict=False):
-        results, error = output.splitlines()
-        assert results == "True True", logged
-        assert logged.count("no C compiler was found") == warnings
-        assert error.startswith("HF_PARALLEL_LINEAR=native cannot be used: ")

@@ -6,9 +6,7 @@ in such a process.
 
 from __future__ import annotations
 
-import copy
 import os
-import random
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +14,6 @@ from unittest.mock import patch
 
 import one_layer
 import pytest
-import test_joint_sampling
 import tiny
 import torch
 from transformers import (
@@ -28,12 +25,9 @@ from transformers import (
 )
 
 from hf_parallel import enable
-from hf_parallel.generation import sampling as sampling_of_calls
-from hf_parallel.generation.parts import Part
-from hf_parallel.generation.rng import exponential_noise, make_rngs, mix
-from hf_parallel.generation.sampling import SamplingTask, sample_together
+from hf_parallel.generation.rng import exponential_noise, mix
 from hf_parallel.generation.warpers import split_warpers
-from hf_parallel.kernels import BACKEND_VARIABLE, sampling
+from hf_parallel.kernels import BACKEND_VARIABLE
 from hf_parallel.kernels.sampling import Warpers, sample
 
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
@@ -212,36 +206,3 @@ def test_calls_return_what_they_return_without_the_kernels(
     for kind in ("scores", "logits"):
         for mine, its in zip(getattr(ours, kind) or (), getattr(expected, kind) or (), strict=True):
             torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_calls_that_sample_together_get_the_tokens_of_each_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "MANY_ROWS", 0)
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    samplers = [test_joint_sampling.random_sampler(rng, do_sample=rng.random() < 0.6) for _ in range(4)]
-    joins = seed % 2 == 1
-    for sampler in samplers[: 4 * joins]:
-        sampler.scores, sampler.rngs = None, make_rngs(seed, sampler.num_rows)
-    alone = copy.deepcopy(samplers)
-    tasks, given, expected = [], [], []
-    for together, by_itself in zip(samplers, alone, strict=True):
-        together.returns_log_probs = by_itself.returns_log_probs = True
-        logits = 3 * torch.randn(together.num_rows, test_joint_sampling.VOCABULARY, generator=generator)
-        tasks.append(SamplingTask(together, range(together.num_rows)))
-        given.append(Part(logits))
-        with monkeypatch.context() as plain:
-            plain.setenv(BACKEND_VARIABLE, "torch")
-            task = SamplingTask(by_itself, range(together.num_rows))
-            expected += sampling_of_calls.SamplingBatch([task], [Part(logits.clone())]).sample()
-    calls: list[int] = []
-    monkeypatch.setattr(sampling_of_calls, "sample", lambda *args: calls.append(len(args[0])) or sample(*args))
-    results = sample_together(tasks, given)
-    rows = [sampler.num_rows for sampler in samplers if sampler.do_sample and sampler.can_join]
-    assert (sum(rows) in calls) == (joins or len(rows) == 1), "one operation for all calls"
-    for found, one in zip(results, expected, strict=True):
-        assert not isinstance(found, BaseException)
-        assert found.read() == one.read()
-        assert found.log_probs is not None
-        for name in ("model", "sampling"):
-            values = getattr(found.log_probs, name), getattr(one.log_probs, name)
-            torch.testing.assert_close(*values, atol=1e-4, rtol=1e-4, equal_nan=True)

@@ -221,18 +221,6 @@ def test_training_with_gradient_checkpointing() -> None:
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_probing_a_model_in_training_mode_with_dropout() -> None:
-    model = a_copy("phi")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.5
-    model.train()
-    model.lm_head.eval()  # a module of another mode than the rest
-    before = snapshot(model)
-    assert probe_capabilities(model).rotary == probe_capabilities(tiny.build("phi")).rotary
-    assert snapshot(model) == before
-
-
 def test_block_attention_outside_a_mode_raises() -> None:
     model = a_copy("llama")
     model.set_attn_implementation(IMPLEMENTATION)

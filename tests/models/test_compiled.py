@@ -14,13 +14,11 @@ import pytest
 import tiny
 import torch
 from torch import nn
-from torch._inductor.utils import run_and_get_code
 from transformers import PreTrainedModel
 
 import hf_parallel
 from hf_parallel.cache import BlockCache
 from hf_parallel.generation import enabled as state
-from hf_parallel.generation.arguments import check_not_compiled
 from hf_parallel.models import compiled
 from hf_parallel.models.cached_model import CachedModel
 from hf_parallel.models.compiled import CompiledLayers, compiled_layers
@@ -134,16 +132,6 @@ def test_other_threads_run_the_layers_as_they_are_meanwhile() -> None:
     assert all("_compiled_call_impl" not in vars(layer) for layer in layers.layers)
 
 
-def test_a_call_may_be_prepared_while_compiled_layers_run() -> None:
-    """As by `Engine.submit` in another thread."""
-    model = enabled()
-    with CompiledLayers(model)._installed():
-        check_not_compiled(model)
-    model.model.layers[0].compile()
-    with pytest.raises(ValueError, match="model.layers.0"):
-        check_not_compiled(model)
-
-
 def test_the_check_of_a_capture_does_not_undo_compilation() -> None:
     model = enabled()
     layers = CompiledLayers(model)
@@ -184,20 +172,6 @@ def test_fused_projections_generate_the_same_tokens_without_a_second_copy(name: 
     hf_parallel.disable(model)
     assert num_storages(model) == before
     assert_equal(weights(model), state)
-
-
-@pytest.mark.usefixtures("fusing")
-@pytest.mark.slow
-def test_inductor_computes_fused_projections_as_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "COMPILER", "inductor")
-    model = enabled("qwen2")  # with biases
-    expected = generate(model, compile=False).sequences
-    for mixed in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            tokens, sources = run_and_get_code(lambda: generate(model, compile=True).sequences)
-        assert mixed or torch.equal(tokens, expected)
-        products = ("extern_kernels.addmm(", "extern_kernels.mm(")
-        assert sum(sources[0].count(product) for product in products) == 4  # q, k, v; o; gate, up; down
 
 
 @pytest.mark.usefixtures("fusing")

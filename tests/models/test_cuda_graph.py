@@ -24,10 +24,8 @@ from workers import SETTINGS
 
 import hf_parallel
 from hf_parallel.generation import executor
-from hf_parallel.generation.enabled import enabled
 from hf_parallel.kernels import BACKEND_VARIABLE
 from hf_parallel.models import cuda_graph as graph
-from hf_parallel.models.cached_model import CachedModel
 from hf_parallel.models.cuda_graph import CapturedGraph, DecodeGraphs, NoSyncMode, capture_graph
 
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
@@ -124,24 +122,6 @@ def test_finished_rows_lead_to_smaller_graphs(
     assert torch.equal(generate(model, **settings).sequences, expected)
     assert graphs.captures == sorted(graphs.captures, reverse=True)
     assert len(graphs.captures) < graphs.replays
-
-
-def test_the_last_of_several_rows_needs_no_graph_of_one_row(graphs: Graphs, model: PreTrainedModel) -> None:
-    """Compiled layers would compile it in the middle of the call."""
-    plain = generate(model, None).sequences[:, INPUT_IDS.shape[1] :]
-    settings: dict[str, Any] = {"eos_token_id": [int(plain[0, 1]), int(plain[1, 1])]}
-    expected = generate(model, None, **settings).sequences
-    assert torch.equal(generate(model, **settings).sequences, expected)
-    assert graphs.captures == [3, 2]
-    assert graphs.replays == NEW - 1
-
-
-def test_an_engine_has_a_graph_of_one_row_for_a_single_request(graphs: Graphs, model: PreTrainedModel) -> None:
-    """It measures the bytes of a token when it starts."""
-    capabilities = enabled(model).capabilities
-    with torch.no_grad():
-        CachedModel(model, capabilities, hf_parallel.SharedPrefixCache(), cuda_graph=True).token_bytes()  # type: ignore[arg-type]
-    assert graphs.captures == [1]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

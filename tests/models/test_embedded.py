@@ -112,6 +112,3 @@ def test_a_load_waits_for_the_conversion_of_another_process(tiny_conversion, mon
         assert waiting.result(600)
         assert converting.result(600) == 0
     assert tiny_conversion.calls == 0, "this process converts nothing"
-
-
-# Errors

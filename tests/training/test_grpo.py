@@ -238,25 +238,6 @@ def transcript_is_long(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-def test_attention_without_masks_raises_before_the_first_step(checkpoint: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(
-        AutoModelForCausalLM,
-        "from_pretrained",
-        with_attention("flash_attention_2", AutoModelForCausalLM.from_pretrained),
-    )
-    with pytest.raises(ValueError, match="for a mask, got 'flash_attention_2'"):
-        make_trainer(SharedPrefixGRPOTrainer, checkpoint, enable=False)
-
-
-def with_attention(name: str, load: Any) -> Any:
-    def loaded(*args: Any, **kwargs: Any) -> Any:
-        model = load(*args, **kwargs)
-        model.config._attn_implementation_internal = name  # flash-attn is not installed
-        return model
-
-    return staticmethod(loaded)
-
-
 def test_trainers_that_cannot_compute_runs_raise(checkpoint: Path) -> None:
     ours, func = SharedPrefixGRPOTrainer, make_rollout_func("hogwild", **RUNS["hogwild"])
     for cls, settings, message in (

@@ -12,7 +12,6 @@ import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.mixers import Mixer, MixerStates
@@ -173,28 +172,3 @@ def test_tokens_that_see_other_rows_raise() -> None:
         pass
     with pytest.raises(ValueError, match=r"has layers with a state \(linear_attention\).*use tree_logprobs"):
         stock_mask(joined, model.config, torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("recurrent_gemma", {"lru_width": 64}, "keeps the states of layers .* outside of the cache"),
-        (
-            "minimax",
-            {"head_dim": 16, "num_local_experts": 2, "num_hidden_layers": 2},
-            "keeps states in a cache of its own",
-        ),
-    ],
-)
-def test_models_whose_states_are_elsewhere_raise(name: str, settings: dict[str, Any], message: str) -> None:
-    config = AutoConfig.for_model(
-        name,
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **settings,
-    )
-    with pytest.raises(UnsupportedModelError, match=message):
-        tree_logprobs(AutoModelForCausalLM.from_config(config), [5, 6], [[7], [8]])

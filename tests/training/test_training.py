@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from mode_cases import small_call
 from small_tokenizers import make
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask
-from transformers import LlamaForCausalLM
 
 import hf_parallel
 from hf_parallel.cache.hogwild import LAYOUTS
@@ -135,24 +133,6 @@ def test_logits_of_completions(mode: str) -> None:
     assert difference(model, example, expected) < 1e-6
 
 
-def test_a_session_with_injected_text_that_is_saved_is_one_run(tmp_path: Path) -> None:
-    model, tokenizer = enabled(), AsciiTokenizer()
-    with computed_logits() as computed:
-        session = hf_parallel.HogwildSession(
-            model, tokenizer, IDS, num_workers=2, finisher_tokens=0, max_new_tokens=60, do_sample=True, seed=3
-        )
-        session.run(15)
-        session.inject("Bob", "hello. ")
-        session.run(9)
-        session.save(tmp_path / "session.json")
-        session.run(5)
-    expected = torch.cat(computed)
-    assert difference(model, ParallelExample.from_output(session.output()), expected) < 1e-9
-    loaded = hf_parallel.HogwildSession.load(tmp_path / "session.json", model, tokenizer)
-    loaded.run(5)
-    assert difference(model, ParallelExample.from_output(loaded.output()), expected) < 1e-9
-
-
 def test_an_example_survives_a_dataset() -> None:
     datasets = pytest.importorskip("datasets")
     example, _ = hogwild(enabled())
@@ -187,20 +167,6 @@ def test_a_run_that_was_partly_cached_before_has_no_trace() -> None:
     for settings in given:
         with pytest.raises(ValueError, match="a run of self_consistency can be traced only without"):
             run(model, "self_consistency", **settings)
-
-
-@pytest.mark.parametrize(("mode", "rows"), [("shared_prefix", 3), ("hogwild", 2)])
-def test_a_record_holds_the_log_probabilities_of_sampled_distributions(mode: str, rows: int) -> None:
-    own = {"shared_prefix": {"num_return_sequences": rows}, "hogwild": {"num_workers": rows, "finisher_tokens": 0}}
-    call = {**small_call(mode), **own[mode], "tokenizer": AsciiTokenizer(), "do_sample": True, "temperature": 0.7}
-    output = enabled().generate(IDS, **call, top_k=9, output_scores=True, return_dict_in_generate=True)
-    sampled, log_probs = output.record.sampled_log_probs(processed=True)
-    example = ParallelExample.from_output(output)
-    assert sampled.tolist() == example.target_rows.tolist() or mode == "shared_prefix"
-    for row in range(rows):
-        tokens = example.target_ids[example.target_rows == row]
-        expected = [output.scores[n][row].log_softmax(-1)[token] for n, token in enumerate(tokens)]
-        assert log_probs[sampled == row].tolist() == pytest.approx([float(value) for value in expected], abs=1e-5)
 
 
 # Trees
@@ -482,19 +448,6 @@ def test_a_model_that_is_not_prepared_does_not_ignore_the_layout() -> None:
     for model in (tiny.build("llama"), enabled()):
         with pytest.raises(ValueError, match=r"is not prepared: call hf_parallel.training.prepare_model\(model\)"):
             model(**batch)
-
-
-def test_a_model_with_the_implementation_alone_is_prepared_and_one_without_it_is_not() -> None:
-    batch = DataCollatorForParallel(TOKENIZER)([TREE])
-    prepared = prepare_model(enabled())
-    expected = prepared(**batch).loss
-    other = LlamaForCausalLM(copy.deepcopy(prepared.config)).double()
-    other.load_state_dict(prepared.state_dict())
-    assert other.config._attn_implementation == "hf_parallel_train"
-    torch.testing.assert_close(prepare_model(hf_parallel.enable(other))(**batch).loss, expected)
-    prepared.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="is not prepared"):
-        prepared(**batch)
 
 
 def test_models_that_are_too_short_or_not_enabled_raise() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
@@ -88,24 +87,6 @@ def test_answers_are_columns_and_a_conclusion_spans_them() -> None:
     assert (section["ranking"], section["chosen"]) == ([1, 0], [1])
     assert section["cards"][2]["begin"] == max(card["end"] for card in section["cards"][:2])
     assert dict(map(tuple, section["notes"])) == {"Answer": "5", "Votes": "4: 1, 5: 1", "Chosen": "answer 2"}
-
-
-def test_answers_with_the_most_votes_come_first_and_the_chosen_one_is_marked() -> None:
-    texts = ["none", "\\boxed{4}", "\\boxed{5}", "\\boxed{6}", "so \\boxed{5}", "\\boxed{4}", "is \\boxed{5}"]
-    out = vote(*([text, EOS] for text in texts))
-    section = one_section(out)
-    assert section["columns"] == [f"Answer {number}" for number in range(1, 8)]
-    assert (section["ranking"], section["chosen"]) == ([2, 4, 6, 1, 5, 3, 0], [2])
-    page = out.to_html()
-    headings = [int(number) for number in re.findall(r"Answer (\d)</", page.split("<article ")[0])]
-    assert headings == [3, 5, 7, 2, 6, 4, 1]
-    cards = page.split("<article ")[1:]
-    (marked,) = [card for card in cards if 'class="card chosen"' in card]
-    assert 'data-who="Answer 3"' in marked
-    assert "<footer>chosen</footer>" in marked
-    assert sum("chosen</footer>" in card for card in cards) == 1
-    undecided = one_section(vote(["none", EOS], ["\\boxed{5}", EOS], vote="final", final="7}"))
-    assert (undecided["ranking"], undecided["chosen"]) == ([1, 0], [])
 
 
 def completions(prompts: list[str], **settings: Any) -> Any:

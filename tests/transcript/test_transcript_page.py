@@ -89,9 +89,6 @@ def test_a_page_is_self_contained_and_allows_no_other_script() -> None:
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-# Its text
-
-
 # Transcripts read from a file
 
 

@@ -237,13 +237,3 @@ def test_continued_chat_equals_generate(name: str, enabled: Enable) -> None:
     # The last token of a completion was never computed; equal completions are stored once.
     twin = NEW - 1
     assert output.stats.prefilled_tokens == unique_tokens(chats) - (before - twin)
-
-
-def test_completions_are_dropped_if_not_wanted(enabled: Enable) -> None:
-    batch, model, held = clear_batch("llama"), enabled("llama"), SharedPrefixCache()
-    shared(model, **batch.inputs, past_key_values=held, keep_completions=False)
-    assert held.kv_bytes == unique_tokens(batch.rows) * bytes_per_token(model)
-    assert torch.equal(shared(model, **batch.inputs, past_key_values=held).sequences, batch.expected)
-
-
-# A config that names the mode

@@ -203,38 +203,6 @@ def test_the_answer_is_put_together_from_headings_points_and_conclusion() -> Non
     assert out.fallback == [None]
 
 
-@pytest.mark.parametrize(
-    ("script", "text"),
-    [
-        ("one.\ntwo", "one.\n"),
-        ("\n one\ntwo", "\n one\n"),
-        (["one", STOP_BLANK, "two"], "one.\n\n"),
-        ("one", "one"),
-    ],
-)
-def test_a_point_ends_where_it_is_said_to(script: Script, text: str) -> None:
-    out = write(scripts(script, "y", "z"), point_end="\n")
-    assert out.points[0][0].text == text
-
-
-# Batches, seeds
-
-
-def test_a_seed_gives_every_text_its_own_randomness() -> None:
-    sampled = {"do_sample": True, "max_new_tokens": NEW, "outline_tokens": 20}
-    outline = {"[OUTLINE]1.": POINTS}
-    first = write(outline, seed=5, **sampled)
-    for workers in (1, 2):
-        turns = write(outline, seed=5, point_workers=workers, **sampled)
-        assert (turns.points, turns.conclusions) == (first.points, first.conclusions)
-    other = write(outline, seed=6, **sampled)
-    assert other.points != first.points
-    batch = write({**outline, "Q[OUTLINE]1.": " aa\n2. bb\n3. cc\n4. dd"}, ["P", "Q"], seed=5, **sampled)
-    assert batch.points[0] == first.points[0]
-    assert write(outline, ["P", "P"], seed=[1, 2], **sampled).points[1] != write(outline, seed=[1], **sampled).points[0]
-    assert len({tuple(point.tokens) for point in first.points[0]}) == 3
-
-
 # Cost
 
 

@@ -19,7 +19,6 @@ import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import Cursors
-from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.generation.replay import drafts
 from hf_parallel.generation.replay.drafts import DraftSampler, NgramDrafter
 from hf_parallel.generation.rng import make_rngs
@@ -208,46 +207,7 @@ def test_a_draft_repeats_the_tokens_after_an_earlier_occurrence_of_the_last_ones
     assert drafter.draft(0, cursors.node(0), 2, 100) == [], "no occurrence"
 
 
-def test_a_longer_match_precedes_a_shorter_and_a_later_one_an_earlier() -> None:
-    shared = [40, 41, 42, 43, 44]
-    samples = [[10, *shared, 1], [11, *shared[-3:], 2], [12, 80, 81, 82, 3], [13, 80, 81, 82, 4]]
-    cursors = fill(cache := LogitsCache(), [5, 6, 7], *samples)
-    drafter = make_drafter(cache, cursors)
-    append(drafter, cursors, [15, *shared])
-    assert drafter.draft(0, cursors.node(0), 2, 1) == [1]
-    append(drafter, cursors, [14, 80, 81, 82])
-    assert drafter.draft(0, cursors.node(0), 2, 1) == [4]
-
-
 # Sampled draft tokens
-
-
-class Fixed:
-    """Predicts given tokens."""
-
-    def __init__(self, *tokens: int) -> None:
-        self.tokens = tokens
-        self.calls: list[tuple[int, int, int]] = []  # row, token of the node, ahead
-
-    def __call__(self, row: int, node: TrieNode, ahead: int) -> int | None:
-        self.calls.append((row, node.token, ahead))
-        return self.tokens[ahead] if ahead < len(self.tokens) else None
-
-
-def test_of_the_cached_and_the_sampled_token_the_one_with_the_higher_acceptance_rate_is_drafted() -> None:
-    cursors = fill(cache := LogitsCache(), [1, 2, 3], [30, 31, 32, 33], [40, 31, 50, 51], [31, 60])
-    predict = Fixed(50, 51)
-    drafter = make_drafter(cache, cursors, predict=predict)
-    append(drafter, cursors, [70, 40, 31])
-    predict.calls.clear()
-    drafter.rates[2, drafts.CACHED].accepted = 0.0
-    assert drafter.draft(0, cursors.node(0), 1, 2) == [50, 51], "cached and sampled tokens agree"
-    drafter.rates[2, drafts.AGREED].accepted = 0.9e6
-    predict.tokens = (32, 33)
-    assert drafter.draft(0, cursors.node(0), 1, 2) == [32, 33], "the sampled branch instead of the cached one"
-    assert predict.calls == [(0, 31, 0), (0, 50, 1), (0, 31, 0), (0, 32, 1)]
-    drafter.rates[2, drafts.CACHED].accepted, drafter.rates[2, drafts.SAMPLED].accepted = 1e6, 0.9e6
-    assert drafter.draft(0, cursors.node(0), 1, 2)[0] == 50, "the cached token"
 
 
 CASES: dict[str, dict[str, Any]] = {

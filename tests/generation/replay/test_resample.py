@@ -104,6 +104,3 @@ def test_logits_of_another_model_are_not_replayed(model: PreTrainedModel, other:
     again = sample(model, logits_cache=cache)
     assert again.stats.forward_passes == 0
     assert torch.equal(again.sequences, first)
-
-
-# Interrupts

@@ -104,6 +104,3 @@ def test_positions_are_counted_correctly_after_any_changes(layout: str, tmp_path
 def test_a_prompt_that_leaves_no_position_for_the_workers_raises() -> None:
     with pytest.raises(ValueError, match="leaves no capacity for 3 workers in the model's 512 positions"):
         generate(3, [encode("P") * 480], max_new_tokens=10)
-
-
-# Tokens that are allowed

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from workers import SETTINGS, WORDY, Recording, small_model
+from workers import SETTINGS, WORDY, small_model
 
 from hf_parallel import Hotspot, LogitsCache
 from hf_parallel.cache import Segment
@@ -75,19 +75,6 @@ def test_another_seed_leaves_the_cached_passes_and_continues_exactly(layout: str
         left += 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
     assert replayed > 0
     assert left > 0
-
-
-def test_replayed_passes_are_computed_in_chunks() -> None:
-    cache = LogitsCache()
-    expected = plain(finisher_tokens=0)
-    short = write(logits_cache=cache, max_new_tokens=10, finisher_tokens=0)
-    recording = Recording()
-    out = write(logits_cache=cache, finisher_tokens=0, prefill_chunk_size=30)
-    assert_same(out, expected)
-    assert out.stats.replayed_tokens == short.stats.decoded_tokens
-    assert out.stats.forward_passes > 1 + PASSES - 10 + 2
-    larger = [one.num_tokens for one in recording.passes if one.num_tokens > 30]
-    assert len(larger) <= len(PROMPTS)  # the first pass of a prompt, with all headers, is not divided
 
 
 @pytest.mark.parametrize(
@@ -161,9 +148,6 @@ def test_a_cache_serves_several_modes() -> None:
         )
         assert torch.equal(out.sequences, expected.sequences)
     assert out.stats.forward_passes == 0
-
-
-# Failures, streaming, stats
 
 
 # Cache keys of a group

@@ -94,22 +94,6 @@ def test_a_save_that_fails_leaves_the_earlier_file(tmp_path: Path, monkeypatch: 
     assert state(load(path))[:-1] == state(session)[:-1]
 
 
-@pytest.mark.parametrize(("passes", "chunk", "forward_passes"), [(60, None, 1), (60, 80, 4)])
-def test_many_passes_are_restored_in_one_forward_pass(
-    tmp_path: Path, passes: int, chunk: int | None, forward_passes: int
-) -> None:
-    session = begin(
-        num_workers=1, max_new_tokens=500, prefill_chunk_size=chunk, redundancy_prompt="", stop_on_answer="never"
-    )
-    session.run(passes)
-    session.save(tmp_path / "session.json")
-    other = load(tmp_path / "session.json")
-    assert (session.passes, other.stats.forward_passes) == (passes, 1 + forward_passes)  # the prompt first
-    for one in (session, other):
-        one.run(20)
-    assert state(other)[:-1] == state(session)[:-1]
-
-
 # Invalid files
 
 

@@ -196,9 +196,6 @@ def test_a_parallel_streamer_receives_skeletons_branches_and_joins() -> None:
     assert listener.ended == 1
 
 
-# The prompt
-
-
 # Settings
 
 
