@@ -32,7 +32,7 @@ help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY) ## run the demo on the embedded model
-	@$(RUN) -m hf_parallel demo $(ARGS)
+	@$(RUN) examples/demo.py $(ARGS)
 
 test: $(READY) ## lint, and run the quick tests beside it (minutes)
 	@$(MAKE) --no-print-directory --jobs 2 lint quick

@@ -25,10 +25,6 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command(
-        "two workers over one cache, then many completions",
-        "Workers over one shared cache, then shared prefixes compared with plain `generate`.",
-    ),
     "generate": Command(
         "answer prompts, in any mode and with any model",
         "Answer prompts, in any mode and with any model. Prompts go through the model's chat template and get the "

@@ -1,84 +1,65 @@
-"""`hf-parallel demo`: workers over one shared cache, then shared prefixes compared with plain `generate`.
+"""Workers over one shared cache, then shared prefixes compared with plain `generate`. Run: python examples/demo.py
 
 All statements about speed and equality of tokens are measured while the demo runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
-from typing import Any
 
 import torch
-from rich.console import Console
 from rich.rule import Rule
-from transformers import PreTrainedTokenizerBase
 
+import hf_parallel
 from hf_parallel.cli.live import LiveView, make_console
-from hf_parallel.cli.settings import add_template_option
-from hf_parallel.detokenizer import decode
-from hf_parallel.generation import build_prompt, enable
-from hf_parallel.generation.modes import HogwildConfig, SharedPrefixConfig
 from hf_parallel.generation.presets import SAMPLING
-from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import load_model
 
 TASK = "Plan a picnic in the park for ten people."
 REMARK = "Our guest liked the garden, the quiet rooms, the breakfast and the view of the lake. "
 SHOWN = 4  # sampled completions that are printed
-NEXT_STEPS = f"""    import hf_parallel
+NEXT_STEPS = """    import hf_parallel
     hf_parallel.enable(model)       # any RoPE decoder of transformers
-    model.generate(**inputs, generation_mode="{SharedPrefixConfig.mode}",
+    model.generate(**inputs, generation_mode="shared_prefix",
                    num_return_sequences=16, do_sample=True)
 
 README.md            all modes and their settings
-make bench ARGS={SharedPrefixConfig.mode}    the same comparison in full, with continuous batching
+make bench ARGS=shared_prefix    the same comparison in full, with continuous batching
 make demo ARGS='--task "Write a song about the sea."'
 make demo ARGS="--model Qwen/Qwen3-0.6B"
-.venv/bin/hf-parallel generate --mode {HogwildConfig.mode} --format live "Plan a day in Rome."
+.venv/bin/hf-parallel generate --mode hogwild --format live "Plan a day in Rome."
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+def main(arguments=None):
+    """Run the demo."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, takes a few seconds")
     parser.add_argument("--model", metavar="ID_OR_PATH", help="a chat model (default: the embedded one)")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of each worker (128)")
     parser.add_argument("--task", default=TASK, metavar="TEXT", help=f"task of the workers ({TASK})")
-    add_template_option(parser.add_argument)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
-    parser.set_defaults(run=demo)
-
-
-def demo(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
-    if options.max_new_tokens is not None and options.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
-    if not options.task.strip():
-        raise ValueError("--task must not be empty")
+    options = parser.parse_args(arguments)
     console = make_console()
     with console.status(f"Loading {options.model or MODEL_NAME} ..."):
         model, tokenizer = load_model(options.model)
-        enable(model)
+        hf_parallel.enable(model)
     try:
         show_workers(console, model, tokenizer, options)
     except KeyboardInterrupt:
         console.print("Stopped; on to the second part (Ctrl-C again to exit).\n")
-    except UnsupportedModelError as error:
+    except hf_parallel.UnsupportedModelError as error:
         console.print(f"Skipped: {error}\n")
     sizes = {"length": 96, "rows": 4, "new": 6} if options.quick else {"length": 1024, "rows": 16, "new": 24}
     show_shared_prefix(console, model, tokenizer, options.seed, **sizes)
     console.print(Rule("3. Your own model", align="left"))
     console.print(NEXT_STEPS, soft_wrap=True)
-    return 0
 
 
-def show_workers(console: Console, model: Any, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> None:
+def show_workers(console, model, tokenizer, options):
     """Show workers that generate concurrently."""
-    config = HogwildConfig(seed=options.seed)
-    template = options.chat_template_kwargs
-    prompt = build_prompt(HogwildConfig, options.task, tokenizer, config, chat_template_kwargs=template)
+    config = hf_parallel.HogwildConfig(seed=options.seed)
+    prompt = hf_parallel.hogwild_prompt(options.task, tokenizer, config)
     console.print(Rule(f"1. {config.num_workers} workers, one KV cache", align="left"))
     console.print(
         f"{' and '.join(config.names)} are rows of one batch over one KV cache. Each sees the text of the others token "
@@ -96,11 +77,9 @@ def show_workers(console: Console, model: Any, tokenizer: PreTrainedTokenizerBas
         console.print(f"Answer: {output.answers[0]}\n")
 
 
-def show_shared_prefix(
-    console: Console, model: Any, tokenizer: PreTrainedTokenizerBase, seed: int, length: int, rows: int, new: int
-) -> None:
+def show_shared_prefix(console, model, tokenizer, seed, length, rows, new):
     """Compare completions of one prompt by plain `generate` and over a shared prefix, and show sampled ones."""
-    mode = SharedPrefixConfig.mode
+    mode = "shared_prefix"
     ids = torch.tensor([tokenizer(REMARK * length)["input_ids"][:length]], device=model.device)
     device = f"the CPU ({torch.get_num_threads()} threads)" if model.device.type == "cpu" else str(model.device)
     console.print(Rule(f"2. One prompt, {rows} completions", align="left"))
@@ -108,7 +87,13 @@ def show_shared_prefix(
         f"A prompt of {length} tokens, {rows} completions of {new} tokens, greedy, float32, on {device}. "
         f"The same call of generate, without and with generation_mode={mode!r}:\n"
     )
-    batch, settings = ids.repeat(rows, 1), {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    batch = ids.repeat(rows, 1)
+    settings = {
+        "attention_mask": torch.ones_like(batch),
+        "max_new_tokens": new,
+        "min_new_tokens": new,
+        "do_sample": False,
+    }
     model.generate(batch, generation_mode=mode, **settings)  # warm-up
     plain, alone = measure(model, batch, generation_mode=None, **settings)
     shared, together = measure(model, batch, generation_mode=mode, **settings)
@@ -118,11 +103,15 @@ def show_shared_prefix(
     console.print(f"Sampled, {SHOWN} of {rows} completions:")
     sampling = {**SAMPLING, "seed": seed, "max_new_tokens": new, "generation_mode": mode}
     for row in model.generate(ids, num_return_sequences=rows, **sampling)[:SHOWN, length:]:
-        console.print(f"- {' '.join(decode(tokenizer, row, skip_special_tokens=True).split())}", markup=False)
+        console.print(f"- {' '.join(tokenizer.decode(row, skip_special_tokens=True).split())}", markup=False)
     console.print()
 
 
-def measure(model: Any, ids: torch.Tensor, **settings: object) -> tuple[torch.Tensor, float]:
+def measure(model, ids, **settings):
     """Return the sequences of a call of `generate`, and its seconds."""
     began = time.perf_counter()
     return model.generate(ids, **settings).cpu(), time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""`hf-parallel demo`: other tokens, interrupts, and the clock of the benchmarks."""
+"""The demo: its workers, and the comparison with plain `generate`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from consoles import a_pipe, printed
 
 import hf_parallel
-from hf_parallel.cli import demo
-from hf_parallel.cli.main import main
+from examples import demo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,7 +21,7 @@ def test_the_quick_demo_gets_the_tokens_of_generate(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(demo, "load_model", lambda name: embedded)
     with redirect_stdout(io.StringIO()) as out:
-        assert main(["demo", "--quick", "--max-new-tokens", "22"]) == 0
+        demo.main(["--quick", "--max-new-tokens", "22"])
     shown = out.getvalue()
     assert "22 passes, 44 tokens" in shown
     assert "same tokens: yes" in shown
