@@ -1,8 +1,8 @@
 """The command `hf-parallel` and its subcommands.
 
-Each subcommand is a module, imported when it runs: `--help` imports no torch. A module has `add_options(parser)`, or
-`run(arguments)` if it parses its own arguments. Errors are printed as one line on stderr with exit status 2 (`--debug`:
-with a traceback). Ctrl-C exits with 130, a closed pipe silently with 1.
+Each subcommand is a module with `add_options(parser)`, imported when it runs: `--help` imports no torch. Errors are
+printed as one line on stderr with exit status 2 (`--debug`: with a traceback). Ctrl-C exits with 130, a closed pipe
+silently with 1.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 
 class Command(NamedTuple):
-    """A subcommand: its line in the help and its description; without one, it parses its own arguments."""
+    """A subcommand: its line in the help, and its description."""
 
     help: str
-    description: str = ""
+    description: str
 
 
 COMMANDS = {
@@ -41,7 +41,6 @@ COMMANDS = {
         "Serve a model to many clients at a time over an OpenAI-compatible API, in all modes. SIGTERM and Ctrl-C let "
         "running requests finish.",
     ),
-    "lm-eval": Command("lm-evaluation-harness with `--model hf-parallel`; see `lm-eval --help`"),
     "view": Command(
         "render a transcript as an HTML page",
         "Render a transcript, saved by `generate -o run.json`, or the trace of a run of agents as one self-contained "
@@ -97,8 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
-    if name and not COMMANDS[name].description:
-        return _module(name).run(arguments[1:])
     options = make_parser(name).parse_args(arguments)
     import transformers
 
@@ -126,7 +123,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 
 
 def _module(command: str) -> Any:
-    return import_module(f"hf_parallel.cli.{command.replace('-', '_')}")
+    return import_module(f"hf_parallel.cli.{command}")
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

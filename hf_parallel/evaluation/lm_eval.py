@@ -182,3 +182,9 @@ class ParallelLM(HFLM):
         """Return an autocast context for `mixed_precision_dtype`, if given."""
         dtype = self.mixed_precision_dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+
+if __name__ == "__main__":  # releases of lm-eval up to 0.4.13 do not load models of other packages
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
