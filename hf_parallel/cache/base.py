@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hf_parallel.cache.batch import ForwardPass, Segment, View, new_tokens, plan_passes
-from hf_parallel.cache.dense_rows import DenseRows, attention_mask
+from hf_parallel.cache.dense_rows import DenseBatch, DenseRows, dense_batches
 from hf_parallel.cache.pass_log import PassLog
 from hf_parallel.cache.pool import Block, Pool
 from hf_parallel.cache.state_plan import StatePlan, plan_states
@@ -149,7 +149,7 @@ class BlockCache(Cache):
         self._states = states
         for block in () if states is None else states.blocks:
             block.state_at = -1  # until `commit`
-        self._pass, self.dense.updated = forward, set()
+        self._pass, self.dense.batch = forward, None
         return forward
 
     @property
@@ -236,20 +236,36 @@ class BlockCache(Cache):
             self.updated_layer = layer_idx
             self.pool.arena.write(layer_idx, key_states[0], value_states[0], plan)
             return key_states, value_states
-        if self._pass is None or layer_idx in self.dense.updated:  # the caller did not prepare this pass
+        batch = self.dense.batch
+        if self._pass is None or (batch is not None and layer_idx in batch.updated):  # the caller did not prepare it
             if self.pool.blocks and not self.rows:
                 raise ValueError(
                     f"a plain forward pass cannot continue the rows of this {type(self).__name__}: pass it to generate "
                     "with the mode that filled it"
                 )
             self.prepare(self.dense.next_segments(key_states.shape[0], key_states.shape[2]))
-        assert self._pass is not None
-        if self._pass.num_passes > 1:
-            raise ValueError("consecutive passes prepared as one need block attention")
-        self.dense.updated.add(layer_idx)
+        batch = self._dense_batch()
+        batch.updated.add(layer_idx)
         keys, values = (states.transpose(0, 1).flatten(1, 2) for states in (key_states, value_states))
-        self.pool.arena.write(layer_idx, keys, values, self._pass.plan)
-        return self.dense.states(layer_idx, self._pass.segments)
+        self.pool.arena.write(layer_idx, keys, values, batch.plan)
+        return batch.states(
+            self.pool.arena.layers[layer_idx], None if self.rotary is None else self.rotary.get(layer_idx)
+        )
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Store the keys `[rows, n, dim]` of a sparse indexer; return those of the rows, `[rows, L, dim]`."""
+        first, second = keys[:, None].split((keys.shape[-1] - 1, 1), dim=-1)  # in the place of keys and of values
+        return torch.cat(self.update(first, second, -1 - layer_idx), dim=-1)[:, 0]
+
+    def _dense_batch(self) -> DenseBatch:
+        """Return the running call of a model with its own attention: all rows of the prepared pass, unless set."""
+        if self.dense.batch is None:
+            assert self._pass is not None
+            batches = dense_batches(self._pass, self.device)
+            if self._pass.num_passes > 1 or len(batches) > 1:
+                raise ValueError("consecutive passes, or rows of unequal numbers of new tokens, need block attention")
+            self.dense.batch = batches[0]
+        return self.dense.batch
 
     def _refuse_state(self, *args: object, **kwargs: object) -> Any:
         raise ValueError(
@@ -269,30 +285,30 @@ class BlockCache(Cache):
         """Set the views."""
         self.dense.views = views
 
-    def attention_mask(self, segments: Sequence[Segment]) -> torch.Tensor:
+    def attention_mask(self) -> torch.Tensor:
         """Return the mask `int64 [rows, longest]` of the dense rows, for a stock forward pass after `prepare`."""
-        return attention_mask(segments, self.device)
+        return self._dense_batch().mask
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the length of the longest row's view in tokens.
+        """Return the length of the longest row in tokens, without those that a layer has yet to store.
 
         A layer that counts positions from it gets, under block attention, what yields each packed token's own.
         """
-        if self.in_use and self.positions is not None and layer_idx in self.reads and self.reads[layer_idx].counts:
-            return self.positions - torch.arange(len(self.positions), device=self.positions.device)  # type: ignore[return-value]
-        return self.dense.length
+        if self.in_use:
+            if self.positions is not None and layer_idx in self.reads and self.reads[layer_idx].counts:
+                return self.positions - torch.arange(len(self.positions), device=self.positions.device)  # type: ignore[return-value]
+            return 0
+        if self._pass is None or (self.rows and self.dense.batch and layer_idx in self.dense.batch.updated):
+            return self.dense.length
+        return self._dense_batch().past(layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return the index of the first new token in the dense rows; 0 under block attention, which has none."""
-        if self.in_use:
-            return 0
-        if self._pass is None or self.dense.updated:
-            return self.dense.length
-        return self.dense.first_new_token(self._pass.segments)
+        return 0 if self.in_use else self.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return length and offset of the dense keys under stock attention."""
-        return query_length + (0 if self.in_use else self.get_query_offset(layer_idx)), 0
+        return query_length + self.get_query_offset(layer_idx), 0
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """Return -1: a block cache has no maximum length."""

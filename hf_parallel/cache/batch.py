@@ -162,7 +162,7 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
             num_tokens += n
     shape = table, np.array(writes, np.int64).reshape(-1, 5), num_tokens, decoding
     plan, in_order = _attention_plan(*shape, ahead), _attention_plan(*shape, ()) if ahead else None
-    positions = _ranges(*np.array(tokens, np.int64).T)
+    positions = ranges(*np.array(tokens, np.int64).T)
     if any(run.image.corrections is not None for run in images):
         positions = np.repeat(positions[None], 3, axis=0)
     for run in images:
@@ -212,7 +212,7 @@ def _attention_plan(
     counts, last_rows = pairs[:, 1], np.cumsum([len(rows) for rows in table.values()], dtype=np.int64) - 1
     locations = [(block.extent.origin, block.extent.capacity, block.first) for block in table]
     origin, capacity, first = np.ascontiguousarray(np.array(locations, np.int64).T)
-    position, query = _ranges(pairs[:, 3], counts), _ranges(pairs[:, 0], counts)
+    position, query = ranges(pairs[:, 3], counts), ranges(pairs[:, 0], counts)
     stop = position + 1
     if ahead:
         seen = np.zeros(num_queries, np.int64)
@@ -231,14 +231,14 @@ def _attention_plan(
         pair_position=position,
         pair_lo=np.zeros_like(position),
         pair_hi=np.minimum(np.repeat(pairs[:, 4], counts), stop),
-        write_query=_ranges(writes[:, 0], write_counts),
+        write_query=ranges(writes[:, 0], write_counts),
         write_origin=np.repeat(writes[:, 2], write_counts),
         write_capacity=np.repeat(writes[:, 3], write_counts),
-        write_index=_ranges(writes[:, 4], write_counts),
+        write_index=ranges(writes[:, 4], write_counts),
         increments=Increments(pairs[:, 5], pairs[:, 6], pairs[:, 7]) if decoding else None,
     )
 
 
-def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Concatenate ranges of `counts` integers that begin with `first`, int64 `[segments]` each."""
     return np.arange(counts.sum()) + np.repeat(first + counts - np.cumsum(counts), counts)

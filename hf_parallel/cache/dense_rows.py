@@ -1,27 +1,151 @@
-"""DenseRows: the rows of a batch under a stock attention implementation (`eager`, `sdpa`, ...).
+"""DenseRows: rows under a model's own attention, which reads a temporary dense copy of each row's keys and values.
 
-Each row's keys and values are spelled out densely, re-rotated and padded: slow and correct, the oracle of the tests.
+A layer copies them in one operation; their places are found once per pass, from its attention plan. Blocks stay stored
+once. Serves models whose attention cannot read blocks, plain `generate` over a `BlockCache`, and tests as an oracle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
+import numpy as np
 import torch
-from torch.nn import functional as F
 
-from hf_parallel.cache.batch import Segment, View, view_length
+from hf_parallel.cache.batch import ForwardPass, Segment, View, ranges, view_length
 from hf_parallel.cache.pool import Pool
-from hf_parallel.kernels import rotate_by
+from hf_parallel.cache.state_plan import StateCall, StatePlan
+from hf_parallel.kernels import AttentionPlan, LayerStorage, RotarySpec, rotate, storage_row, table_dtype, to_device
+
+
+@dataclass(eq=False)
+class DenseBatch:
+    """Rows of a pass with equally many new tokens, left-padded to the longest: one call of the model."""
+
+    tokens: np.ndarray  # int64 [rows, n], packed indices of the new tokens
+    mask: torch.Tensor  # int64 [rows, length], of the device of the cache
+    plan: AttentionPlan  # stores the new tokens of these rows
+    places: np.ndarray
+    """`int64 [3, rows, length]`. Origin and capacity of each key's extent, and its index there."""
+    delta: np.ndarray  # int64 [rows, length], by which the keys are rotated
+    state_call: StateCall | None = None  # of the modules that keep states
+    updated: set[int] = field(default_factory=set)  # layers that the model has updated
+    _made: dict[Hashable, torch.Tensor] = field(default_factory=dict)  # places on a device, by number of KV heads
+
+    def past(self, layer_idx: int) -> int:
+        """Return the number of tokens, padding included, that a layer holds of each row."""
+        length = self.mask.shape[1]
+        return length if layer_idx in self.updated else length - self.tokens.shape[1]
+
+    def states(self, layer: LayerStorage, spec: RotarySpec | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each row's keys and values `[rows, kv_heads, length, head_dim]`.
+
+        Keys are rotated to the positions that the queries of the row expect. Padding repeats another token.
+        """
+        heads, device = layer.num_kv_heads, layer.keys.device
+        if (heads, device) not in self._made:
+            origin, capacity, index = self.places[:, :, None]
+            stored = storage_row(origin, capacity, index, heads, np.arange(heads)[:, None])
+            self._made[heads, device] = to_device(stored.reshape(-1), device)
+        shape = len(self.delta), heads, self.delta.shape[1], -1
+        keys, values = (
+            states.index_select(0, self._made[heads, device]).view(shape) for states in (layer.keys, layer.values)
+        )
+        if spec is None or not self.delta.any():
+            return keys, values
+        tables = spec.tables(self.delta.reshape(-1), table_dtype(keys.dtype), device)
+        cos, sin = (table.view(shape[0], 1, shape[2], -1) for table in tables)
+        if spec.of_values:
+            return keys, rotate(values, cos, sin, spec)
+        return rotate(keys, cos, sin, spec), values
+
+
+def dense_batches(
+    forward: ForwardPass, device: torch.device, padded: bool = True, states: StatePlan | None = None
+) -> list[DenseBatch]:
+    """Return the calls of the model that compute a pass, in order: rows may read what a row before them stores.
+
+    Without `padded`, rows of a call are equally long. A block to which several passes append is one row.
+    """
+    plan = forward.plan
+    position = plan.query_position(plan.pair_position)
+
+    if states is None:
+
+        def kind(row: list[int]) -> tuple[int, int]:
+            return len(row), 0 if padded else int(position[row[-1]])
+
+        groups = groupby(_rows(forward, position, kind), kind)
+        return [_batch(plan, np.array([*group], np.int64), position, device) for _, group in groups]
+    batches = []
+    for call in states.calls:
+        rows = np.arange(plan.num_queries) if call.tokens is None else call.tokens.cpu().numpy()
+        rows = rows.reshape(call.num_rows, -1)
+        for length in np.unique(lengths := position[rows[:, -1]]):
+            chosen = np.flatnonzero(lengths == length)
+            batches.append(_batch(plan, rows[chosen], position, device, call.of_rows(chosen.tolist())))
+    return batches
+
+
+def _rows(forward: ForwardPass, position: np.ndarray, kind: Callable[[list[int]], tuple[int, int]]) -> list[list[int]]:
+    """Return the packed tokens of each row, rows of one kind side by side if none reads what another one stores."""
+    rows, first = dict[View, list[list[int]]](), 0
+    for segment in forward.segments:
+        own = [*range(first, first := first + segment.num_tokens)]
+        parts = rows.setdefault(segment.view, [])
+        if parts and position[parts[-1][-1]] + 1 == position[own[0]]:
+            parts[-1] += own
+        else:
+            parts.append(own)
+    written = {view[-1] for view in rows}
+    tokens = [row for parts in rows.values() for row in parts]
+    return tokens if any(block in written for view in rows for block in view[:-1]) else sorted(tokens, key=kind)
+
+
+def _batch(
+    plan: AttentionPlan,
+    tokens: np.ndarray,
+    position: np.ndarray,
+    device: torch.device,
+    state_call: StateCall | None = None,
+) -> DenseBatch:
+    """Lay out the keys that the last query of each row sees; `position` is the queries' in their views."""
+    last, length = tokens[:, -1], int(position[tokens[:, -1]].max()) + 1
+    row_of, at = (np.full(plan.num_queries, -1) for _ in range(2))
+    row_of[last], at[tokens.reshape(-1)] = np.arange(len(last)), np.arange(tokens.size)
+    pairs = np.flatnonzero(row_of[plan.pair_query] >= 0)
+    block = np.repeat(np.arange(plan.num_blocks), np.diff(plan.block_pairs))[pairs]
+    seen = plan.pair_hi[pairs]
+    pair, index = np.repeat(np.arange(len(pairs)), seen), ranges(np.zeros_like(seen), seen)
+    column = length - 1 - plan.pair_position[pairs][pair] + index
+    key = np.full((len(last), length), -1)
+    key[row_of[plan.pair_query[pairs]][pair], column] = np.arange(len(pair))
+    places = np.stack((plan.block_origin[block][pair], plan.block_capacity[block][pair]))
+    places = np.concatenate((places, (plan.block_first[block][pair] + index)[None]))[:, key]
+    writes = np.flatnonzero(at[plan.write_query] >= 0)
+    writes = writes[np.argsort(at[plan.write_query[writes]])]
+    stored = replace(
+        plan,
+        num_queries=tokens.size,
+        write_query=at[plan.write_query[writes]],
+        write_origin=plan.write_origin[writes],
+        write_capacity=plan.write_capacity[writes],
+        write_index=plan.write_index[writes],
+        derived={},
+        windows={},
+    )
+    mask = to_device((key >= 0).reshape(-1), device).view(key.shape)
+    return DenseBatch(tokens, mask, stored, places, -plan.pair_delta[pairs][pair][key], state_call)
 
 
 class DenseRows:
-    """Views of the rows of a batch; empty under block attention."""
+    """Views of the rows of a batch in plain forward passes, and the running call of the model."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.views: list[View] = []
-        self.updated: set[int] = set()  # layers that the prepared pass has updated
+        self.batch: DenseBatch | None = None
 
     @property
     def length(self) -> int:
@@ -41,37 +165,6 @@ class DenseRows:
                 "its position_ids and the cache's attention_mask() to the model"
             )
         return [Segment(view, length) for view in self.views]
-
-    @staticmethod
-    def first_new_token(segments: Sequence[Segment]) -> int:
-        """Return the index of the first new token in the longest row."""
-        longest = max(segments, key=lambda segment: view_length(segment.view))
-        return view_length(longest.view) - longest.num_tokens
-
-    def states(self, layer_idx: int, segments: Sequence[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of each segment's view, left-padded: `[rows, kv_heads, longest, head_dim]`.
-
-        Keys are rotated to the positions that the queries of the row expect.
-        """
-        layer = self.pool.arena.layers[layer_idx]
-        spec = None if self.pool.rotary is None else self.pool.rotary.get(layer_idx)
-        longest = max(view_length(segment.view) for segment in segments)
-        dense: list[list[torch.Tensor]] = [[], []]
-        for segment in segments:
-            position, keys, values = 0, [], []
-            shift = view_length(segment.view[:-1]) - segment.view[-1].base
-            for block in segment.view:
-                stored = layer.rows(block.tokens)
-                delta = (position - block.base) - shift
-                k, v = layer.keys[stored], layer.values[stored]
-                if delta and spec is not None:
-                    k, v = (k, rotate_by(v, delta, spec)) if spec.of_values else (rotate_by(k, delta, spec), v)
-                keys.append(k)
-                values.append(v)
-                position += block.length
-            for rows, parts in zip(dense, (keys, values), strict=True):
-                rows.append(F.pad(torch.cat(parts, dim=1), (0, 0, longest - position, 0)))
-        return torch.stack(dense[0]), torch.stack(dense[1])
 
     def select(self, chosen: Sequence[int]) -> None:
         """Keep the chosen rows; repeated rows get a copy of the block that they append to."""
@@ -102,10 +195,3 @@ class DenseRows:
     def _check_rows(self) -> None:
         if self.pool.blocks and not self.views:
             raise ValueError("this cache has blocks but no rows; only rows under stock attention can be changed")
-
-
-def attention_mask(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
-    """Return the mask `int64 [rows, longest]` of the dense rows."""
-    lengths = torch.tensor([view_length(segment.view) for segment in segments], device=device)
-    longest = int(lengths.max())
-    return (torch.arange(longest, device=device) >= longest - lengths[:, None]).long()

@@ -32,6 +32,11 @@ class StateCall:
     targets: Slots | None  # where their new states are kept; None: nowhere
     in_place: bool = False  # whether sources and targets are the same
 
+    def of_rows(self, rows: Sequence[int]) -> StateCall:
+        """Return the call for some of the rows, and for no other token."""
+        sources, targets = (slots if slots is None else _of_rows(slots, rows) for slots in (self.sources, self.targets))
+        return StateCall(None, len(rows), sources, targets, self.in_place)
+
 
 @dataclass(frozen=True, eq=False)
 class StatePlan:
@@ -128,3 +133,9 @@ def _slots(numbers: Sequence[int], device: torch.device) -> Slots:
     if list(numbers) == list(range(first, first + len(numbers))):
         return slice(first, first + len(numbers))
     return to_device(np.array(numbers, np.int64), device)
+
+
+def _of_rows(slots: Slots, rows: Sequence[int]) -> Slots:
+    if isinstance(slots, torch.Tensor):
+        return slots[to_device(rows, slots.device)]
+    return _slots([slots.start + row for row in rows], torch.device("cpu"))

@@ -3,7 +3,7 @@
 from hf_parallel.kernels.dispatch import BACKEND_VARIABLE, Backend, backends, block_attention, select_backend
 from hf_parallel.kernels.layer import LayerStorage
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan, DeviceBuffers, Increments, LatentHeads
-from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by
+from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by, table_dtype
 from hf_parallel.kernels.storage import TokenRange, storage_row
 from hf_parallel.kernels.transfer import HostCopy, to_device
 
@@ -25,5 +25,6 @@ __all__ = [
     "rotate_by",
     "select_backend",
     "storage_row",
+    "table_dtype",
     "to_device",
 ]

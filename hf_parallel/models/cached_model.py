@@ -20,6 +20,7 @@ from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.models.compiled import compiled_layers, num_moves
 from hf_parallel.models.cuda_graph import DecodeGraphs
+from hf_parallel.models.dense import dense_logits
 from hf_parallel.models.images import image_arguments
 from hf_parallel.models.mixers import cache_argument, keep_states, mixers_wrapped, packed_calls
 from hf_parallel.models.rotary import rotary_modules, rotating_to
@@ -54,21 +55,24 @@ class CachedModel:
     ) -> None:
         self.model, self.cache, self.device = model, cache, execution_device(model)
         self._kwargs: dict[str, object] = {"block_cache": cache} if capabilities.keyword else {}
+        self._dense, self._pads = capabilities.dense, capabilities.pads
         self._mixers, self._call_mixers = capabilities.mixers, packed_calls(cache)
         self._cache_argument, cache.reads = cache_argument(model), capabilities.reads
         keep_states(cache, self._mixers)
         counts = any(read.counts for read in capabilities.reads.values())
         self._scaled = capabilities.scaled or counts
         self._rotary_modules = rotary_modules(model) if self._scaled else []
-        has_graphs = cuda_graph and not self._mixers and DecodeGraphs.supports(model, self.device)
+        has_graphs = cuda_graph and not self._mixers and not self._dense and DecodeGraphs.supports(model, self.device)
         self.graphs = DecodeGraphs(cache, model) if has_graphs else None
         # A compiled layer passes keys and values of its heads to attention, not latents, and cannot ask for positions.
-        is_eager = bool(self._mixers) or capabilities.has_latents or counts
+        is_eager = bool(self._mixers) or self._dense or capabilities.has_latents or counts
         self._layers = None if is_eager else compiled_layers(model, compile, steps)
         if self._mixers and (compile or self.device.type == "cuda"):
             _logger.warning_once("decode steps of layers that keep a state run eagerly: neither compiled nor captured")
         elif is_eager and compile:
-            _logger.warning_once("decode steps of layers that cache latents, or count positions, run uncompiled")
+            _logger.warning_once(
+                "decode steps of layers that cache latents, count positions or attend by themselves run uncompiled"
+            )
         self._num_moves = num_moves(model)
         self._has_logits_to_keep, self._has_positions = _has_logits_to_keep(model), takes(model.forward, "position_ids")
 
@@ -77,6 +81,8 @@ class CachedModel:
 
         Return the logits `[len(keep), vocabulary]` after the tokens with these indices (None: after all tokens).
         """
+        if self._dense:
+            return dense_logits(self.model, self.cache, forward, ids, keep, self._pads, self._mixers)
         if keep is not None or not forward.is_decode_step or forward.images:
             kept = None if keep is None else to_device(keep, self.device)
             return self._forward(ids, forward.position_ids, kept, forward.images)

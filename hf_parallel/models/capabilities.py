@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
@@ -30,22 +29,15 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from hf_parallel.cache import BlockCache, LayerReads, Segment
+from hf_parallel.cache import LayerReads
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.files import cache_folder, write_atomically
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
+from hf_parallel.models.check import OwnAttentionError, check_dense_logits, check_logits
 from hf_parallel.models.images import layers_ahead
 from hf_parallel.models.latent import are_latents
-from hf_parallel.models.mixers import (
-    Mixer,
-    cache_argument,
-    keep_states,
-    keeps_states,
-    mixers_wrapped,
-    packed_calls,
-    supported_mixers,
-)
+from hf_parallel.models.mixers import Mixer, cache_argument, keeps_states, supported_mixers
 from hf_parallel.models.ranks import num_local_layers
 from hf_parallel.models.rotary import (
     PROBE_POSITIONS,
@@ -54,18 +46,13 @@ from hf_parallel.models.rotary import (
     is_scaled,
     match_rotary,
     max_length,
+    max_positions,
     norms_differ,
     position_limit,
     rotary_modules,
     rotating_to,
-    tolerance,
 )
-from hf_parallel.models.signature import parameters_of, takes
-
-CHECK_SHARED, CHECK_TAILS = 5, (2, 3)  # numbers of shared tokens and of each row's own in the comparison of logits
-LOGITS_TOLERANCE = (1e-2, 0.7)
-"""Relative errors allowed in float32 and in half precision, in which a token may be routed to other experts. The
-relative error of unrelated logits is 1.4."""
+from hf_parallel.models.signature import takes
 
 
 class _TableReads(TorchDispatchMode):
@@ -96,18 +83,20 @@ class Capabilities:
     why_no_rotation: str = ""
     has_window: bool = False  # whether a layer has a sliding window
     max_length: int | None = None  # length beyond which RoPE frequencies change, which makes stored keys invalid
-    num_positions: int | None = None  # rows of the table of learned positions, if there is one
+    num_positions: int | None = None  # rows of a table of positions, if there is one
     has_latents: bool = False  # whether a layer caches latents, from which it expands keys and values
     mixers: tuple[Mixer, ...] = ()  # modules that keep a state instead of keys
     reads: dict[int, LayerReads] = field(default_factory=dict)
     """Layers that share the keys of an earlier one, or whose attention mask alone limits the keys, by index."""
     scaled: bool = False  # whether layers scale their queries by their position
     image_ahead: tuple[int, ...] = ()  # layers in which the tokens of an image see each other, earlier and later ones
+    dense: bool = False  # whether the model's own attention runs, over dense copies of rows
+    pads: bool = True  # whether dense rows of unequal lengths may share a call
 
     def check_length(self, model: PreTrainedModel, longest: int) -> None:
         """Raise an error if rows of `longest` tokens exceed the model's positions; the last token needs none.
 
-        Raises `UnsupportedModelError` if RoPE frequencies would change, `ValueError` for learned positions.
+        Raises `UnsupportedModelError` if RoPE frequencies would change, `ValueError` beyond a table of positions.
         """
         name = type(model).__name__
         if self.max_length is not None and longest > self.max_length:
@@ -117,7 +106,7 @@ class Capabilities:
             )
         if self.num_positions is not None and longest > self.num_positions + 1:
             raise ValueError(
-                f"{name} has learned positions for {self.num_positions} tokens; prompt and new tokens, the last of "
+                f"{name} has a table of positions for {self.num_positions} tokens; prompt and new tokens, the last of "
                 f"which needs none, may have at most {self.num_positions + 1}, got {longest}"
             )
 
@@ -143,10 +132,29 @@ class Capabilities:
 
 
 def probe_capabilities(model: PreTrainedModel) -> Capabilities:
-    """Probe a model in a few forward passes over single tokens, and two over at most ten tokens.
+    """Probe a model in a few forward passes over single tokens, and some over at most ten tokens.
 
-    Raises `UnsupportedModelError` with the reason if the model cannot run under block attention.
+    Raises `UnsupportedModelError` with the reason if neither block attention nor the model's own can serve rows.
     """
+    try:
+        return _block_capabilities(model)
+    except OwnAttentionError as reason:
+        why = str(reason)
+    try:
+        with torch.no_grad(), _eval_mode(model):
+            mixers = supported_mixers(model)
+            # Probes are too short to show how padding changes states and sparse attention.
+            may_pad = not mixers and not _own_cache_layers(model.config)
+            pads = check_dense_logits(model, mixers, may_pad)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{why}; {error}") from error
+    has_table = not frequencies(model) and not mixers  # of positions: learned or sinusoidal
+    limits = max_length(model), max_positions(model.config) if has_table else None
+    return Capabilities(False, None, why, False, *limits, mixers=mixers, dense=True, pads=pads)
+
+
+def _block_capabilities(model: PreTrainedModel) -> Capabilities:
+    """Probe a model under block attention."""
     _check_config(model)
     with torch.no_grad(), _eval_mode(model):
         mixers = supported_mixers(model)
@@ -187,12 +195,12 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
             rotary = None
             why = f"{type(model).__name__} keeps a state in {mixers[0].name}, which belongs to one order of tokens"
         try:
-            _check_logits(model, recorder.keyword_arrives, mixers, reads)
+            check_logits(model, recorder.keyword_arrives, mixers, reads)
         except UnsupportedModelError:
             mixers = tuple(replace(mixer, stepwise=True) for mixer in mixers)
             if not mixers:
                 raise
-            _check_logits(model, recorder.keyword_arrives, mixers, reads)
+            check_logits(model, recorder.keyword_arrives, mixers, reads)
         image_ahead = layers_ahead(model)
     has_window = any(one is not None for windows in recorder.windows.values() for one in windows)
     limits = max_length(model), _num_positions(tables)
@@ -239,7 +247,7 @@ def _failing_as_unsupported(model: PreTrainedModel) -> Iterator[None]:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         what = f"{type(model).__name__} fails under another attention function"
-        raise UnsupportedModelError(f"{what} with {type(error).__name__}: {error}") from error
+        raise OwnAttentionError(f"{what} with {type(error).__name__}: {error}") from error
 
 
 @contextmanager
@@ -264,17 +272,20 @@ def _check_config(model: PreTrainedModel) -> None:
     reasons = {
         "is an encoder-decoder; block attention supports decoder-only models": model.config.is_encoder_decoder,
         "cannot generate: it has no language modelling head": not model.can_generate(),
-        f"caches more than keys and values: its layers choose or compress them ({', '.join(sorted(own))})": own,
-        "uses ALiBi: distances are added to scores, not rotated into keys": getattr(text, "alibi", False),
         f"has {kv_heads} key-value heads, which tp_size={ranks} does not divide: each rank needs whole heads": (
             kv_heads % ranks
         ),
+    }
+    _raise_if(model, reasons)
+    needed = {
+        f"caches more than keys and values: its layers choose or compress them ({', '.join(sorted(own))})": own,
+        "uses ALiBi: distances are added to scores, not rotated into keys": getattr(text, "alibi", False),
         "does not use transformers' attention interface": (
             not keeps_states(model)
             and not any(m._can_set_attn_implementation() for m in model.modules() if isinstance(m, PreTrainedModel))
         ),
     }
-    _raise_if(model, reasons)
+    _raise_if(model, needed, OwnAttentionError)
 
 
 def _own_cache_layers(config: PreTrainedConfig) -> set[str]:
@@ -318,95 +329,24 @@ def _checked_reads(
             reads[layer] = LayerReads(source, mask if cutting else None, chunk if cutting else None)
     where, window = next(iter(different.items()), ("", None))
     other = ", ".join(sorted(recorder.others))
+    _raise_if(model, {f"has its sliding window of {window} only in {where}": window is not None})
     reasons = {
         f"changes its attention by {other}, which block attention would ignore": other,
         "calls transformers' attention interface more than once per layer": recorder.repeated,
         f"calls transformers' attention interface in {called} of its {layers} layers, not in all": called != layers,
         "is bidirectional: its tokens attend to later ones": recorder.bidirectional,
-        f"has its sliding window of {window} only in {where}": window is not None,
         "builds an attention mask of its own, which block attention would ignore": recorder.masked,
     }
-    _raise_if(model, reasons)
+    _raise_if(model, reasons, OwnAttentionError)
     return reads
 
 
-def _raise_if(model: PreTrainedModel, reasons: Mapping[str, object]) -> None:
+def _raise_if(
+    model: PreTrainedModel, reasons: Mapping[str, object], error: type[UnsupportedModelError] = UnsupportedModelError
+) -> None:
     for reason, holds in reasons.items():
         if holds:
-            raise UnsupportedModelError(f"{type(model).__name__} {reason}")
-
-
-def _check_logits(
-    model: PreTrainedModel, keyword: bool, mixers: Sequence[Mixer], reads: Mapping[int, LayerReads]
-) -> None:
-    """Raise `UnsupportedModelError` if logits over blocks differ from those over a plain sequence."""
-    device, vocabulary = execution_device(model), model.config.get_text_config(decoder=True).vocab_size
-    tokens = (vocabulary // 2 + torch.arange(CHECK_SHARED + sum(CHECK_TAILS), device=device)) % vocabulary
-    shared, *tails = tokens.split((CHECK_SHARED, *CHECK_TAILS))
-    counts = any(read.counts for read in reads.values())  # in stock generate padding, too
-    expected = torch.cat(_stock_logits(model, shared, tails, padded=not mixers and not counts))
-    if not expected.isfinite().any():
-        _raise_if(model, {"returns logits that are not finite": True})
-    cache = BlockCache(device=device)
-    cache.reads = reads
-    keep_states(cache, mixers)
-    root = cache.pool.new_block(CHECK_SHARED)
-    own = cache.pool.new_blocks(len(tails), max(CHECK_TAILS), base=CHECK_SHARED)
-    segments = [Segment([root], CHECK_SHARED), *(Segment([root, b], len(t)) for b, t in zip(own, tails, strict=True))]
-    with block_attention_enabled(model, cache), mixers_wrapped(model, mixers, packed_calls(cache)):
-        forward = cache.prepare(segments)
-        cache.positions = forward.position_ids
-        more = {"position_ids": forward.position_ids[None]} if takes(model.forward, "position_ids") else {}
-        try:
-            logits = model(
-                input_ids=tokens[None],
-                use_cache=True,
-                **{cache_argument(model): cache},
-                **more,
-                **({"block_cache": cache} if keyword else {}),
-            ).logits[0, CHECK_SHARED:]
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{type(model).__name__} {error}") from None
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} needs a cache of its own kind; "
-                f"over blocks it fails with {type(error).__name__}: {error}"
-            ) from error
-    same = torch.equal(logits.isfinite(), expected.isfinite())  # a model may forbid tokens
-    logits, expected = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (logits, expected))
-    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
-    stored = next((layer.keys for layer in cache.pool.arena.layers.values()), logits)  # under autocast less precise
-    differ = not same or (logits - expected).norm() > tolerance(stored, LOGITS_TOLERANCE) * spread
-    cause = "it mixes tokens outside of attention"
-    if "position_ids" not in parameters_of(model.forward):
-        cause = "it takes no position_ids, and counts tokens of its cache instead"
-    if dynamic := {type(m).__name__ for m in model.modules() if "quantized.dynamic" in type(m).__module__}:
-        cause = f"its dynamically quantized layers ({', '.join(sorted(dynamic))}) round all tokens of a pass with one "
-        cause += "scale; quantize weights only"
-    _raise_if(model, {f"computes other logits over blocks than over a plain sequence: {cause}": differ})
-
-
-def _stock_logits(
-    model: PreTrainedModel, shared: torch.Tensor, tails: Sequence[torch.Tensor], padded: bool
-) -> list[torch.Tensor]:
-    """Return the stock logits of each row's own tokens, `[length, vocabulary]`, in a left-padded batch or alone."""
-    # Eager attention returns NaN for padded rows in float64, as its softmax is in float32; such a row is computed alone
-    rows = [torch.cat((shared, tail)) for tail in tails]
-    if not padded:
-        return [
-            model(input_ids=row[None], use_cache=False).logits[0, -len(tail) :]
-            for row, tail in zip(rows, tails, strict=True)
-        ]
-    ids = pad_sequence(rows, batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    known = parameters_of(model.forward)
-    logits = model(**{name: value for name, value in inputs.items() if name in known}, use_cache=False).logits
-    own = [logits[row, -len(tail) :] for row, tail in enumerate(tails)]
-    return [
-        found if found.isfinite().any() else model(input_ids=row[None], use_cache=False).logits[0, -len(found) :]
-        for found, row in zip(own, rows, strict=True)
-    ]
+            raise error(f"{type(model).__name__} {reason}")
 
 
 def _num_positions(reads: dict[int, list[tuple[int, int]]]) -> int | None:

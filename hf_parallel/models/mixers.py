@@ -209,21 +209,24 @@ class _Recorder(DynamicCache):
 def packed_calls(cache: BlockCache) -> MixerCall:
     """Return the function that calls mixers over packed tokens `[1, T, ...]` of the pass that a cache has prepared.
 
-    Rows with equally many new tokens are a batch, which continues from the states of its rows and updates them.
+    Rows with equally many new tokens are a batch, which continues from the states of its rows and updates them. Under
+    the model's own attention, a call has the rows of a `DenseBatch` already.
     """
 
     def call(mixer: Mixer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get(mixer.argument, cache) is not cache:
             return module._call_impl(*args, **kwargs)
         arena, results = cache.pool.states, []
-        calls = cache.state_plan.calls
+        batch = None if cache.in_use else cache.dense.batch
+        calls = cache.state_plan.calls if batch is None or batch.state_call is None else [batch.state_call]
         for one in calls:
             states = MixerStates()
             if one.sources is not None:
                 states = MixerStates(**arena.read(mixer.name, one.sources, one.in_place))
             own_args = [_rows_of(value, one, cache, states) for value in args]
             own_kwargs = {name: _rows_of(value, one, cache, states) for name, value in kwargs.items()}
-            results.append(_packed(module._call_impl(*own_args, **own_kwargs)))
+            result = module._call_impl(*own_args, **own_kwargs)
+            results.append(_packed(result) if batch is None else result)
             for kind, held in {"conv": states.conv, "recurrent": states.recurrent}.items():
                 for state_idx, new in held.items():
                     if one.targets is not None:

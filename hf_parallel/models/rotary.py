@@ -167,7 +167,11 @@ def tolerance(x: torch.Tensor, allowed: tuple[float, float]) -> float:
 
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Return a model's number of positions (`max_position_embeddings`), or None if it has no limit."""
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    text, names = (
+        config.get_text_config(decoder=True),
+        ("max_position_embeddings", "max_target_positions", "max_seq_len"),
+    )
+    return next((limit for name in names if (limit := getattr(text, name, None))), None)
 
 
 def position_limit(model: PreTrainedModel) -> int:

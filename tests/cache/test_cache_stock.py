@@ -58,7 +58,7 @@ def test_rows_of_unequal_length_have_the_logits_of_separate_rows(stock: PreTrain
             tokens,
             cache,
             position_ids=forward.position_ids.reshape(3, new),
-            attention_mask=cache.attention_mask(segments),
+            attention_mask=cache.attention_mask(),
         )
         cache.commit()
         expected = torch.cat([logits(stock, t[None], d) for t, d in zip(tokens, alone, strict=True)])

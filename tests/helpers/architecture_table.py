@@ -27,8 +27,8 @@ built or cannot generate with Transformers alone. Probing does not depend on nam
 compares queries and logits. Models that are not listed may work. Unsupported models raise `UnsupportedModelError` with
 the reason.
 
-- **shared_prefix** needs keys and values, or states, in a cache, and Transformers' attention interface. Tested:
-  greedy output equals `generate`'s token for token.
+- **shared_prefix** needs keys and values, or states, in a cache. Tested: greedy output equals `generate`'s token for
+  token.
 - **hogwild** also rotates queries to other positions, which needs rotary embeddings (RoPE) with constant frequencies.
 - **RoPE**: which dimensions form a rotated pair (`half-split` as in Llama, `interleaved` as in GLM), the number of
   rotated dimensions of a head if not all are, layers without RoPE, and the scaling of the frequencies.
@@ -36,7 +36,9 @@ the reason.
   them. A state belongs to one order of tokens, so that hogwild and pdos with `join="rotate"` do not work.
 - **Attention**: a sliding window (in all layers or some), chunks, soft-capped scores, attention sinks, layers that read
   the keys of earlier ones, latents (MLA: the cache holds a latent per token, from which keys and values of all heads
-  are expanded). All are supported.
+  are expanded). All are supported. `own`: the model's own attention runs, as block attention cannot replace it. It
+  reads copies of the rows' keys and values, made for one layer at a time, so that a step takes as long as in a batch
+  of `generate`. Keys are still stored once, and prompts computed once.
 
 Encoders such as BERT are built as decoders (`is_decoder=True`). `bert-encoder` is the other kind.
 
@@ -147,6 +149,8 @@ def _head_dim(config: PreTrainedConfig, layer: int) -> int:
 
 
 def _attention(model: PreTrainedModel, architecture: Architecture, found: Capabilities) -> str:
+    if found.dense:
+        return "own"
     parts = ["latents"] if getattr(model.config, "kv_lora_rank", None) else []
     config = model.config.get_text_config(decoder=True)
     chunked = any(read.chunk for read in found.reads.values())

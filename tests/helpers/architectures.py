@@ -19,7 +19,7 @@ MAX_POSITIONS = 512
 SLIDING_WINDOW = 16
 
 ConfigFactory = Callable[[], PreTrainedConfig]
-Positions = Literal["rotary", "learned", "alibi", "relative", "none"]
+Positions = Literal["rotary", "learned", "relative", "none"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Architecture:
         Key in `ARCHITECTURES` or `REFUSED`: the `model_type`, with a suffix for a RoPE variant (`llama-yarn`).
     config : callable
         Returns a new tiny config.
-    positions : {"rotary", "learned", "alibi", "relative", "none"}
+    positions : {"rotary", "learned", "relative", "none"}
         Kind of position information.
     sliding_window : int or None
         Window in tokens of the layers that have one; None if all layers have full attention.
@@ -399,20 +399,6 @@ share keys, chunks, windows of the mask."""
 
 REFUSED: dict[str, Architecture] = _by_name(
     _architecture(
-        "gptj",
-        {"n_inner": 128, "rotary_dim": 8},
-        without=("num_key_value_heads", "intermediate_size", "attention_dropout"),
-        attn_implementation="eager",
-        notes="Does not call the attention interface.",
-    ),
-    _architecture(
-        "bloom",
-        without=("num_key_value_heads", "intermediate_size", "max_position_embeddings"),
-        positions="alibi",
-        attn_implementation="eager",
-        notes="ALiBi; does not call the attention interface.",
-    ),
-    _architecture(
         "recurrent_gemma",
         {**_FOUR_LAYERS, "attention_window_size": SLIDING_WINDOW},
         attn_implementation="eager",
@@ -452,11 +438,6 @@ REFUSED: dict[str, Architecture] = _by_name(
         notes="A sparse indexer selects the keys of each token in its full attention.",
     ),
     _architecture(
-        "deepseek_v32",
-        {**_LATENT_EXPERTS, "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16},
-        notes="A sparse indexer selects the keys of each token.",
-    ),
-    _architecture(
         "t5",
         {
             "d_model": 64,
@@ -470,13 +451,6 @@ REFUSED: dict[str, Architecture] = _by_name(
         without=_COMMON.keys() - {"vocab_size", "pad_token_id", "eos_token_id"},
         positions="relative",
         notes="Encoder and decoder.",
-    ),
-    _architecture("diffllama", notes="Splits the values between the cache and attention."),
-    _architecture(
-        "jetmoe",
-        {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
-        without=("num_attention_heads",),
-        notes="Each token's key-value heads are repeated for its experts, after the cache.",
     ),
     _architecture(
         "moshi",

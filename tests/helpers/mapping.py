@@ -19,7 +19,7 @@ _LAYERS = 4
 _SIZES = {
     1: "topk_group",
     2: """
-        num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads index_n_heads
+        num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads
         num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k n_group num_expert_group index_topk_blocks
         num_codebooks n_layers_per_attn_res_block num_kv_shared_layers max_window_layers no_rope_layer_interval
         global_attn_every_n_layers hc_mult hc_count heads_per_ngram hidden_size_per_layer_input
@@ -41,7 +41,7 @@ _SIZES = {
         linear_key_head_dim linear_value_head_dim mamba_d_state mamba_d_head mamba_head_dim ssm_state_size state_size
         dim_head d_head kv_channels attention_head_size chunk_size mamba_chunk_size laurel_rank adapter_rank
         o_lora_rank hc_lowrank local_attention_window_len time_step_rank mamba_dt_rank keep_window_size
-        global_head_dim rel_extent
+        global_head_dim rel_extent index_n_heads
     """,
     32: "q_lora_rank moe_intermediate_size router_hidden_size shared_expert_intermediate_size expert_ffn_hidden_size",
     64: """

@@ -1,4 +1,4 @@
-"""Models whose layers keep a state: greedy tokens of the modes equal those of `generate` for each row alone."""
+"""Models whose layers keep a state, or whose own attention runs: greedy tokens equal those of `generate` per row."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ from hf_parallel.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EACH = [("lfm2", 1), ("qwen3_5_text", 1)] + [pytest.param(name, 4, marks=pytest.mark.slow) for name in hybrids.SETTINGS]
+EACH += [("bloom", 1)] + [
+    pytest.param(n, 4, marks=pytest.mark.slow)
+    for n in ("gptj", "falcon", "trocr", "jetmoe", "deepseek_v32", "inkling_text")
+]
 """Families, each with a number of random calls."""
 NUM_TOKENS = 12
 NEVER = 10_000  # a token that no model generates
@@ -126,7 +130,9 @@ def check_preempted_and_idle(engine: Engine) -> None:
     assert engine._storage.pool.states.num_used == len(kept)
 
 
-@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["lfm2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_5_text", "trocr"))]
+)
 def test_an_engine_forks_and_rebuilds_states(name: str) -> None:
     model, alone, rng, known = enabled(name), Alone(name), random.Random(name), list[list[int]]()
     settings = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": NEVER}
