@@ -134,15 +134,20 @@ class PassLog:
         if self._run is not None:
             del self._run.ids[steps:], self._run.given[steps:]
 
-    def written(self) -> set[Block]:
-        """Return all blocks that tokens were written to."""
-        blocks = set()
-        for event in self._events:
+    def needed(self, blocks: Collection[Block], cached: Collection[Block]) -> set[Block]:
+        """Return the blocks that must be computed for `blocks`, themselves included, if others are `cached`."""
+        seen, written = set(blocks), set()
+        for event in reversed(self._events):
             if isinstance(event, BlockCopy):
-                blocks.add(event.target)
+                writes: list[tuple[Block, View]] = [(event.target, [event.source])]
             else:
-                blocks |= {segment.view[-1] for segment in event.segments if segment.write}
-        return blocks
+                writes = [(one.view[-1], one.view) for one in event.segments if one.write]
+                writes *= 2  # they may see each other
+            for target, view in writes:
+                if target in seen:
+                    written.add(target)
+                    seen.update(one for one in view if one not in cached)
+        return written
 
     def seen(self) -> set[Block]:
         """Return all blocks of the views."""

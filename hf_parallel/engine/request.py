@@ -351,7 +351,7 @@ class Request:
     def _replay(self) -> None:
         live, pool = set(self.blocks), self._storage.pool
         # Blocks that were freed are needed until the tokens moved out of them are rebuilt. All others are the tree's.
-        temporary = {block for block in self.log.written() - pool.blocks if block.parts is None}
+        temporary = {block for block in self.log.needed(live, pool.blocks) - live if block.parts is None}
         pool.blocks |= temporary
         try:
             for block in temporary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -19,7 +20,8 @@ from workers import encode
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache, UnsupportedModelError
-from hf_parallel.engine import Engine
+from hf_parallel.engine import Engine, KVBudgetError
+from hf_parallel.generation.replay import drafts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EACH = [("lfm2", 1), ("qwen3_5_text", 1)] + [pytest.param(name, 4, marks=pytest.mark.slow) for name in hybrids.SETTINGS]
@@ -169,6 +171,34 @@ def test_a_part_of_a_completion_is_continued_from_the_last_state_within_it(name:
             assert handle.result(timeout=600).sequences[0, len(later) :].tolist() == alone.tokens(later)
             assert handle.stats.cached_tokens > len(prompt) + kept - interval
         check_preempted_and_idle(engine)
+
+
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
+def test_drafts_in_an_engine_change_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "STATE_COST", 0.0)  # verify drafts although tiny models save no time by them
+    model, ids, stats = enabled(name), torch.tensor([[*range(3, 13)] * 2]), list[Any]()
+    settings: dict[str, Any] = {"generation_mode": "resample", "do_sample": True, "temperature": 0.3, "top_k": 0}
+    settings |= {"max_new_tokens": 24, "eos_token_id": NEVER, "num_return_sequences": 2}
+    no_drafts = {**settings, "draft_tokens": 0}
+    alone = [model.generate(ids, **no_drafts, seed=seed, logits_cache=LogitsCache()) for seed in range(4)]
+    for budget in (20_000, None):  # the memory that a request may need, or all
+        cache = LogitsCache()
+        if budget is not None:
+            small = Engine(model, max_kv_bytes=budget, state_interval=16)
+            with small as engine, pytest.raises(KVBudgetError) as raised:
+                engine.submit(ids, **settings, logits_cache=cache)
+            budget = int(re.findall(r"may need (\d+) bytes", str(raised.value))[0])
+        with Engine(model, max_kv_bytes=budget, max_batch_tokens=64, state_interval=16) as engine:
+            if budget is None:
+                fail_sometimes(engine, random.Random(name), 4)
+            for seeds in ((0, 1), (2, 3)):  # two at once, then two that draft what the first ones have sampled
+                handles = [engine.submit(ids, **settings, seed=seed, logits_cache=cache) for seed in seeds]
+                for seed, handle in zip(seeds, handles, strict=True):
+                    assert torch.equal(handle.result(timeout=600).sequences, alone[seed])
+                    stats.append(handle.stats)
+            if budget is None:
+                check_preempted_and_idle(engine)
+    assert sum(one.drafted_tokens for one in stats) > sum(one.accepted_tokens for one in stats) > 0
 
 
 @pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])

@@ -34,8 +34,6 @@ class SpeculativeDecoder:
         """Index the prompts for n-gram lookup. Return False if drafts are disabled or would change what is sampled."""
         loop, replayer = self.loop, self.replayer
         keeps_states = len(loop.call.capabilities.mixers) > 0
-        if keeps_states and loop.call.executor.is_shared:  # after a preemption, every draft would be computed again
-            return False
         if not (self.max_tokens and loop.sampler.is_order_independent):
             return False
         settings = (replayer.model_key, replayer.policy.name, replayer.distributions.settings)
