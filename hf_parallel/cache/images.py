@@ -32,7 +32,7 @@ class Image:
     `key`: hash of content and size, below `2 ** KEY_BITS`. `features`: `[tokens, hidden]` for each place of the model
     that adds image features. `corrections`: int64 `[3, tokens]`, what multi-axis positions (M-RoPE) add to a count of
     tokens; None without. `shift`: what the image adds to the positions of later tokens beside the number of its tokens.
-    `ahead`: layers in which its tokens see each other, earlier and later ones.
+    `ahead`: layers in which its tokens see each other, earlier and later ones. `thumbnail`: a `data:` URL, or empty.
     """
 
     key: int
@@ -41,6 +41,7 @@ class Image:
     corrections: torch.Tensor | None = None
     shift: int = 0
     ahead: Collection[int] = ()
+    thumbnail: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import active_dropout
-from hf_parallel.cache.images import FIRST_ID, Image
+from hf_parallel.cache.images import FIRST_ID, Image, ImageTable
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.arguments import check_model_inputs, encode
@@ -106,7 +106,7 @@ class GenerationCall:
         """Whether the record traces the forward passes: it is returned, and `sequences` do not say all of them."""
         config = self.record.config
         returned = bool(self.generation_config.return_dict_in_generate) and self.past_key_values is None
-        returned = returned and not self.record.has_gaps and not self.record.has_images
+        returned = returned and not self.record.has_gaps and not self.record.images
         returned = returned and not self.executor.is_shared  # the cache would hold prefixes of other calls
         return returned and config is not None and not config.traits.rows_continue_prompts
 
@@ -182,7 +182,10 @@ def make_call(
     new_tokens = int(prepared["generation_config"].max_length) - input_ids.shape[1]
     longest = max(len(prompt) for prompt in prompts) + new_tokens
     capabilities.check_length(model, longest)
-    record.prompts, record.has_images = texts, bool(prepared["images"])
+    record.prompts, table = texts, ImageTable()
+    table.add(prepared["images"])
+    if table:
+        record.images = [[run.image.thumbnail for run in table.runs(prompt) if not run.first] for prompt in prompts]
     record.begin, record.has_gaps = input_ids.shape[1], capabilities.has_window and any(gaps)
     is_usable = isinstance(cache, BlockCache) and not has_dropout(model, "past_key_values")
     prepared["past_key_values"] = cache if is_usable else None  # else an empty DynamicCache

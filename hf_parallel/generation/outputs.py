@@ -135,7 +135,8 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
             separate_overlapping(cards, names, record.config.rows.style.spanning)
             tokens = record.prompts[prompt]
             text = None if tokenizer is None else decode(tokenizer, tokens.tolist())
-            sections.append(Section(text, len(tokens), names, cards, self.notes(prompt), *self.ranking(prompt)))
+            shown = self.notes(prompt), *self.ranking(prompt), record.images_of([prompt])
+            sections.append(Section(text, len(tokens), names, cards, *shown))
         return sections
 
     def to_records(self) -> list[Arguments]:

@@ -6,20 +6,26 @@ what it does with them, such as adding some in deeper layers, is its own busines
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
+import struct
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+import torch.nn.functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_parallel.cache.images import KEY_BITS, MAX_TOKENS, Image, ImageRun, ImageTable
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
 from hf_parallel.models.signature import parameters_of, takes
 
+THUMBNAIL = 64
+"""Larger side of a thumbnail, in pixels."""
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments of `generate` that mark the placeholders, as the token ids do."""
 
@@ -135,13 +141,52 @@ def _compute(model: Any, key: int, inputs: Mapping[str, torch.Tensor], ahead: Co
         raise UnsupportedModelError(
             f"{type(model).__name__} has a sliding window of {window}, less than the {len(features[0])} image tokens"
         )
-    return Image(key, features, (type(output), name, not isinstance(pooled, torch.Tensor)), ahead=ahead)
+    layout = type(output), name, not isinstance(pooled, torch.Tensor)
+    return Image(key, features, layout, ahead=ahead, thumbnail=_thumbnail(inputs, model.config))
 
 
 def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """Return features as one tensor `[tokens, hidden]`."""
     joined = features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
     return joined.flatten(0, -2)
+
+
+def _thumbnail(inputs: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> str:
+    """Return a `data:` URL of a small PNG of an image, with its contrast stretched; empty if its layout is unknown."""
+    try:
+        picture = _picture(inputs, config)[None].float()
+    except (AttributeError, LookupError, RuntimeError, TypeError):
+        return ""
+    scale = min(1, THUMBNAIL / max(picture.shape[2:]))
+    picture = F.interpolate(picture, size=[max(1, round(scale * side)) for side in picture.shape[2:]], mode="area")[0]
+    picture = 255 * (picture - picture.min()) / (picture.max() - picture.min()).clamp(min=1e-6)
+    height, width = picture.shape[1:]
+    pixels = picture.byte().permute(1, 2, 0).reshape(height, -1).numpy()
+    rows = np.insert(pixels, 0, 0, axis=1)  # each begins with its filter, none
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits per colour, RGB
+    content = b"\x89PNG\r\n\x1a\n"
+    for chunk in (b"IHDR" + size, b"IDAT" + zlib.compress(rows.tobytes()), b"IEND"):
+        content += struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def _picture(inputs: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> torch.Tensor:
+    """Return the pixels of an image, `[3, height, width]`, from the layouts of transformers' processors."""
+    pixels = inputs["pixel_values"].detach().cpu()
+    if pixels.ndim >= 4:  # `[..., 3, height, width]`; of several views, the first one shows all
+        return pixels.flatten(0, -4)[0].expand(3, -1, -1)
+    vision, others = (
+        config.vision_config,
+        {x.shape[-1]: x[0] for name, x in inputs.items() if x is not inputs["pixel_values"]},
+    )
+    if pixels.ndim == 2:  # patches `[3, frames, side, side]`, in squares that become one token
+        (_, height, width), side, merged = others[3].tolist(), vision.patch_size, vision.spatial_merge_size
+        parts = pixels.view(height // merged, width // merged, merged, merged, 3, -1, side, side)[..., 0, :, :]
+        return parts.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, height * side, width * side)
+    # patches `[side, side, 3]` of rows, with the size in patches (LFM2-VL) or the place of each patch (Gemma 4)
+    height, width = others[2].tolist() if others[2].ndim == 1 else (others[2].amax(0) + 1).flip(0).tolist()
+    parts = pixels[0, : height * width].view(height, width, vision.patch_size, vision.patch_size, 3)
+    return parts.permute(4, 0, 2, 1, 3).reshape(3, height * parts.shape[2], width * parts.shape[2])
 
 
 def _placed(model: PreTrainedModel, image: Image, positions: torch.Tensor) -> Image:

@@ -101,7 +101,7 @@ class ParallelExample:
         if record is None:
             got = type(output).__name__
             raise ValueError(f"output must come from a mode with return_dict_in_generate=True, got {got}")
-        if record.has_images:
+        if record.images:
             raise ValueError("examples have no images, but output's prompts have: use tree_logprobs")
         if record.has_gaps:
             raise ValueError(

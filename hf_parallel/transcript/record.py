@@ -33,7 +33,7 @@ class Record:
     settings: dict[str, object] = field(default_factory=dict)  # given by the caller
     prompts: Sequence[np.ndarray] = ()  # int64 [length] for each row of input_ids, without padding
     has_gaps: bool = False  # whether a sliding window counts masked tokens inside prompts
-    has_images: bool = False  # whether prompts have images
+    images: Sequence[Sequence[str]] = ()  # thumbnails in each prompt, if any of them has images
     begin: int = 0  # index of the first generated token in a row of `sequences`
     lengths: list[int] = field(default_factory=list)  # of the rows of `sequences` without padding on the right
     passes: int = 0
@@ -60,6 +60,10 @@ class Record:
         if column is not None:  # returned rows come first, in the order of the output
             column = first.index(column) if column in first else column + sum(other > column for other in first)
         return prompt, column
+
+    def images_of(self, prompts: Iterable[int]) -> list[str]:
+        """Return the different thumbnails in prompts."""
+        return list(dict.fromkeys(url for prompt in prompts if self.images for url in self.images[prompt]))
 
     def answers_of(self, rows: Iterable[int], answer_of: Callable[[int], int]) -> dict[int, int]:
         """Return the answer of each row that is returned; `answer_of` maps rows to answers where all are returned."""

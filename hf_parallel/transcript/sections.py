@@ -69,6 +69,7 @@ class Section:
     notes: list[tuple[str, str]] = field(default_factory=list)  # headings and texts shown above the columns
     ranking: list[int] = field(default_factory=list)  # columns that a page shows first, best first
     chosen: list[int] = field(default_factory=list)  # columns that the mode has chosen
+    images: list[str] = field(default_factory=list)  # `data:` URLs of the thumbnails of the prompt's images
 
 
 def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
@@ -137,7 +138,8 @@ def completion_sections(
     drawn = record.returned or range(len(sequences))
     places = [record.config.rows.place(row, len(record.prompts)) for row in drawn]
     prompts = [record.prompts[place.prompt].tolist() for place in places]
-    groups = [list(rows) for _, rows in groupby(range(len(prompts)), key=prompts.__getitem__)]
+    images = [record.images_of([place.prompt]) for place in places]
+    groups = [list(rows) for _, rows in groupby(range(len(prompts)), key=lambda row: (prompts[row], images[row]))]
     if len(groups) == len(prompts) > 1:
         groups = [list(range(len(prompts)))]
     sections = []
@@ -154,7 +156,8 @@ def completion_sections(
         names = [record.config.rows.name(places[row].index) for row in rows]
         if record.config.rows_per_prompt == 1 or len(set(names)) < len(names):
             names = [f"completion {number}" for number in range(1, len(rows) + 1)]
-        sections.append(Section(prompt, len(shared), names, cards))
+        shown = record.images_of(places[row].prompt for row in rows)
+        sections.append(Section(prompt, len(shared), names, cards, images=shown))
     return sections
 
 

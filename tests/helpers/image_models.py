@@ -279,11 +279,17 @@ FAMILIES = {
 }
 
 
-def build_image_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a tiny random model."""
+def build_image_model(name: str, dtype: torch.dtype = torch.float32, tokenizer: Any = None) -> PreTrainedModel:
+    """Return a tiny random model, for a tokenizer with an `image_token` if there is one."""
     torch.manual_seed(0)
     family = FAMILIES[name]
-    model: PreTrainedModel = getattr(transformers, family.model)(family.config())
+    config = family.config()
+    if tokenizer is not None:
+        config.image_token_id, config.text_config.vocab_size = tokenizer.image_token_id, len(tokenizer)
+        config.text_config.vocab_size_per_layer_input = len(tokenizer)
+        if name == "gemma4":
+            config.text_config.sliding_window = 128  # an image of its processor has up to 70 tokens
+    model: PreTrainedModel = getattr(transformers, family.model)(config)
     model.set_experts_implementation("eager")  # others take no float64
     with torch.no_grad():
         for part, parameter in model.named_parameters():

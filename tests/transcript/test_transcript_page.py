@@ -86,7 +86,7 @@ def test_a_page_is_self_contained_and_allows_no_other_script() -> None:
     assert "http" not in re.sub(r"http-equiv", "", text)
     policy = next(attrs["content"] for tag, attrs in page.tags if tag == "meta" and "http-equiv" in attrs)
     digest = base64.b64encode(hashlib.sha256(page.scripts[0].encode()).digest()).decode()
-    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
 # Transcripts read from a file
