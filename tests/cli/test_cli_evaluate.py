@@ -80,6 +80,7 @@ def test_invalid_options_are_named_before_a_model_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_results_are_written_and_resumed(folder: Path, tmp_path: Path, capsys: Any) -> None:
     command = [*SMALL, "--model", str(folder), "-o", str(tmp_path / "runs" / "out")]
     assert cli.main(command) == 0

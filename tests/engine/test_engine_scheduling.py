@@ -195,7 +195,7 @@ def watch(model: Any, engine: Engine) -> None:
     model.register_forward_pre_hook(check)
 
 
-@pytest.mark.parametrize("policy", [ContributionPolicy, StepsToExecution])
+@pytest.mark.parametrize("policy", [ContributionPolicy, pytest.param(StepsToExecution, marks=pytest.mark.slow)])
 def test_random_requests_end_within_the_budget_under_any_policy(model: Any, token_bytes: int, policy: Any) -> None:
     """With random agents, priorities, submitters, arrivals and cancellations; none waits for ever."""
     rng, policy = random.Random(0), policy()

@@ -178,6 +178,7 @@ def test_mode_is_taken_from_keyword_then_object_then_generation_configs(echo: ty
     assert torch.equal(model.generate(IDS, generation_config=named, generation_mode=None), plain)
 
 
+@pytest.mark.slow
 def test_compiled_models_raise(model: Any) -> None:
     model = copy.deepcopy(model)
     whole, part, replaced = (copy.deepcopy(model) for _ in range(3))

@@ -101,12 +101,11 @@ def test_the_loss_of_a_step_is_the_mean_over_all_generated_tokens(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-        {"per_device_train_batch_size": 8, "gradient_checkpointing": True},
         {"per_device_train_batch_size": 8, "dataloader_num_workers": 1},
+        {"per_device_train_batch_size": 8, "gradient_checkpointing": True},
     ],
-    ids=["rows of one", "accumulation", "checkpointing", "workers"],
+    ids=["accumulation", "workers", "checkpointing"],
 )
 def test_how_a_batch_is_computed_does_not_change_the_loss(
     tmp_path: Path, examples: list[ParallelExample], expected: Any, settings: dict[str, Any]
@@ -142,6 +141,7 @@ class Kill(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_checkpoint_with_the_same_losses(
     tmp_path: Path, examples: list[ParallelExample]
 ) -> None:
@@ -158,7 +158,9 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["examples", "texts", pytest.param("dicts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["texts", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("examples", "dicts"))]
+)
 def test_the_trainer_of_trl_gives_the_losses_of_trainer(
     tmp_path: Path, examples: list[ParallelExample], kind: str
 ) -> None:

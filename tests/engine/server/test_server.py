@@ -295,7 +295,7 @@ COSTLY: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("schemas", [[*UNSUPPORTED, COSTLY[0]], pytest.param(COSTLY[1:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schemas", [UNSUPPORTED, pytest.param(COSTLY, marks=pytest.mark.slow)])
 def test_a_schema_that_is_not_supported_or_would_block_the_server_is_rejected(
     server: Served, schemas: list[dict[str, Any]]
 ) -> None:
@@ -441,6 +441,7 @@ def test_a_client_that_disconnects_frees_its_memory(server: Served, streaming: b
     assert tokens < 1200, "keys and values of the answer are held"  # the prompt may stay cached
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_delays_no_other(server: Served) -> None:
     body = {"model": MODEL, "messages": CHAT, "max_tokens": LONG, "n": 4, "stream": True, "logit_bias": {"2": -100}}
     content = json.dumps({**body, "logprobs": True, "top_logprobs": 20, "max_tokens": 100}).encode()
