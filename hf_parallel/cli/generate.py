@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -11,7 +12,6 @@ from functools import partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -293,17 +293,9 @@ def check_model_options(options: argparse.Namespace) -> None:
 
 
 def _check_writable(option: str, path: Path) -> None:
-    folder = path.resolve().parent
-    if path.is_dir():
-        raise ValueError(f"{option} {path} is a folder; name a file in it")
-    if not folder.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {folder}")
-    if path.exists() and not path.is_file():  # a pipe or device is written to directly
-        return
-    try:
-        TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(f"{option} {path} cannot be written: {error.strerror}") from error
+    place = path if path.exists() else path.resolve().parent
+    if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+        raise ValueError(f"{option} {path} must be a file that can be written, in a folder that exists")
 
 
 def load(options: argparse.Namespace) -> tuple[Any, PreTrainedTokenizerBase]:

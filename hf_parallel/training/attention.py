@@ -249,25 +249,18 @@ def _attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     parallel_layout: LayoutBatch | None = None,
-    **kwargs: object,
+    **given: Any,  # see `block_attention_forward`
 ) -> tuple[torch.Tensor, None]:
     """Attention function of the implementation: block attention over the layout, `sdpa` without one."""
-    if parallel_layout is None:
-        if softcap is not None or s_aux is not None:
-            raise ValueError(f"attn_implementation={IMPLEMENTATION!r} needs batches of DataCollatorForParallel")
-        given = {"scaling": scaling, "dropout": dropout, **kwargs}
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **given)
-    if dropout:
-        raise ValueError(f"attn_implementation={IMPLEMENTATION!r} has no attention dropout, got {dropout}")
-    return block_attention_forward(
-        module, query, key, value, None, scaling, 0.0, sliding_window, softcap, s_aux, block_cache=parallel_layout
-    )
+    if parallel_layout is not None:
+        if dropout:
+            raise ValueError(f"attn_implementation={IMPLEMENTATION!r} has no attention dropout, got {dropout}")
+        return block_attention_forward(module, query, key, value, None, block_cache=parallel_layout, **given)
+    if given.get("softcap") is not None or given.get("s_aux") is not None:
+        raise ValueError(f"attn_implementation={IMPLEMENTATION!r} needs batches of DataCollatorForParallel")
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, dropout=dropout, **given)
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention_forward)
