@@ -25,7 +25,7 @@ from hf_parallel.generation.mixin import is_enabled, unwrap
 from hf_parallel.kernels import AttentionParams, RotarySpec
 from hf_parallel.kernels.dense import matmul_attention
 from hf_parallel.kernels.rope import rotate, table_dtype
-from hf_parallel.models.attention import UnsupportedModelError, block_attention_enabled, block_attention_forward
+from hf_parallel.models.attention import block_attention_enabled, block_attention_forward
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.layout import LayoutView, make_views
@@ -231,8 +231,6 @@ def _prepare_layout(layout: LayoutBatch, model: PreTrainedModel, capabilities: C
     """Move a layout to its model, and give it the rotary embeddings. Raises `ValueError` if they do not fit."""
     moves = any(view.query_rotation.any() or view.key_rotation.any() for view in layout.views)
     name, reads = type(model).__name__, capabilities.reads.values()
-    if capabilities.dense:
-        raise UnsupportedModelError(f"packed rows cannot be trained over this model: {capabilities.why_no_rotation}")
     why = f"{name} scales its queries by their position" if capabilities.scaled else capabilities.why_no_rotation
     if why and (moves or len(layout.views) > 1):
         raise ValueError(f"the tokens of this batch move, but {why}")

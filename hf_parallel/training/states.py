@@ -24,7 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from transformers import PreTrainedModel
 
-from hf_parallel.generation.mixin import unwrap
+from hf_parallel.generation.enabled import enabled
+from hf_parallel.generation.mixin import is_enabled, unwrap
 from hf_parallel.models.attention import UnsupportedModelError, gradient_checkpointing_disabled
 from hf_parallel.models.mixers import Mixer, MixerStates, mixers_wrapped, supported_mixers
 from hf_parallel.training.example import ParallelExample
@@ -50,8 +51,13 @@ def mixers_of(model: PreTrainedModel) -> tuple[Mixer, ...]:
 
 @contextmanager
 def states_branched(model: PreTrainedModel, examples: Sequence[ParallelExample]) -> Iterator[None]:
-    """Compute layers with a state over a padded batch of examples. Raises `UnsupportedModelError` if rows are mixed."""
+    """Compute layers with a state over a padded batch of examples.
+
+    Raises `UnsupportedModelError` if rows are mixed, or the model was enabled with its own attention.
+    """
     model = unwrap(model)
+    if is_enabled(model) and (found := enabled(model).capabilities).dense:
+        raise UnsupportedModelError(f"packed rows cannot be trained over this model: {found.why_no_rotation}")
     mixers = mixers_of(model) if examples else ()
     if not mixers:
         yield

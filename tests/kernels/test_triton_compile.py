@@ -65,6 +65,7 @@ class Case(NamedTuple):
     softcap: float | None = None
     kv_heads: int = 2
     rank: int | None = None  # of latents, with one KV head; `head_dim` are then rotated, and as many are not
+    chunk: int | None = None
 
     def tilings(self, capability: int) -> tuple[Tiling, ...]:
         if self.rank is not None:
@@ -82,8 +83,9 @@ LARGEST_TILING = [
     Case(torch.bfloat16, 96),
     Case(torch.float16, 128, "none", kv_heads=1),
     Case(torch.bfloat16, 128, "interleaved", softcap=30.0),
+    Case(torch.bfloat16, 128, "interleaved", chunk=64),
 ]
-"""Layers that are compiled with their largest tiling: padded heads, no RoPE, the features with most registers."""
+"""Layers that are compiled with their largest tiling: padded heads, no RoPE, features with many registers, chunks."""
 
 
 class Recorder:
@@ -156,7 +158,8 @@ def attend(case: Case) -> None:
     triton_attention.TritonBackend().move(*moved, kv_heads, TokenRange(0, 4, 0, 2), TokenRange(4, 4, 2, 2), 7, rotary)
     query = scene.queries.to(case.dtype)
     heads = scene.heads and scene.heads._replace(weight=scene.heads.weight.to(case.dtype))
-    params = AttentionParams(kv_heads, 0.1, rotary, case.softcap, query.new_zeros(4 * kv_heads), latent=heads)
+    sinks = query.new_zeros(4 * kv_heads)
+    params = AttentionParams(kv_heads, 0.1, rotary, case.softcap, sinks, chunk=case.chunk, latent=heads)
     triton_attention.TritonBackend().attend(query, layer.keys, layer.values, plan, params)
 
 

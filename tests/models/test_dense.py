@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig
 
 import hf_parallel
 from hf_parallel import SharedPrefixCache, UnsupportedModelError
-from hf_parallel.training import ParallelExample, teacher_forced_logits
+from hf_parallel.training import ParallelExample, teacher_forced_logits, tree_logprobs
 
 
 def test_a_prompt_of_several_rows_is_stored_and_computed_once() -> None:
@@ -30,10 +30,12 @@ def test_a_prompt_of_several_rows_is_stored_and_computed_once() -> None:
 
 def test_modes_that_rotate_keys_and_lengths_beyond_the_positions_raise() -> None:
     model, ids = hf_parallel.enable(copy.deepcopy(tiny.build("gptj"))), torch.tensor([[5, 6, 7]])
+    example = ParallelExample.from_tree([[5, 6]], [[8, 9]])
     interface = "GPTJForCausalLM does not use transformers' attention interface"
     with pytest.raises(UnsupportedModelError, match=f"hogwild rotates keys: {interface}"):
         model.generate(ids, generation_mode="hogwild", max_new_tokens=4, num_workers=2, tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match="positions for 512 tokens"):
         model.generate(ids, generation_mode="shared_prefix", max_new_tokens=600)
-    with pytest.raises(UnsupportedModelError, match=f"packed rows cannot be trained over this model: {interface}"):
-        teacher_forced_logits(model, ParallelExample.from_tree([[5, 6]], [[8, 9]]))
+    for train in (lambda: tree_logprobs(model, [5, 6], [[8, 9]]), lambda: teacher_forced_logits(model, example)):
+        with pytest.raises(UnsupportedModelError, match=f"packed rows cannot be trained over this model: {interface}"):
+            train()
