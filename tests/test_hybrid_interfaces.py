@@ -117,10 +117,16 @@ def test_a_model_with_a_layer_on_disk_generates_the_same_tokens(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["mamba2", "lfm2"])
-def test_states_of_other_weights_are_not_continued(name: str) -> None:
+def test_states_of_other_adapters_or_weights_are_not_continued(name: str) -> None:
     model, kept = hf_parallel.enable(copy.deepcopy(tiny.build(name))), hf_parallel.SharedPrefixCache()
     call = {"generation_mode": "shared_prefix", "past_key_values": kept, **GREEDY}
-    ids = torch.tensor([[5, 6, 7, 8]])
+    ids, layer = torch.tensor([[5, 6, 7, 8]]), model.get_input_embeddings()
+    layer.active_adapters, layer.merged_adapters = ["one"], []  # as a layer of PEFT has them
+    model.generate(ids, **call)
+    layer.active_adapters = ["two"]
+    with pytest.raises(ValueError, match="before the model's weights changed"):
+        model.generate(ids, **call)
+    layer.active_adapters = ["one"]
     model.generate(ids, **call)
     with torch.no_grad():
         next(model.parameters()).mul_(1.01)
