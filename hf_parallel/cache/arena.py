@@ -9,10 +9,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
-from hf_parallel.kernels import AttentionPlan, LayerStorage, RotarySpec, TokenRange, to_device
+from hf_parallel.kernels import (
+    COMPACT,
+    AttentionPlan,
+    CompactStorage,
+    LayerStorage,
+    RotarySpec,
+    Storage,
+    TokenRange,
+    compact_dtype,
+    rotate_by,
+    to_device,
+)
 
 GROWTH = 1.5
 """Minimum growth factor of a layer's storage, so that growth copies each token O(1) times (amortized)."""
@@ -25,6 +37,11 @@ class Extent:
     origin: int
     capacity: int
     owners: int = 1
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether its tokens are stored in 8 bits."""
+        return self.origin >= COMPACT
 
     def range(self, start: int, length: int) -> TokenRange:
         """Return `length` tokens from index `start`."""
@@ -41,15 +58,33 @@ class Arena:
     """
 
     max_slots: int | None = None
+    first_slot: ClassVar[int] = 0
 
     def __init__(self) -> None:
+        self.compact: CompactArena | None = None
         self.clear()
 
     def clear(self) -> None:
         """Release all memory."""
         self.num_slots = 0
-        self.layers: dict[int, LayerStorage] = {}
+        self.layers: dict[int, Any] = {}  # of `Storage`
         self._free: list[tuple[int, int]] = []  # (origin, size), ascending, coalesced
+        if self.compact is not None:
+            self.compact.clear()
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """Dtype of blocks that no row writes any more, "int8" or "fp8"; None: that of the model."""
+        return None if self.compact is None else self.compact.name
+
+    @cache_dtype.setter
+    def cache_dtype(self, name: str | None) -> None:
+        """Choose the dtype of an arena without layers. Raises `ValueError` if it is unknown, or another is in use."""
+        dtype = compact_dtype(name)
+        if name != self.cache_dtype and self.layers:
+            raise ValueError(f"cache_dtype={name!r}, but the cache holds blocks with cache_dtype={self.cache_dtype!r}")
+        if name != self.cache_dtype:
+            self.compact = None if name is None or dtype is None else CompactArena(name, dtype)
 
     @property
     def bytes_per_token(self) -> int:
@@ -59,7 +94,8 @@ class Arena:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of storage held, used or not."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in list(self.layers.values()))
+        own = sum(tensor.nbytes for layer in list(self.layers.values()) for tensor in layer.tensors)
+        return own if self.compact is None else own + self.compact.reserved_bytes
 
     @property
     def used_slots(self) -> int:
@@ -74,14 +110,15 @@ class Arena:
 
     def allocate(self, capacities: Sequence[int]) -> list[Extent]:
         """Allocate extents of these capacities, adjacent in memory."""
-        origins = itertools.accumulate(capacities, initial=self._allocate_slots(sum(capacities)))
+        origins = itertools.accumulate(capacities, initial=self.first_slot + self._allocate_slots(sum(capacities)))
         return [Extent(origin, capacity) for origin, capacity in zip(origins, capacities, strict=False)]
 
     def release(self, extent: Extent) -> None:
-        """Remove one owner of an extent; its slots are freed with the last one."""
+        """Remove one owner of an extent, which may be compact; its slots are freed with the last one."""
         extent.owners -= 1
         if extent.owners == 0 and extent.capacity:
-            self._free_slots(extent.origin, extent.capacity)
+            arena = self.compact if extent.is_compact and self.compact is not None else self
+            arena._free_slots(extent.origin % COMPACT, extent.capacity)
 
     def grow(self) -> None:
         """Grow every layer to `num_slots`, so that a lack of memory is detected before any layer is written."""
@@ -94,6 +131,7 @@ class Arena:
 
         The new extents may overlap the old ones, so that growth leaves no holes. If memory runs out, nothing changes.
         """
+        assert all(e.is_compact == (self.first_slot > 0) for e, _, _ in tokens), "blocks in 8 bits are not written"
         before = self.num_slots, list(self._free)
         sources = [extent.range(start, length) for extent, start, length in tokens]
         for extent, _, _ in tokens:
@@ -114,9 +152,7 @@ class Arena:
         self.max_slots = max_slots
         for layer in self.layers.values():
             if layer.keys.shape[0] > max_slots * layer.num_kv_heads:
-                rows = self.num_slots * layer.num_kv_heads
-                with torch.inference_mode(False), torch.no_grad():
-                    layer.keys, layer.values = layer.keys[:rows].clone(), layer.values[:rows].clone()
+                layer.resize(self.num_slots)
 
     def write(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> None:
         """Store the packed new keys and values `[kv_heads, T, head_dim]` of a pass at its plan's locations."""
@@ -125,7 +161,9 @@ class Arena:
         if layer is None:
             with torch.inference_mode(False):  # the cache may later be written outside of inference mode
                 keys, values = (states.new_zeros(0, states.shape[-1]) for states in (key, value))
-            layer = self.layers[layer_idx] = LayerStorage(keys, values, heads)
+                layer = self.layers[layer_idx] = LayerStorage(keys, values, heads)
+                if self.compact is not None:
+                    layer.compact = self.compact.layers[layer_idx] = self.compact.storage_of(layer)
         held = layer.num_kv_heads, layer.keys.shape[-1], layer.keys.dtype, layer.keys.device
         if held != (heads, head_dim, key.dtype, key.device):
             raise ValueError(
@@ -139,12 +177,25 @@ class Arena:
     def copy(
         self, source: TokenRange, target: TokenRange, delta: int = 0, rotary: dict[int, RotarySpec | None] | None = None
     ) -> None:
-        """Copy tokens to another extent and rotate their keys by `delta` positions."""
+        """Copy tokens, which may be compact, to another extent and rotate their keys by `delta` positions."""
         self.grow()
         for layer_idx, layer in self.layers.items():
             spec = rotary[layer_idx] if delta and rotary is not None else None
             stored = (layer.values, layer.keys) if spec is not None and spec.of_values else (layer.keys, layer.values)
-            layer.backend.move(*stored, layer.num_kv_heads, source, target, delta, spec)
+            if source.origin < COMPACT:
+                layer.backend.move(*stored, layer.num_kv_heads, source, target, delta, spec)
+                continue
+            rows = layer.rows(target)
+            layer.keys[rows], layer.values[rows] = layer.read(source)
+            if spec is not None:
+                stored[0][rows] = rotate_by(stored[0][rows], delta, spec)
+
+    def compress(self, source: TokenRange, target: TokenRange) -> None:
+        """Copy tokens to a compact extent."""
+        assert self.compact is not None, "no dtype was chosen for compact slots"
+        self.compact.grow()
+        for layer in self.layers.values():
+            layer.compact.write(layer.rows(target), *layer.read(source))
 
     def _copy_all(self, sources: Sequence[TokenRange], targets: Sequence[TokenRange]) -> None:
         """Copy tokens in all layers, or in none: targets that are no sources are free, so that copies can go back."""
@@ -156,7 +207,7 @@ class Arena:
                 if key not in rows:
                     rows[key] = _storage_rows(sources, *key), _storage_rows(targets, *key)
                 from_rows, to_rows = rows[key]
-                for storage in (layer.keys, layer.values):
+                for storage in layer.tensors:
                     storage[to_rows] = storage[from_rows]
                     done.append((storage, from_rows, to_rows))
         except BaseException:
@@ -164,18 +215,10 @@ class Arena:
                 storage[from_rows] = storage[to_rows]
             raise
 
-    def _grow(self, layer: LayerStorage) -> None:
-        """Reallocate a layer's storage with more slots; unwritten slots are zero, never NaN."""
-        rows = self.num_slots * layer.num_kv_heads
-        for name in ("values", "keys"):  # keys last: where they have grown, values have
-            old = getattr(layer, name)
-            if old.shape[0] < rows:
-                slots = int(old.shape[0] // layer.num_kv_heads * GROWTH)
-                slots = max(self.num_slots, slots if self.max_slots is None else min(slots, self.max_slots))
-                with torch.inference_mode(False), torch.no_grad():
-                    new = old.new_zeros(slots * layer.num_kv_heads, old.shape[-1])
-                    new[: old.shape[0]] = old
-                setattr(layer, name, new)
+    def _grow(self, layer: Storage) -> None:
+        """Reallocate a layer's storage with more slots."""
+        slots = int(layer.keys.shape[0] // layer.num_kv_heads * GROWTH)
+        layer.resize(max(self.num_slots, slots if self.max_slots is None else min(slots, self.max_slots)))
 
     def _allocate_slots(self, size: int) -> int:
         """First fit; returns the origin."""
@@ -199,6 +242,21 @@ class Arena:
                 self._free.append((start, free))
         if sum(self._free[-1]) == self.num_slots:
             self.num_slots = self._free.pop()[0]
+
+
+class CompactArena(Arena):
+    """Arena of the slots from `COMPACT` on, whose keys and values have 8 bits."""
+
+    first_slot = COMPACT
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.name, self._dtype = name, dtype
+
+    def storage_of(self, layer: LayerStorage) -> CompactStorage:
+        """Return empty storage for blocks of a layer."""
+        keys, values = (t.new_zeros(0, t.shape[-1], dtype=self._dtype) for t in (layer.keys, layer.values))
+        return CompactStorage(keys, values, layer.num_kv_heads, keys.new_zeros(0, 2, dtype=torch.float32))
 
 
 def _storage_rows(ranges: Sequence[TokenRange], num_kv_heads: int, device: torch.device) -> torch.Tensor:

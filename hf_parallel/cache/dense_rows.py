@@ -16,7 +16,16 @@ import torch
 from hf_parallel.cache.batch import ForwardPass, Segment, View, ranges, view_length
 from hf_parallel.cache.pool import Pool
 from hf_parallel.cache.state_plan import StateCall, StatePlan
-from hf_parallel.kernels import AttentionPlan, LayerStorage, RotarySpec, rotate, storage_row, table_dtype, to_device
+from hf_parallel.kernels import (
+    COMPACT,
+    AttentionPlan,
+    LayerStorage,
+    RotarySpec,
+    rotate,
+    storage_row,
+    table_dtype,
+    to_device,
+)
 
 
 @dataclass(eq=False)
@@ -31,7 +40,8 @@ class DenseBatch:
     delta: np.ndarray  # int64 [rows, length], by which the keys are rotated
     state_call: StateCall | None = None  # of the modules that keep states
     updated: set[int] = field(default_factory=set)  # layers that the model has updated
-    _made: dict[Hashable, torch.Tensor] = field(default_factory=dict)  # places on a device, by number of KV heads
+    _made: dict[Hashable, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
+    """Arguments of `LayerStorage.gather`, by number of KV heads and device."""
 
     def past(self, layer_idx: int) -> int:
         """Return the number of tokens, padding included, that a layer holds of each row."""
@@ -47,11 +57,11 @@ class DenseBatch:
         if (heads, device) not in self._made:
             origin, capacity, index = self.places[:, :, None]
             stored = storage_row(origin, capacity, index, heads, np.arange(heads)[:, None])
-            self._made[heads, device] = to_device(stored.reshape(-1), device)
+            packed = np.broadcast_to(origin >= COMPACT, stored.shape).reshape(-1)
+            is_packed = to_device(packed, device, torch.bool) if packed.any() else None
+            self._made[heads, device] = to_device(stored.reshape(-1), device), is_packed
         shape = len(self.delta), heads, self.delta.shape[1], -1
-        keys, values = (
-            states.index_select(0, self._made[heads, device]).view(shape) for states in (layer.keys, layer.values)
-        )
+        keys, values = (states.view(shape) for states in layer.gather(*self._made[heads, device]))
         if spec is None or not self.delta.any():
             return keys, values
         tables = spec.tables(self.delta.reshape(-1), table_dtype(keys.dtype), device)

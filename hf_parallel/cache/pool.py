@@ -64,18 +64,21 @@ class Budget:
     bytes: int
     token_bytes: int
     state_bytes: int
+    compact_bytes: int = 0  # of a token in 8 bits
 
-    def cost(self, tokens: int, states: int) -> int:
-        """Return the bytes of the keys and values of some tokens, and of some states."""
-        return tokens * self.token_bytes + states * self.state_bytes
+    def cost(self, tokens: int, states: int, compact: int = 0) -> int:
+        """Return the bytes of the keys and values of some tokens, of some states, and of tokens in 8 bits."""
+        return tokens * self.token_bytes + states * self.state_bytes + compact * self.compact_bytes
 
     def held(self, blocks: Collection[Block]) -> int:
         """Return the bytes of the keys, values and states of blocks."""
-        return self.cost(sum(block.length for block in blocks), sum(block.state >= 0 for block in blocks))
+        compact = sum(block.length for block in blocks if block.extent.is_compact)
+        tokens = sum(block.length for block in blocks) - compact
+        return self.cost(tokens, sum(block.state >= 0 for block in blocks), compact)
 
-    def max_tokens(self, states: int) -> int:
-        """Return how many tokens fit beside some states."""
-        return (self.bytes - states * self.state_bytes) // self.token_bytes if self.token_bytes else sys.maxsize
+    def max_tokens(self, states: int, compact: int = 0) -> int:
+        """Return how many tokens fit beside some states and tokens in 8 bits."""
+        return (self.bytes - self.cost(0, states, compact)) // self.token_bytes if self.token_bytes else sys.maxsize
 
 
 class Pool:
@@ -151,6 +154,28 @@ class Pool:
         self._root.blocks.remove(block)
         self.arena.release(block.extent)
         self.forget_state(block)
+
+    def compress(self, block: Block) -> bool:
+        """Round a block that no row writes any more to 8 bits. Return whether there was memory in the budget for it."""
+        arena, compact, size = self.arena, self.arena.compact, block.length
+        assert compact is not None, "no dtype was chosen"
+        if self.budget is not None and not compact.fits(size):
+            slots = compact.num_slots + max(size, compact.num_slots // 2)
+            limit = self.budget.max_tokens(self.states.max_slots or 0, slots)
+            if limit < arena.num_slots:
+                return False
+            arena.limit(limit)
+            compact.max_slots = slots
+        (extent,) = compact.allocate([size])
+        try:
+            arena.compress(block.tokens, extent.range(0, size))
+        except BaseException:
+            arena.release(extent)
+            raise
+        arena.release(block.extent)
+        block.extent, block.first = extent, 0
+        self.touch()
+        return True
 
     def disown(self, block: Block) -> None:
         """Leave a block to the parent."""
@@ -320,58 +345,75 @@ class Pool:
         self.budget = budget
         self.states.limit(0)
         self.arena.limit(budget.max_tokens(states=0))
+        if self.arena.compact is not None:
+            self.arena.compact.max_slots = 0
 
     @property
     def free_bytes(self) -> int:
         """Bytes of the budget that are not allocated, contiguous or not."""
         assert self.budget is not None
-        return self.budget.bytes - self.budget.cost(self.arena.used_slots, self.states.num_used)
+        compact = 0 if self.arena.compact is None else self.arena.compact.used_slots
+        return self.budget.bytes - self.budget.cost(self.arena.used_slots, self.states.num_used, compact)
 
     def pack(self, wanted: Wanted) -> bool:
         """Remove all holes and unused capacity, and reserve the wanted lengths; return whether they fit.
 
         Divides the rest of the budget between states, and keys and values.
         """
-        lengths, budget = dict(wanted), self.budget
-        held = sorted((b for b in self.blocks if b.length), key=lambda b: (b.extent.origin, b.first))
+        lengths, budget, compact = dict(wanted), self.budget, self.arena.compact
+        ordered = sorted((b for b in self.blocks if b.length), key=lambda b: (b.extent.origin, b.first))
+        rounded = [b for b in ordered if b.extent.is_compact]
+        held = ordered[: len(ordered) - len(rounded)]
         blocks = [*held, *(block for block in lengths if not block.length)]
         needed = sum(lengths.get(block, block.length) for block in blocks)
-        states = self.states.num_used + self.new_states(wanted)
-        if budget is None or (left := budget.bytes - budget.cost(needed, states)) < 0:
+        states, tokens = self.states.num_used + self.new_states(wanted), sum(b.length for b in rounded)
+        if budget is None or (left := budget.bytes - budget.cost(needed, states, tokens)) < 0:
             return False
-        for block in self.blocks - set(blocks):
+        for block in self.blocks - {*blocks, *rounded}:
             self.release(block)
+        if rounded:
+            self._grow(rounded, [b.length for b in rounded], compact)
+        if compact is not None:
+            compact.limit(tokens)
         if self.states.in_use:
             states += left // 2 // budget.state_bytes
             moved = self.states.compact([block.state for block in self.blocks if block.state >= 0])
             for block in self.blocks:
                 block.state = moved.get(block.state, block.state)
             self.states.limit(states)
-        limit = self.arena.max_slots = budget.max_tokens(states)
+        limit = self.arena.max_slots = budget.max_tokens(states, tokens)
         slack = min(MIN_GROWTH, (limit - needed) // len(lengths))
         self._grow(blocks, [lengths[b] + slack if b in lengths else b.length for b in blocks])
         self.arena.limit(limit)
         return True
 
-    def _grow(self, blocks: Sequence[Block], capacities: Sequence[int]) -> None:
+    def _grow(self, blocks: Sequence[Block], capacities: Sequence[int], arena: Arena | None = None) -> None:
         """Move blocks to new extents, adjacent in memory."""
         self.touch()
         tokens = [(block.extent, block.first, block.length) for block in blocks]
-        for block, extent in zip(blocks, self.arena.relocate(tokens, capacities), strict=True):
+        for block, extent in zip(blocks, (arena or self.arena).relocate(tokens, capacities), strict=True):
             block.extent, block.first = extent, 0
 
     def clear_unused(self) -> None:
         """Overwrite all unused memory with zeros: attention may read it with weight 0, which does not hide a NaN."""
-        for layer in self.arena.layers.values():
-            unused = torch.ones(len(layer.keys), dtype=torch.bool, device=layer.keys.device)
-            for block in self.blocks:
-                unused[layer.rows(block.tokens)] = False
-            layer.keys[unused], layer.values[unused] = 0, 0
+        for arena in (self.arena, self.arena.compact):
+            for layer in () if arena is None else arena.layers.values():
+                unused = torch.ones(len(layer.keys), dtype=torch.bool, device=layer.keys.device)
+                for block in self.blocks:
+                    if block.extent.is_compact == (arena is not self.arena):
+                        unused[layer.rows(block.tokens)] = False
+                for tensor in layer.tensors:
+                    tensor[unused] = tensor.new_zeros(tensor.shape[-1])
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of all unique tokens."""
-        return sum(block.length for block in self.blocks) * self.arena.bytes_per_token
+        return sum(map(self.bytes_of, list(self.blocks)))  # another thread may change them
+
+    def bytes_of(self, block: Block) -> int:
+        """Return the bytes of the keys and values of a block."""
+        compact = self.arena.compact if block.extent.is_compact else None
+        return block.length * (compact or self.arena).bytes_per_token
 
     def check_owned(self, block: Block) -> None:
         """Raise `ValueError` unless a block is one of this pool, or of its parent."""
@@ -388,7 +430,7 @@ def _grown(block: Block, length: int) -> int:
 
 
 def _outgrows(block: Block, length: int) -> bool:
-    is_shared = block.extent.owners > 1 and length > block.length
+    is_shared = (block.extent.owners > 1 or block.extent.is_compact) and length > block.length
     return block.first + length > block.extent.capacity or is_shared
 
 

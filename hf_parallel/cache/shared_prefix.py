@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ class SharedPrefixCache(BlockCache):
     max_bytes : int, optional
         Maximum bytes of keys, values and states kept between calls. Each call first evicts the least recently used
         nodes, leaves first, until the rest fits; its own tokens come on top. Default: keep everything until `reset()`.
+    cache_dtype : str, optional
+        See `ParallelConfig`.
     lent : (PrefixTree, Owner), optional
         Tree of an engine, and the request that uses it through the cache. Default: a tree of the cache's own.
 
@@ -48,6 +51,7 @@ class SharedPrefixCache(BlockCache):
         rotary: Mapping[int, RotarySpec | None] | None = None,
         device: torch.device | str | None = None,
         max_bytes: int | None = None,
+        cache_dtype: str | None = None,
         *,
         lent: tuple[PrefixTree, Owner] | None = None,
     ) -> None:
@@ -55,6 +59,7 @@ class SharedPrefixCache(BlockCache):
         if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1):
             raise ValueError(f"max_bytes must be a positive int or None, got {max_bytes!r}")
         self.max_bytes = max_bytes
+        self.pool.arena.cache_dtype = cache_dtype if lent is None else self.pool.arena.cache_dtype
         self.tree = PrefixTree(self.pool) if lent is None else lent[0]
         self.owner = None if lent is None else lent[1]
         self.root = self.tree.root if self.owner is None else self.tree.add_owner(self.owner)
@@ -91,11 +96,22 @@ class SharedPrefixCache(BlockCache):
             )
         self.filled_by = key
         self.tree.clock += 1
+        self._compress()  # completions of the last call
         self._evict()
 
     def record_weights(self, model: PreTrainedModel, weights: str) -> None:
         """Record the fingerprint of the weights that filled the cache, for calls that receive it later."""
         self.filled_by = weights, str(execution_device(model))
+
+    def commit(self) -> None:
+        """Confirm that the prepared pass has been computed. With `cache_dtype`, compress what it has completed."""
+        super().commit()
+        self._compress()
+
+    def _compress(self) -> None:
+        if self.pool.arena.compact is not None:
+            with suppress(torch.OutOfMemoryError):  # blocks stay as they are
+                self.tree.compress()
 
     def insert(self, tokens: np.ndarray, root: Node | None = None, gap: int = 0) -> Node:
         """Insert tokens, int64 `[length]`, after `root` (default: the root of the tree). Return the last token's node.
@@ -165,7 +181,7 @@ class SharedPrefixCache(BlockCache):
     def kv_bytes(self) -> int:
         """Bytes of the keys and values of all unique tokens; in an engine, of the tokens that the request uses."""
         pinned = () if self.owner is None else self.tree.pinned(self.owner)
-        return self.pool.kv_bytes + sum(node.num_cached for node in pinned) * self.pool.arena.bytes_per_token
+        return self.pool.kv_bytes + sum(self.pool.bytes_of(node.block) for node in pinned if node.block is not None)
 
     @property
     def state_bytes(self) -> int:
@@ -179,9 +195,7 @@ class SharedPrefixCache(BlockCache):
 
     def _evict(self) -> None:
         """Remove the least recently used nodes, leaves first, until at most `max_bytes` are held."""
-        if self.max_bytes is None or (held := self.kv_bytes) + self.state_bytes <= self.max_bytes:
-            return
-        for tokens in self.tree.evict(lambda node: node.last_used):
-            held -= tokens * self.pool.arena.bytes_per_token
-            if held + self.state_bytes <= self.max_bytes:
+        eviction = self.tree.evict(lambda node: node.last_used)
+        while self.max_bytes is not None and self.kv_bytes + self.state_bytes > self.max_bytes:
+            if next(eviction, None) is None:
                 return

@@ -136,6 +136,7 @@ class PrefixTree:
         self.pins: dict[Node, set[Owner]] = {}  # owners that use a node, by node
         self.leaves: dict[Owner, list[Node]] = {}  # nodes at which the rows of an owner begin or end, by owner
         self.computing: dict[Node, Owner] = {}  # the owner that computes the uncached tokens of a node
+        self._uncompressed: set[Node] = set()  # with blocks that will be stored in 8 bits, if the pool does so
         self.observer.on_reset()
 
     # Nodes
@@ -180,6 +181,7 @@ class PrefixTree:
         held = tokens if block is None else tokens[: block.length]
         node = Node(np.asarray(held, np.int64), parent, block, last_used=self.clock)
         node.shift = self.pool.images.shift(node.tokens)
+        self._uncompressed.add(node)
         parent.children.setdefault(int(node.tokens[0]), []).append(node)
         return node
 
@@ -219,12 +221,18 @@ class PrefixTree:
         """Return nodes with uncached tokens, parents before children, and allocate their blocks."""
         nodes = [node for node in self._nodes_of(owner) if len(node.uncached)]
         for node in nodes:
+            self._uncompressed.add(node)  # again, if it was evicted
             if node.block is None:
                 capacity = len(node.tokens) if owner is None else 0
                 assert node.parent is not None, "the root has no tokens"
                 node.block = self.pool.new_block(capacity, node.parent.next_position)
                 node.block.gap, node.block.shift = node.gap, node.shift
         return nodes
+
+    def compress(self) -> None:
+        """Store the blocks of nodes in 8 bits that are complete, as rows write to them no more."""
+        complete = [node for node in self._uncompressed if node.num_cached == len(node.tokens)]
+        self._uncompressed -= {node for node in complete if self.pool.compress(node.block)}  # type: ignore[arg-type]
 
     def discard_uncached(self, owner: Owner | None = None) -> None:
         """Remove uncached tokens from the tree after a failed prefill; with an owner, only tokens of its own."""
@@ -253,8 +261,8 @@ class PrefixTree:
         blocks = [node.block for node in nodes if node.block is not None]
         finite = torch.ones(len(nodes), dtype=torch.bool)
         if layer is not None and nodes:
-            rows = [layer.rows(block.tokens) for block in blocks]
-            found = [layer.keys[held].isfinite().all() & layer.values[held].isfinite().all() for held in rows]
+            held = [layer.read(block.tokens) for block in blocks]
+            found = [keys.isfinite().all() & values.isfinite().all() for keys, values in held]
             finite &= torch.stack(found).cpu()
         kept = [index for index, block in enumerate(blocks) if block.has_state]
         if kept:
@@ -376,6 +384,7 @@ class PrefixTree:
         if node.block is not None:
             self.pool.free(node.block)
         node.siblings.remove(node)
+        self._uncompressed.discard(node)
         if node.parent is not None and node.parent.parent is None:
             self._forget(node.parent)
 
@@ -416,6 +425,8 @@ class PrefixTree:
         node.siblings[node.siblings.index(node)] = head
         if node.block is not None:
             head.block, node.block = self.pool.divide(node.block, at)
+        if node in self._uncompressed:
+            self._uncompressed.add(head)
         node.tokens, node.parent = node.tokens[at:], head
         if node in self.pins:
             self.pins[head] = set(self.pins[node])

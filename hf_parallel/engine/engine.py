@@ -38,8 +38,6 @@ from hf_parallel.models.cached_model import CachedModel
 from hf_parallel.models.linear import linear_layers
 from hf_parallel.models.ranks import num_ranks
 
-IDLE_SECONDS = 0.001
-
 
 class Engine:
     """Serves `submit` calls of many threads or coroutines with one model.
@@ -62,6 +60,8 @@ class Engine:
         Tokens of a step; prompts are computed in parts of at most that many. Default: 512 on a CPU, else 4096.
     policy : EvictionPolicy, optional
         Order in which cached prefixes are evicted. Default: least recently used.
+    cache_dtype : str, optional
+        See `ParallelConfig`.
     state_interval : int, optional
         Tokens after which layers that keep a state keep another, so that later prompts can diverge there.
 
@@ -83,10 +83,12 @@ class Engine:
         max_batch_tokens: int | None = None,
         policy: EvictionPolicy | None = None,
         state_interval: int | None = STATE_INTERVAL,
+        cache_dtype: str | None = None,
     ) -> None:
         limits = {"max_rows": max_rows, "max_waiting": max_waiting}
-        optional = {"max_kv_bytes": max_kv_bytes, "max_batch_tokens": max_batch_tokens}
-        check_limits(limits, **optional, state_interval=state_interval)
+        check_limits(
+            limits, max_kv_bytes=max_kv_bytes, max_batch_tokens=max_batch_tokens, state_interval=state_interval
+        )
         self.model = unwrap(enable(model, tokenizer=tokenizer))
         if (ranks := num_ranks(self.model)) > 1:
             # requests arrive at each rank at another time, so that the ranks would compute different batches
@@ -94,7 +96,7 @@ class Engine:
         self.tokenizer: Any = tokenizer or enabled(self.model).tokenizer
         self.max_waiting = max_waiting
         device, rotary = execution_device(self.model), enabled(self.model).capabilities.rotary
-        self._storage = KVStorage(rotary, device, max_kv_bytes, policy, self._free_memory)
+        self._storage = KVStorage(rotary, device, max_kv_bytes, policy, self._free_memory, cache_dtype)
         self.policy, self._storage.tree.state_interval = self._storage.policy, state_interval
         self._scheduler = Scheduler(self._storage, max_rows, max_batch_tokens or BATCH_TOKENS.get(device.type, 4096))
         self._current: Request | None = None  # whose code is running
@@ -325,7 +327,7 @@ class Engine:
         if batch:
             self._compute(batch)
         if not self._sample_waiting() and not batch and scheduler.is_busy:
-            time.sleep(IDLE_SECONDS)  # requests wait for each other
+            time.sleep(0.001)  # requests wait for each other
         self._work.step_seconds += time.perf_counter() - began
 
     def _check_weights(self, new: Sequence[Request]) -> None:

@@ -84,7 +84,7 @@ def engine_stats(scheduler: Scheduler, work: Work, num_submitted: int) -> Engine
     return EngineStats(
         running=len(running) - preempted,
         waiting=num_submitted + len(scheduler.waiting) + preempted,
-        kv_bytes=sum(block.length for block in list(storage.pool.blocks)) * storage.arena.bytes_per_token,
+        kv_bytes=storage.pool.kv_bytes,
         state_bytes=storage.pool.states.num_used * storage.pool.states.bytes_per_slot,
         reserved_bytes=storage.arena.reserved_bytes + storage.pool.states.reserved_bytes,
         evicted_tokens=storage.evicted_tokens,

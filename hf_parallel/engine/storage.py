@@ -44,12 +44,13 @@ class KVStorage:
         max_bytes: int | None = None,
         policy: EvictionPolicy | None = None,
         free_memory: Callable[[], bool] = lambda: False,
+        cache_dtype: str | None = None,
     ) -> None:
         self.policy: EvictionPolicy = LeastRecentlyUsed() if policy is None else policy
         if not callable(getattr(self.policy, "priority", None)):
             raise ValueError(f"policy must have a method priority(node), got {type(policy).__name__}")
         self.max_bytes, self.free_memory = max_bytes, free_memory
-        self.cache = SharedPrefixCache(rotary, device)
+        self.cache = SharedPrefixCache(rotary, device, cache_dtype=cache_dtype)
         self.pool, self.tree, self.arena = self.cache.pool, self.cache.tree, self.cache.pool.arena
         self.pool.on_full = self._make_room
         if isinstance(self.policy, RequestObserver):
@@ -108,7 +109,8 @@ class KVStorage:
             if self.max_bytes < bytes_per_token + state_bytes:
                 needed = f"{bytes_per_token} bytes" + (f", and its state {state_bytes}" if state_bytes else "")
                 raise ValueError(f"max_kv_bytes={self.max_bytes} is less than one token needs: {needed}")
-            self.pool.set_budget(Budget(self.max_bytes, bytes_per_token, state_bytes))
+            compact_bytes = 0 if self.arena.compact is None else self.arena.compact.bytes_per_token
+            self.pool.set_budget(Budget(self.max_bytes, bytes_per_token, state_bytes, compact_bytes))
 
     @property
     def budget(self) -> Budget | None:

@@ -134,6 +134,8 @@ class GenerationCall:
         The weights of a new cache that is returned are recorded at the end of the call, after the first token.
         """
         cache.pool.images.add(self.images)
+        if self.record.config is not None and self.record.config.cache_dtype is not None:
+            cache.pool.arena.cache_dtype = self.record.config.cache_dtype
         is_kept |= self.past_key_values is not None or self.executor.is_shared
         cache.claim(self.model, self.claim, is_kept, self.fingerprint if is_kept else None)
 

@@ -17,8 +17,9 @@ from typing_extensions import TypeVar
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.presets import Preset
 from hf_parallel.generation.registry import MODES
-from hf_parallel.generation.settings import Arguments, Settings
+from hf_parallel.generation.settings import NOT_REMOTE, Arguments, Settings
 from hf_parallel.generation.validation import check_bool, is_int, names_hint, suggestion
+from hf_parallel.kernels import compact_dtype
 from hf_parallel.transcript.sections import TranscriptStyle
 
 OutputT = TypeVar("OutputT", default=Any, covariant=True)
@@ -152,6 +153,10 @@ class ParallelConfig(Settings, Generic[OutputT]):
         call that does takes several seconds more. Logits differ in rounding. Default: on a GPU, if this and earlier
         calls have so many steps that it is likely to save time. A model that cannot be compiled runs uncompiled, and
         the reason is logged.
+    cache_dtype : str, optional
+        "int8" or "fp8": dtype of keys and values that no row writes any more, such as those of prompts. They take about
+        a half of the bytes of half precision; tokens can differ (docs/costs.md). Default: the model's dtype. A cache,
+        and an engine, has one for all its calls.
     """
 
     mode: ClassVar[str] = ""
@@ -160,6 +165,7 @@ class ParallelConfig(Settings, Generic[OutputT]):
     seed: int | torch.Generator | Sequence[int | torch.Generator] | None = None
     cuda_graph: bool = True
     compile: bool | None = None
+    cache_dtype: str | None = field(default=None, metadata=NOT_REMOTE)
     is_implicit: bool = field(default=False, init=False, repr=False, compare=False)
     """Whether the caller has named no mode, as in a plain request of an engine. Errors do not name it then."""
 
@@ -171,6 +177,7 @@ class ParallelConfig(Settings, Generic[OutputT]):
         check_bool("cuda_graph", self.cuda_graph)
         if self.compile is not None:
             check_bool("compile", self.compile)
+        compact_dtype(self.cache_dtype)
 
     def prepare(self, kwargs: Arguments) -> None:
         """Check and modify `kwargs`, the arguments of `generate`, in place, before transformers reads them."""

@@ -4,23 +4,27 @@ from hf_parallel.kernels.dispatch import BACKEND_VARIABLE, Backend, backends, bl
 from hf_parallel.kernels.layer import LayerStorage
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan, DeviceBuffers, Increments, LatentHeads
 from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by, table_dtype
-from hf_parallel.kernels.storage import TokenRange, storage_row
+from hf_parallel.kernels.storage import COMPACT, CompactStorage, Storage, TokenRange, compact_dtype, storage_row
 from hf_parallel.kernels.transfer import HostCopy, to_device
 
 __all__ = [
     "BACKEND_VARIABLE",
+    "COMPACT",
     "AttentionParams",
     "AttentionPlan",
     "Backend",
+    "CompactStorage",
     "DeviceBuffers",
     "HostCopy",
     "Increments",
     "LatentHeads",
     "LayerStorage",
     "RotarySpec",
+    "Storage",
     "TokenRange",
     "backends",
     "block_attention",
+    "compact_dtype",
     "rotate",
     "rotate_by",
     "select_backend",

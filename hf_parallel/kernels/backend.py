@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec
-from hf_parallel.kernels.storage import TokenRange
+from hf_parallel.kernels.storage import CompactStorage, TokenRange
 
 
 class AttentionBackend(Protocol):
@@ -18,7 +18,13 @@ class AttentionBackend(Protocol):
     """Whether a CUDA graph can capture its kernels: all inputs that change are in device memory."""
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: AttentionPlan,
+        params: AttentionParams,
+        compact: CompactStorage | None = None,
     ) -> Tensor:
         """Return the attention of packed queries; see `hf_parallel.kernels.block_attention`."""
 

@@ -83,6 +83,51 @@ INLINE Keys from_key(Keys keys, int64_t first) {
     return (Keys){keys.leads + first * keys.lead, keys.keys + first * keys.dim, keys.lead, keys.dim};
 }
 
+/* Keys and values in 8 bits, [rows][..] each, with their scales. With leads, the leads are in place of the values. */
+typedef struct {
+    const uint8_t *keys, *values;
+    const float *scales;                             /* [rows][2] */
+    int64_t is_float;                                /* float8_e4m3fn instead of int8 */
+} Packed;
+
+/* to[count][dim] = vectors from `row` on times their scales (0: of keys, 1: of values). */
+static void unpack(const Packed *packed, int which, int64_t row, int count, int64_t dim, float *to) {
+    const uint8_t *from = (which ? packed->values : packed->keys) + row * dim;
+    for (int j = 0; j < count; j++, from += dim, to += dim) {
+        const float scale = packed->scales[(row + j) * 2 + which];
+        if (packed->is_float) { /* moves exponent and mantissa to their places; 2^120 corrects the exponent */
+            const float factor = scale * 0x1p60f;
+            for (int64_t d = 0; d < dim; d++) {
+                const union { uint32_t bits; float value; } x = {(from[d] & 0x80u) << 24 | (from[d] & 0x7fu) << 20};
+                to[d] = x.value * 0x1p60f * factor;
+            }
+        } else
+            for (int64_t d = 0; d < dim; d++) to[d] = (float)(int8_t)from[d] * scale;
+    }
+}
+
+/* Keys and values of a block. If packed, `row` is that of its first key, and tiles are unpacked into `room`. */
+typedef struct {
+    Keys keys;
+    const float *values;
+    const Packed *packed;                            /* NULL: not packed */
+    int64_t row;
+} Block;
+
+INLINE int64_t room_of(const Block *block) {
+    return block->packed ? TILE * (2 * block->keys.dim + block->keys.lead) : 1;
+}
+
+/* `count` keys from `start` on, and their values. */
+INLINE Block tile_of(const Block *block, int64_t start, int count, float *room) {
+    const int64_t dim = block->keys.dim, lead = block->keys.lead, row = block->row + start;
+    if (!block->packed) return (Block){from_key(block->keys, start), block->values + start * dim, NULL, row};
+    float *leads = room + TILE * dim;
+    unpack(block->packed, 0, row, count, dim, room);
+    unpack(block->packed, 1, row, count, lead ? lead : dim, leads);
+    return (Block){{leads, room, lead, dim}, lead ? room : leads, NULL, row};
+}
+
 /* acc[j] += sum_d keys[j][d] * qt[d] */
 INLINE void add_products(int width, int count, const vec *qt, const float *keys, int64_t dim, vec (*acc)[WIDEST]) {
     for (int64_t d = 0; d < dim; d++)
@@ -105,26 +150,27 @@ INLINE void score(int width, int count, const vec *qt, Keys keys, vec *scores) {
 
 /* One task: `width` vectors of rows over `num_keys` keys, or those within their bounds. Writes the unnormalised sums to
  * ot [dim][width]; the result of a row that sees no key has no weight in the merge. */
-INLINE void attend_rows(int width, const vec *qt, Keys keys, const float *values, int64_t num_keys, const ivec *bounds,
-                        vec *ot, vec *best, vec *total) {
+INLINE void attend_rows(int width, const vec *qt, const Block *block, int64_t num_keys, const ivec *bounds, vec *ot,
+                        vec *best, vec *total) {
     const int together = TOGETHER(width);
-    const int64_t dim = keys.dim;
+    const int64_t dim = block->keys.dim;
     vec scores[TILE * WIDEST];
+    float room[room_of(block)];
     memset(ot, 0, sizeof(vec) * dim * width);
     for (int w = 0; w < width; w++) best[w] = splat(-INFINITY), total[w] = splat(0.0f);
     for (int64_t start = 0; start < num_keys; start += TILE) {
         int count = num_keys - start < TILE ? (int)(num_keys - start) : TILE;
-        const Keys tile = from_key(keys, start);
-        const float *k = tile.keys, *v = values + start * dim;
+        const Block tile = tile_of(block, start, count, room);
+        const float *k = tile.keys.keys, *v = tile.values;
         int j = 0;
         for (; j + together <= count; j += together) {
             for (int64_t i = 0; i < together * dim; i += LANES) { /* prefetch the values and the next tile's keys */
                 __builtin_prefetch(v + j * dim + i);
                 __builtin_prefetch(k + (j + TILE) * dim + i, 0, 2);
             }
-            score(width, together, qt, from_key(tile, j), scores + j * width);
+            score(width, together, qt, from_key(tile.keys, j), scores + j * width);
         }
-        for (; j < count; j++) score(width, 1, qt, from_key(tile, j), scores + j * width);
+        for (; j < count; j++) score(width, 1, qt, from_key(tile.keys, j), scores + j * width);
         if (bounds) hide(width, start, count, bounds, scores);
 
         for (int w = 0; w < width; w++) {
@@ -164,9 +210,9 @@ INLINE void attend_rows(int width, const vec *qt, Keys keys, const float *values
 }
 
 /* `attend_rows`, compiled for each width. */
-static void attend_task(int width, const vec *qt, Keys keys, const float *values, int64_t num_keys, const ivec *bounds,
-                        vec *ot, vec *best, vec *total) {
-#define OF(n) case n: attend_rows(n, qt, keys, values, num_keys, bounds, ot, best, total); break;
+static void attend_task(int width, const vec *qt, const Block *block, int64_t num_keys, const ivec *bounds, vec *ot,
+                        vec *best, vec *total) {
+#define OF(n) case n: attend_rows(n, qt, block, num_keys, bounds, ot, best, total); break;
     switch (width) {
         OF(1) OF(2) OF(3)
 #if WIDEST > 3
@@ -182,13 +228,13 @@ static void attend_task(int width, const vec *qt, Keys keys, const float *values
 /* A call, as laid out by `native.py`: N blocks of num_keys keys, each with M queries. */
 typedef struct {
     int64_t blocks, queries, num_keys;               /* N, M, L */
-    int64_t key_offset, key_block, key_head;         /* of the first key, block stride, head stride, in floats */
-    int64_t value_offset, value_block, value_head;
+    int64_t key_offset, key_block, key_head;         /* of the first key, block stride, head stride, in elements */
     const int64_t *query_index;                      /* [N * M] query of each position, -1: none; NULL: in order */
     const int64_t *lo, *hi;                          /* [N * M] visible keys, NULL: all */
     const float *cos, *sin;                          /* [N * M][half] rotations, NULL: none */
     int64_t half, interleaved;
     int64_t repeats;                                 /* whether a query is at several positions */
+    int64_t compact;                                 /* whether keys and values are packed */
 } DenseCall;
 
 /* Arguments shared by all calls of a layer. Initial result of a query: lse -inf, or its sink; out 0.
@@ -196,14 +242,16 @@ typedef struct {
 typedef struct {
     const float *query, *leads, *keys, *values;      /* query [T][heads][lead + dim] */
     float *out, *lse;                                /* [T][heads][dim], [T][heads] */
+    Packed packed;
     int64_t heads, kv_heads, lead, dim;
     float scale;
 } Layer;
 
-/* Keys of a KV head of a block of a call. */
-INLINE Keys keys_of(const Layer *layer, const DenseCall *call, int64_t block, int64_t head) {
-    const int64_t at = call->key_offset + block * call->key_block + head * call->key_head;
-    return (Keys){layer->leads + at / layer->dim * layer->lead, layer->keys + at, layer->lead, layer->dim};
+/* Keys from `first` on, and their values, of a KV head of a block of a call. */
+INLINE Block block_of(const Layer *layer, const DenseCall *call, int64_t block, int64_t head, int64_t first) {
+    const int64_t at = call->key_offset + block * call->key_block + head * call->key_head, row = at / layer->dim + first;
+    const Keys keys = {layer->leads + row * layer->lead, layer->keys + row * layer->dim, layer->lead, layer->dim};
+    return (Block){keys, layer->values + row * layer->dim, call->compact ? &layer->packed : NULL, row};
 }
 
 /* Writes the query of one position and head, rotated and scaled, to to[d * stride]; returns 0 if there is none. */
@@ -307,14 +355,12 @@ static void attend_wide(const Layer *layer, const DenseCall *call, vec *columns,
         const int64_t unit = task / parts, first = task % parts * share;
         const int64_t count = call->num_keys - first < share ? call->num_keys - first : share;
         const int64_t block = unit / (kv_heads * tiles), head = unit / tiles % kv_heads;
-        const Keys k = from_key(keys_of(layer, call, block, head), first);
-        const float *v =
-            layer->values + call->value_offset + block * call->value_block + head * call->value_head + first * dim;
+        const Block keys = block_of(layer, call, block, head, first);
         const vec *qt = columns + unit * query_dim * width;
         vec *ot = partial + task * per_task, *best = ot + dim * width, *total = best + width;
         ivec storage[2 * WIDEST];
         const ivec *bounds = bounds_of(call, block * call->queries, groups, unit % tiles * span, first, width, storage);
-        attend_task(width, qt, k, v, count, bounds, ot, best, total);
+        attend_task(width, qt, &keys, count, bounds, ot, best, total);
     }
 
 #pragma omp for schedule(static)
@@ -343,14 +389,15 @@ INLINE shortvec products(const float *q, const float *k, int64_t dim) {
 }
 
 /* One row over the keys lo .. hi of its own block; acc [dim] is the sum of values, weighted by exp(s - best). */
-static void attend_narrow(const float *q, Keys keys, const float *values, int64_t lo, int64_t hi, float *acc,
-                          float *best, float *total) {
-    const int64_t dim = keys.dim, lead = keys.lead;
-    float scores[TILE] __attribute__((aligned(64)));
+static void attend_narrow(const float *q, const Block *block, int64_t lo, int64_t hi, float *acc, float *best,
+                          float *total) {
+    const int64_t dim = block->keys.dim, lead = block->keys.lead;
+    float scores[TILE] __attribute__((aligned(64))), room[room_of(block)];
     for (int64_t start = lo; start < hi; start += TILE) {
         const int count = hi - start < TILE ? (int)(hi - start) : TILE;
-        const Keys k = from_key(keys, start);
-        const float *v = values + start * dim;
+        const Block tile = tile_of(block, start, count, room);
+        const Keys k = tile.keys;
+        const float *v = tile.values;
         float peak = *best;
         for (int j = 0; j < count; j++) {
             const shortvec sum = products(q + lead, k.keys + j * dim, dim);
@@ -376,8 +423,7 @@ static void attend_narrow(const float *q, Keys keys, const float *values, int64_
 /* The rows of one position and KV head over their block, starting from their results for other blocks. */
 static void attend_position(const Layer *layer, const DenseCall *call, int64_t position, int64_t head, float *q) {
     const int64_t dim = layer->dim, groups = layer->heads / layer->kv_heads, block = position / call->queries;
-    const Keys k = keys_of(layer, call, block, head);
-    const float *v = layer->values + call->value_offset + block * call->value_block + head * call->value_head;
+    const Block keys = block_of(layer, call, block, head, 0);
     const int64_t lo = call->lo ? call->lo[position] : 0, hi = call->hi ? call->hi[position] : call->num_keys;
     if (lo >= hi) return;
     for (int64_t group = 0; group < groups; group++) {
@@ -385,7 +431,7 @@ static void attend_position(const Layer *layer, const DenseCall *call, int64_t p
         const int64_t token = call->query_index ? call->query_index[position] : position;
         const int64_t at = token * layer->heads + head * groups + group;
         float best = layer->lse[at], total = best == -INFINITY ? 0.0f : 1.0f, *out = layer->out + at * dim;
-        attend_narrow(q, k, v, lo, hi, out, &best, &total);
+        attend_narrow(q, &keys, lo, hi, out, &best, &total);
         for (int64_t d = 0; d < dim; d++) out[d] /= total;
         layer->lse[at] = best + logf(total);
     }

@@ -18,6 +18,7 @@ from hf_parallel.kernels.backend import AttentionBackend
 from hf_parallel.kernels.dense import flash_package
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.reference import ReferenceBackend
+from hf_parallel.kernels.storage import CompactStorage
 from hf_parallel.kernels.torch_attention import TorchBackend
 
 BACKEND_VARIABLE = "HF_PARALLEL_BACKEND"
@@ -127,7 +128,12 @@ def backend_for(keys: Tensor, values: Tensor) -> AttentionBackend:
 
 
 def block_attention(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    params: AttentionParams,
+    compact: CompactStorage | None = None,
 ) -> Tensor:
     """Attention of packed rows to the blocks they see: `merge over b of softmax(rotate(q, delta_b) K_b) V_b`.
 
@@ -141,6 +147,8 @@ def block_attention(
         Blocks that each query attends to, its rotation for each of them, and the keys it sees.
     params : AttentionParams
         Parameters of the layer.
+    compact : CompactStorage, optional
+        Blocks in 8 bits of the layer, which the plan locates from slot `COMPACT` on.
 
     Returns
     -------
@@ -153,4 +161,4 @@ def block_attention(
     results are merged by their log-sum-exp (Hydragen, eq. 5). The layers of a model call `attend` of the backend that
     their storage has chosen once (`LayerStorage`).
     """
-    return backend_for(keys, values).attend(query, keys, values, plan, params)
+    return backend_for(keys, values).attend(query, keys, values, plan, params, compact)

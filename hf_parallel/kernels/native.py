@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_parallel.files import cache_folder
+from hf_parallel.kernels.storage import CompactStorage
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 MAX_ROWS = 1024  # query rows per KV head up to which the attention kernel was measured to be faster than PyTorch
@@ -40,9 +41,8 @@ class _DenseCall(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("blocks", "queries", "num_keys", "key_offset", "key_block", "key_head")),
-        *((name, ctypes.c_int64) for name in ("value_offset", "value_block", "value_head")),
         *((name, ctypes.c_void_p) for name in ("query_index", "lo", "hi", "cos", "sin")),
-        *((name, ctypes.c_int64) for name in ("half", "interleaved", "repeats")),
+        *((name, ctypes.c_int64) for name in ("half", "interleaved", "repeats", "compact")),
     )
 
 
@@ -51,6 +51,8 @@ class _Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "leads", "keys", "values", "out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("packed_keys", "packed_values", "scales")),
+        ("is_float", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "lead", "dim")),
         ("scale", ctypes.c_float),
     )
@@ -85,12 +87,14 @@ def attend(
     scale: float,
     sinks: Tensor | None,
     leads: Tensor | None = None,
+    compact: CompactStorage | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of float32 queries `[T, heads, head_dim]` to the blocks of all calls, merged.
 
     `keys` and `values` `[slots * kv_heads, head_dim]` are the storage of one layer, `sinks` `[heads]` the logits of its
     attention sinks. `leads` `[slots, lead]`, with one KV head: the first dimensions of the keys, to which `keys` are
-    the others; queries have `lead + head_dim`. Returns `(out, lse)`: `[T, heads, head_dim]` and `[T, heads]`.
+    the others; queries have `lead + head_dim`. `compact` are the blocks of the layer in 8 bits. Returns `(out, lse)`:
+    `[T, heads, head_dim]` and `[T, heads]`.
     """
     library = _library()
     assert library is not None, "supports() was not checked"
@@ -99,7 +103,10 @@ def attend(
     lead, dim = 0 if leads is None else leads.shape[1], values.shape[1]
     out, lse = query.new_empty(tokens, heads, dim), query.new_empty(tokens, heads)
     tensors = query, keys if leads is None else leads, keys, values, out, lse
-    layer = _Layer(*map(Tensor.data_ptr, tensors), heads, kv_heads, lead, dim, scale)  # each step runs this
+    packed: tuple[int, ...] = (0,) * 4
+    if compact is not None:
+        packed = compact.keys.data_ptr(), compact.values.data_ptr(), compact.scales.data_ptr(), compact.is_float
+    layer = _Layer(*map(Tensor.data_ptr, tensors), *packed, heads, kv_heads, lead, dim, scale)  # each step runs this
     sinks = None if sinks is None else sinks.float().contiguous()
     sink_pointer = None if sinks is None else sinks.data_ptr()
     call_array = calls.array, len(calls.array)

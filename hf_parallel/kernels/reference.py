@@ -10,7 +10,7 @@ import torch
 
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import rotate_by
-from hf_parallel.kernels.storage import TokenRange
+from hf_parallel.kernels.storage import COMPACT, CompactStorage, TokenRange
 from hf_parallel.kernels.torch_attention import TorchBackend
 
 
@@ -24,6 +24,7 @@ class ReferenceBackend(TorchBackend):
         values: torch.Tensor,
         plan: AttentionPlan,
         params: AttentionParams,
+        compact: CompactStorage | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> torch.Tensor:
         """Block attention by definition; shapes as in `hf_parallel.kernels.block_attention`, computed in `dtype`."""
@@ -47,7 +48,10 @@ class ReferenceBackend(TorchBackend):
                 start = int(plan.block_first[block]) + lo
                 tokens = TokenRange(int(plan.block_origin[block]), int(plan.block_capacity[block]), start, hi - lo)
                 rows = tokens.rows(params.num_kv_heads, keys.device)
-                k, v = k_all[rows], v_all[rows]  # [kv_heads, n, head_dim]
+                if compact is not None and tokens.origin >= COMPACT:
+                    k, v = compact.read(rows, dtype)
+                else:
+                    k, v = k_all[rows], v_all[rows]  # [kv_heads, n, head_dim]
                 if heads is not None:
                     k, v = (part[0] for part in heads.expand(k[None], v[None]))
                 if params.rotary is not None and plan.pair_delta[pair]:

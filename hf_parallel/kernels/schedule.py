@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hf_parallel.kernels.plan import AttentionPlan, Derived
+from hf_parallel.kernels.storage import COMPACT
 
 CAUSAL_RUN = 16  # new tokens of one row from which a causal call of its own is cheaper than a mask
 MASK_TILE = 256  # queries per masked call, so that under a sliding window a call reads a band of keys, not all
@@ -42,6 +43,11 @@ class DenseCall:
     lo: np.ndarray | None = None  # int64 [N, M]
     hi: np.ndarray | None = None
     increments: tuple[int, int] | None = None  # of the key range's start and end per decode step; None if pairs differ
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether its keys and values are in 8 bits."""
+        return self.origin >= COMPACT
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,9 +157,9 @@ def _call(
 
 
 def _batch(calls: list[DenseCall]) -> list[DenseCall]:
-    shapes: dict[tuple[int, int], list[DenseCall]] = {}
+    shapes: dict[tuple[int, int, bool], list[DenseCall]] = {}
     for call in calls:
-        shapes.setdefault((call.num_queries, call.capacity), []).append(call)
+        shapes.setdefault((call.num_queries, call.capacity, call.is_compact), []).append(call)
     out: list[DenseCall] = []
     for alike in shapes.values():
         alike.sort(key=lambda call: call.origin)

@@ -20,7 +20,7 @@ from hf_parallel.kernels.dense import dense_attention
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan, Derived, LatentHeads
 from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by, table_dtype
 from hf_parallel.kernels.schedule import DenseCall, Schedule, make_schedule
-from hf_parallel.kernels.storage import TokenRange, storage_row
+from hf_parallel.kernels.storage import CompactStorage, TokenRange, storage_row, unpack
 from hf_parallel.kernels.transfer import to_device
 
 UNPACKED_QUERIES = 32  # queries per block from which packing grouped heads is not faster than one product per head
@@ -76,8 +76,8 @@ class _LayerCalls(Derived):
         calls = []
         tables = _rotation_tables(plan, schedule.calls, self.shape)
         for before, call, table in zip(self.native.calls, schedule.calls, tables, strict=True):
-            offset = (call.origin * self.shape.kv_heads + call.first) * self.shape.key_dim
-            after = before | {"num_keys": call.num_keys, "key_offset": offset, "value_offset": offset}
+            offset = storage_row(call.origin, call.capacity, call.first, self.shape.kv_heads) * self.shape.key_dim
+            after = before | {"num_keys": call.num_keys, "key_offset": offset}
             if self.shape.rotary is not None:
                 after["cos"], after["sin"] = table or (None, None)
             if call.hi is not None:
@@ -106,7 +106,13 @@ class TorchBackend:
     capturable = False
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: AttentionPlan,
+        params: AttentionParams,
+        compact: CompactStorage | None = None,
     ) -> Tensor:
         """See `AttentionBackend`."""
         plan = plan.windowed(params.window, params.chunk)
@@ -122,14 +128,20 @@ class TorchBackend:
         if calls.native is not None:
             settings = calls.native, params.num_kv_heads, params.scale, params.sinks
             if latent is None:
-                return native.attend(query, keys, values, *settings)[0]
-            return latent.project(native.attend(latent.absorb(query), keys, keys, *settings, leads=values)[0])
+                return native.attend(query, keys, values, *settings, compact=compact)[0]
+            absorbed = latent.absorb(query)
+            return latent.project(native.attend(absorbed, keys, keys, *settings, leads=values, compact=compact)[0])
         outs, lses = [], []
         for call in calls.dense:
             q = query if call.queries is None else query[call.queries]
             if call.tables is not None and rotary is not None:
                 q = rotate(q, *call.tables, rotary)
-            k, v = keys.as_strided(*call.key_view), values.as_strided(*call.value_view)
+            if compact is not None and call.call.is_compact:
+                scales = compact.scales.as_strided(*_strided_view(call.call, params.num_kv_heads, 2))
+                k = unpack(compact.keys.as_strided(*call.key_view), scales[..., 0], query.dtype)
+                v = unpack(compact.values.as_strided(*call.value_view), scales[..., 1], query.dtype)
+            else:
+                k, v = keys.as_strided(*call.key_view), values.as_strided(*call.value_view)
             if latent is None:
                 out, lse = _attend(q, k, v, call, params.scale, params.softcap)
             elif call.packs:
@@ -236,8 +248,8 @@ def _expands_from(latent: LatentHeads) -> int:
 def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _LayerShape) -> native.NativeCall:
     _, (block_stride, head_stride, _, _), offset = _strided_view(call, shape.kv_heads, shape.key_dim)
     fields: native.NativeCall = {"blocks": call.num_blocks, "queries": call.num_queries, "num_keys": call.num_keys}
-    for name in ("key", "value"):
-        fields |= {f"{name}_offset": offset, f"{name}_block": block_stride, f"{name}_head": head_stride}
+    fields["compact"] = int(call.is_compact)
+    fields |= {"key_offset": offset, "key_block": block_stride, "key_head": head_stride}
     index = np.where(call.pairs < 0, -1, plan.pair_query[call.pairs])
     if not np.array_equal(index, np.arange(plan.num_queries)):
         fields |= {"query_index": torch.from_numpy(index), "repeats": int(np.bincount(index[index >= 0]).max() > 1)}

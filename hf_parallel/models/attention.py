@@ -183,7 +183,8 @@ def attend_blocks(
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
         packed = query[0].transpose(0, 1).to(layer.keys.dtype)
-        return layer.backend.attend(packed, layer.keys, layer.values, plan, params).unsqueeze(0)
+        stored = layer.keys, layer.values
+        return layer.backend.attend(packed, *stored, plan, params, layer.compact).unsqueeze(0)
 
 
 @torch.library.custom_op(

@@ -111,7 +111,7 @@ class DecodeGraphs:
     def _storage(self) -> list[int]:
         """Return the addresses of keys and values, which change when a layer's storage grows."""
         layers = self._cache.pool.arena.layers.values()
-        return [pointer for layer in layers for pointer in (layer.keys.data_ptr(), layer.values.data_ptr())]
+        return [address for layer in layers for address in layer.addresses]
 
     def _capturable(self) -> bool:
         """Return whether every layer has storage, which a replay cannot allocate, and kernels that can be captured."""

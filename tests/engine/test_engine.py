@@ -24,10 +24,12 @@ from hf_parallel import LogitsCache
 
 pytest.importorskip("greenlet")
 
+from hf_parallel.cache.pool import Block, Pool
 from hf_parallel.cache.tree import PrefixTree
 from hf_parallel.engine import Engine, KVBudgetError, RequestCancelledError, RequestHandle
 from hf_parallel.engine.request import Request
 from hf_parallel.engine.scheduler import Scheduler
+from hf_parallel.kernels import native, storage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,13 +84,28 @@ def peak_bytes(model: PreTrainedModel, cases: list[Case]) -> int:
     return peak
 
 
+@pytest.fixture
+def exact_int8(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The `cache_dtype` "int8", with scaled numbers in double precision in place of 8 bits."""
+    monkeypatch.setitem(storage._DTYPES, "int8", torch.float64)
+    monkeypatch.setitem(storage._LARGEST, torch.float64, 1.0)
+    monkeypatch.setattr(native, "supports", lambda *_: False)
+    return "int8"
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_random_requests_get_their_tokens_within_a_budget(name: str) -> None:
+    check_random_requests(name, None)
+
+
+def check_random_requests(name: str, cache_dtype: str | None) -> None:
     rng, model = random.Random(name), enabled(name)
     prefixes = random_prefixes(rng, 4, 40)
     cases = [random_case(rng, prefixes, STATE_MODES if name in HYBRIDS else MODES) for _ in range(14)]
     budget = peak_bytes(model, cases) * 3 // 10
-    with Engine(model, TOKENIZER, max_kv_bytes=budget, max_batch_tokens=64, state_interval=16) as engine:
+    with Engine(
+        model, TOKENIZER, max_kv_bytes=budget, max_batch_tokens=64, state_interval=16, cache_dtype=cache_dtype
+    ) as engine:
         outputs: list[Any] = [None] * len(cases)
         for index, handle in enumerate(submit_all(engine, cases, rng)):
             if handle is not None:
@@ -101,6 +118,20 @@ def test_random_requests_get_their_tokens_within_a_budget(name: str) -> None:
     assert stats.evicted_tokens
     assert stats.finished > len(cases) // 4
     assert stats.reserved_bytes <= budget
+
+
+def test_random_requests_get_their_tokens_from_blocks_in_other_storage(
+    exact_int8: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compress, compressed = Pool.compress, list[bool]()
+
+    def count(pool: Pool, block: Block) -> bool:
+        compressed.append(compress(pool, block))
+        return compressed[-1]
+
+    monkeypatch.setattr(Pool, "compress", count)
+    check_random_requests("llama", exact_int8)
+    assert set(compressed) == {True, False}  # with and without memory for them
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode])

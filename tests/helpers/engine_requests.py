@@ -101,9 +101,10 @@ def assert_nothing_is_held(engine: Engine) -> None:
     assert storage.pool.blocks == {node.block for node in nodes}
     assert all(len(node.tokens) == node.block.length > 0 for node in nodes)
     for layer in storage.arena.layers.values():
-        rows = [layer.rows(node.block.tokens).flatten() for node in nodes]
-        assert all(tensor[row].isfinite().all() for tensor in (layer.keys, layer.values) for row in rows)
-    assert engine.stats.kv_bytes == sum(len(node.tokens) for node in nodes) * storage.arena.bytes_per_token
+        assert all(tensor.isfinite().all() for node in nodes for tensor in layer.read(node.block.tokens))
+    sizes = [storage.arena, storage.arena.compact]
+    held = sum(len(node.tokens) * sizes[node.block.extent.is_compact].bytes_per_token for node in nodes)
+    assert engine.stats.kv_bytes == held
     states = storage.pool.states
     kept = [node.block.state for node in nodes if node.block.has_state]
     assert len(kept) == (len(nodes) if states.in_use else 0) == len(set(kept)) == states.num_used

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
 
 from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment, view_length
-from hf_parallel.kernels import AttentionParams, LatentHeads, RotarySpec
+from hf_parallel.kernels import AttentionParams, CompactStorage, LatentHeads, RotarySpec
 
 STALE = 50.0
 """Value of unwritten slots: memory is not cleared when it is reused."""
@@ -34,6 +34,7 @@ class Features:
     window: int | None = None
     chunk: int | None = None
     rank: int | None = None  # of latents from which the `groups` heads are expanded
+    cache_dtype: str | None = None
 
     @property
     def lead(self) -> int:
@@ -47,6 +48,7 @@ class Scene:
     def __init__(self, features: Features, seed: int = 0) -> None:
         self.features = features
         self.cache = BlockCache({0: features.rotary})
+        self.cache.pool.arena.cache_dtype = features.cache_dtype
         self.random = torch.Generator().manual_seed(seed)
         self.raw: dict[Block, torch.Tensor] = {}  # unrotated keys and values [kv_heads, length, head_dim + value_dim]
         self.heads: LatentHeads | None = None  # then rotated parts and latents
@@ -95,24 +97,39 @@ class Scene:
         self.raw[target] = torch.cat((self.content(target), self.content(source)), dim=1)
         self.raw.pop(source, None)
 
+    def compress(self, block: Block) -> None:
+        """Store a block in 8 bits; from now on, its keys and values are the rounded ones."""
+        self.cache.pool.compress(block)
+        read = self.cache.pool.arena.layers[0].read(block.tokens)
+        keys, rest = read if self.heads is None else read[::-1]
+        unrotated = rotate_to(keys, -torch.arange(block.base, block.base + block.length), self.features.rotary)
+        self.raw[block] = torch.cat((unrotated, rest), dim=-1)
+
     def attend(self, backend: Callable[..., torch.Tensor], dtype: torch.dtype, poison: bool = True) -> torch.Tensor:
         """Output of a backend for the last pass, in `dtype`."""
         f, layer = self.features, self.cache.pool.arena.layers[0]
         keys, values = layer.keys.clone(), layer.values.clone()
+        compact = layer.compact and replace(layer.compact, scales=layer.compact.scales.clone())
         if poison:
-            self._poison(keys, values)
+            self._poison(keys, values, compact)
         query = (
             rotate_to(self.queries.transpose(0, 1), self.forward.position_ids, f.rotary).transpose(0, 1).contiguous()
         )
         sinks = None if self.sinks is None else self.sinks.to(dtype)
         heads = self.heads and self.heads._replace(weight=self.heads.weight.to(dtype))
         params = AttentionParams(f.kv_heads, f.head_dim**-0.5, f.rotary, f.softcap, sinks, f.window, f.chunk, heads)
-        return backend(query.to(dtype), keys.to(dtype), values.to(dtype), self.forward.plan, params)
+        return backend(query.to(dtype), keys.to(dtype), values.to(dtype), self.forward.plan, params, compact)
 
-    def _poison(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _poison(self, keys: torch.Tensor, values: torch.Tensor, compact: CompactStorage | None) -> None:
         """Write NaN outside the extents of visible blocks, and `STALE` into the unwritten slots of those extents."""
         layer = self.cache.pool.arena.layers[0]
         seen = {block for segment in self.forward.segments for block in segment.view if block.length}
+        if compact is not None:
+            packed = [layer.rows(block.tokens).reshape(-1) for block in seen if block.extent.is_compact]
+            outside = torch.ones(len(compact.scales), dtype=torch.bool)
+            outside[torch.cat([*packed, torch.empty(0, dtype=torch.int64)])] = False
+            compact.scales[outside] = math.nan
+            seen = {block for block in seen if not block.extent.is_compact}
         inside = torch.zeros(len(keys), dtype=torch.bool)
         written = torch.zeros(len(keys), dtype=torch.bool)
         for block in seen:
@@ -185,6 +202,7 @@ def features(draw: st.DrawFn) -> Features:
         sinks=draw(st.booleans()),
         window=draw(st.sampled_from([None, None, 1, 3, 17])),
         chunk=draw(st.sampled_from([None, None, None, 4, 19])),
+        cache_dtype=draw(st.sampled_from([None, None, "int8", "fp8"])),
     )
 
 
@@ -194,8 +212,15 @@ def scenes(draw: st.DrawFn) -> Scene:
     scene = Scene(draw(features()), draw(st.integers(0, 2**16)))
     views = draw(st.sampled_from([_tree, _workers, _anything]))(draw, scene)
     in_step = draw(st.booleans())  # one new token each
-    for _ in range(draw(st.integers(1, 3))):
-        rows = draw(st.lists(st.sampled_from(views), min_size=1, unique_by=lambda view: id(view[-1])))
+    passes = draw(
+        st.lists(st.lists(st.sampled_from(views), min_size=1, unique_by=lambda v: id(v[-1])), min_size=1, max_size=3)
+    )
+    if scene.features.cache_dtype is not None:
+        written = {view[-1] for rows in passes for view in rows}
+        for block in [block for block in dict.fromkeys(b for view in views for b in view) if block.length]:
+            if block not in written and draw(st.integers(0, 3)):
+                scene.compress(block)
+    for rows in passes:
         scene.step([Segment(view, 1) if in_step else _segment(draw, view) for view in rows])
     return scene
 

@@ -31,9 +31,7 @@ def attend(
     dim, offset, calls = q.shape[-1], 0, []
     for k, _ in blocks:
         count, heads, length, _ = k.shape
-        strides = {f"{name}_offset": offset for name in ("key", "value")}
-        strides |= {f"{name}_block": heads * length * dim for name in ("key", "value")}
-        strides |= {f"{name}_head": length * dim for name in ("key", "value")}
+        strides = {"key_offset": offset, "key_block": heads * length * dim, "key_head": length * dim}
         calls.append({"blocks": count, "queries": len(q) // count, "num_keys": length, **strides})
         offset += k.numel()
     keys, values = (torch.cat([block[i].reshape(-1, dim) for block in blocks]) for i in (0, 1))

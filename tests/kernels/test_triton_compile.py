@@ -48,6 +48,8 @@ TYPES = {
     torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 STYLES: dict[str, Callable[[int], RotarySpec | None]] = {
     "none": lambda dim: None,
@@ -66,6 +68,7 @@ class Case(NamedTuple):
     kv_heads: int = 2
     rank: int | None = None  # of latents, with one KV head; `head_dim` are then rotated, and as many are not
     chunk: int | None = None
+    cache_dtype: str | None = None
 
     def tilings(self, capability: int) -> tuple[Tiling, ...]:
         if self.rank is not None:
@@ -77,6 +80,8 @@ ALL_TILINGS = [
     *(Case(torch.bfloat16, dim) for dim in (64, 128, 256, 512)),
     *(Case(torch.float32, dim) for dim in (128, 256)),
     *(Case(dtype, 64, "interleaved", kv_heads=1, rank=512) for dtype in (torch.bfloat16, torch.float32)),
+    *(Case(torch.bfloat16, dim, cache_dtype="int8") for dim in (64, 128)),
+    Case(torch.float16, 128, cache_dtype="fp8"),
 ]
 """Layers that are compiled with each of their tilings."""
 LARGEST_TILING = [
@@ -144,13 +149,17 @@ def attend(case: Case) -> None:
     rotary = STYLES[case.style](case.head_dim)
     kv_heads, dim = case.kv_heads, case.head_dim
     features = Features(kv_heads=kv_heads, groups=4, head_dim=dim, value_dim=dim, rotary=rotary, rank=case.rank)
+    features.cache_dtype = case.cache_dtype
     if case.rank is not None:
         features.head_dim += dim
     scene = Scene(features)
-    blocks = scene.cache.pool.new_blocks(2, 4)
-    scene.step([Segment([blocks[1 - i], blocks[i]], 1) for i in range(2)])
-    scene.step([Segment([blocks[1 - i], blocks[i]], 1) for i in range(2)])
+    blocks, other = scene.cache.pool.new_blocks(2, 4), scene.cache.pool.new_block(4)
+    scene.step([*(Segment([blocks[1 - i], blocks[i]], 1) for i in range(2)), Segment([other], 1)])
+    if case.cache_dtype is not None:
+        scene.compress(other)
+    scene.step([Segment([blocks[1 - i], other, blocks[i]], 1) for i in range(2)])
     layer, plan = scene.cache.pool.arena.layers[0], scene.forward.plan
+    compact = layer.compact
     layer = LayerStorage(layer.keys.to(case.dtype), layer.values.to(case.dtype), kv_heads)
     new = [layer.keys.new_zeros(kv_heads, 2, stored.shape[1]) for stored in (layer.keys, layer.values)]
     triton_attention.TritonBackend().append(layer.keys, layer.values, *new, plan)
@@ -160,7 +169,7 @@ def attend(case: Case) -> None:
     heads = scene.heads and scene.heads._replace(weight=scene.heads.weight.to(case.dtype))
     sinks = query.new_zeros(4 * kv_heads)
     params = AttentionParams(kv_heads, 0.1, rotary, case.softcap, sinks, chunk=case.chunk, latent=heads)
-    triton_attention.TritonBackend().attend(query, layer.keys, layer.values, plan, params)
+    triton_attention.TritonBackend().attend(query, layer.keys, layer.values, plan, params, compact)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +178,7 @@ def attend(case: Case) -> None:
         (capability, case, tiling)
         for capability in (80, 90)
         for case in (*ALL_TILINGS, *LARGEST_TILING)
+        if capability >= 89 or case.cache_dtype != "fp8"
         for tiling in case.tilings(capability)[0 if case in ALL_TILINGS else -1 :]
     ],
     ids=str,
@@ -185,6 +195,7 @@ def test_attention_compiles_without_spills_and_fits_a_processor(
     attend(case)
     made = recorders["attend"].compiled(capability)
     used = resources(made.asm["cubin"], tmp_path)
+    tiling = tiling if case.cache_dtype is None else tiling.for_packed()
     assert used["STACK"] == used["LOCAL"] == 0
     assert made.metadata.shared <= SHARED_PER_PROGRAM[capability]
     together = tiling.programs * (made.metadata.shared + RESERVED_PER_PROGRAM)

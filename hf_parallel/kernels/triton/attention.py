@@ -16,14 +16,8 @@ from triton import knobs
 from hf_parallel.kernels.backend import AttentionBackend
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec
-from hf_parallel.kernels.storage import TokenRange, storage_row
-from hf_parallel.kernels.triton.kernels import (
-    append_kernel,
-    attend_kernel,
-    merge_heads_kernel,
-    merge_kernel,
-    move_kernel,
-)
+from hf_parallel.kernels.storage import CompactStorage, TokenRange, storage_row
+from hf_parallel.kernels.triton.kernels import attend_kernel, merge_heads_kernel, merge_kernel
 from hf_parallel.kernels.triton.launch import (
     AttendLaunch,
     LayerShape,
@@ -35,6 +29,7 @@ from hf_parallel.kernels.triton.launch import (
     launch_for,
     on_device,
 )
+from hf_parallel.kernels.triton.storage_kernels import append_kernel, move_kernel
 
 MAX_RUN = 64  # new tokens of a row above which FlashAttention (torch backend) is faster
 MAX_DIM = 512  # with larger heads a tile would not fit into registers
@@ -67,14 +62,23 @@ class TritonBackend:
     capturable: ClassVar[bool] = True
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: AttentionPlan,
+        params: AttentionParams,
+        compact: CompactStorage | None = None,
     ) -> Tensor:
         """See `AttentionBackend`. Queries after the plan's are padding, whose output is zero."""
         if self.prefills is not None and _is_prefill(keys, values, plan, params):
-            return self.prefills.attend(query, keys, values, plan, params)
+            return self.prefills.attend(query, keys, values, plan, params, compact)
         latent, leads, lead = params.latent, keys, 0
         if latent is not None:
             query, values, leads, lead = latent.absorb(query), keys, values, values.shape[-1]
+        stored = keys, values, leads, keys
+        if compact is not None:
+            packed = compact.keys, compact.values, compact.values, compact.scales
         tokens, heads, dim = query.shape
         sizes = heads // params.num_kv_heads, params.num_kv_heads, dim - lead, values.shape[-1]
         shape = LayerShape(*sizes, query.dtype, query.device, params.window, params.rotary, lead, params.chunk)
@@ -87,7 +91,7 @@ class TritonBackend:
         with on_device(query.device):
             for grid, tensors, constants in launch.calls:
                 attend_kernel[grid](
-                    query, keys, values, leads, *tensors, *query.stride()[:2], *scalars,
+                    query, *(packed if constants["PACKED"] else stored), *tensors, *query.stride()[:2], *scalars,
                     SOFTCAP=params.softcap is not None, **constants,
                 )  # fmt: skip
             partial = launch.part_out, launch.part_lse, launch.buffers["merge_start"], launch.buffers["merge_slot"]

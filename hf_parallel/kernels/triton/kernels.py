@@ -13,6 +13,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(1 << 30)
+COMPACT = tl.constexpr(1 << 30)  # `COMPACT` of `hf_parallel.kernels.storage`
 
 
 @triton.jit
@@ -107,6 +108,7 @@ def _fold_tile(
     keys,  # pointer to the block's first key
     values,
     leads,
+    scales,  # float32 [.., 2], of keys and values (or leads) in 8 bits, if `PACKED`
     first,  # first key of the tile, relative to the block
     end,  # end of the visible keys
     lo,  # int32 [BLOCK_M]
@@ -117,18 +119,29 @@ def _fold_tile(
     scale, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     LEAD: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys and values to the running sums (online softmax). With leads, the keys are the values."""
+    """Add a tile of keys and values to the running sums (online softmax). With leads, the keys are the values.
+
+    8 bits are exact in half precision, so scales are applied to scores and weights, not to each number.
+    """
     n = first + tl.arange(0, BLOCK_N)
-    k = _load_tile(keys, n, end, DIM, BLOCK_D, MASKED)
+    k = _load_tile(keys, n, end, DIM, BLOCK_D, MASKED).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if PACKED:
+        scale_k = tl.load(scales + 2 * n, mask=n < end, other=0.0)
+        scale_v = tl.load(scales + 2 * n + 1, mask=n < end, other=0.0)
+        scores *= scale_k[None, :]
     if LEAD > 0:
-        lead = _load_tile(leads, n, end, LEAD, BLOCK_L, MASKED)
-        scores = tl.dot(q_lead, tl.trans(lead), scores, input_precision=PRECISION)
+        lead = _load_tile(leads, n, end, LEAD, BLOCK_L, MASKED).to(q.dtype)
+        if PACKED:
+            scores += tl.dot(q_lead, tl.trans(lead), input_precision=PRECISION) * scale_v[None, :]
+            scale_v = scale_k
+        else:
+            scores = tl.dot(q_lead, tl.trans(lead), scores, input_precision=PRECISION)
         v = k
     else:
-        v = _load_tile(values, n, end, DIM_V, BLOCK_V, MASKED)
+        v = _load_tile(values, n, end, DIM_V, BLOCK_V, MASKED).to(q.dtype)
     factor = scale * LOG2E  # positive; applied with the subtraction of the maximum, in one instruction per score
     if SOFTCAP:
         scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E * scale / softcap))))
@@ -143,8 +156,12 @@ def _fold_tile(
         anchor = new_best
     weights = tl.exp2(scores * factor - anchor[:, None])
     decay = tl.exp2(best - anchor)
-    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
     total = total * decay + tl.sum(weights, 1)
+    if PACKED and q.dtype == tl.float16:  # which has no exponents for small weights times scales
+        v = (v.to(tl.float32) * scale_v[:, None]).to(tl.float16)
+    elif PACKED:
+        weights *= scale_v[None, :]
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
     return new_best, total, acc
 
 
@@ -154,6 +171,7 @@ def attend_kernel(
     keys,  # [slots * kv_heads, DIM]
     values,  # [slots * kv_heads, DIM_V]; not read if there are leads
     leads,  # [slots, LEAD], the first dimensions of the keys; with them, there is one KV head
+    scales,  # float32 [slots * kv_heads, 2], of keys and values (or leads) in 8 bits; not read unless `PACKED`
     items,  # int32 [W, 9], see work.ITEM_FIELDS
     item_offsets,  # int32 [programs + 1]
     pair_query,  # int32 [P]
@@ -173,7 +191,7 @@ def attend_kernel(
     CHUNKED: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, LEAD: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Attention of work items for one KV head: each key and value of an item is read once, for all rows of its tile.
 
@@ -223,24 +241,25 @@ def attend_kernel(
             q = _rotated_query(q_at, load_mask, pair, rotated, cos, sin, DIM, BLOCK_M, BLOCK_D, HALF, INTERLEAVED)
             q_lead = q
 
-        block = _storage_row(origin, capacity, block_first, num_kv_heads, kv_head)
-        k_base = keys + block * DIM
-        v_base = values + block * DIM_V
-        lead_base = leads + block * LEAD
+        block = _storage_row(origin % COMPACT, capacity, block_first, num_kv_heads, kv_head)
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.full([BLOCK_M], 0.0, tl.float32)
         acc = tl.full([BLOCK_M, BLOCK_V], 0.0, tl.float32)
+        k_base = keys + block * DIM
+        v_base = values + block * DIM_V
+        lead_base = leads + block * LEAD
+        scale_base = scales + block * 2
         full = begin + first_full * BLOCK_N
         for tile in range(0, num_full):
             best, total, acc = _fold_tile(
-                q, q_lead, k_base, v_base, lead_base, full + tile * BLOCK_N, end, lo, hi, best, total, acc, scale,
-                softcap, DIM, DIM_V, BLOCK_D, BLOCK_V, LEAD, BLOCK_L, BLOCK_N, False, SOFTCAP, PRECISION,
+                q, q_lead, k_base, v_base, lead_base, scale_base, full + tile * BLOCK_N, end, lo, hi, best, total, acc,
+                scale, softcap, DIM, DIM_V, BLOCK_D, BLOCK_V, LEAD, BLOCK_L, BLOCK_N, False, SOFTCAP, PRECISION, PACKED,
             )  # fmt: skip
         for edge in range(0, num_tiles - num_full):
             tile = tl.where(edge < first_full, edge, edge + num_full)
             best, total, acc = _fold_tile(
-                q, q_lead, k_base, v_base, lead_base, begin + tile * BLOCK_N, end, lo, hi, best, total, acc, scale,
-                softcap, DIM, DIM_V, BLOCK_D, BLOCK_V, LEAD, BLOCK_L, BLOCK_N, True, SOFTCAP, PRECISION,
+                q, q_lead, k_base, v_base, lead_base, scale_base, begin + tile * BLOCK_N, end, lo, hi, best, total, acc,
+                scale, softcap, DIM, DIM_V, BLOCK_D, BLOCK_V, LEAD, BLOCK_L, BLOCK_N, True, SOFTCAP, PRECISION, PACKED,
             )  # fmt: skip
 
         empty = total == 0.0
@@ -366,75 +385,3 @@ def advance_kernel(
     tl.store(sin + at, tl.sin(angle).to(tl.float32), mask=inside)
     if tl.program_id(0) == 0:
         tl.store(step, now)
-
-
-@triton.jit
-def append_kernel(
-    new_keys,  # [kv_heads, T, DIM]
-    new_values,  # [kv_heads, T, DIM_V]
-    keys,  # [slots * kv_heads, DIM]
-    values,  # [slots * kv_heads, DIM_V]
-    write_query,  # int32 [W]
-    write_origin,  # int32 [W]
-    write_capacity,  # int32 [W]
-    write_index,  # int32 [W]
-    count,  # int32 [1]: number of tokens W
-    step,  # int32 [1]
-    num_kv_heads, key_stride_head, key_stride_token, value_stride_head, value_stride_token,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Store packed new keys and values in their extents; each is read and written once."""
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(1).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    d_v = tl.arange(0, BLOCK_V)
-    live = t < tl.load(count)
-    token = tl.load(write_query + t, mask=live, other=0).to(tl.int64)
-    origin = tl.load(write_origin + t, mask=live, other=0).to(tl.int64)
-    capacity = tl.load(write_capacity + t, mask=live, other=0)
-    index = tl.load(write_index + t, mask=live, other=0)
-    row = _storage_row(origin, capacity, index, num_kv_heads, head) + tl.load(step)
-    inside = live[:, None] & (d < DIM)[None, :]
-    k = tl.load(new_keys + head * key_stride_head + token[:, None] * key_stride_token + d[None, :], mask=inside)
-    tl.store(keys + row[:, None] * DIM + d[None, :], k, mask=inside)
-    inside = live[:, None] & (d_v < DIM_V)[None, :]
-    v = tl.load(new_values + head * value_stride_head + token[:, None] * value_stride_token + d_v[None, :], mask=inside)
-    tl.store(values + row[:, None] * DIM_V + d_v[None, :], v, mask=inside)
-
-
-@triton.jit(do_not_specialize=["source", "source_capacity", "target", "target_capacity", "num_tokens", "delta"])
-def move_kernel(
-    keys,  # [slots * kv_heads, DIM]
-    values,  # [slots * kv_heads, DIM_V]
-    inv_freq,  # float64 [HALF]
-    source,  # row of the first token of head 0
-    source_capacity, target, target_capacity, num_tokens, delta,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Copy tokens to another extent and rotate their keys by `delta`; each is read and written once.
-
-    Source and target must not overlap.
-    """
-    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(1).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    d_v = tl.arange(0, BLOCK_V)
-    live = t < num_tokens
-    from_row = source + head * source_capacity + t
-    to_row = target + head * target_capacity + t
-    inside = live[:, None] & (d < DIM)[None, :]
-    k_at = keys + from_row[:, None] * DIM
-    k = tl.load(k_at + d[None, :], mask=inside)
-    if HALF > 0:
-        partner, frequency, sign = _partners(d, HALF, INTERLEAVED)
-        mask = d < 2 * HALF
-        angle = tl.load(inv_freq + frequency, mask=mask, other=0.0) * delta
-        c = tl.cos(angle).to(tl.float32)
-        s = tl.sin(angle).to(tl.float32) * sign
-        other = tl.load(k_at + partner[None, :], mask=inside & mask[None, :], other=0.0).to(tl.float32)
-        k = (k.to(tl.float32) * c[None, :] + other * s[None, :]).to(k.dtype)
-    tl.store(keys + to_row[:, None] * DIM + d[None, :], k, mask=inside)
-    inside = live[:, None] & (d_v < DIM_V)[None, :]
-    v = tl.load(values + from_row[:, None] * DIM_V + d_v[None, :], mask=inside)
-    tl.store(values + to_row[:, None] * DIM_V + d_v[None, :], v, mask=inside)

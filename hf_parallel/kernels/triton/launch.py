@@ -18,6 +18,7 @@ import torch
 
 from hf_parallel.kernels.plan import AttentionPlan, DeviceBuffers, Increments
 from hf_parallel.kernels.rope import RotarySpec
+from hf_parallel.kernels.storage import COMPACT
 from hf_parallel.kernels.triton.kernels import advance_kernel
 from hf_parallel.kernels.work import ITEM_FIELDS, Partition, Work, make_work
 
@@ -44,13 +45,21 @@ class LayerShape(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """Configuration of the attention kernel: rows and keys per tile, warps, stages, programs per processor."""
+    """Configuration of the attention kernel: rows and keys per tile, warps, stages, programs per processor.
+
+    Blocks in 8 bits (`packed`) have launches of their own.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     programs: int
+    packed: bool = False
+
+    def for_packed(self) -> Tiling:
+        """Return the tiling for blocks in 8 bits: fewer tiles are loaded ahead, as their conversion takes registers."""
+        return self._replace(num_stages=min(self.num_stages, 2), programs=min(self.programs, 2), packed=True)
 
     def group_tile(self, groups: int) -> int:
         """Return the number of heads of a group that a tile holds: all of them, if they fit."""
@@ -190,6 +199,7 @@ class AttendLaunch(Launch):
             "BLOCK_N": tiling.block_n,
             "HALF": self.cos.shape[-1],
             "INTERLEAVED": shape.rotary is not None and shape.rotary.interleaved,
+            "PACKED": tiling.packed,
             "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
@@ -205,6 +215,16 @@ class AttendLaunch(Launch):
         return max(1, tiling.programs * num_processors(self.shape.device) // self._head_tiles(tiling))
 
     def _select(self, plan: AttentionPlan) -> tuple[Tiling, ...]:
+        """Select the tilings for blocks in the dtype of the queries, and for blocks in 8 bits."""
+        rows = np.diff(plan.block_pairs) * self.shape.groups
+        keys = np.maximum.reduceat(plan.pair_hi, plan.block_pairs[:-1])
+        packed = plan.block_origin >= COMPACT
+        if not packed.any():
+            return self._select_for(rows, keys)
+        own = self._select_for(rows[~packed], keys[~packed]) if not packed.all() else ()
+        return *own, *(one.for_packed() for one in self._select_for(rows[packed], keys[packed]))
+
+    def _select_for(self, rows: np.ndarray, keys: np.ndarray) -> tuple[Tiling, ...]:
         """Select one tiling for blocks with few rows and one for blocks with many, or one for all if that is faster.
 
         A second launch takes longer than reading some keys again for more tiles of few rows, or than computing a few
@@ -212,10 +232,9 @@ class AttendLaunch(Launch):
         """
         shape = self.shape
         smallest, *wider = select_tilings(max(shape.head_dim, shape.value_dim), shape.dtype, _capability(shape.device))
-        rows = np.diff(plan.block_pairs) * shape.groups
         if not wider or rows.max() <= smallest.block_m:
             return (smallest,)
-        steps = -(-np.maximum.reduceat(plan.pair_hi, plan.block_pairs[:-1]) // smallest.block_n)
+        steps = -(-keys // smallest.block_n)
         if (steps * ((rows - 1) // smallest.block_m)).sum() <= self._max_programs(smallest):
             return (smallest,)
         wide = next((tiling for tiling in wider if rows.max() <= tiling.block_m), wider[-1])
@@ -229,8 +248,8 @@ class AttendLaunch(Launch):
     def _work(self, plan: AttentionPlan) -> Work:
         groups = self.shape.groups
         partitions = [
-            Partition(tiling.block_m // tiling.group_tile(groups), tiling.block_n, self._max_programs(tiling))
-            for tiling in self._tilings
+            Partition(one.block_m // one.group_tile(groups), one.block_n, self._max_programs(one), one.packed)
+            for one in self._tilings
         ]
         horizon = 0 if plan.increments is None else self.horizon
         return make_work(plan, partitions, self.shape.window, self.shape.chunk, horizon)

@@ -1,0 +1,156 @@
+"""Blocks in 8 bits (`cache_dtype`): every mode has the tokens of the mode over equally rounded keys and values."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ascii_tokenizer import AsciiTokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from mode_cases import BUILT_IN, small_call
+from transformers import PreTrainedModel
+
+import hf_parallel
+from hf_parallel import SharedPrefixCache
+from hf_parallel.cache.arena import CompactArena
+from hf_parallel.cache.pool import Block, Pool
+from hf_parallel.kernels import CompactStorage, LayerStorage, compact_dtype
+
+IDS = tiny.make_prompts([30], seed=2)[0][None]
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+
+
+def generate(model: Any, ids: torch.Tensor = IDS, **settings: Any) -> Any:
+    settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True} | settings
+    return model.generate(ids, **{"generation_mode": "shared_prefix"} | settings)
+
+
+def round_in_place(pool: Pool, block: Block) -> bool:
+    """Replaces `Pool.compress`: round the keys and values of a block, and leave them in the model's dtype."""
+    assert pool.arena.compact is not None
+    for layer in pool.arena.layers.values():
+        rows, compact = layer.rows(block.tokens), pool.arena.compact.storage_of(layer)
+        compact.resize(len(layer.keys) // layer.num_kv_heads)
+        compact.write(rows, layer.keys[rows], layer.values[rows])
+        layer.keys[rows], layer.values[rows] = compact.read(rows, layer.keys.dtype)
+    return True
+
+
+def assert_equals_rounding_in_place(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compressed: list[Block] = []
+    compress = Pool.compress
+
+    def count(pool: Pool, block: Block) -> bool:
+        compressed.append(block)
+        return compress(pool, block)
+
+    monkeypatch.setattr(Pool, "compress", count)
+    actual = run()
+    assert all(block.extent.is_compact or not block.length for block in compressed)
+    assert compressed
+    monkeypatch.setattr(Pool, "compress", round_in_place)
+    assert actual == run()
+
+
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_modes_read_blocks_in_8_bits(
+    mode: str, cache_dtype: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> Any:
+        call = {"tokenizer": AsciiTokenizer(), "cache_dtype": cache_dtype, **small_call(mode)}
+        return generate(model, **call).sequences.tolist()
+
+    assert_equals_rounding_in_place(run, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3_text", "gpt_oss"])
+def test_latents_windows_and_sinks_read_blocks_in_8_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+    assert_equals_rounding_in_place(lambda: generate(other, cache_dtype="int8").sequences.tolist(), monkeypatch)
+
+
+def test_a_kept_block_is_split_copied_and_evicted_in_8_bits(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that diverges inside a block shares the rounded numbers before it."""
+    other = torch.cat((IDS[:, :17], IDS.flip(1)), dim=1)
+
+    def run() -> Any:
+        cache = SharedPrefixCache(cache_dtype="int8")
+        outputs = [generate(model, ids, past_key_values=cache) for ids in (IDS, other, IDS)]
+        cache = pickle.loads(pickle.dumps(cache))
+        outputs.append(generate(model, other, past_key_values=cache))
+        assert [output.stats.reused_tokens for output in outputs] == [0, 17, IDS.shape[1], other.shape[1]]
+        cache.max_bytes = 1
+        outputs.append(generate(model, past_key_values=cache))
+        assert outputs[-1].stats.reused_tokens == 0
+        return [output.sequences.tolist() for output in outputs]
+
+    assert_equals_rounding_in_place(run, monkeypatch)
+
+
+def test_bytes_are_those_stored(model: PreTrainedModel) -> None:
+    """A completion is stored in 8 bits once the next call begins."""
+    cache, config = SharedPrefixCache(cache_dtype="int8"), model.config
+    vectors = 2 * config.num_hidden_layers * config.num_key_value_heads
+    prompt, completion, arena = IDS.shape[1], 5, cache.pool.arena
+    output = generate(model, past_key_values=cache)
+    assert output.stats.kv_bytes == vectors * (prompt * (config.head_dim + 4) + completion * config.head_dim * 4)
+    cache.claim(model)
+    assert cache.kv_bytes == vectors * (prompt + completion) * (config.head_dim + 4)
+    assert arena.used_slots == 0
+    assert arena.compact is not None
+    assert arena.compact.used_slots == prompt + completion
+
+
+def test_copies_of_a_block_in_8_bits_are_in_the_dtype_of_the_model(model: PreTrainedModel) -> None:
+    cache = SharedPrefixCache(cache_dtype="int8")
+    generate(model, past_key_values=cache)
+    block = next(cache.tree.nodes()).block
+    assert block is not None
+    copied = cache.pool.copy(block)
+    for layer in cache.pool.arena.layers.values():
+        assert all(map(torch.equal, layer.read(block.tokens), layer.read(copied.tokens)))
+    assert not copied.extent.is_compact
+
+
+@given(st.sampled_from(["int8", "fp8"]), st.integers(0, 1000), st.sampled_from([1e-20, 1e-3, 1.0, 1e4]))
+def test_rounding_is_within_half_a_step(name: str, seed: int, size: float) -> None:
+    dtype = compact_dtype(name)
+    assert dtype is not None
+    x = size * torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(seed))
+    x[0, 0] = 0
+    compact = CompactArena(name, dtype).storage_of(LayerStorage(x.new_zeros(0, 8), x.new_zeros(0, 8), 2))
+    assert isinstance(compact, CompactStorage)
+    compact.resize(5)
+    rows = torch.arange(10).reshape(2, 5)
+    compact.write(rows, x, -x)
+    largest = x.abs().amax(-1, keepdim=True)
+    step = x.abs() / 16 + largest / 448 / 512 if compact.is_float else largest / 127 / 2
+    keys, values = compact.read(rows, torch.float32)
+    assert ((keys - x).abs() <= step * 1.001).all()
+    assert torch.equal(values, -keys)
+
+
+def test_a_dtype_is_checked_and_is_one_for_all_calls_of_a_cache(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"cache_dtype must be one of \['int8', 'fp8'\] or None, got 'int4'"):
+        generate(model, cache_dtype="int4")
+    with pytest.raises(ValueError, match=r"cache_dtype must be .* got \['int8'\]"):
+        SharedPrefixCache(cache_dtype=["int8"])  # type: ignore[arg-type]
+    cache = SharedPrefixCache()
+    generate(model, past_key_values=cache)
+    with pytest.raises(ValueError, match="cache_dtype='fp8', but the cache holds blocks with cache_dtype=None"):
+        generate(model, past_key_values=cache, cache_dtype="fp8")
+    cache.reset()
+    assert generate(model, past_key_values=cache, cache_dtype="fp8").stats.kv_bytes == cache.kv_bytes
+    assert cache.pool.arena.cache_dtype == "fp8"
