@@ -7,6 +7,7 @@ logit.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_parallel import SharedPrefixCache
 
-from .report import Log, Report, Table, about, finish, new_parser, new_path, number, set_up
+from .measure import StepClock, long_prompt
+from .report import run_benchmark
 from .rounds import Times, run_rounds, step_ratio
 
 DTYPES = (None, "int8", "fp8")
@@ -47,10 +49,10 @@ class CacheDtypeBenchmark:
     prompts: int = 8
     new_tokens: int = 64
 
-    def run(self, model: Any, prompts: list[torch.Tensor], log: Log) -> dict[str, Any]:
+    def run(self, model: Any, prompts: list[torch.Tensor]) -> dict[str, Any]:
         """Measure with prompts `int64 [1, prompt]`; return the entries of the report."""
         caches = {str(dtype): SharedPrefixCache(cache_dtype=dtype) for dtype in DTYPES}
-        times = {rows: self._times(model, prompts[0], rows, caches, log) for rows in (1, self.rows)}
+        times = {rows: self._times(model, prompts[0], rows, caches) for rows in (1, self.rows)}
         found: dict[str, Any] = {"settings": asdict(self), "dtypes": {}}
         for dtype, cache in caches.items():
             found["dtypes"][dtype] = {
@@ -60,7 +62,7 @@ class CacheDtypeBenchmark:
             }
         measured: dict[str, list[dict[str, float]]] = {"int8": [], "fp8": []}
         for index, ids in enumerate(prompts):
-            log(f"prompt {index + 1} of {len(prompts)}")
+            print(f"prompt {index + 1} of {len(prompts)}")
             plain = self._call(model, ids, max_new_tokens=self.new_tokens, output_logits=True)
             for dtype, all_of_it in measured.items():
                 all_of_it.append(self._divergence(model, ids, plain, dtype))
@@ -70,7 +72,7 @@ class CacheDtypeBenchmark:
         return found
 
     def _times(
-        self, model: Any, ids: torch.Tensor, rows: int, caches: dict[str, SharedPrefixCache], log: Log
+        self, model: Any, ids: torch.Tensor, rows: int, caches: dict[str, SharedPrefixCache]
     ) -> dict[str, Times]:
         """Time steps over caches that hold the prompt."""
 
@@ -78,7 +80,7 @@ class CacheDtypeBenchmark:
             settings = {"past_key_values": cache, "keep_completions": False, "streamer": clock}
             self._call(model, ids.repeat(rows, 1), max_new_tokens=self.steps, **settings)
 
-        return run_rounds({dtype: partial(way, cache) for dtype, cache in caches.items()}, self.rounds, log)
+        return run_rounds({dtype: partial(way, cache) for dtype, cache in caches.items()}, self.rounds)
 
     @staticmethod
     def _call(model: Any, ids: torch.Tensor, **arguments: Any) -> Any:
@@ -102,37 +104,22 @@ class CacheDtypeBenchmark:
         }
 
 
-def show(report: Report) -> None:
-    """Print a table."""
-    rows = str(report["settings"]["rows"])
-    titles = "prompt MB", "step, 1 row", f"step, {rows} rows", "equal tokens", "equal choices", "KL", "logits differ by"
-    table = Table("cache_dtype", *titles)
-    for dtype, one in report["dtypes"].items():
-        ratios = (number(one["step_ratio"], count, 1, ".3f") for count in ("1", rows))
-        more = (number(one, name, 1, ".5f") for name in ("equal_tokens", "equal_choices", "kl", "logit_difference"))
-        table.add_row(dtype, f"{one['prompt_bytes'] / 1e6:.1f}", *ratios, *more)
-    print(table)
+def main() -> int:
+    """Run the benchmark; return the exit status."""
 
+    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
+        benchmark = CacheDtypeBenchmark(prompts=options.prompts)
+        if options.quick:
+            benchmark = CacheDtypeBenchmark(48, 3, 4, 1, 2, 4)
+        prompts = [long_prompt(tokenizer, benchmark.prompt)]
+        if options.text:
+            tokens = torch.tensor(tokenizer(Path(options.text).read_text(encoding="utf-8"))["input_ids"])
+            spacing = len(tokens) // benchmark.prompts
+            prompts = [tokens[None, i * spacing : i * spacing + benchmark.prompt] for i in range(benchmark.prompts)]
+        return benchmark.run(model, [ids.to(model.device) for ids in prompts])
 
-def main() -> None:
-    """Run the benchmark."""
-    parser = new_parser("cache_dtype", __doc__)
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text of the prompts (default: a generated one)")
-    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="prompts that are compared (default: 8)")
-    options = parser.parse_args()
-    model, tokenizer = set_up(options)
-    benchmark = CacheDtypeBenchmark(prompts=options.prompts)
-    if options.quick:
-        benchmark = CacheDtypeBenchmark(48, 3, 4, 1, 2, 4)
-    prompts = [long_prompt(tokenizer, benchmark.prompt)]
-    if options.text is not None:
-        tokens = torch.tensor(tokenizer(options.text.read_text(encoding="utf-8"))["input_ids"])
-        spacing = len(tokens) // benchmark.prompts
-        prompts = [tokens[None, i * spacing : i * spacing + benchmark.prompt] for i in range(benchmark.prompts)]
-    prompts = [ids.to(model.device) for ids in prompts]
-    report = about(model, options) | benchmark.run(model, prompts, lambda line: print(line, flush=True))
-    finish(report, new_path("cache_dtype", options), show)
+    return run_benchmark("cache_dtype", __doc__, measure, prompts=8, text="")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

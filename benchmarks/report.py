@@ -42,7 +42,7 @@ def run_benchmark(
     measure: Callable[[Any, Any, argparse.Namespace], Report],
     limits: Iterable[Limit] = (),
     load: Callable[[argparse.Namespace], tuple[Any, Any]] | None = None,
-    **options: float,
+    **options: float | str,
 ) -> int:
     """Measure with the model of the command line; write and print the report; return the exit status.
 
