@@ -86,9 +86,8 @@ class Engine:
         cache_dtype: str | None = None,
     ) -> None:
         limits = {"max_rows": max_rows, "max_waiting": max_waiting}
-        check_limits(
-            limits, max_kv_bytes=max_kv_bytes, max_batch_tokens=max_batch_tokens, state_interval=state_interval
-        )
+        optional = {"max_kv_bytes": max_kv_bytes, "max_batch_tokens": max_batch_tokens}
+        check_limits(limits, **optional, state_interval=state_interval)
         self.model = unwrap(enable(model, tokenizer=tokenizer))
         if (ranks := num_ranks(self.model)) > 1:
             # requests arrive at each rank at another time, so that the ranks would compute different batches
@@ -391,8 +390,7 @@ class Engine:
                 request.pending.expand_views()
         began, logits, error = time.perf_counter(), None, None
         try:
-            planned = self._plan(batch)
-            if planned is None:
+            if (planned := self._plan(batch)) is None:
                 return
             joined, forward = planned
             logits = self._forward(joined, forward)
