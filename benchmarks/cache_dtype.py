@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_parallel.cli.measure import StepClock, long_prompt
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_parallel import SharedPrefixCache
@@ -27,7 +26,7 @@ DTYPES = (None, "int8", "fp8")
 
 
 class Forced(LogitsProcessor):
-    """Allows only the tokens `int64 [rows, length]`, of which the first `begin` are the prompt."""
+    """Allows only the tokens `int64 [rows, length]`, prompts included."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self.tokens = tokens

@@ -40,7 +40,7 @@ class LayerStorage(Storage):
     def gather(self, rows: torch.Tensor, packed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values at `rows`, int64 `[n]`: `[n, head_dim]` each.
 
-        `packed`, bool `[n]`, says which are rows of the compact storage. None: no one.
+        `packed`, bool `[n]`, says which are rows of the compact storage (None: none).
         """
         if packed is None or self.compact is None:
             return self.keys.index_select(0, rows), self.values.index_select(0, rows)
