@@ -73,8 +73,10 @@ def test_modes_read_blocks_in_8_bits(
     assert_equals_rounding_in_place(run, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3_text", "gpt_oss"])
-def test_latents_windows_and_sinks_read_blocks_in_8_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3_text", "gpt_oss", "bloom"])
+def test_latents_windows_sinks_and_own_attention_read_blocks_in_8_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
     assert_equals_rounding_in_place(lambda: generate(other, cache_dtype="int8").sequences.tolist(), monkeypatch)
 
