@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,14 @@ import pytest
 import torch
 from dense import DenseOracle
 from image_models import FAMILIES, IMAGE, Inputs, build_image_model, image_prompts
-from tiny import build
+from tiny import VOCAB_SIZE, build
 from torch import nn
 from transformers import PreTrainedModel
 from workers import SETTINGS, WORDY, Recording, check_against
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
-from hf_parallel.engine import Engine
+from hf_parallel.engine import Engine, RequestCancelledError
 
 ROWS = [[1], [2], [1], [3, 1], []]
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -82,18 +84,19 @@ def test_tokens_and_logits_equal_generate_of_each_prompt_alone(name: str, chunk:
 
 @every_family
 def test_random_calls_equal_generate(name: str) -> None:
-    rng = torch.Generator().manual_seed(0)
-
-    def draw(stop: int) -> int:
-        return int(torch.randint(stop, (), generator=rng))
-
-    model, cache = model_of(name), SharedPrefixCache()
-    for _ in range(4):
-        rows = [[1 + draw(3) for _ in range(draw(3))] for _ in range(1 + draw(3))]
-        eos = 1 + draw(100) if draw(2) else None
+    rng = random.Random(0)
+    model, cache, logits = model_of(name), SharedPrefixCache(), LogitsCache()
+    for seed in range(4):
+        rows = [[rng.randint(1, 3) for _ in range(rng.randrange(3))] for _ in range(rng.randint(1, 3))]
+        eos, count = rng.choice((None, rng.sample(range(1, VOCAB_SIZE), 12))), rng.choice((1, 2))
         inputs = prompts(name, rows)
-        settings = {"prefill_chunk_size": (2, 5, None)[draw(3)], "past_key_values": cache if draw(2) else None}
-        found = model.generate(**inputs, **GREEDY | {"eos_token_id": eos}, generation_mode="shared_prefix", **settings)
+        settings = {"prefill_chunk_size": rng.choice((2, 5, None)), "eos_token_id": eos, "seed": seed}
+        settings |= {"do_sample": True, "top_k": 1, "num_return_sequences": count}
+        more: dict[str, Any] = rng.choice(({"past_key_values": cache}, {"logits_cache": logits, "draft_tokens": 3}, {}))
+        mode = "resample" if seed == 3 else "shared_prefix"
+        more = {"logits_cache": logits} if mode == "resample" else more
+        found = model.generate(**inputs, **GREEDY | settings, **more, generation_mode=mode)
+        rows = [row for row in rows for _ in range(count)]
         for row, tokens in zip(rows, found[:, inputs["input_ids"].shape[1] :], strict=True):
             expected = alone(name, row, eos_token_id=eos)
             assert torch.equal(tokens[: len(expected)], expected), (row, settings)
@@ -213,6 +216,33 @@ def test_requests_of_an_engine_share_images() -> None:
         assert calls.count == 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "budget"), [("qwen3_vl", 64 * 768), ("gemma4", 64 * 1024)])
+def test_random_requests_of_an_engine_equal_generate(name: str, budget: int) -> None:
+    rng, model = random.Random(0), model_of(name)
+    plan = [
+        ([rng.randint(1, 3) for _ in range(rng.randrange(3))], rng.choice((2, 12)), rng.random()) for _ in range(40)
+    ]
+    expected = [alone(name, row, max_new_tokens=length) for row, length, _ in plan]
+    with Engine(model, max_kv_bytes=budget) as engine:
+        handles = []
+        for row, length, chance in plan:
+            settings = GREEDY | {"max_new_tokens": length, "do_sample": True, "top_k": 1}
+            count = 2 if chance > 0.7 else 1
+            inputs = prompts(name, [row])
+            handles.append(engine.submit(inputs, "shared_prefix", **settings, num_return_sequences=count))
+            if chance < 0.2:
+                handles[-1].cancel()
+        ended = 0
+        for handle, tokens, (_, length, _) in zip(handles, expected, plan, strict=True):
+            with contextlib.suppress(RequestCancelledError):
+                assert all(torch.equal(row[-length:], tokens) for row in handle.result().sequences)
+                ended += 1
+        assert ended >= len(plan) // 2
+        assert engine.stats.preemptions
+        assert engine.stats.evicted_tokens
+
+
 def test_invalid_images_raise() -> None:
     model, inputs = model_of("qwen3_vl"), prompts("qwen3_vl", [[1]])
     call = GREEDY | {"generation_mode": "shared_prefix"}
@@ -228,6 +258,12 @@ def test_invalid_images_raise() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=says):
             model.generate(**wrong, **call)
+        if wrong["input_ids"] is not None:
+            with Engine(model) as engine:
+                with pytest.raises((ValueError, TypeError), match=says):
+                    engine.submit(wrong, "shared_prefix", **GREEDY)
+                found = engine.submit(inputs, "shared_prefix", **GREEDY).result()
+            assert torch.equal(found.sequences[0, -6:], alone("qwen3_vl", [1]))
     plain = hf_parallel.enable(copy.deepcopy(build("llama")))
     with pytest.raises(ValueError, match="mm_token_type_ids"):
         plain.generate(**inputs, **call)
