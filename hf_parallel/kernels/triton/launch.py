@@ -58,8 +58,9 @@ class Tiling(NamedTuple):
     packed: bool = False
 
     def for_packed(self) -> Tiling:
-        """Return the tiling for blocks in 8 bits: fewer tiles are loaded ahead, as their conversion takes registers."""
-        return self._replace(num_stages=min(self.num_stages, 2), programs=min(self.programs, 2), packed=True)
+        """Return the tiling for blocks in 8 bits, whose conversion takes registers: with these, none is spilled."""
+        stages = self.num_stages if self.block_n < self.block_m else min(self.num_stages, 2)
+        return self._replace(num_stages=stages, programs=min(self.programs, 2), packed=True)
 
     def group_tile(self, groups: int) -> int:
         """Return the number of heads of a group that a tile holds: all of them, if they fit."""
