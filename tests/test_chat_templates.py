@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,8 @@ from transformers import pipeline
 
 import hf_parallel.pipelines
 from hf_parallel import HogwildSession
-from hf_parallel.agents import AgentError, Chat, Runtime, agent
-from hf_parallel.cli.generate import encode
-from hf_parallel.cli.main import make_parser
+from hf_parallel.agents import Chat, Runtime, agent
 from hf_parallel.engine import Engine
-from hf_parallel.engine.server.errors import APIError
 from hf_parallel.engine.server.limits import Limits
 from hf_parallel.engine.server.schema import ChatBody, CompletionBody
 from hf_parallel.engine.server.submission import Translator
@@ -142,13 +138,6 @@ def of_builder(engine: Engine, given: Any, mode: str | None, template: Any) -> s
     return engine.tokenizer.decode(prompt["input_ids"][0])
 
 
-def of_command(engine: Engine, given: Any, mode: str | None, template: Any) -> str:
-    words = ["generate", TASK, *(["--chat-template-kwargs", json.dumps(template)] if template else [])]
-    config = None if mode is None else make_config(mode, SETTINGS.get(mode))
-    tokens = encode([given], engine.tokenizer, config, make_parser("generate").parse_args(words), "cpu")
-    return engine.tokenizer.decode(tokens["input_ids"][0])
-
-
 SETTINGS: dict[str | None, Any] = {"pdos": {"parallel_hint": False}, "hogwild": {"finisher_tokens": 0}}
 PIPELINES: dict[Engine, Any] = {}
 TASK_NAME = "parallel-text-generation"
@@ -187,12 +176,3 @@ def test_prompts_of_sessions_sweeps_and_drafts_receive_the_variables(
 
 
 WRONG = [3, ["enable_thinking"], *({name: True} for name in RESERVED)]
-
-
-@pytest.mark.parametrize("place", [*OF_CHATS, of_command])
-def test_variables_that_are_arguments_of_the_template_call_raise(place: Any, engine: Engine) -> None:
-    engine.tokenizer.chat_template = TEMPLATES["qwen3"]
-    given = TASK if place is of_command else chat("Rule.")
-    for wrong in WRONG:
-        with pytest.raises((ValueError, SystemExit, APIError, AgentError)):
-            place(engine, given, None, wrong)

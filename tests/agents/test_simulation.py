@@ -16,7 +16,7 @@ pytest.importorskip("greenlet")
 from benchmarks.agents_cache import FiveAgents, random_trace, replay
 from hf_parallel.agents import Trace, TraceRequest, simulate
 from hf_parallel.agents.simulation import POLICIES
-from hf_parallel.engine import ContributionPolicy, Engine, KVBudgetError
+from hf_parallel.engine import ContributionPolicy, Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,17 +90,3 @@ def test_requests_may_hold_token_ids_and_come_from_json() -> None:
     read = [TraceRequest(**fields) for fields in json.loads(json.dumps([*map(asdict, requests)]))]
     for trace in (Trace(requests), Trace(read)):
         assert simulate(trace).reused == [0, 4]
-
-
-def test_invalid_arguments_raise() -> None:
-    trace = FiveAgents(1, 0).trace()
-    with pytest.raises(ValueError, match=r"'lru'.* got 'fifo'"):
-        simulate(trace, "fifo")
-    with pytest.raises(ValueError, match="max_tokens .* got 0"):
-        simulate(trace, max_tokens=0)
-    with pytest.raises(ValueError, match="priority"):
-        simulate(trace, object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'x' .* got 0"):
-        simulate(Trace([TraceRequest("a", [("x", 0)], [1])]))
-    with pytest.raises(KVBudgetError):
-        simulate(trace, max_tokens=1000)

@@ -12,11 +12,10 @@ import tiny
 import torch
 from consoles import a_pipe, a_terminal, printed
 from mode_cases import BUILT_IN, small_call
-from rich.text import Text
 from workers import TOKENIZER, small_model
 
-from hf_parallel import HogwildConfig, ParallelConfig, ParallelStreamer, PDOSConfig
-from hf_parallel.cli.live import MARGIN, LiveView
+from hf_parallel import HogwildConfig, ParallelConfig, ParallelStreamer
+from hf_parallel.cli.live import LiveView
 from hf_parallel.generation import GenerationStats
 from hf_parallel.transcript.record import Record
 
@@ -54,25 +53,6 @@ def test_every_mode_has_a_view(mode: str) -> None:
     shown = "".join("".join(drawn(view)).split())
     assert f"{out.record.passes}passes,{out.stats.decoded_tokens}tokens" in shown
     assert all("".join(view._name(row).split()) + ",done" in shown for row in view.rows)
-
-
-@pytest.mark.parametrize(("width", "height"), [(40, 18), (60, 20), (80, 24), (250, 50)])
-def test_a_frame_shows_as_many_rows_as_fit_unfinished_ones_first(width: int, height: int) -> None:
-    view = LiveView(TOKENIZER, a_terminal(width, height))
-    begin(view, PDOSConfig())
-    view.write_row(0, "the skeleton", "token")
-    for branch in range(1, 11):
-        view.write_row(branch, f"title {branch} ", "begin")
-        view.write_row(branch, "\u77ed\u3044 text " + "continues " * 30 * (branch == 4), "token")
-    for branch in (1, 2, 3):
-        view.write_row(branch, "", "end")
-    lines = drawn(view, height - MARGIN)
-    assert len(lines) == height - MARGIN + 5
-    assert max(Text(line).cell_len for line in lines) <= width
-    fit = min(width // 24, 11)
-    assert (f"{11 - fit} more row" in lines[-1]) == (fit < 11)
-    shown = [number for number in range(1, 11) if f"Branch {number}" in lines[1]]
-    assert shown == ([4, 5, 6, 7, 8, 9, 10][: fit - 1] if fit < 8 else [*range(1, fit - 7), 4, 5, 6, 7, 8, 9, 10])
 
 
 @pytest.mark.parametrize("console", [a_terminal, a_pipe])

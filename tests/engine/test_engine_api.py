@@ -14,7 +14,6 @@ import torch
 from ascii_tokenizer import AsciiTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import small_model
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_parallel
@@ -104,15 +103,6 @@ PROMPTS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_each_kind_of_prompt_gives_the_tokens_of_generate(engine: Engine, kind: str) -> None:
     assert list(engine.submit(PROMPTS[kind], max_new_tokens=NEW)) == expected()
-
-
-def test_a_chat_is_a_prompt() -> None:
-    model, tokenizer = small_model()
-    chat = [{"role": "user", "content": "Hello"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    with Engine(model, tokenizer) as engine:
-        sequences = engine.submit(chat, max_new_tokens=2).result().sequences
-    assert sequences[0, :-2].tolist() == ids
 
 
 IDS_IN_VOCABULARY = st.integers(0, tiny.VOCAB_SIZE - 1)

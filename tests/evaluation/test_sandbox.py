@@ -47,13 +47,6 @@ def test_a_program_reads_stdin_and_prints() -> None:
 
 
 ORDINARY = {
-    "numbers": """
-        import decimal, fractions, hashlib, heapq, itertools, json, math, random, re, statistics, uuid, zlib
-        random.seed(0)
-        print(random.random(), math.comb(90, 45), fractions.Fraction(1, 3) + 1, decimal.Decimal(2).sqrt())
-        print(hashlib.sha256(b"a").hexdigest(), zlib.crc32(b"a"), len(str(uuid.uuid4())), statistics.stdev([1, 2, 5]))
-        print([*itertools.permutations("abc")], json.dumps({"a": [1]}), re.sub("a+", "b", "caat"), sorted(input()))
-    """,
     "threads": """
         import concurrent.futures, queue, sys, threading
         sys.setrecursionlimit(10**5); threading.stack_size(1 << 26)

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 import hf_parallel
 from hf_parallel import GenerationStats
-from hf_parallel.evaluation import scoring
 from hf_parallel.evaluation.scoring import loglikelihoods
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -110,17 +109,6 @@ def test_passes_and_memory_are_bounded_and_scores_the_same(llama: Any, limit: in
     assert stats.kv_bytes < whole.kv_bytes
     # The last token of a context is computed again where its choices are in several batches.
     assert stats.prefilled_tokens <= whole.prefilled_tokens + len(contexts) * 2
-
-
-def test_logits_of_a_pass_are_bounded(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    context, continuation = (prompt.tolist() for prompt in tiny.make_prompts([3, 50]))
-    monkeypatch.setattr(scoring, "MAX_LOGITS", 8 * tiny.VOCAB_SIZE)
-    rows: list[int] = []
-    hook = llama.get_output_embeddings().register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
-    scores = loglikelihoods(llama, [context], [continuation])
-    hook.remove()
-    assert (max(rows), sum(rows)) == (8, 50)
-    assert_equal(scores, plain(llama, [context], [continuation]), 1e-6)
 
 
 @settings(max_examples=20, deadline=None)

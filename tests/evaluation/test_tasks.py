@@ -27,22 +27,6 @@ def test_an_empty_text_and_the_prompt_score_nothing(name: str) -> None:
         assert problem.score(problem.prompt) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("cls", "settings"),
-    [
-        (RetrievalProblem, {"num_students": 1}),
-        (RetrievalProblem, {"num_students": 101}),
-        (RetrievalProblem, {"num_students": 2.5}),
-        (ArithmeticProblem, {"num_questions": 0}),
-        (PlanningProblem, {"num_aspects": 8}),
-    ],
-)
-def test_invalid_sizes_raise(cls: Any, settings: dict[str, Any]) -> None:
-    ((name, value),) = settings.items()
-    with pytest.raises(ValueError, match=f"{name} must be .*got {value}"):
-        cls.make(0, **settings)
-
-
 # Retrieval
 
 
