@@ -196,7 +196,7 @@ class Engine:
         config, arguments = split_arguments(self.model, self.tokenizer, prompt, generation_mode, settings)
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
-        decoder = None if config.traits.streams_text else TokenDecoder(call.tokenizer, call.eos_token_ids)
+        decoder = None if config.traits.streams_text else lambda: TokenDecoder(call.tokenizer, call.eos_token_ids)
         handle = RequestHandle(lambda: self._cancel(request), self._check_wait, decoder)
         request = Request(config, call, handle, priority, key, hints, cache_salt)
         self._scheduler.check_budget(request)

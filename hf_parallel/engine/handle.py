@@ -44,30 +44,18 @@ class RequestTimes:
     ended: float | None = None
 
 
-@dataclass(frozen=True)
 class TokenDecoder:
-    """Decodes streamed tokens to text, except end tokens; to none without a tokenizer."""
+    """Decodes the tokens of one iteration to text, except end tokens; to none without a tokenizer."""
 
-    tokenizer: PreTrainedTokenizerBase
-    end_tokens: Collection[int]
-
-    def rows(self) -> _RowDecoder:
-        """Return a decoder of the tokens of one iteration."""
-        return _RowDecoder(self)
-
-
-class _RowDecoder:
-    """Text of rows that grow token by token."""
-
-    def __init__(self, decoder: TokenDecoder) -> None:
-        self._decoder = decoder
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, end_tokens: Collection[int]) -> None:
+        self.tokenizer, self.end_tokens = tokenizer, end_tokens
         self._rows: dict[int, IncrementalDetokenizer] = {}
 
     def add(self, token: StreamedToken) -> RowText:
         """Return the text that a token adds to its row."""
-        text, tokenizer = "", self._decoder.tokenizer
-        if tokenizer is not None and token not in self._decoder.end_tokens:
-            text = self._rows.setdefault(token.row, IncrementalDetokenizer(tokenizer)).add([int(token)])
+        text = ""
+        if self.tokenizer is not None and token not in self.end_tokens:
+            text = self._rows.setdefault(token.row, IncrementalDetokenizer(self.tokenizer)).add([int(token)])
         return RowText(token.row, text, "token")
 
     def flush(self) -> Iterator[RowText]:
@@ -90,7 +78,7 @@ class RequestHandle:
 
     Iterate over it for its tokens (`for`, `async for`), over `texts()` for its text. Several threads may read one
     handle; each iteration starts with the first token. An error of the request is raised where it is read. `stats` is
-    its cost so far. Text is decoded where it is read, by `decoder`; without one, the mode writes it.
+    its cost so far. Text is decoded where it is read, by a new `decoder` each time; without one, the mode writes it.
     """
 
     done = False
@@ -100,7 +88,7 @@ class RequestHandle:
         self,
         on_cancel: Callable[[], None],
         check_wait: Callable[[], None] = lambda: None,
-        decoder: TokenDecoder | None = None,
+        decoder: Callable[[], TokenDecoder] | None = None,
     ) -> None:
         self.times = RequestTimes(time.perf_counter())
         self.stats = GenerationStats()
@@ -154,20 +142,20 @@ class RequestHandle:
         """Yield text as it is generated, with its row and event; see `ParallelStreamer.write_row`."""
         if self._decoder is None:
             return self._read(self._texts, self._texts.__getitem__)
-        return self._decode(self._decoder.rows())
+        return self._decode(self._decoder())
 
     def texts_async(self) -> AsyncIterator[RowText]:
         """Yield text in asyncio; see `texts`."""
         if self._decoder is None:
             return self._read_async(self._texts, self._texts.__getitem__)
-        return self._decode_async(self._decoder.rows())
+        return self._decode_async(self._decoder())
 
-    def _decode(self, rows: _RowDecoder) -> Iterator[RowText]:
+    def _decode(self, rows: TokenDecoder) -> Iterator[RowText]:
         for token in self:
             yield rows.add(token)
         yield from rows.flush()
 
-    async def _decode_async(self, rows: _RowDecoder) -> AsyncIterator[RowText]:
+    async def _decode_async(self, rows: TokenDecoder) -> AsyncIterator[RowText]:
         async for token in self:
             yield rows.add(token)
         for text in rows.flush():

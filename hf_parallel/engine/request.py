@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import greenlet
 import numpy as np
@@ -29,14 +28,13 @@ from hf_parallel.engine.passes import JoinedPasses, PendingPass
 from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
+from hf_parallel.generation.executor import C, Executor
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.sampling import Sampled, SamplingTask
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec, to_device
 from hf_parallel.models.cached_model import PREFILL_CHUNK
 from hf_parallel.models.signature import CACHE
-
-C = TypeVar("C", bound=SharedPrefixCache)
 
 _stubborn: list[Any] = []
 """Coroutines that catch every error. They are kept, as deleting one would continue it."""
@@ -46,14 +44,15 @@ class NonFiniteLogitsError(RuntimeError):
     """Raised if the model returned NaN. Prefixes that the request alone used are deleted, too."""
 
 
-class Request:
-    """A request in an engine. It is the `Executor` of its call, see there.
+class Request(Executor):
+    """A request in an engine, which is the executor of its call.
 
     `pending` is the pass that it waits for, `sampling` what it waits to sample and the logits; `preempted` says that it
     has lost its keys and values.
     """
 
-    is_shared, runs_ahead = True, False  # the engine waits for each pass: tokens would only arrive later
+    is_shared = True
+    runs_ahead = False  # the engine waits for each pass: tokens would only arrive later
 
     def __init__(
         self,
@@ -117,22 +116,13 @@ class Request:
     # The executor of its call
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
-        """See `Executor.new_cache`."""
         cache = cls(rotary, self.call.input_ids.device, lent=(self._storage.tree, self))
         cache.record(self.log)
         self._caches.append(cache)
         return cache
 
-    def running(self, cache: BlockCache) -> AbstractContextManager[None]:
-        """See `Executor.running`: the engine has prepared the model."""
-        return nullcontext()
-
     def prefill_chunk(self, asked: int | None) -> int:
-        """See `Executor.prefill_chunk`."""
         return min(asked or PREFILL_CHUNK, self.chunk_size)
-
-    def release(self) -> None:
-        """See `Executor.release`: graphs belong to the engine."""
 
     def run(
         self,
@@ -142,11 +132,9 @@ class Request:
         ends: Sequence[int] | None,
         sampling: SamplingTask | None = None,
     ) -> Any:
-        """See `Executor.run`."""
         return self._wait_for(PendingPass(passes, ids, ends, sampling))
 
     def sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
-        """See `Executor.sample`."""
         self.sampling, self.has_started = (task, Part(logits)), True
         try:
             return self._hub.switch()
@@ -154,17 +142,14 @@ class Request:
             self.sampling = None
 
     def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """See `Executor.add_tokens`."""
         self.num_tokens += len(tokens)
         self.has_started = True
         self.handle.add_tokens(rows, tokens)
 
     def fingerprint(self) -> str:
-        """See `Executor.fingerprint`."""
         return self._storage.fingerprint
 
     def wait(self) -> None:
-        """Let the other requests go on for one step."""
         self.is_waiting = True
         self._hub.switch()
 

@@ -81,6 +81,10 @@ def engine_stats(scheduler: Scheduler, work: Work, num_submitted: int) -> Engine
     """Return the state of an engine. `num_submitted` requests are not in the scheduler's queue yet."""
     running, storage = list(scheduler.running), scheduler.storage
     preempted = sum(request.preempted for request in running)
+    done = asdict(work)
+    for name in ("reused_tokens", "prefilled_tokens", "decoded_tokens"):
+        done[name] += sum(getattr(request.stats, name) for request in running)
+    known = done.pop("model_seconds") + done.pop("request_seconds")
     return EngineStats(
         running=len(running) - preempted,
         waiting=num_submitted + len(scheduler.waiting) + preempted,
@@ -89,14 +93,7 @@ def engine_stats(scheduler: Scheduler, work: Work, num_submitted: int) -> Engine
         reserved_bytes=storage.arena.reserved_bytes + storage.pool.states.reserved_bytes,
         evicted_tokens=storage.evicted_tokens,
         preemptions=scheduler.preemptions,
-        reused_tokens=work.reused_tokens + sum(request.stats.reused_tokens for request in running),
-        prefilled_tokens=work.prefilled_tokens + sum(request.stats.prefilled_tokens for request in running),
-        decoded_tokens=work.decoded_tokens + sum(request.stats.decoded_tokens for request in running),
-        steps=work.steps,
-        finished=work.finished,
-        failed=work.failed,
-        cancelled=work.cancelled,
-        step_seconds=work.step_seconds,
         # seconds of a step are added at its end, those of its parts before
-        overhead_seconds=max(0.0, work.step_seconds - work.model_seconds - work.request_seconds),
+        overhead_seconds=max(0.0, work.step_seconds - known),
+        **done,
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -33,28 +33,31 @@ ASYNC_DEVICES = ("cuda",)
 """Device types that run asynchronously, so that the next pass can be queued before the sampled tokens are read."""
 
 
-class Executor(Protocol):
-    """Allocates caches, runs forward passes and samples for one call."""
+class Executor:
+    """Base class: allocates caches, runs forward passes and samples for one call."""
 
-    is_shared: bool
+    is_shared = False
     """Whether other calls use the same storage, and may compute what this call needs."""
-    runs_ahead: bool
+    runs_ahead = False
     """Whether a pass can be queued before the tokens of the pass before it are read."""
-    batch_rows: int
+    batch_rows = 0
     """Rows of all calls in the last pass; 0 if unknown."""
-    preempted: bool
+    preempted = False
     """Whether the call has lost its keys and values, and continues later."""
-    is_done: bool
+    is_done = False
     """Whether the call has ended."""
 
     def running(self, cache: BlockCache) -> AbstractContextManager[None]:
         """Return the context in which the call runs the model over a cache."""
+        return nullcontext()
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
         """Return an empty cache of the call."""
+        raise NotImplementedError
 
     def prefill_chunk(self, asked: int | None) -> int:
         """Return the maximum number of new tokens in a pass of a prefill; `asked` is the caller's setting."""
+        raise NotImplementedError
 
     def run(
         self,
@@ -70,9 +73,11 @@ class Executor(Protocol):
         next pass may overwrite them. `sampling` says what the caller will sample from them. An executor that samples
         for several calls at once may do it now, and returns what it has sampled instead.
         """
+        raise NotImplementedError
 
     def sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
         """Sample one token for each row, given their logits `[rows, vocabulary]`, and append it to the table."""
+        raise NotImplementedError
 
     def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Receive the tokens that rows have got in a step; rows as `ParallelStreamer.write_row` numbers them."""
@@ -81,17 +86,15 @@ class Executor(Protocol):
         """Free what the executor holds besides the caches: captured decode steps."""
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the model."""
+        """Return the fingerprint of the model. Offloaded weights do not count."""
+        raise NotImplementedError
 
     def wait(self) -> None:
-        """Let the other calls run for one step."""
+        """Let the other calls, if there are any, run for one step."""
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """Executor of a call that has the model to itself. `cuda_graph`, `compile` and `steps` as in `CachedModel`."""
-
-    is_shared = preempted = is_done = False
-    batch_rows = 0
 
     def __init__(
         self,
@@ -117,11 +120,9 @@ class LocalExecutor:
         self.stats.graph_bytes = 0 if graphs is None else graphs.num_bytes
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
-        """See `Executor.new_cache`."""
         return cls(rotary, self.device)
 
     def prefill_chunk(self, asked: int | None) -> int:
-        """See `Executor.prefill_chunk`."""
         return asked or prefill_chunk(self.model, self.device)
 
     def model_over(self, cache: BlockCache) -> CachedModel:
@@ -143,7 +144,6 @@ class LocalExecutor:
         ends: Sequence[int] | None,
         sampling: SamplingTask | None = None,  # not used: the caller samples
     ) -> torch.Tensor:
-        """See `Executor.run`."""
         model, tokens = self.model_over(cache), ids.tensor
         began = time.perf_counter()
         try:
@@ -163,16 +163,8 @@ class LocalExecutor:
         return logits
 
     def sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
-        """See `Executor.sample`."""
         (sampled,) = SamplingBatch([task], [Part(logits)]).sample()
         return sampled
 
-    def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """See `Executor.add_tokens`: a call of its own has nobody who reads them."""
-
     def fingerprint(self) -> str:
-        """See `Executor.fingerprint`. Offloaded weights do not count."""
         return fingerprint(self.model)
-
-    def wait(self) -> None:
-        """Return at once: there are no other calls."""

@@ -164,16 +164,6 @@ class ResponseFormat(Part):
     json_schema: JSONSchema | None = None
 
 
-class Hints(Part):
-    """The agent of a request; see `AgentHints`."""
-
-    workflow_id: Id | None = None
-    agent_id: Id | None = None
-    step_id: Id | None = None
-    parent_step_id: Id | None = None
-    expected_tool_duration_ms: Annotated[Number, Field(ge=0)] | None = None
-
-
 class Body(BaseModel):
     """Fields of both kinds of requests."""
 
@@ -202,7 +192,7 @@ class Body(BaseModel):
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
     no_repeat_ngram_size: Annotated[int, Field(strict=True, ge=0, le=MAX_NGRAM)] | None = None
     min_new_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
-    agent_hints: Hints | None = None
+    agent_hints: dict[str, object] | None = None  # of `AgentHints`
     cache_salt: Annotated[Id, Field(min_length=1)] | None = None
     chat_template_kwargs: Annotated[dict[str, object], AfterValidator(_check_template_size)] | None = None
     # Fields of OpenAI that do not change an answer

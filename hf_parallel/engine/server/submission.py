@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_parallel.engine import AgentHints, Engine
+from hf_parallel.engine.arguments import encode_prompt
 from hf_parallel.engine.server.errors import APIError
 from hf_parallel.engine.server.grammar import JSONProcessor
 from hf_parallel.engine.server.images import chat_texts, encode_chat
@@ -21,7 +22,6 @@ from hf_parallel.generation.log_probs import TopLogProbs
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import SharedPrefixConfig
 from hf_parallel.generation.presets import preset_of
-from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs, encode_task
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.stop_texts import StopTexts
 from hf_parallel.generation.validation import check_text, suggestion
@@ -115,8 +115,7 @@ class Translator:
                 raise APIError(400, f"temperature=0 gives {body.answers} equal answers; set n to 1", "n")
         submission = Submission(self.engine, config, encoded, arguments, body.answers, body.stops)
         submission.has_mode = body.generation_mode is not None
-        if body.agent_hints is not None:
-            submission.hints = AgentHints(**body.agent_hints.model_dump(exclude_none=True))
+        submission.hints = AgentHints.of(body.agent_hints)
         self._add_processors(submission, body)
         return submission
 
@@ -194,18 +193,17 @@ class Translator:
 
     def _encode(self, body: Body, prompt: Prompt, config: ParallelConfig, name: str) -> Mapping[str, torch.Tensor]:
         tokenizer, template = self.engine.tokenizer, body.chat_template_kwargs
-        if isinstance(prompt, list) and isinstance(prompt[0], int):
-            size = vocabulary_size(self.engine.model)
-            if len(prompt) > self.max_tokens:
-                raise self._too_long(name, f"{self.max_tokens} token ids", len(prompt))
-            if max(prompt) >= size:
+        is_chat = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        if isinstance(prompt, list) and len(prompt) > self.max_tokens:
+            raise self._too_long(name, f"{self.max_tokens} {'messages' if is_chat else 'token ids'}", len(prompt))
+        if isinstance(prompt, str):
+            self._check_length(name, len(prompt))
+            if config.prompt.rules() is not None:
+                self._check_length(name, len(config.prompt.task_text(prompt)))  # a template may hold it several times
+        elif not is_chat:
+            if max(prompt) >= (size := vocabulary_size(self.engine.model)):
                 raise APIError(400, f"{name} must hold token ids below {size}, got {max(prompt)}", name)
-            check_unused_template_kwargs(template, NOT_RENDERED)
-            ids = torch.tensor([prompt])
-            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if isinstance(prompt, list):
-            if len(prompt) > self.max_tokens:
-                raise self._too_long(name, f"{self.max_tokens} messages", len(prompt))
+        else:
             self._check_length(name, sum(map(len, chat_texts(prompt))))
             for text in chat_texts(prompt):
                 check_text(name, text)
@@ -214,17 +212,7 @@ class Translator:
             if not all(isinstance(message["content"], str) for message in prompt):
                 message = f"{name} hold images, but the model, or the processor in its folder, reads text only"
                 raise APIError(400, message, name)
-            return encode_task(config, prompt, tokenizer, template)
-        self._check_length(name, len(prompt))
-        check_text(name, prompt)
-        if config.prompt.rules() is not None:
-            self._check_length(name, len(config.prompt.task_text(prompt)))  # a template may hold it several times
-            return encode_task(config, prompt, tokenizer, template)
-        check_unused_template_kwargs(template, NOT_RENDERED)
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        if not ids.numel():
-            raise APIError(400, f"{name} must not be empty", name)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return encode_prompt(prompt, config, tokenizer, torch.device("cpu"), template)
 
     def _check_length(self, name: str, characters: int) -> None:
         """Raise an error for text that cannot fit into the context length: tokenizing it would take seconds."""
