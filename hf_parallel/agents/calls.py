@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import copy
 import inspect
 import random
 from collections.abc import Awaitable, Callable
@@ -34,9 +35,7 @@ class AgentHandle:
         return self._search.agent_id
 
     def __deepcopy__(self, memo: object) -> AgentHandle:
-        copied = AgentHandle(self._search)
-        copied._is_read, copied._is_cancelled = self._is_read, self._is_cancelled
-        return copied
+        return copy.copy(self)  # the search is shared
 
     def __repr__(self) -> str:
         return f"AgentHandle({self.agent_id})"
@@ -172,10 +171,7 @@ def cancel(handle: AgentHandle) -> None:
 
 
 async def tool(
-    function: Callable[..., T | Awaitable[T]],
-    *arguments: object,
-    timeout: float | None = None,
-    **named: object,
+    function: Callable[..., T | Awaitable[T]], *arguments: object, timeout: float | None = None, **named: object
 ) -> T:
     """Call a function outside the agent's code. A replay returns the recorded result.
 

@@ -46,11 +46,7 @@ class Frame:
     """A task of an agent, with the log that records or replays its operations."""
 
     def __init__(
-        self,
-        execution: Context,
-        prefix: str = "",
-        replay: Sequence[Entry] = (),
-        entries: list[Entry] | None = None,
+        self, execution: Context, prefix: str = "", replay: Sequence[Entry] = (), entries: list[Entry] | None = None
     ) -> None:
         self.execution, self.prefix = execution, prefix
         self.replay = deque(replay)

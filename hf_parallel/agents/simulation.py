@@ -16,6 +16,7 @@ from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Node
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.policies import ContributionPolicy, EvictionPolicy, LeastRecentlyUsed, StepsToExecution
+from hf_parallel.engine.scheduler import BATCH_TOKENS
 from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.validation import check_choice, check_int
 
@@ -133,13 +134,7 @@ class CacheResult:
             self.other_misses += prompt_tokens - reused
 
 
-def simulate(
-    trace: Trace,
-    policy: str | EvictionPolicy = "lru",
-    max_tokens: int | None = None,
-    *,
-    max_batch_tokens: int = 512,
-) -> CacheResult:
+def simulate(trace: Trace, policy: str | EvictionPolicy = "lru", max_tokens: int | None = None) -> CacheResult:
     """Run a trace without a model, and count hits, misses and evicted tokens.
 
     Requests run one after the other, with the prefix tree, allocation and eviction of `Engine`. The counts equal those
@@ -152,8 +147,6 @@ def simulate(
         "lru", "contribution", "steps", or a new policy object.
     max_tokens : int, optional
         Budget of the KV cache in tokens. Default: no limit.
-    max_batch_tokens : int
-        Maximum number of prompt tokens per pass; see `Engine`.
 
     Raises
     ------
@@ -165,14 +158,13 @@ def simulate(
         policy = POLICIES[policy]()
     if max_tokens is not None:
         check_int("max_tokens", max_tokens, at_least=1)
-    check_int("max_batch_tokens", max_batch_tokens, at_least=1)
     began = time.perf_counter()
     storage = KVStorage(None, torch.device("cpu"), max_tokens, policy)
     storage.set_token_size(1)
     result = CacheResult(policy)
     for request in trace.requests:
         prompt, output = trace.prompt_of(request), trace.output_of(request)
-        reused = _SimulatedRequest(request.hints, len(output)).run(storage, prompt, output, max_batch_tokens)
+        reused = _SimulatedRequest(request.hints, len(output)).run(storage, prompt, output)
         result.add(request, len(prompt), reused)
     result.evicted_tokens, result.seconds = storage.evicted_tokens, time.perf_counter() - began
     return result
@@ -187,13 +179,13 @@ class _SimulatedRequest:
     preempted: bool = False
     identity: None = None
 
-    def run(self, storage: KVStorage, prompt: np.ndarray, output: np.ndarray, chunk: int) -> int:
+    def run(self, storage: KVStorage, prompt: np.ndarray, output: np.ndarray) -> int:
         """Run the request as an engine would. Return the number of cached prompt tokens."""
         storage.tree.clock += 1
         cache = SharedPrefixCache(lent=(storage.tree, self))
         leaf = cache.insert(prompt)
         reused = sum(node.num_cached for node in leaf.path)
-        self._prefill(storage, cache.nodes_to_prefill(), chunk)
+        self._prefill(storage, cache.nodes_to_prefill(), BATCH_TOKENS["cpu"])
         block = cache.pool.new_block(base=len(prompt))
         while block.length < len(output) - 1:  # the keys of the last token are never computed
             cache.pool.reserve([(block, block.length + 1)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,13 +88,10 @@ class State:
     @property
     def path(self) -> list[State]:
         """The states from the start to this one."""
-        return list(reversed([*self._ancestors()]))
-
-    def _ancestors(self) -> Iterator[State]:
-        state: State | None = self
-        while state is not None:
-            yield state
-            state = state.parent
+        states = [self]
+        while (parent := states[-1].parent) is not None:
+            states.append(parent)
+        return states[::-1]
 
     @property
     def conversation(self) -> list[Message]:

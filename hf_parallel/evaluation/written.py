@@ -56,8 +56,5 @@ def written_until(run: JSONObject, budget: int) -> Written:
         passes = max(passes, last)
     ordered = [text.rstrip() for _, text in sorted(texts, key=lambda entry: entry[0])]
     return Written(
-        "\n\n".join(filter(None, ordered)),
-        ["".join(rows[column]) for column in sorted(rows)],
-        passes,
-        len(generated),
+        "\n\n".join(filter(None, ordered)), ["".join(rows[column]) for column in sorted(rows)], passes, len(generated)
     )

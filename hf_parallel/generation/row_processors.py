@@ -9,13 +9,7 @@ from typing import NamedTuple
 import torch
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from hf_parallel.generation.processors import (
-    MinLengthProcessor,
-    RowPenalty,
-    check_signature,
-    is_stateful,
-    needs_batch,
-)
+from hf_parallel.generation.processors import MinLengthProcessor, RowPenalty, check_signature, is_stateful, needs_batch
 from hf_parallel.generation.token_table import TokenTable, group_by
 from hf_parallel.generation.warpers import RowWise, Step, split_warpers, stage_of
 from hf_parallel.kernels import to_device

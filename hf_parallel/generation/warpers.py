@@ -11,13 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import functional as F
-from transformers import (
-    LogitsProcessor,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_parallel.generation.processors import MinLengthProcessor, RowPenalty
 from hf_parallel.kernels import to_device

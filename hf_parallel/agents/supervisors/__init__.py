@@ -4,13 +4,4 @@ from hf_parallel.agents.supervisors.base import Fire, Supervisor
 from hf_parallel.agents.supervisors.paths import BestOfN, SelfConsistency, SelfRefine, Single
 from hf_parallel.agents.supervisors.searches import BeamSearch, TreeOfThoughts
 
-__all__ = [
-    "BeamSearch",
-    "BestOfN",
-    "Fire",
-    "SelfConsistency",
-    "SelfRefine",
-    "Single",
-    "Supervisor",
-    "TreeOfThoughts",
-]
+__all__ = ["BeamSearch", "BestOfN", "Fire", "SelfConsistency", "SelfRefine", "Single", "Supervisor", "TreeOfThoughts"]

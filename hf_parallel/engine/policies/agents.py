@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from hf_parallel.cache.tree import Node, RequestObserver
+from hf_parallel.engine.policies.base import EvictionPolicy
 
 MAX_MEMBERS = 4096
 """Maximum number of members; the least recently active ones are forgotten."""
@@ -52,7 +53,7 @@ class Call:
     reused: Counter[str] = field(default_factory=Counter)  # cached tokens by the agent that computed them
 
 
-class AgentPolicy(RequestObserver):
+class AgentPolicy(RequestObserver, EvictionPolicy):
     """Base of policies that evict by agent. Requests without hints belong to an agent with an empty name."""
 
     def __init__(self) -> None:

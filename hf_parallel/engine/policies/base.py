@@ -17,9 +17,8 @@ class EvictionPolicy(Protocol):
         """Return the priority of a node. The lowest is evicted first, children before their parents."""
 
 
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(EvictionPolicy):
     """Evict the least recently used prefix."""
 
     def priority(self, node: Node) -> float:
-        """Return the time of the last use."""
         return node.last_used

@@ -37,7 +37,6 @@ class ContributionPolicy(AgentPolicy):
         """Current and earlier scores of the agents."""
 
     def priority(self, node: Node) -> tuple[float, float]:
-        """See `EvictionPolicy.priority`."""
         expected = 0.0
         for member, use in self.users_of(node).items():
             age = max(member.calls - use.calls - 1, 0)

@@ -33,7 +33,6 @@ class StepsToExecution(AgentPolicy):
         self._distances: dict[str, dict[str, int]] = {}  # from an agent to others
 
     def priority(self, node: Node) -> tuple[float, float]:
-        """See `EvictionPolicy.priority`."""
         return -min(map(self._distance, self.users_of(node)), default=math.inf), node.last_used
 
     def on_call(self, call: Call) -> None:

@@ -35,7 +35,7 @@ class Metrics:
     def __init__(self, engine: Engine, max_kv_bytes: int | None = None) -> None:
         self.engine, self.max_kv_bytes = engine, max_kv_bytes
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(self))
+        self._registry.register(self)
         names = ["path", "status"]
         self._responses = Counter("hf_parallel_responses", "Responses by status", names, registry=self._registry)
         self._histograms = {
@@ -70,16 +70,9 @@ class Metrics:
         """Return the metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
-
-class _EngineCollector:
-    """Reads the statistics of the engine at each scrape."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
-
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the engine."""
-        stats = self.metrics.engine.stats.to_dict()
+        """Yield the metrics of the engine; the registry calls it at each scrape."""
+        stats = self.engine.stats.to_dict()
         for name, words in _GAUGES.items():
             yield GaugeMetricFamily(f"hf_parallel_{name}", words, stats[name])
         for name, words in _COUNTERS.items():
@@ -87,5 +80,5 @@ class _EngineCollector:
         words = "Fraction of prompt tokens whose keys and values were cached"
         rate = stats["reused_tokens"] / max(stats["reused_tokens"] + stats["prefilled_tokens"], 1)
         yield GaugeMetricFamily("hf_parallel_hit_rate", words, rate)
-        if self.metrics.max_kv_bytes is not None:
-            yield GaugeMetricFamily("hf_parallel_max_kv_bytes", "Budget of keys and values", self.metrics.max_kv_bytes)
+        if self.max_kv_bytes is not None:
+            yield GaugeMetricFamily("hf_parallel_max_kv_bytes", "Budget of keys and values", self.max_kv_bytes)

@@ -17,15 +17,10 @@ from hf_parallel.generation.modes import BOXED
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 MAX_EXPRESSION = 100
 _LATEX = {
-    r"\times": "*",
-    r"\cdot": "*",
-    r"\div": "/",
-    "×": "*",
-    "·": "*",
-    "÷": "/",
+    **dict.fromkeys((r"\times", r"\cdot", "×", "·"), "*"),
+    **dict.fromkeys((r"\div", "÷"), "/"),
+    **dict.fromkeys((r"\left", r"\right"), ""),
     "−": "-",
-    r"\left": "",
-    r"\right": "",
 }
 _FRAC = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 
@@ -61,7 +56,7 @@ class Game24Problem(Problem):
         given = final_answer(text)
         if given is None or len(given) > MAX_EXPRESSION:
             return 0.0
-        plain = given.replace("\\left", "").replace("\\right", "")
+        plain = given
         for latex, sign in _LATEX.items():
             plain = plain.replace(latex, sign)
         while _FRAC.search(plain):

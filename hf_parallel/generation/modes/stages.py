@@ -122,11 +122,8 @@ class _Stage:
     ) -> None:
         self.call, self.cache, self.max_active = run.call, run.cache, max_active
         self.rows = [row for group in groups for row in group]
-        for index, row in enumerate(self.rows):
-            row.index = index
-        for index, group in enumerate(groups):
-            for row in group:
-                row.group_index = index
+        for index, (number, row) in enumerate((number, row) for number, group in enumerate(groups) for row in group):
+            row.index, row.group_index = index, number
         longest = max(row.max_new_tokens for row in self.rows)
         self.capacity = initial_capacity(
             longest - 1, sum(min(len(group), max_active or len(group)) for group in groups)

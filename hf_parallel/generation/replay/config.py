@@ -38,7 +38,6 @@ class ReplayConfig(ParallelConfig[OutputT]):
     prefetch: bool | None = None
 
     def validate(self) -> None:
-        """See `ParallelConfig.validate`."""
         super().validate()
         if self.logits_cache is not None and not isinstance(self.logits_cache, LogitsCache):
             raise ValueError(f"logits_cache must be a LogitsCache, got {type(self.logits_cache).__name__}")

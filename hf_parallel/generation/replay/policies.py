@@ -50,7 +50,6 @@ class Stepwise(ReplayPolicy):
     looks_ahead: ClassVar[bool] = False
 
     def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
-        """See `ReplayPolicy.draws`."""
         return np.ones(len(uncertainty), dtype=bool)
 
 
@@ -94,7 +93,6 @@ class Hotspot(ReplayPolicy):
         return uncertainty * self.decay ** (start + np.arange(len(uncertainty)))
 
     def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
-        """See `ReplayPolicy.draws`."""
         scores = self.scores(uncertainty, start)
         if self.top_k is None:
             return scores > self.threshold
