@@ -174,7 +174,7 @@ class BrokenConfig(SharedPrefixConfig):
 
     def make_run(self, call: Any) -> SharedPrefixRun:
         run = super().make_run(call)
-        run._leaf(0)
+        run.cache.insert_prompt(call.prompts[0], call.gaps[0])
         raise InjectedError("injected")
 
 

@@ -24,6 +24,7 @@ EVERY_SETTING: dict[str, Any] = {
     "seed": [1, 2, 3],
     "cuda_graph": False,
     "compile": False,
+    "cache_dtype": "int8",
     "num_candidates": 3,
     "prune_every": 4,
     "keep": 0.25,

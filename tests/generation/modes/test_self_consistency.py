@@ -27,6 +27,7 @@ EVERY_SETTING: dict[str, Any] = {
     "seed": [1, 2, 3],
     "cuda_graph": False,
     "compile": False,
+    "cache_dtype": "int8",
     "replay": "hotspot",
     "prefetch": True,
     "num_answers": 3,

@@ -20,6 +20,7 @@ EVERY_SETTING: dict[str, Any] = {
     "seed": 5,
     "cuda_graph": False,
     "compile": False,
+    "cache_dtype": "int8",
     "keep_completions": False,
     "replay": "hotspot",
     "prefetch": True,

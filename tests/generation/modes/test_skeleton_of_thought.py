@@ -24,6 +24,7 @@ EVERY_SETTING: dict[str, Any] = {
     "seed": [1, 2, 3],
     "cuda_graph": False,
     "compile": False,
+    "cache_dtype": "int8",
     "replay": "hotspot",
     "prefetch": True,
     "outline_prompt": "Outline:\n",
