@@ -47,7 +47,8 @@ class AgentHints:
             if len(value) > MAX_ID:
                 raise ValueError(f"agent_hints: {name} may have at most {MAX_ID} characters, got {len(value)}")
         duration = self.expected_tool_duration_ms
-        if duration is not None and not _is_duration(duration):
+        is_number = isinstance(duration, int | float) and not isinstance(duration, bool)
+        if duration is not None and not (is_number and 0 <= duration < math.inf):
             raise ValueError(f"agent_hints: expected_tool_duration_ms must be a number of at least 0, got {duration!r}")
 
     @classmethod
@@ -64,7 +65,3 @@ class AgentHints:
             if name not in known:
                 raise ValueError(f"agent_hints may have {known}, got {name!r}{suggestion(name, known)}")
         return cls(**given)
-
-
-def _is_duration(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf

@@ -13,42 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_parallel.engine.engine import Engine
 from hf_parallel.generation.streaming import RowText
 
-try:
-    # `ray.serve.llm.request_router` has the same class, but its import needs vLLM or SGLang.
-    from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
-except ImportError as error:
-    raise ImportError("replicas of an engine need Ray Serve: pip install 'hf_parallel[ray]'") from error
-
-from ray import serve
-from ray.serve.config import RequestRouterConfig
-
-
-class PromptRouter(PrefixCacheAffinityRouter):
-    """Ray's prefix-aware router, for calls with the arguments of `Engine.submit`.
-
-    Calls without a prompt, such as HTTP requests to an ingress, are balanced by queue length.
-    """
-
-    def _extract_text_from_request(self, pending_request: Any) -> str | None:
-        prompt, mode = (list(pending_request.args) + [None, None])[:2]
-        text, given = _text_of(prompt), pending_request.kwargs
-        # a mode may have instructions of its own, which come before the text
-        return f"{given.get('cache_salt')}\n{mode or given.get('generation_mode')}\n{text}" if text else None
-
-
-def _text_of(prompt: object) -> str:
-    """Return a text whose prefixes are those of a prompt, empty if it is not one that `Engine.submit` takes."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Mapping):
-        return _text_of(prompt.get("input_ids"))
-    items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(items, list | tuple) or not items:
-        return ""
-    if isinstance(items[0], Mapping):
-        return "".join(f"{message.get('role')}\n{message.get('content')}\n" for message in items)
-    return " ".join(map(str, items[0] if isinstance(items[0], list | tuple) else items))  # the router needs one text
-
 
 class EngineReplica:
     """One replica: an engine and the model that `load` returns.
@@ -85,6 +49,8 @@ class EngineReplica:
 
     async def stats(self) -> dict[str, object]:
         """Return `Engine.stats` of the replica that receives the call, and its id as `replica`."""
+        from ray import serve
+
         return {"replica": serve.get_replica_context().replica_id.unique_id, **self.engine.stats.to_dict()}
 
     def check_health(self) -> None:
@@ -134,6 +100,12 @@ def replicas(
     >>> handle = serve.run(replicas(load_model, num_replicas=2))
     >>> handle.generate.remote("Three cities in Italy are", max_new_tokens=20).result().sequences
     """
+    from hf_parallel.engine.prompt_router import PromptRouter  # raises `ImportError` that names the extra
+
+    # isort: split
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
     router = RequestRouterConfig(
         request_router_class=PromptRouter,
         # without eviction, Ray's tree of prompts grows without limit
