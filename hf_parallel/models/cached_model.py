@@ -22,7 +22,7 @@ from hf_parallel.models.compiled import compiled_layers, num_moves
 from hf_parallel.models.cuda_graph import DecodeGraphs
 from hf_parallel.models.dense import dense_logits
 from hf_parallel.models.images import image_arguments
-from hf_parallel.models.mixers import cache_argument, keep_states, mixers_wrapped, packed_calls
+from hf_parallel.models.mixers import cache_argument, keep_states, mixers_wrapped, packed_calls, takes_use_cache
 from hf_parallel.models.rotary import rotary_modules, rotating_to
 from hf_parallel.models.signature import parameters_of, takes
 
@@ -145,7 +145,7 @@ class CachedModel:
             block_attention_enabled(self.model, self.cache),
             mixers_wrapped(self.model, self._mixers, self._call_mixers),
         ):
-            return self.model(use_cache=True, return_dict=True, **kwargs)
+            return self.model(use_cache=takes_use_cache(self._mixers), return_dict=True, **kwargs)
 
 
 def prefill_chunk(model: PreTrainedModel, device: torch.device) -> int:

@@ -37,7 +37,7 @@ from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelErro
 from hf_parallel.models.check import OwnAttentionError, check_dense_logits, check_logits
 from hf_parallel.models.images import layers_ahead
 from hf_parallel.models.latent import are_latents
-from hf_parallel.models.mixers import Mixer, cache_argument, keeps_states, supported_mixers
+from hf_parallel.models.mixers import Mixer, StockCache, cache_argument, keeps_states, supported_mixers, takes_use_cache
 from hf_parallel.models.ranks import num_local_layers
 from hf_parallel.models.rotary import (
     PROBE_POSITIONS,
@@ -126,7 +126,9 @@ class Capabilities:
             shared = {spec: spec for spec in rotary.values()}  # layers share equal embeddings, as after probing
             fields["rotary"] = {layer: shared[spec] for layer, spec in rotary.items()}
         fields["image_ahead"] = tuple(fields["image_ahead"])
-        fields["mixers"] = tuple(Mixer(**mixer) for mixer in fields["mixers"])
+        fields["mixers"] = tuple(
+            Mixer(**{**mixer, "attributes": tuple(mixer["attributes"])}) for mixer in fields["mixers"]
+        )
         fields["reads"] = {int(layer): LayerReads(**read) for layer, read in fields["reads"].items()}
         return cls(**fields)
 
@@ -158,13 +160,12 @@ def _block_capabilities(model: PreTrainedModel) -> Capabilities:
     _check_config(model)
     with torch.no_grad(), _eval_mode(model):
         mixers = supported_mixers(model)
-        stock = DynamicCache(config=model.config).layers
-        recorder = AttentionRecorder([i for i, layer in enumerate(stock) if isinstance(layer, CacheLayerMixin)])
+        cache = StockCache(model)
+        recorder = AttentionRecorder([i for i, layer in enumerate(cache.layers) if isinstance(layer, CacheLayerMixin)])
         queries: dict[int, Queries] = {}
         tables: dict[int, list[tuple[int, int]]] = {}
         has_tables = sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1  # beside the tokens'
         far = [position_limit(model) - 1] if frequencies(model) else []
-        cache = DynamicCache(config=model.config)
         caches = {0: cache}
         if far:
             caches[PROBE_POSITIONS[0]] = _LongCache(model, far[0])
@@ -173,7 +174,7 @@ def _block_capabilities(model: PreTrainedModel) -> Capabilities:
             for position in (*far, 0, *PROBE_POSITIONS):
                 looked_up = _TableReads()
                 with looked_up if has_tables else nullcontext(), _failing_as_unsupported(model):
-                    queries[position] = _queries_at(model, recorder, position, caches.get(position))
+                    queries[position] = _queries_at(model, recorder, position, caches.get(position), mixers)
                 tables[position] = looked_up.read
             reads = _checked_reads(model, recorder, queries[0], mixers)
             scaled = bool(far) and norms_differ(queries)
@@ -229,11 +230,11 @@ def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
     return found
 
 
-class _LongCache(DynamicCache):
+class _LongCache(StockCache):
     """An empty cache that claims to hold `length` tokens."""
 
     def __init__(self, model: PreTrainedModel, length: int) -> None:
-        super().__init__(config=model.config)
+        super().__init__(model)
         self._length = length
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
@@ -362,7 +363,11 @@ def _num_positions(reads: dict[int, list[tuple[int, int]]]) -> int | None:
 
 
 def _queries_at(
-    model: PreTrainedModel, recorder: AttentionRecorder, position: int, cache: DynamicCache | None
+    model: PreTrainedModel,
+    recorder: AttentionRecorder,
+    position: int,
+    cache: DynamicCache | None,
+    mixers: Sequence[Mixer] = (),
 ) -> Queries:
     """Return the queries of one token at a position."""
     token = model.config.get_text_config(decoder=True).vocab_size // 2
@@ -370,7 +375,7 @@ def _queries_at(
     input_ids, position_ids = (torch.full((1, 1), value, device=device) for value in (token, position))
     given: dict[str, Any] = {"position_ids": position_ids, "block_cache": recorder, cache_argument(model): cache}
     known = {name: value for name, value in given.items() if takes(model.forward, name)}
-    model(input_ids=input_ids, use_cache=cache is not None, **known)
+    model(input_ids=input_ids, use_cache=cache is not None and takes_use_cache(mixers), **known)
     queries, recorder.queries = recorder.queries, {}
     return queries
 

@@ -11,7 +11,7 @@ from hf_parallel.cache import Block, BlockCache, LayerReads, Segment
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.models.attention import UnsupportedModelError, block_attention_enabled
 from hf_parallel.models.dense import dense_logits
-from hf_parallel.models.mixers import Mixer, cache_argument, keep_states, mixers_wrapped, packed_calls
+from hf_parallel.models.mixers import Mixer, cache_argument, keep_states, mixers_wrapped, packed_calls, takes_use_cache
 from hf_parallel.models.rotary import tolerance
 from hf_parallel.models.signature import parameters_of, takes
 
@@ -45,7 +45,7 @@ def check_logits(
         try:
             logits = model(
                 input_ids=tokens[None],
-                use_cache=True,
+                use_cache=takes_use_cache(mixers),
                 **{cache_argument(model): cache},
                 **more,
                 **({"block_cache": cache} if keyword else {}),

@@ -6,7 +6,7 @@ by probing, not by their class: the innermost module that is running when a stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,6 +29,8 @@ from hf_parallel.models.signature import CACHE, parameters_of
 
 _READS = ("get_conv_state", "get_recurrent_state", "has_previous_state")
 _WRITES = ("update_conv_state", "update_recurrent_state")
+_OWN = ("get_linear_cache", "set_linear_cache")
+"""Methods of a cache of a model's own, which the model demands unless `use_cache=False`."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,10 @@ class Mixer:
 
     name: str  # in `model.named_modules()`
     layer_idx: int
-    argument: str  # of its forward, that takes the cache
+    argument: str  # of its forward, that takes the cache; empty if it has none
     stepwise: bool = False  # whether it continues from a state by one token at a time only
+    attributes: tuple[str, ...] = ()  # of the module or of modules in it, that hold its states instead of a cache
+    use_cache: bool = True  # argument with which the model takes a cache of another kind than its own
 
 
 MixerCall = Callable[[Mixer, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -97,6 +101,30 @@ class MixerStates:
         self.recurrent[state_idx] = recurrent_states
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """Return the recurrent state, `[rows, ...]`."""
+        return self.recurrent.get(0)
+
+    def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
+        """Keep a recurrent state."""
+        self.recurrent[0] = state
+
+
+class StockCache(DynamicCache):
+    """A stock cache that also has the methods `_OWN`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(config=model.config)
+        self._linear: dict[int, torch.Tensor] = {}
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """Return the state of a layer."""
+        return self._linear.get(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
+        """Keep the state of a layer."""
+        self._linear[layer_idx] = state
+
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name of the argument of `model.forward` that takes the cache."""
@@ -110,7 +138,12 @@ def keep_states(cache: BlockCache, mixers: Sequence[Mixer]) -> None:
     states.in_use, states.stepwise = bool(mixers), any(mixer.stepwise for mixer in mixers)
 
 
-def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
+def takes_use_cache(mixers: Sequence[Mixer]) -> bool:
+    """Return the argument `use_cache` with which a model takes our cache."""
+    return all(mixer.use_cache for mixer in mixers)
+
+
+def find_mixers(model: PreTrainedModel, use_cache: bool = True) -> tuple[Mixer, ...]:
     """Find the mixers of a model in two forward passes over its stock cache, of three tokens and of one.
 
     Raises `UnsupportedModelError` if a module reaches a state of a cache that it was not given by name.
@@ -125,17 +158,44 @@ def find_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
         for module in model.modules():
             stack.callback(module.register_forward_pre_hook(recorder.begin, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(recorder.end, always_call=True).remove)
+        held = [_tensors_of(model)]
         for part in (slice(3), slice(3, 4)):
             given = {name: values[None, part] for name, values in inputs.items()}
-            model(**given, use_cache=True, **{cache_argument(model): recorder})
+            model(**given, use_cache=use_cache, **{cache_argument(model): recorder})
+            held.append(_tensors_of(model))
+    found = _holders(model, *held)
     names = {module: name for name, module in model.named_modules()}
-    found = []
     for (module, layer_idx), argument in recorder.found.items():
         if not argument:
             reached = f"reaches the state of layer {layer_idx} in {names[module] or 'its forward'}, without an argument"
             raise UnsupportedModelError(f"{type(model).__name__} {reached} that holds the cache")
-        found.append(Mixer(names[module], layer_idx, argument))
+        found.append(Mixer(names[module], layer_idx, argument, use_cache=use_cache))
     return tuple(found)
+
+
+def _tensors_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the attributes of modules that are, or may become, tensors but neither parameters nor buffers."""
+    return {
+        f"{name}.{attribute}": value
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if value is None or isinstance(value, torch.Tensor)
+    }
+
+
+def _holders(
+    model: PreTrainedModel, before: Mapping[str, Any], first: Mapping[str, Any], second: Mapping[str, Any]
+) -> list[Mixer]:
+    """Return the modules whose attributes changed with each of two passes, and give these their values before."""
+    changed = [path for path, value in second.items() if value is not None and value is not first.get(path)]
+    modules: dict[str, list[str]] = {}
+    for path in sorted(changed):
+        owner, _, attribute = path.rpartition(".")
+        outer = next((name for name in modules if owner.startswith(f"{name}.")), owner)
+        modules.setdefault(outer, []).append(path.removeprefix(f"{outer}."))
+        setattr(model.get_submodule(owner), attribute, before.get(path))
+    layer_of = {name: next((int(part) for part in name.split(".") if part.isdigit()), 0) for name in modules}
+    return [Mixer(name, layer_of[name], "", attributes=tuple(paths)) for name, paths in modules.items()]
 
 
 def keeps_states(model: PreTrainedModel) -> bool:
@@ -159,7 +219,10 @@ def supported_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
             f"{name} keeps states, which transformers {__version__} has no interface for: update it"
         )
     try:
-        found = find_mixers(model)
+        try:
+            found = find_mixers(model)
+        except ValueError:  # it demands a cache of its own kind
+            found = find_mixers(model, use_cache=False)
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{name} keeps states in a cache of its own kind; over Transformers' it fails with "
@@ -175,14 +238,14 @@ def supported_mixers(model: PreTrainedModel) -> tuple[Mixer, ...]:
     return found
 
 
-class _Recorder(DynamicCache):
+class _Recorder(StockCache):
     """A stock cache that records which module reaches its states, and the argument by which it got the cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(config=model.config)
+        super().__init__(model)
         self.found: dict[tuple[nn.Module, int], str] = {}
         self._running: list[tuple[nn.Module, str]] = []
-        for name in _READS + _WRITES:
+        for name in _READS + _WRITES + _OWN:
             setattr(self, name, partial(self._record, getattr(super(), name), name in _WRITES))
 
     def begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -225,7 +288,8 @@ def packed_calls(cache: BlockCache) -> MixerCall:
                 states = MixerStates(**arena.read(mixer.name, one.sources, one.in_place))
             own_args = [_rows_of(value, one, cache, states) for value in args]
             own_kwargs = {name: _rows_of(value, one, cache, states) for name, value in kwargs.items()}
-            result = module._call_impl(*own_args, **own_kwargs)
+            with _held(module, mixer.attributes, states):
+                result = module._call_impl(*own_args, **own_kwargs)
             results.append(_packed(result) if batch is None else result)
             for kind, held in {"conv": states.conv, "recurrent": states.recurrent}.items():
                 for state_idx, new in held.items():
@@ -234,6 +298,21 @@ def packed_calls(cache: BlockCache) -> MixerCall:
         return results[0] if calls[0].tokens is None else _in_order(calls, results)
 
     return call
+
+
+@contextmanager
+def _held(module: nn.Module, attributes: Sequence[str], states: MixerStates) -> Iterator[None]:
+    """Let attributes of a module hold states during one call, after which `states` has the new ones."""
+    owners = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in attributes]
+    before = [getattr(*owner) for owner in owners]
+    try:
+        for index, owner in enumerate(owners):
+            setattr(*owner, states.recurrent.get(index))
+        yield
+        states.recurrent.update((index, getattr(*owner)) for index, owner in enumerate(owners))
+    finally:
+        for owner, value in zip(owners, before, strict=True):
+            setattr(*owner, value)
 
 
 def _rows_of(value: Any, call: StateCall, cache: BlockCache, states: MixerStates) -> Any:
@@ -249,7 +328,7 @@ def _rows_of(value: Any, call: StateCall, cache: BlockCache, states: MixerStates
 
 
 def _packed(result: Any) -> Any:
-    """Return a result `[rows, length, ...]` as `[1, tokens, ...]`."""
+    """Return a result `[rows, length, ...]` as `[1, tokens, ...]`; states among the results are of no use then."""
     if isinstance(result, tuple | list):
         return type(result)(map(_packed, result))
     return result.flatten(0, 1)[None] if isinstance(result, torch.Tensor) else result
@@ -261,6 +340,8 @@ def _in_order(calls: Sequence[StateCall], results: Sequence[Any]) -> Any:
         return type(results[0])(_in_order(calls, parts) for parts in zip(*results, strict=True))
     if not isinstance(results[0], torch.Tensor):
         return results[0]
+    if any(result.shape[1] != one.tokens.numel() for one, result in zip(calls, results, strict=True)):  # type: ignore[union-attr]
+        return None  # states
     joined = results[0].new_empty(1, sum(result.shape[1] for result in results), *results[0].shape[2:])
     for one, result in zip(calls, results, strict=True):
         assert one.tokens is not None

@@ -260,7 +260,7 @@ class MixerPass:
             with torch.enable_grad(), hidden:
                 known[dtype] = self._can_continue()
         results = self.compute(rows, SHORTEST if known[dtype] else WHOLE_ROWS)
-        return tree_map(lambda x: x.view(*self._shape, *x.shape[1:]), results)
+        return tree_map(lambda x: x if x is None else x.view(*self._shape, *x.shape[1:]), results)
 
     def _can_continue(self) -> bool:
         """Return whether the layer computes some of its tokens from states as it computes them in whole rows."""

@@ -248,5 +248,5 @@ def test_invalid_gen_kwargs_raise(folder: Path, gen_kwargs: dict[str, Any], mess
 
 def test_a_model_that_cannot_be_served_raises_with_the_reason() -> None:
     tokenizer = small_tokenizers.make("byte_level")
-    with pytest.raises(UnsupportedModelError, match="use --model hf: .*MiniMaxForCausalLM keeps states"):
-        ParallelLM(tiny.build("minimax"), tokenizer=tokenizer)
+    with pytest.raises(UnsupportedModelError, match="use --model hf: .*RwkvForCausalLM keeps"):
+        ParallelLM(tiny.build("rwkv"), tokenizer=tokenizer)

@@ -398,17 +398,6 @@ two rotary tables, sinks and experts, learned positions, a model that drops keyw
 share keys, chunks, windows of the mask."""
 
 REFUSED: dict[str, Architecture] = _by_name(
-    _architecture(
-        "recurrent_gemma",
-        {**_FOUR_LAYERS, "attention_window_size": SLIDING_WINDOW},
-        attn_implementation="eager",
-        notes="Its modules hold their states.",
-    ),
-    _architecture(
-        "minimax",
-        {**_FOUR_LAYERS, "num_local_experts": 2, "layer_types": [_LINEAR, _FULL, _LINEAR, _FULL]},
-        notes="Linear attention with a cache class of its own.",
-    ),
     _architecture("rwkv", attn_implementation="eager", notes="States in a list of its own."),
     _architecture(
         "xlstm",

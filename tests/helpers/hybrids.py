@@ -70,6 +70,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {},
     "kimi_linear": {**_LATENT, "linear_head_dim": 16, "linear_num_heads": 4},
     "bailing_hybrid": {**_LATENT, "n_group": 2, "topk_group": 1, "head_dim": 16},
+    "minimax": {"num_local_experts": 2, "layer_types": [_LINEAR, _FULL, _LINEAR, _FULL]},
+    "recurrent_gemma": {"attention_window_size": 16},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "jamba": {
         "attn_layer_period": 2,
@@ -95,7 +97,7 @@ ARCHITECTURES = {
     name: Architecture(
         name,
         partial(AutoConfig.for_model, name, **{**_COMMON, **settings}),
-        attn_implementation="eager" if "mamba" in name else "sdpa",
+        attn_implementation="eager" if "mamba" in name or name == "recurrent_gemma" else "sdpa",
     )
     for name, settings in SETTINGS.items()
 }

@@ -48,6 +48,9 @@ class Alone:
     def tokens(self, prompt: Sequence[int], eos: Sequence[int] = ()) -> list[int]:
         key = tuple(prompt)
         if key not in self._known:
+            for module in self.model.modules():  # a prompt of one token would continue the call before it
+                if hasattr(module, "conv1d_state"):
+                    module.conv1d_state = None
             out = self.model.generate(
                 torch.tensor([key]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=NEVER
             )
