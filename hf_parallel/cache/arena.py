@@ -161,9 +161,10 @@ class Arena:
         if layer is None:
             with torch.inference_mode(False):  # the cache may later be written outside of inference mode
                 keys, values = (states.new_zeros(0, states.shape[-1]) for states in (key, value))
-                layer = self.layers[layer_idx] = LayerStorage(keys, values, heads)
+                layer = LayerStorage(keys, values, heads)
                 if self.compact is not None:
                     layer.compact = self.compact.layers[layer_idx] = self.compact.storage_of(layer)
+                self.layers[layer_idx] = layer
         held = layer.num_kv_heads, layer.keys.shape[-1], layer.keys.dtype, layer.keys.device
         if held != (heads, head_dim, key.dtype, key.device):
             raise ValueError(

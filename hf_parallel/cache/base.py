@@ -221,7 +221,7 @@ class BlockCache(Cache):
         """Store a layer's new keys and values, rotated to the pass's position ids.
 
         They are `[1, kv_heads, T, head_dim]`, or under stock attention `[rows, kv_heads, n, head_dim]`. Returns them
-        unchanged, or under stock attention each row's whole view, left-padded with zeros to the longest:
+        unchanged, or under stock attention each row's whole view, left-padded to the longest:
         `[rows, kv_heads, L, head_dim]`. Under autocast, keys and values get its dtype. In a compiled layer, the
         attention operation stores them.
         """

@@ -105,8 +105,10 @@ class SharedPrefixCache(BlockCache):
 
     def commit(self) -> None:
         """Confirm that the prepared pass has been computed. With `cache_dtype`, compress what it has completed."""
+        completes = self._pass is not None and not self._pass.is_decode_step  # decode steps complete no node
         super().commit()
-        self._compress()
+        if completes:
+            self._compress()
 
     def _compress(self) -> None:
         if self.pool.arena.compact is not None:

@@ -136,7 +136,7 @@ class PrefixTree:
         self.pins: dict[Node, set[Owner]] = {}  # owners that use a node, by node
         self.leaves: dict[Owner, list[Node]] = {}  # nodes at which the rows of an owner begin or end, by owner
         self.computing: dict[Node, Owner] = {}  # the owner that computes the uncached tokens of a node
-        self._uncompressed: set[Node] = set()  # with blocks that will be stored in 8 bits, if the pool does so
+        self._uncompressed: dict[Node, None] = {}  # with blocks to be rounded to 8 bits, in order of insertion
         self.observer.on_reset()
 
     # Nodes
@@ -181,7 +181,7 @@ class PrefixTree:
         held = tokens if block is None else tokens[: block.length]
         node = Node(np.asarray(held, np.int64), parent, block, last_used=self.clock)
         node.shift = self.pool.images.shift(node.tokens)
-        self._uncompressed.add(node)
+        self._uncompressed[node] = None
         parent.children.setdefault(int(node.tokens[0]), []).append(node)
         return node
 
@@ -221,7 +221,7 @@ class PrefixTree:
         """Return nodes with uncached tokens, parents before children, and allocate their blocks."""
         nodes = [node for node in self._nodes_of(owner) if len(node.uncached)]
         for node in nodes:
-            self._uncompressed.add(node)  # again, if it was evicted
+            self._uncompressed[node] = None  # again, if it was evicted
             if node.block is None:
                 capacity = len(node.tokens) if owner is None else 0
                 assert node.parent is not None, "the root has no tokens"
@@ -230,9 +230,11 @@ class PrefixTree:
         return nodes
 
     def compress(self) -> None:
-        """Store the blocks of nodes in 8 bits that are complete, as rows write to them no more."""
-        complete = [node for node in self._uncompressed if node.num_cached == len(node.tokens)]
-        self._uncompressed -= {node for node in complete if self.pool.compress(node.block)}  # type: ignore[arg-type]
+        """Round the blocks of complete nodes to 8 bits, as long as there is memory for it."""
+        for node in [node for node in self._uncompressed if node.num_cached == len(node.tokens)]:
+            if not self.pool.compress(node.block):  # type: ignore[arg-type]
+                return
+            del self._uncompressed[node]
 
     def discard_uncached(self, owner: Owner | None = None) -> None:
         """Remove uncached tokens from the tree after a failed prefill; with an owner, only tokens of its own."""
@@ -384,7 +386,7 @@ class PrefixTree:
         if node.block is not None:
             self.pool.free(node.block)
         node.siblings.remove(node)
-        self._uncompressed.discard(node)
+        self._uncompressed.pop(node, None)
         if node.parent is not None and node.parent.parent is None:
             self._forget(node.parent)
 
@@ -426,7 +428,7 @@ class PrefixTree:
         if node.block is not None:
             head.block, node.block = self.pool.divide(node.block, at)
         if node in self._uncompressed:
-            self._uncompressed.add(head)
+            self._uncompressed[head] = None
         node.tokens, node.parent = node.tokens[at:], head
         if node in self.pins:
             self.pins[head] = set(self.pins[node])

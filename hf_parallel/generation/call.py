@@ -134,8 +134,13 @@ class GenerationCall:
         The weights of a new cache that is returned are recorded at the end of the call, after the first token.
         """
         cache.pool.images.add(self.images)
-        if self.record.config is not None and self.record.config.cache_dtype is not None:
-            cache.pool.arena.cache_dtype = self.record.config.cache_dtype
+        dtype = None if self.record.config is None else self.record.config.cache_dtype
+        if dtype is not None and self.executor.is_shared and dtype != cache.pool.arena.cache_dtype:
+            raise ValueError(
+                f"cache_dtype={dtype!r}: an engine has one for all calls; open it with Engine(cache_dtype=)"
+            )
+        if dtype is not None:
+            cache.pool.arena.cache_dtype = dtype
         is_kept |= self.past_key_values is not None or self.executor.is_shared
         cache.claim(self.model, self.claim, is_kept, self.fingerprint if is_kept else None)
 

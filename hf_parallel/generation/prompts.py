@@ -130,7 +130,14 @@ def encode_task(
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
     check_text("task", text)
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not getattr(tokenizer, "chat_template", None))
-    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    given = encoded if isinstance(encoded, Mapping) else {}
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if not (isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and ids.numel()):
+        raise ValueError(
+            "tokenizer must return input_ids and attention_mask, tensors [1, length] with at least one token, for "
+            f"return_tensors='pt'; got {encoded!r} for {text!r}"
+        )
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def render_prompt(

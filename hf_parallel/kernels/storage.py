@@ -74,14 +74,13 @@ class Storage:
 
     def resize(self, slots: int) -> None:
         """Change the number of slots; new ones are zero, never NaN."""
-        rows = slots * self.num_kv_heads
-        for name in self.names:
-            old = getattr(self, name)
+        rows, resized = slots * self.num_kv_heads, dict[str, torch.Tensor]()
+        for name, old in zip(self.names, self.tensors, strict=True):
             if old.shape[0] != rows:
                 with torch.inference_mode(False), torch.no_grad():
-                    new = old.new_zeros(rows, old.shape[-1])
+                    new = resized[name] = old.new_zeros(rows, old.shape[-1])
                     new[: old.shape[0]] = old[:rows]
-                setattr(self, name, new)
+        vars(self).update(resized)  # all or none, if memory runs out
 
 
 @dataclass(eq=False)

@@ -33,7 +33,7 @@ IMPLEMENTATION = "hf_parallel"
 
 
 class UnsupportedModelError(ValueError):
-    """Raised for a model that block attention does not support, or a mode that it does not support on this model."""
+    """Raised for a model that is not supported, or a mode that is not supported on this model."""
 
 
 class Attention(Protocol):

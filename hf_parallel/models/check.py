@@ -98,7 +98,9 @@ def check_dense_logits(model: PreTrainedModel, mixers: Sequence[Mixer], may_pad:
             logits = dense_logits(model, cache, step, torch.stack([tail[-1] for tail in tails]), None, padded, mixers)
             if not _differ(logits, ends, logits):
                 return padded
-    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+    except UnsupportedModelError:
+        raise
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(f"its own attention fails with {type(error).__name__}: {error}") from error
     raise UnsupportedModelError("its own attention computes other logits over a cache than over a plain sequence")
 

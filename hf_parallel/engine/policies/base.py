@@ -15,6 +15,7 @@ class EvictionPolicy(Protocol):
 
     def priority(self, node: Node) -> float | tuple[float, ...]:
         """Return the priority of a node. The lowest is evicted first, children before their parents."""
+        raise NotImplementedError(f"{type(self).__name__} has no priority()")
 
 
 class LeastRecentlyUsed(EvictionPolicy):

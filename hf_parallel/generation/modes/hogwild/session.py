@@ -131,6 +131,7 @@ class HogwildSession:
 
     def output(self) -> HogwildOutput:
         """Return the current state as `generate` would with `return_dict_in_generate=True`; rows are workers."""
+        self._check_idle()
         with cpu_as_default():
             return self._run.loop.result(HogwildOutput, **self._run.fields())
 
