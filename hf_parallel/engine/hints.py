@@ -64,4 +64,4 @@ class AgentHints:
         for name in given:
             if name not in known:
                 raise ValueError(f"agent_hints may have {known}, got {name!r}{suggestion(name, known)}")
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        return cls(**given)

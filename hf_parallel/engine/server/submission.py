@@ -115,7 +115,8 @@ class Translator:
                 raise APIError(400, f"temperature=0 gives {body.answers} equal answers; set n to 1", "n")
         submission = Submission(self.engine, config, encoded, arguments, body.answers, body.stops)
         submission.has_mode = body.generation_mode is not None
-        submission.hints = AgentHints.of(body.agent_hints)
+        given = (body.agent_hints or {}).items()
+        submission.hints = AgentHints.of({name: value for name, value in given if value is not None})
         self._add_processors(submission, body)
         return submission
 
