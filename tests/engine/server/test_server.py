@@ -290,7 +290,7 @@ UNSUPPORTED: list[dict[str, Any]] = [
 ]
 COSTLY: list[dict[str, Any]] = [
     {"type": "integer", "multipleOf": 1234567},
-    {"$defs": {"a": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}}] * 100}}, "$ref": "#/$defs/a"},
+    {"$defs": {"a": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}}] * 200}}, "$ref": "#/$defs/a"},
     {"allOf": [{"type": "string", "pattern": f".*a.{{{50 + i}}}.*"} for i in range(20)]},
 ]
 
