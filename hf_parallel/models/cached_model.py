@@ -57,6 +57,7 @@ class CachedModel:
         self._kwargs: dict[str, object] = {"block_cache": cache} if capabilities.keyword else {}
         self._dense, self._pads = capabilities.dense, capabilities.pads
         self._mixers, self._call_mixers = capabilities.mixers, packed_calls(cache)
+        self._use_cache = takes_use_cache(self._mixers)
         self._cache_argument, cache.reads = cache_argument(model), capabilities.reads
         keep_states(cache, self._mixers)
         counts = any(read.counts for read in capabilities.reads.values())
@@ -145,7 +146,7 @@ class CachedModel:
             block_attention_enabled(self.model, self.cache),
             mixers_wrapped(self.model, self._mixers, self._call_mixers),
         ):
-            return self.model(use_cache=takes_use_cache(self._mixers), return_dict=True, **kwargs)
+            return self.model(use_cache=self._use_cache, return_dict=True, **kwargs)
 
 
 def prefill_chunk(model: PreTrainedModel, device: torch.device) -> int:

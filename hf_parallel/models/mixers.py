@@ -101,13 +101,11 @@ class MixerStates:
         self.recurrent[state_idx] = recurrent_states
         return recurrent_states
 
-    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        """Return the recurrent state, `[rows, ...]`."""
-        return self.recurrent.get(0)
+    get_linear_cache = get_recurrent_state
 
     def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
         """Keep a recurrent state."""
-        self.recurrent[0] = state
+        self.update_recurrent_state(state, layer_idx)
 
 
 class StockCache(DynamicCache):
@@ -303,7 +301,8 @@ def packed_calls(cache: BlockCache) -> MixerCall:
 @contextmanager
 def _held(module: nn.Module, attributes: Sequence[str], states: MixerStates) -> Iterator[None]:
     """Let attributes of a module hold states during one call, after which `states` has the new ones."""
-    owners = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in attributes]
+    parts = [path.rpartition(".") for path in attributes]
+    owners = [(module.get_submodule(owner), attribute) for owner, _, attribute in parts]
     before = [getattr(*owner) for owner in owners]
     try:
         for index, owner in enumerate(owners):
