@@ -42,7 +42,7 @@ LIMITS = (
     *((name, "at most", 1.05, f"{name}: seconds with a cache without hits") for name in ("cold", "no hits")),
 )
 TIMED = ("stepwise", "hotspot")
-"""Methods of which each sample is timed."""
+"""Methods whose samples are timed one by one."""
 PROMPT = (
     "Use each of the numbers {numbers} exactly once, with + - * / and brackets, to get 24. "
     "Think step by step and write down every step."

@@ -140,7 +140,7 @@ class MCTS(Supervisor):
 
 @agent
 async def describe(question):
-    """Yield an answer of two sentences, each of which is a choice."""
+    """Yield an answer of two sentences; the search chooses each."""
     chat = Chat("Answer in one short sentence.", max_new_tokens=16, do_sample=True, temperature=0.8)
     first = await chat.user(question).gen()
     yield f"{first} {await chat.user('Continue.').gen()}"

@@ -128,7 +128,7 @@ class ParallelLM(HFLM):
             )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return a text for each request. Prompts share their prefixes with those of the same and the last batch."""
+        """Return a text for each request. Prompts share prefixes within a batch and with the batch before."""
         self._batches = 0
         return super().generate_until(requests, disable_tqdm)
 
