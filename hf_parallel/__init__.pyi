@@ -30,11 +30,16 @@ from hf_parallel.generation.modes import BestOfOutput as BestOfOutput
 from hf_parallel.generation.modes import BlockFormat as BlockFormat
 from hf_parallel.generation.modes import Branch as Branch
 from hf_parallel.generation.modes import Candidate as Candidate
+from hf_parallel.generation.modes import Dialect as Dialect
+from hf_parallel.generation.modes import Fork as Fork
+from hf_parallel.generation.modes import ForkJoinConfig as ForkJoinConfig
+from hf_parallel.generation.modes import ForkJoinOutput as ForkJoinOutput
 from hf_parallel.generation.modes import HogwildConfig as HogwildConfig
 from hf_parallel.generation.modes import HogwildOutput as HogwildOutput
 from hf_parallel.generation.modes import HogwildSession as HogwildSession
 from hf_parallel.generation.modes import ParallelBlock as ParallelBlock
 from hf_parallel.generation.modes import ParallelBlockLogitsProcessor as ParallelBlockLogitsProcessor
+from hf_parallel.generation.modes import Path as Path
 from hf_parallel.generation.modes import PDOSConfig as PDOSConfig
 from hf_parallel.generation.modes import PDOSOutput as PDOSOutput
 from hf_parallel.generation.modes import ResampleConfig as ResampleConfig

@@ -272,8 +272,9 @@ class _Compiler:
                 if lengths[block]:
                     self._check_known(block, lengths[block])
                     view.append((self.current[block], start, lengths[block]))
-                start += lengths[block]
-            self.segments.append((first, segment.num_tokens, start - segment.num_tokens, view))
+                start += lengths[block] + block.shift  # which does not change while rows see tokens after the block
+            position = start - segment.view[-1].shift - segment.num_tokens
+            self.segments.append((first, segment.num_tokens, position, view))
 
     def _write(self, block: Block, index: int, tokens: Sequence[int]) -> None:
         """Write tokens to a block from an index on. Tokens that they replace stay visible to earlier queries."""

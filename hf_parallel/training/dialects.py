@@ -19,48 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from hf_parallel.detokenizer import decode
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.config import ParallelConfig
+from hf_parallel.generation.modes.fork_join.dialect import DIALECTS, Dialect
+from hf_parallel.generation.modes.fork_join.settings import ForkJoinSettings
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_choice, check_text
-
-POSITIONS = ("depth", "overlap", "concatenated")
-"""See `Dialect.positions`."""
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """Format of parallel text.
-
-    Raises `ValueError` for tags that are empty or equal, and for unknown `positions`.
-
-    Parameters
-    ----------
-    region : pair of str
-        Tags that open and close a region with branches. Text in it, but outside of branches, is sequential.
-    branch : pair of str
-        Tags that open and close a branch. They belong to the branch. A branch may contain regions.
-    positions : str
-        `depth`: all branches of a region start at the same position, and the text after them at the end of the longest.
-        `overlap`: all start at the same position; the text after them sees them one after the other.
-        `concatenated`: each starts where the one before it ends, though it does not see it.
-    """
-
-    region: tuple[str, str]
-    branch: tuple[str, str]
-    positions: str = "depth"
-
-    def __post_init__(self) -> None:
-        if any(isinstance(pair, str) or len(pair) != 2 for pair in (self.region, self.branch)):
-            raise ValueError(f"region and branch must be pairs of tags, got {self.region!r} and {self.branch!r}")
-        if len(set(self.tags)) != 4 or not all(isinstance(tag, str) and tag for tag in self.tags):
-            raise ValueError(f"region and branch must be four different tags, got {self.tags!r}")
-        if self.positions not in POSITIONS:
-            raise ValueError(f"positions must be one of {list(POSITIONS)}, got {self.positions!r}")
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """Tags that open and close a region and a branch."""
-        return (*self.region, *self.branch)
-
 
 @dataclass(frozen=True)
 class SkeletonDialect:
@@ -88,24 +50,19 @@ class SkeletonDialect:
 
 AnyDialect: TypeAlias = Dialect | SkeletonDialect | ParallelConfig
 """A dialect, or the settings of a mode that writes annotated text."""
-_OTHERS = {
-    "multiverse": Dialect(("<Parallel>", "</Parallel>"), ("<Path>", "</Path>")),
-    "threadweaver": Dialect(("<Parallel>", "</Parallel>"), ("<Thread>", "</Thread>")),
-}
-"""Dialects of Multiverse (Yang et al., 2025) and ThreadWeaver (Lian et al., 2025)."""
-
-
 def get_dialect(dialect: str | AnyDialect) -> Dialect | SkeletonDialect:
     """Return a dialect by name (a mode or a paper), or from the settings of a mode.
 
     Raises `ValueError` for an unknown name, and for the settings of a mode that writes no annotated text.
     """
+    if isinstance(dialect, ForkJoinSettings):
+        return dialect.format
     if isinstance(dialect, ParallelConfig):
         if not dialect.traits.text_markers:
             raise ValueError(f"the mode {dialect.mode!r} writes no annotated text: its settings are no dialect")
         return SkeletonDialect(**{name: getattr(dialect, name) for name in dialect.traits.text_markers})
     own = {mode: SkeletonDialect(**cls.traits.text_markers) for mode, cls in MODES.items() if cls.traits.text_markers}
-    known: dict[str, Dialect | SkeletonDialect] = {**own, **_OTHERS}
+    known: dict[str, Dialect | SkeletonDialect] = {**own, **DIALECTS}
     if isinstance(dialect, Dialect | SkeletonDialect):
         return dialect
     if not isinstance(dialect, str) or dialect not in known:
@@ -124,12 +81,14 @@ class Piece:
 def parse(text: str, dialect: Dialect) -> list[Piece]:
     """Return the pieces of a text. Raises `ValueError`, with line and tag, if its tags are not balanced."""
     tags = dialect.tags
-    pattern = re.compile("|".join(map(re.escape, sorted(tags, key=len, reverse=True))))
+    patterns = [re.escape(tag) for tag in sorted(tags, key=len, reverse=True)]
+    patterns = [f"{p}(?:{re.escape(dialect.gap)})?" if p == re.escape(dialect.branch[1]) else p for p in patterns]
+    pattern = re.compile("|".join(patterns))
     pieces: list[Piece] = [Piece()]
     stack: list[tuple[str, int, list[Piece]]] = []  # open tags, with their line and the pieces around them
     begin = 0
     for found in pattern.finditer(text):
-        tag, line = found[0], text.count("\n", 0, found.start()) + 1
+        tag, line = found[0].removesuffix(dialect.gap), text.count("\n", 0, found.start()) + 1
         index = tags.index(tag)
         opens_branch, is_closing = tag == dialect.branch[0], index % 2
         innermost = stack[-1][0] if stack else ""
@@ -251,10 +210,25 @@ def _place_pieces(builder: Builder, dialect: Dialect, pieces: Sequence[Piece], a
             ends.append(_place_pieces(builder, dialect, content, begin, branch))
         if dialect.positions == "overlap":
             at = _moved(at, ends)
+        elif dialect.positions == "reencode":  # the first branch follows the text before it
+            again = builder.append(ends[0], _tokens(builder, dialect, piece.branches[1:]), row, is_target=False)
+            at = Anchor(again.view, again.position)
         else:
             view = [*at.view, *(block for end in ends for block in end.view[len(at.view) :])]
             at = Anchor(view, max(end.position for end in ends))  # nothing predicts the token there
     return at
+
+
+def _tokens(builder: Builder, dialect: Dialect, branches: Sequence[Sequence[Piece]]) -> list[int]:
+    """Return the tokens of branches, one after the other."""
+    tokens: list[int] = []
+    for branch in branches:
+        tag = dialect.branch[0]
+        tokens += builder.encode(tag)
+        for index, piece in enumerate(branch):
+            tokens += builder.encode(piece.text if index else piece.text.removeprefix(tag))
+            tokens += _tokens(builder, dialect, piece.branches)
+    return tokens
 
 
 def _moved(at: Anchor, ends: Sequence[Anchor]) -> Anchor:

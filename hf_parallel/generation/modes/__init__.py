@@ -11,6 +11,9 @@ from hf_parallel.generation.modes.best_of import BestOfConfig, BestOfOutput, Can
 from hf_parallel.generation.modes.final_answers import BOXED, find_answer, normal_form
 from hf_parallel.generation.modes.final_answers import find_matches as find_matches
 from hf_parallel.generation.modes.final_answers import majority as majority
+from hf_parallel.generation.modes.fork_join.config import ForkJoinConfig
+from hf_parallel.generation.modes.fork_join.dialect import Dialect
+from hf_parallel.generation.modes.fork_join.output import Fork, ForkJoinOutput, Path
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, Step
 from hf_parallel.generation.modes.hogwild.session import HogwildSession
@@ -39,12 +42,17 @@ __all__ = [
     "BlockFormat",
     "Branch",
     "Candidate",
+    "Dialect",
+    "Fork",
+    "ForkJoinConfig",
+    "ForkJoinOutput",
     "HogwildConfig",
     "HogwildOutput",
     "HogwildSession",
     "PDOSConfig",
     "PDOSOutput",
     "ParallelBlock",
+    "Path",
     "ParallelBlockLogitsProcessor",
     "ResampleConfig",
     "SelfConsistencyConfig",

@@ -1,0 +1,1 @@
+"""`generation_mode="fork_join"`: see `config.py`."""

@@ -1,0 +1,133 @@
+"""Dialects: formats of text that a model writes in parallel, for training (`from_text`) and for the mode `fork_join`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+POSITIONS = ("depth", "overlap", "concatenated", "reencode")
+"""See `Dialect.positions`."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    r"""Format of parallel text.
+
+    Raises `ValueError` for tags that are empty or equal, and for unknown `positions`.
+
+    Parameters
+    ----------
+    region : pair of str
+        Tags that open and close a region with branches. Text in it, but outside of branches, is sequential.
+    branch : pair of str
+        Tags that open and close a branch. They belong to the branch. A branch may contain regions.
+    positions : str
+        `depth`: all branches of a region start at the same position, and the text after them at the end of the longest.
+        `overlap`: all start at the same position; the text after them sees them one after the other.
+        `concatenated`: each starts where the one before it ends, though it does not see it; for training alone.
+        `reencode`: all start at the same position; then they are computed again, one after the other, as plain text.
+    gap : str
+        Text after the closing tag that belongs to the branch, such as a newline.
+    fork : str
+        Text at which the branches start, such as the end of an outline. Default: the tag that opens the region.
+    outline : str
+        Text before the number of each branch in the text of the region, such as `<Outline>` in `<Outline> 2: ...`.
+        Empty: the caller says how many branches there are.
+    opening : str
+        First text of each branch, in which `{number}` is its number. Whitespace before its tag belongs to the text
+        before the branches. Default: the opening tag.
+    joined : str
+        First text after the branches, which the model does not write. Default: the tag that closes the region.
+    is_nested : bool
+        Whether a branch may fork.
+    """
+
+    region: tuple[str, str]
+    branch: tuple[str, str]
+    positions: str = "depth"
+    gap: str = ""
+    fork: str = ""
+    outline: str = ""
+    opening: str = ""
+    joined: str = ""
+    is_nested: bool = True
+
+    def __post_init__(self) -> None:
+        if any(isinstance(pair, str) or len(pair) != 2 for pair in (self.region, self.branch)):
+            raise ValueError(f"region and branch must be pairs of tags, got {self.region!r} and {self.branch!r}")
+        for name in ("region", "branch"):  # lists in JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if len(set(self.tags)) != 4 or not all(isinstance(tag, str) and tag for tag in self.tags):
+            raise ValueError(f"region and branch must be four different tags, got {self.tags!r}")
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {list(POSITIONS)}, got {self.positions!r}")
+        if not (self.opening or self.branch[0]).lstrip().startswith(self.branch[0]):
+            raise ValueError(f"opening must begin with {self.branch[0]!r}, got {self.opening!r}")
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags that open and close a region and a branch."""
+        return (*self.region, *self.branch)
+
+    @property
+    def fork_text(self) -> str:
+        """Text at which the branches start."""
+        return self.fork or self.region[0]
+
+    @property
+    def joined_text(self) -> str:
+        """First text after the branches."""
+        return self.joined or self.region[1]
+
+    def first_text(self, number: str) -> tuple[str, str]:
+        """Return the whitespace before the branches, and the first text of one of them."""
+        text = (self.opening or self.branch[0]).replace("{number}", number)
+        return text[: len(text) - len(text.lstrip())], text.lstrip()
+
+    def numbers(self, text: str, count: int) -> list[str]:
+        """Return the numbers of the branches that a region's text announces; without an outline, 1 to `count`."""
+        if not self.outline:
+            return [str(number) for number in range(1, count + 1)]
+        pattern = re.escape(self.outline) + r"\s*([0-9]+(?:\.[0-9]+)*)\s*:"
+        return list(dict.fromkeys(re.findall(pattern, text)))
+
+
+DIALECTS = {
+    "multiverse": Dialect(
+        region=("<Parallel>", "</Parallel>"),
+        branch=("<Path>", "</Path>"),
+        gap="\n",
+        fork="</Goal>",
+        outline="<Outline>",
+        opening="\n<Path>\n{number}:",
+        joined="<Conclusion>\n",
+    ),
+    "npr": Dialect(
+        region=("<guideline>", "<takeaway>"),
+        branch=("<step>", "</step>"),
+        gap="\n",
+        fork="</guideline>",
+        outline="<plan>",
+        opening="\n<step>\n{number}:",
+        joined="<takeaway>\n",
+        is_nested=False,
+    ),
+    "parallel_r1": Dialect(
+        region=("<Parallel>", "</Parallel>"),
+        branch=("<Path>", "</Path>"),
+        joined="</Parallel>\n<Summary>",
+        is_nested=False,
+    ),
+    "threadweaver": Dialect(
+        region=("<Parallel>", "</Parallel>"),
+        branch=("<Thread>", "</Thread>"),
+        positions="reencode",
+        fork="</Outlines>",
+        outline="<Outline>",
+        opening="\n<Thread>\n{number}:",
+        joined="\n",
+        is_nested=False,
+    ),
+}
+"""Dialects of Multiverse (Yang et al., 2025), Native Parallel Reasoner (NPR), Parallel-R1 and ThreadWeaver (Lian et
+al., 2025), as the code that their authors published runs them; docs/fork_join.md cites it."""

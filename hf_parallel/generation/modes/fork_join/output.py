@@ -1,0 +1,54 @@
+"""Output of the fork_join mode: answers, and the forks in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
+
+
+@dataclass
+class Path:
+    """A path of a fork."""
+
+    number: str
+    """Its number, as the region's outline names it."""
+    text: str
+    """Its text, tags included, with the paths of its own forks in order."""
+    tokens: list[int]
+    """The tokens of this text."""
+    ended_by: str
+    """`tag` (its closing tag), `eos`, `criterion` or `budget`. The closing tag is appended to what ended otherwise."""
+    forks: list[Fork] = field(default_factory=list)
+
+
+@dataclass
+class Fork:
+    """A fork in an answer or in a path."""
+
+    start: int
+    end: int
+    """Slice of the paths' tokens in the tokens of the answer or path."""
+    paths: list[Path]
+
+
+@dataclass
+class ForkJoinOutput(ParallelOutput):
+    """Output of `generation_mode="fork_join"`.
+
+    Attributes
+    ----------
+    forks : list of list of Fork
+        The forks of each answer.
+    transcripts : list of str
+        Text of each answer, the paths of its forks in order.
+    critical_path : list of int
+        Decode steps that each answer needs if it runs alone: its own tokens, and of each fork those of the longest path.
+    fallback : list of str or None
+        Why the last region that an answer opened has not forked; None if all have.
+    """
+
+    forks: list[list[Fork]] = ALWAYS
+    transcripts: list[str] = ALWAYS
+    critical_path: list[int] = ALWAYS
+    fallback: list[str | None] = ALWAYS

@@ -1,0 +1,43 @@
+"""Settings of fork_join, as its run reads them. `ForkJoinConfig` describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_parallel.generation.config import ParallelConfig
+from hf_parallel.generation.modes.fork_join.dialect import DIALECTS, Dialect
+from hf_parallel.generation.modes.fork_join.output import ForkJoinOutput
+from hf_parallel.generation.validation import check_choice, check_int
+
+
+@dataclass
+class ForkJoinSettings(ParallelConfig[ForkJoinOutput]):
+    """Settings of forks: see `ForkJoinConfig`."""
+
+    dialect: str | Mapping[str, Any] | Dialect = "multiverse"
+    paths: int = 2
+    path_max_new_tokens: int | None = None
+    max_paths: int = 32
+    max_depth: int = 6
+
+    def validate(self) -> None:
+        """Check every setting; see `ParallelConfig.validate`."""
+        super().validate()
+        if isinstance(self.dialect, Dialect):
+            self.dialect = asdict(self.dialect)  # as it is stored
+        if not isinstance(self.dialect, Mapping):
+            check_choice("dialect", self.dialect, sorted(DIALECTS))
+        elif unknown := [name for name in self.dialect if name not in Dialect.__dataclass_fields__]:
+            raise ValueError(f"dialect has no {unknown[0]!r}, only {sorted(Dialect.__dataclass_fields__)}")
+        if self.format.positions == "concatenated":
+            raise ValueError("positions='concatenated' is for training: a path cannot start where another will end")
+        for name in ("paths", "max_paths", "max_depth", "path_max_new_tokens"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=1)
+
+    @property
+    def format(self) -> Dialect:
+        """The dialect."""
+        return DIALECTS[self.dialect] if isinstance(self.dialect, str) else Dialect(**self.dialect)

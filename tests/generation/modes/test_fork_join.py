@@ -1,0 +1,157 @@
+"""fork_join: answers in the formats of trained models, whose forks the scripted model opens by itself."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import LogitsProcessor
+from workers import TOKENIZER, encode, small_model
+
+import hf_parallel
+from hf_parallel import Dialect, ForkJoinOutput
+from hf_parallel.generation.modes.fork_join.dialect import DIALECTS
+from hf_parallel.training import ParallelExample, teacher_forced_logits
+
+EVERY_SETTING: dict[str, Any] = {
+    "seed": 7,
+    "cuda_graph": False,
+    "compile": False,
+    "dialect": {"region": ["<A>", "</A>"], "branch": ["<B>", "</B>"], "positions": "reencode"},
+    "paths": 3,
+    "path_max_new_tokens": 12,
+    "max_paths": 9,
+    "max_depth": 2,
+}
+"""A value other than the default for each setting that can be stored."""
+SMALL_CALL: dict[str, Any] = {"dialect": "parallel_r1"}
+"""Arguments of a short call with a tiny model."""
+PROMPTS = ("Think: ", "And ", "Well, now: ")
+OVERLAP = Dialect(("<P>", "</P>"), ("<B>", "</B>"), "overlap")
+ALL = {**DIALECTS, "overlap": OVERLAP}
+
+
+@dataclass
+class Story:
+    """Texts of a lane, with a fork between two of them: the contents of its paths."""
+
+    texts: list[str]
+    forks: list[list[Story]] = field(default_factory=list)
+
+
+def make_story(rng: random.Random, dialect: Dialect, depth: int = 0, number: str = "") -> Story:
+    """Return a random answer, or a path, with forks in it."""
+    word = lambda: "".join(rng.choices("abcdefgh ,", k=rng.randint(1, 9)))  # noqa: E731
+    story, end = Story([]), ""
+    for _ in range(rng.choice([0, 1, 2]) if depth < (2 if dialect.is_nested else 1) else 0):
+        count = rng.randint(1, 3) if dialect.outline else 2
+        prefix = f"{number}." if number else ""
+        numbers = [f"{prefix}{i}" for i in range(1, count + 1)]
+        outline = "".join(f"{dialect.outline} {n}: {word()}\n" for n in numbers) if dialect.outline else ""
+        closing = dialect.fork_text if dialect.fork_text != dialect.region[0] else ""
+        story.texts.append(f"{end}{word()}{dialect.region[0]}{outline}{closing}")
+        end = word() + ("" if dialect.region[1] in dialect.joined_text else dialect.region[1])
+        paths = [make_story(rng, dialect, depth + 1, n) for n in numbers]
+        story.forks.append(paths if dialect.outline else paths[:1] * count)  # these have the same beginning
+    last = dialect.branch[1] if depth else ""
+    story.texts.append(f"{end}{word()}{last}")
+    return story
+
+
+def write(story: Story, dialect: Dialect, begun: str, script: dict[str, str | None]) -> str:
+    """Add what follows each beginning of a row's text to a script. Return the whole text, paths in order."""
+    text = begun
+    for index, own in enumerate(story.texts):
+        for character in own:
+            script[text] = character
+            text += character
+        if index < len(story.forks):
+            paths = []
+            for number, path in enumerate(story.forks[index], start=1):
+                gap, opening = dialect.first_text(number_of(own, dialect, number))
+                whole = write(path, dialect, text + gap + opening, script)
+                paths.append(whole[len(text + gap) :] + dialect.gap)
+            text += gap + "".join(paths) + dialect.joined_text
+    return text
+
+
+def number_of(own: str, dialect: Dialect, number: int) -> str:
+    """Return the number of a path in its region."""
+    return dialect.numbers(own[own.rindex(dialect.region[0]) :], 2)[number - 1]
+
+
+class Storyteller(LogitsProcessor):
+    """Lets each row write what follows its text in a script."""
+
+    def __init__(self, script: dict[str, str | None]) -> None:
+        self.script = script
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        told = torch.full_like(scores, -100.0)
+        for row, tokens in enumerate(input_ids.tolist()):
+            text = "".join(map(chr, tokens)).strip(chr(tiny.PAD))
+            told[row, ord(self.script.get(text) or chr(tiny.EOS))] = 100.0
+        return told
+
+
+def tell(stories: Sequence[Story], dialect: Dialect, model: Any = None, **settings: Any) -> tuple[list[str], Any]:
+    """Return the texts of scripted answers, and the output of the mode."""
+    script: dict[str, str | None] = {}
+    prompts = PROMPTS[: len(stories)]
+    texts = [write(*pair, script)[len(pair[2]) :] for pair in zip(stories, [dialect] * len(stories), prompts, strict=True)]
+    ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in prompts])
+    given = {"max_new_tokens": 900, "do_sample": False, "return_dict_in_generate": True, **settings}
+    out = (model or small_model()).generate(
+        ids,
+        attention_mask=mask,
+        generation_mode="fork_join",
+        dialect=dialect,
+        tokenizer=TOKENIZER,
+        logits_processor=[Storyteller(script)],
+        **given,
+    )
+    return texts, out
+
+
+def stories(seed: int, dialect: Dialect) -> Iterator[Story]:
+    rng = random.Random(seed)
+    return (make_story(rng, dialect) for _ in PROMPTS)
+
+
+def check_logits(model: Any, out: ForkJoinOutput) -> None:
+    """The logits of all sampled tokens equal those of the training mask over the finished text."""
+    example = ParallelExample.from_output(out)
+    with torch.no_grad():
+        log_probs = torch.log_softmax(teacher_forced_logits(model, example).float(), -1)
+    queries, ids = torch.from_numpy(example.target_queries), torch.from_numpy(example.target_ids)
+    _, sampled = out.record.sampled_log_probs()
+    torch.testing.assert_close(log_probs[queries, ids], torch.from_numpy(sampled), atol=1e-4, rtol=1e-4)
+
+
+def placed(example: ParallelExample) -> Counter[tuple[int, int]]:
+    """Return all tokens with their positions."""
+    return Counter(zip(example.position_ids.tolist(), example.input_ids.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+@pytest.mark.parametrize("seed", range(3))
+def test_a_model_that_writes_a_text_gives_this_text_and_its_forks(name: str, seed: int) -> None:
+    dialect, model = ALL[name], hf_parallel.enable(small_model())
+    texts, out = tell(list(stories(seed, dialect)), dialect, model)
+    assert [text.removesuffix("<eos>") for text in out.transcripts] == texts
+    check_logits(model, out)
+    examples = [
+        ParallelExample.from_text(text, TOKENIZER, dialect, prompt=encode(prompt))
+        for text, prompt in zip(texts, PROMPTS, strict=True)
+    ]
+    ran, trained = placed(ParallelExample.from_output(out)), placed(ParallelExample.pack(examples))
+    assert not ran - trained
+    uncomputed = trained - ran  # the last token of a path that is computed again as plain text
+    assert all(token == ord(">") for _, token in uncomputed)
+    assert not uncomputed or dialect.positions == "reencode"
