@@ -30,7 +30,6 @@ from hf_parallel.generation.modes import BestOfOutput as BestOfOutput
 from hf_parallel.generation.modes import BlockFormat as BlockFormat
 from hf_parallel.generation.modes import Branch as Branch
 from hf_parallel.generation.modes import Candidate as Candidate
-from hf_parallel.generation.modes import Dialect as Dialect
 from hf_parallel.generation.modes import Fork as Fork
 from hf_parallel.generation.modes import ForkJoinConfig as ForkJoinConfig
 from hf_parallel.generation.modes import ForkJoinOutput as ForkJoinOutput

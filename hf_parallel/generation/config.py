@@ -6,7 +6,7 @@ it; the rest of the package uses the mode only through this class and the object
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 from typing_extensions import TypeVar
 
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.dialects import AnyDialect
 from hf_parallel.generation.presets import Preset
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import NOT_REMOTE, Arguments, Settings
@@ -123,8 +124,8 @@ class ModeTraits:
     """Whether a call without `logits_cache` raises."""
     presets: Mapping[str, Preset] = field(default_factory=dict)
     """Defaults for single models, by the name with which a model is marked; see `preset_of`."""
-    text_markers: Mapping[str, str] = field(default_factory=dict)
-    """Settings that are the fields of a `SkeletonDialect` of `hf_parallel.training`, with defaults. Empty: none."""
+    dialect: Callable[[Any], AnyDialect] | None = None
+    """The format of the text of a config of the mode, as training data. None: the mode writes no annotated text."""
     example_arguments: Mapping[str, str] = field(default_factory=dict)
     """Source code of further arguments of `generate` that an example of the mode needs."""
 

@@ -9,9 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.files import JSONObject
+from hf_parallel.generation.config import ParallelConfig
+from hf_parallel.generation.dialects import AnyDialect
 from hf_parallel.generation.validation import check_int, check_text
 from hf_parallel.training.attention import LayoutBatch
-from hf_parallel.training.dialects import AnyDialect, get_dialect
+from hf_parallel.training.dialects import get_dialect
 from hf_parallel.training.example import ParallelExample
 
 IGNORED = -100
@@ -54,7 +56,7 @@ class DataCollatorForParallel:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        dialect: str | AnyDialect | None = None,
+        dialect: str | AnyDialect | ParallelConfig | None = None,
         *,
         max_length: int | None = None,
         packing: bool = False,

@@ -12,62 +12,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import decode
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.config import ParallelConfig
-from hf_parallel.generation.modes.fork_join.dialect import DIALECTS, Dialect
-from hf_parallel.generation.modes.fork_join.settings import ForkJoinSettings
+from hf_parallel.generation.dialects import DIALECTS, AnyDialect, Dialect, SkeletonDialect
 from hf_parallel.generation.registry import MODES
-from hf_parallel.generation.validation import check_choice, check_text
-
-@dataclass(frozen=True)
-class SkeletonDialect:
-    """Format of text whose parts are announced by a skeleton of titles, which is dropped when the parts begin.
-
-    A part begins with `branch_marker`, its title and `title_end`; in the skeleton `ellipsis` and `branch_separator`
-    follow. `terminator` ends the parts. `join`: `reencode` or `rotate`, as in `PDOSConfig`.
-    """
-
-    branch_marker: str
-    title_end: str
-    ellipsis: str
-    terminator: str
-    join: str = "reencode"
-    branch_separator: str = "\n"
-
-    def __post_init__(self) -> None:
-        check_choice("join", self.join, ("reencode", "rotate"))
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """Texts that a tokenizer must be able to encode."""
-        return (self.branch_marker, self.title_end, self.ellipsis, self.terminator)
+from hf_parallel.generation.validation import check_text
 
 
-AnyDialect: TypeAlias = Dialect | SkeletonDialect | ParallelConfig
-"""A dialect, or the settings of a mode that writes annotated text."""
-def get_dialect(dialect: str | AnyDialect) -> Dialect | SkeletonDialect:
+def get_dialect(dialect: str | AnyDialect | ParallelConfig) -> AnyDialect:
     """Return a dialect by name (a mode or a paper), or from the settings of a mode.
 
     Raises `ValueError` for an unknown name, and for the settings of a mode that writes no annotated text.
     """
-    if isinstance(dialect, ForkJoinSettings):
-        return dialect.format
     if isinstance(dialect, ParallelConfig):
-        if not dialect.traits.text_markers:
+        if dialect.traits.dialect is None:
             raise ValueError(f"the mode {dialect.mode!r} writes no annotated text: its settings are no dialect")
-        return SkeletonDialect(**{name: getattr(dialect, name) for name in dialect.traits.text_markers})
-    own = {mode: SkeletonDialect(**cls.traits.text_markers) for mode, cls in MODES.items() if cls.traits.text_markers}
-    known: dict[str, Dialect | SkeletonDialect] = {**own, **DIALECTS}
+        return dialect.traits.dialect(dialect)
+    own = {name for name, cls in MODES.items() if cls.traits.dialect is not None}
     if isinstance(dialect, Dialect | SkeletonDialect):
         return dialect
-    if not isinstance(dialect, str) or dialect not in known:
-        raise ValueError(f"dialect must be one of {sorted(known)} or a Dialect, got {dialect!r}")
-    return known[dialect]
+    if not isinstance(dialect, str) or dialect not in own.union(DIALECTS):
+        raise ValueError(f"dialect must be one of {sorted(own.union(DIALECTS))} or a Dialect, got {dialect!r}")
+    return get_dialect(MODES[dialect]()) if dialect in own else DIALECTS[dialect]
 
 
 @dataclass

@@ -11,9 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.config import ParallelConfig
+from hf_parallel.generation.dialects import AnyDialect
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prompts import Chat, apply_template
-from hf_parallel.training.dialects import AnyDialect, get_dialect, lay_out
+from hf_parallel.training.dialects import get_dialect, lay_out
 
 
 @dataclass(eq=False)
@@ -172,7 +174,7 @@ class ParallelExample:
         cls,
         text: str,
         tokenizer: PreTrainedTokenizerBase,
-        dialect: str | AnyDialect,
+        dialect: str | AnyDialect | ParallelConfig,
         prompt: str | Chat | Iterable[int] = (),
         train_on_forced: bool = False,
     ) -> ParallelExample:
@@ -187,8 +189,8 @@ class ParallelExample:
             The whole answer, branches joined.
         tokenizer : PreTrainedTokenizerBase
         dialect : str, Dialect, SkeletonDialect or ParallelConfig
-            `pdos`, `multiverse`, `threadweaver`, a format, or the settings of `pdos`: its markers, `join` and
-            `branch_separator`.
+            `pdos`, `multiverse`, `npr`, `parallel_r1`, `threadweaver`, a format, or the settings of `pdos` or
+            `fork_join`.
         prompt : str, list of chat messages, or 1-D token ids
             A string gets the beginning-of-sequence token, if the tokenizer adds one.
         train_on_forced : bool

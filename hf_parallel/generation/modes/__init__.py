@@ -12,7 +12,6 @@ from hf_parallel.generation.modes.final_answers import BOXED, find_answer, norma
 from hf_parallel.generation.modes.final_answers import find_matches as find_matches
 from hf_parallel.generation.modes.final_answers import majority as majority
 from hf_parallel.generation.modes.fork_join.config import ForkJoinConfig
-from hf_parallel.generation.modes.fork_join.dialect import Dialect
 from hf_parallel.generation.modes.fork_join.output import Fork, ForkJoinOutput, Path
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, Step
@@ -42,7 +41,6 @@ __all__ = [
     "BlockFormat",
     "Branch",
     "Candidate",
-    "Dialect",
     "Fork",
     "ForkJoinConfig",
     "ForkJoinOutput",

@@ -15,8 +15,8 @@ from transformers import LogitsProcessor
 from workers import TOKENIZER, encode, small_model
 
 import hf_parallel
-from hf_parallel import Dialect, ForkJoinOutput
-from hf_parallel.generation.modes.fork_join.dialect import DIALECTS
+from hf_parallel import ForkJoinOutput
+from hf_parallel.generation.dialects import DIALECTS, Dialect
 from hf_parallel.training import ParallelExample, teacher_forced_logits
 
 EVERY_SETTING: dict[str, Any] = {
@@ -104,7 +104,9 @@ def tell(stories: Sequence[Story], dialect: Dialect, model: Any = None, **settin
     """Return the texts of scripted answers, and the output of the mode."""
     script: dict[str, str | None] = {}
     prompts = PROMPTS[: len(stories)]
-    texts = [write(*pair, script)[len(pair[2]) :] for pair in zip(stories, [dialect] * len(stories), prompts, strict=True)]
+    texts = [
+        write(*pair, script)[len(pair[2]) :] for pair in zip(stories, [dialect] * len(stories), prompts, strict=True)
+    ]
     ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in prompts])
     given = {"max_new_tokens": 900, "do_sample": False, "return_dict_in_generate": True, **settings}
     out = (model or small_model()).generate(

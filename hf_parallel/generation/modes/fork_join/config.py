@@ -53,7 +53,12 @@ class ForkJoinConfig(ForkJoinSettings):
     """
 
     mode: ClassVar[str] = "fork_join"
-    traits = ModeTraits(rows=ForkJoinRows, streams_text=True, streams_tokens="when_final")
+    traits = ModeTraits(
+        rows=ForkJoinRows,
+        streams_text=True,
+        streams_tokens="when_final",
+        dialect=lambda config: config.format,
+    )
 
     def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer."""

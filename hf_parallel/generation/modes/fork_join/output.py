@@ -43,7 +43,7 @@ class ForkJoinOutput(ParallelOutput):
     transcripts : list of str
         Text of each answer, the paths of its forks in order.
     critical_path : list of int
-        Decode steps that each answer needs if it runs alone: its own tokens, and of each fork those of the longest path.
+        Decode steps that each answer needs: its own tokens, and for each fork those of its longest path.
     fallback : list of str or None
         Why the last region that an answer opened has not forked; None if all have.
     """

@@ -48,6 +48,7 @@ class ForkJoinRun:
         self.known: dict[str, list[Token]] = {}
         for text in (self.dialect.fork_text, *self.dialect.branch, self.dialect.joined_text):
             self._tokens(text)
+        self.closing = self._tokens(self.dialect.branch[1] + self.dialect.gap)
         self.cache = call.new_cache(SharedPrefixCache, call.capabilities.rotary)
         call.claim_cache(self.cache)
         # The budget counts the joined answer, whose length MaxLengthCriteria cannot check.
@@ -73,8 +74,8 @@ class ForkJoinRun:
                 self.roots.append(Lane(answer, index, [*leaf.view, block]))
                 self.roots[-1].table_from = loop.table.lengths[index]
             loop.decode(self.roots, logits, self._on_token, schedule=self._schedule)
-        sampler = loop.sampler
-        sampler.scores, sampler.logits = (aligned(kept, self.roots) for kept in (sampler.scores, sampler.logits))
+        sampler, answers = loop.sampler, [root.tokens for root in self.roots]
+        sampler.scores, sampler.logits = (aligned(kept, answers) for kept in (sampler.scores, sampler.logits))
         fallback = [root.answer.fallback for root in self.roots]
         output = loop.output(
             ForkJoinOutput,
@@ -83,7 +84,7 @@ class ForkJoinRun:
             transcripts=[self._transcript(root) for root in self.roots],
             critical_path=[root.steps for root in self.roots],
             fallback=fallback,
-            log_probs=answer_log_probs(sampler, self.roots),
+            log_probs=answer_log_probs(sampler, answers),
         )
         warn_sequential(
             [
@@ -140,7 +141,7 @@ class ForkJoinRun:
     # Forks
 
     def _fork(self, lane: Lane, end: int) -> bool:
-        """Start the paths of a region whose fork tag ends at byte `end` of the lane's text. Return whether they start."""
+        """Start the paths of a region whose fork tag ends at byte `end` of a lane's text; False: it stays text."""
         before = lane.text[:end].decode(errors="replace")
         begin = before.rfind(self.dialect.region[0])
         if begin < 0:
@@ -148,8 +149,8 @@ class ForkJoinRun:
         answer, numbers = lane.answer, self.dialect.numbers(before[begin:], self.config.paths)
         openings = [self._tokens(self.dialect.first_text(number)[1]) for number in numbers]
         gap = self.dialect.first_text("")[0]
-        closing, joined = self._tokens(self.dialect.branch[1] + self.dialect.gap), self._tokens(self.dialect.joined_text)
-        cost = len(gap) + sum(map(len, openings)) + len(numbers) * len(closing) + len(joined)
+        inserted = len(gap) + sum(map(len, openings)) + len(self._tokens(self.dialect.joined_text))
+        cost = inserted + len(numbers) * len(self.closing)
         running = len(self.roots[answer.output_row].writing()) - 1
         if reason := self._why_not(lane, len(numbers), running, cost):
             answer.fallback = reason
@@ -196,7 +197,7 @@ class ForkJoinRun:
                 lane.replace(lane.tokens[lane.text_from : -1])
             closing = "" if end else self.dialect.branch[1]
             self._cut(lane, end or len(lane.text), closing + self.dialect.gap)
-            lane.answer.left += len(self._tokens(self.dialect.branch[1] + self.dialect.gap))  # that were reserved
+            lane.answer.left += len(self.closing)  # tokens that were reserved
         self._show(lane, b"", "end")
 
     def _cut(self, lane: Lane, end: int, following: str) -> None:
@@ -230,7 +231,9 @@ class ForkJoinRun:
             lane.answer.writes.add(path.block, ids(path.uncached))
             if self.dialect.positions == "depth":
                 path.block.shift -= advance if path is not kept[-1] else advance - longest
-        lane.forks.append(Fork(start, start + sum(len(path.tokens) for path in paths), [path.record() for path in paths]))
+        lane.forks.append(
+            Fork(start, start + sum(len(path.tokens) for path in paths), [path.record() for path in paths])
+        )
         text = [*chain.from_iterable(path.tokens for path in paths), *joined]
         lane.tokens = lane.tokens + text
         lane.steps += max(path.steps for path in paths)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_parallel.generation.config import ParallelConfig
-from hf_parallel.generation.modes.fork_join.dialect import DIALECTS, Dialect
+from hf_parallel.generation.dialects import DIALECTS, Dialect
 from hf_parallel.generation.modes.fork_join.output import ForkJoinOutput
 from hf_parallel.generation.validation import check_choice, check_int
 
@@ -40,4 +40,6 @@ class ForkJoinSettings(ParallelConfig[ForkJoinOutput]):
     @property
     def format(self) -> Dialect:
         """The dialect."""
+        if isinstance(self.dialect, Dialect):
+            return self.dialect
         return DIALECTS[self.dialect] if isinstance(self.dialect, str) else Dialect(**self.dialect)

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ModePrompt, ModeRows, ModeTraits, RowPlace
-from hf_parallel.generation.modes.pdos.parser import BlockFormat
+from hf_parallel.generation.dialects import SkeletonDialect
 from hf_parallel.generation.modes.pdos.run import PDOSRun, TrunkFormatProcessor
 from hf_parallel.generation.modes.pdos.settings import PDOSSettings
 from hf_parallel.generation.prompts import Chat, build_prompt
@@ -91,7 +91,9 @@ class PDOSConfig(PDOSSettings):
         keeps_states=True,
         streams_text=True,
         streams_tokens="when_final",
-        text_markers={**BlockFormat().markers, "join": "reencode", "branch_separator": "\n"},
+        dialect=lambda config: SkeletonDialect(
+            **config.markers, join=config.join, branch_separator=config.branch_separator
+        ),
     )
 
     def prepare(self, kwargs: Arguments) -> None:

@@ -87,24 +87,24 @@ class BranchRow(Row):
         return min(found, default=(None, ""))
 
 
-def answer_log_probs(sampler: Sampler, trunks: Sequence[TrunkRow]) -> torch.Tensor | None:
+def answer_log_probs(sampler: Sampler, answers: Sequence[Sequence[Token]]) -> torch.Tensor | None:
     """Return the log-probabilities of the tokens of answers, float32 `[len(trunks), longest]`; NaN if not sampled."""
     if not sampler.returns_log_probs:
         return None
     drawn = spread(sampler.drawn, sampler.num_rows, by_draw=True).tolist()
-    return padded_log_probs([[drawn[t.row][t.draw] if t.draw >= 0 else math.nan for t in one.tokens] for one in trunks])
+    return padded_log_probs([[drawn[t.row][t.draw] if t.draw >= 0 else math.nan for t in answer] for answer in answers])
 
 
-def aligned(samples: list[torch.Tensor] | None, trunks: Sequence[TrunkRow]) -> list[torch.Tensor] | None:
+def aligned(samples: list[torch.Tensor] | None, answers: Sequence[Sequence[Token]]) -> list[torch.Tensor] | None:
     """Reorder `[rows, vocabulary]` per sample into `[batch, vocabulary]` per token; zeros for tokens not sampled."""
     if samples is None:
         return None
     found = []
-    for position in range(max(len(trunk.tokens) for trunk in trunks)):
-        values = samples[0].new_zeros(len(trunks), samples[0].shape[-1])
-        for trunk in trunks:
-            token = trunk.tokens[position] if position < len(trunk.tokens) else Token(-1, b"")
+    for position in range(max(map(len, answers))):
+        values = samples[0].new_zeros(len(answers), samples[0].shape[-1])
+        for index, tokens in enumerate(answers):
+            token = tokens[position] if position < len(tokens) else Token(-1, b"")
             if token.draw >= 0:
-                values[trunk.index] = samples[token.draw][token.row]
+                values[index] = samples[token.draw][token.row]
         found.append(values)
     return found

@@ -132,7 +132,8 @@ class PDOSRun:
             self._pass_tokens = Counter(self._pass_stages)
             loop.decode(rows, logits, self._on_token, self._move_joined, self._schedule)
         sampler, trunks = loop.sampler, self.trunks
-        sampler.scores, sampler.logits = (aligned(kept, trunks) for kept in (sampler.scores, sampler.logits))
+        answers = [trunk.tokens for trunk in trunks]
+        sampler.scores, sampler.logits = (aligned(kept, answers) for kept in (sampler.scores, sampler.logits))
         output = loop.output(
             PDOSOutput,
             trunks,
@@ -140,7 +141,7 @@ class PDOSRun:
             transcripts=[self._transcript(trunk) for trunk in trunks],
             fallback=[trunk.fallback for trunk in trunks],
             stages=self.stages,
-            log_probs=answer_log_probs(loop.sampler, trunks),
+            log_probs=answer_log_probs(sampler, answers),
         )
         none = "the model opened no block; pass titles=[...]"
         warn_sequential([None if trunk.blocks else trunk.fallback or none for trunk in trunks])

@@ -1,9 +1,12 @@
-"""Dialects: formats of text that a model writes in parallel, for training (`from_text`) and for the mode `fork_join`."""
+"""Dialects: formats of text that a model writes in parallel, for training data and for the modes that run it."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TypeAlias
+
+from hf_parallel.generation.validation import check_choice
 
 POSITIONS = ("depth", "overlap", "concatenated", "reencode")
 """See `Dialect.positions`."""
@@ -92,6 +95,31 @@ class Dialect:
         return list(dict.fromkeys(re.findall(pattern, text)))
 
 
+@dataclass(frozen=True)
+class SkeletonDialect:
+    """Format of text whose parts are announced by a skeleton of titles, which is dropped when the parts begin.
+
+    A part begins with `branch_marker`, its title and `title_end`; in the skeleton `ellipsis` and `branch_separator`
+    follow. `terminator` ends the parts. `join`: `reencode` or `rotate`, as in `PDOSConfig`.
+    """
+
+    branch_marker: str
+    title_end: str
+    ellipsis: str
+    terminator: str
+    join: str = "reencode"
+    branch_separator: str = "\n"
+
+    def __post_init__(self) -> None:
+        check_choice("join", self.join, ("reencode", "rotate"))
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Texts that a tokenizer must be able to encode."""
+        return (self.branch_marker, self.title_end, self.ellipsis, self.terminator)
+
+
+AnyDialect: TypeAlias = Dialect | SkeletonDialect
 DIALECTS = {
     "multiverse": Dialect(
         region=("<Parallel>", "</Parallel>"),
