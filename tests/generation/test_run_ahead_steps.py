@@ -13,7 +13,7 @@ from test_hogwild_run import BLANKS, EOS, STOP_BLANK
 from workers import SETTINGS, TOKENIZER, WORDY, Listener, Recording, small_model, write
 
 import hf_parallel
-from hf_parallel.generation import decode, executor
+from hf_parallel.generation import MODES, decode, executor
 from hf_parallel.generation.sampling import Sampler
 
 PROMPTS, MASK = tiny.left_pad(tiny.make_prompts([23, 11]))
@@ -127,7 +127,7 @@ def test_passes_are_rarely_queued_ahead_while_many_are_void(both: Any, monkeypat
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("llama", mode) for mode in BUILT_IN] + [("lfm2", mode) for mode in BUILT_IN if mode != "hogwild"],
+    [("llama", mode) for mode in BUILT_IN] + [("lfm2", mode) for mode in BUILT_IN if MODES[mode].traits.keeps_states],
 )
 def test_every_mode_generates_the_same(both: Any, name: str, mode: str) -> None:
     model = hf_parallel.enable(tiny.build(name))

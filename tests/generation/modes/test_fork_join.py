@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from transformers import LogitsProcessor
 from workers import TOKENIZER, encode, small_model
 
 import hf_parallel
-from hf_parallel import ForkJoinOutput
+from hf_parallel import Fork, ForkJoinOutput
 from hf_parallel.generation.dialects import DIALECTS, Dialect
 from hf_parallel.training import ParallelExample, teacher_forced_logits
 
@@ -24,6 +25,7 @@ EVERY_SETTING: dict[str, Any] = {
     "cuda_graph": False,
     "compile": False,
     "dialect": {"region": ["<A>", "</A>"], "branch": ["<B>", "</B>"], "positions": "reencode"},
+    "opening": "So",
     "paths": 3,
     "path_max_new_tokens": 12,
     "max_paths": 9,
@@ -157,3 +159,76 @@ def test_a_model_that_writes_a_text_gives_this_text_and_its_forks(name: str, see
     uncomputed = trained - ran  # the last token of a path that is computed again as plain text
     assert all(token == ord(">") for _, token in uncomputed)
     assert not uncomputed or dialect.positions == "reencode"
+
+
+def check_forks(tokens: list[int], forks: Sequence[Fork]) -> None:
+    """The paths of forks are their slices of the tokens."""
+    end = 0
+    for fork in forks:
+        assert end <= fork.start < fork.end <= len(tokens)
+        assert tokens[fork.start : fork.end] == [token for path in fork.paths for token in path.tokens]
+        end = fork.end
+        for path in fork.paths:
+            check_forks(path.tokens, path.forks)
+
+
+def random_call(rng: random.Random) -> dict[str, Any]:
+    """Return a call in whose dialect single letters are tags, so that a random model forks now and then."""
+    a, b, c, d = rng.sample("etaoinshrb", 4)
+    dialect = Dialect(
+        (a, b),
+        (c, d),
+        rng.choice(["depth", "overlap", "reencode"]),
+        gap=rng.choice(["", "\n"]),
+        joined=rng.choice(["", "}}", "}"]),
+        opening=rng.choice(["", c + "{number}:", "\n" + c]),
+        is_nested=rng.random() < 0.8,
+    )
+    return {
+        "dialect": dialect,
+        "opening": rng.choice(["", "So", f"{a}, {c}"]),
+        "paths": rng.randint(1, 4),
+        "max_depth": rng.randint(1, 3),
+        "max_paths": rng.randint(3, 12),
+        "path_max_new_tokens": rng.choice([None, 3, 10]),
+        "max_new_tokens": rng.choice([8, 20, 60, 120]),
+        "num_return_sequences": rng.choice([1, 1, 2]),
+        "seed": rng.randint(0, 99),
+        "do_sample": True,
+        "sequence_bias": {(ord(a),): 4.0, (ord(d),): 4.0},
+        "eos_token_id": rng.choice([tiny.EOS, ord("q")]),
+    }
+
+
+def check_random_call(model: Any, seed: int) -> int:
+    """Check the tokens, forks and logits of a random call. Return the number of its forks."""
+    rng = random.Random(seed)
+    ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in PROMPTS[: rng.randint(1, 3)]])
+    settings = random_call(rng)
+    given = {"tokenizer": TOKENIZER, "return_dict_in_generate": True, "pad_token_id": tiny.PAD, **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # an answer without a fork
+        out = model.generate(ids, attention_mask=mask, generation_mode="fork_join", **given)
+    for row, forks, length in zip(out.sequences.tolist(), out.forks, out.record.lengths, strict=True):
+        tokens = row[ids.shape[1] : length]
+        assert len(tokens) <= settings["max_new_tokens"]
+        check_forks(tokens, forks)
+    check_logits(model, out)
+    return sum(map(len, out.forks))
+
+
+def test_random_calls_keep_their_budgets_and_equal_the_training_mask() -> None:
+    model = hf_parallel.enable(small_model())
+    assert sum(check_random_call(model, seed) for seed in range(12)) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if not tiny.ARCHITECTURES[name].sliding_window])
+def test_logits_equal_the_training_mask_on_every_architecture(name: str) -> None:
+    try:
+        model = hf_parallel.enable(tiny.build(name))
+    except hf_parallel.UnsupportedModelError:
+        pytest.skip("not supported")
+    for seed in range(5):
+        check_random_call(model, seed)
+    hf_parallel.disable(model)

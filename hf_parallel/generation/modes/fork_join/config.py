@@ -42,6 +42,8 @@ class ForkJoinConfig(ForkJoinSettings):
     ----------
     dialect : str or Dialect
         `multiverse`, `npr`, `parallel_r1`, `threadweaver`, or a format of your own.
+    opening : str
+        First text of every answer, for models that do not open a fork. If it contains one, its paths start at once.
     paths : int
         Number of paths of a fork in dialects without an outline, such as `parallel_r1`.
     path_max_new_tokens : int, optional

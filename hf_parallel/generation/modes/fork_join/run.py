@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from itertools import chain
 
+import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
@@ -48,6 +49,11 @@ class ForkJoinRun:
         self.known: dict[str, list[Token]] = {}
         for text in (self.dialect.fork_text, *self.dialect.branch, self.dialect.joined_text):
             self._tokens(text)
+        self.opening = self._tokens(config.opening) if config.opening else []
+        if len(self.opening) >= call.max_new_tokens:
+            raise ValueError(
+                f"opening must be shorter than the {call.max_new_tokens} new tokens, got {config.opening!r}"
+            )
         self.closing = self._tokens(self.dialect.branch[1] + self.dialect.gap)
         self.cache = call.new_cache(SharedPrefixCache, call.capabilities.rotary)
         call.claim_cache(self.cache)
@@ -73,7 +79,10 @@ class ForkJoinRun:
                 answer = Answer(index, call.max_new_tokens)
                 self.roots.append(Lane(answer, index, [*leaf.view, block]))
                 self.roots[-1].table_from = loop.table.lengths[index]
-            loop.decode(self.roots, logits, self._on_token, schedule=self._schedule)
+            rows = self.roots
+            if self.opening:
+                rows, logits = self._prefill_opening()
+            loop.decode(rows, logits, self._on_token, schedule=self._schedule)
         sampler, answers = loop.sampler, [root.tokens for root in self.roots]
         sampler.scores, sampler.logits = (aligned(kept, answers) for kept in (sampler.scores, sampler.logits))
         fallback = [root.answer.fallback for root in self.roots]
@@ -93,6 +102,22 @@ class ForkJoinRun:
             ]
         )
         return output
+
+    def _prefill_opening(self) -> tuple[list[Lane], torch.Tensor]:
+        """Start every answer with the opening, which may fork. Return the active rows and the logits that follow."""
+        began = time.perf_counter()
+        for root in self.roots:
+            root.append(self.opening)
+            root.pending = ids(self.opening)
+            root.answer.left -= len(self.opening)
+            self.loop.table.extend(root.index, root.pending)
+            self._show(root, root.text)
+            if not (end := _find(root, self.dialect.fork_text, 0)) or not self._fork(root, end):
+                self.loop.stats.prefilled_tokens += len(self.opening)
+        rows = self._schedule(self.roots)
+        logits = self.loop.step(rows)
+        self.loop.stats.prefill_seconds += time.perf_counter() - began
+        return rows, logits
 
     # Callbacks of the decode loop
 

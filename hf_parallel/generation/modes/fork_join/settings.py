@@ -9,7 +9,7 @@ from typing import Any
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.dialects import DIALECTS, Dialect
 from hf_parallel.generation.modes.fork_join.output import ForkJoinOutput
-from hf_parallel.generation.validation import check_choice, check_int
+from hf_parallel.generation.validation import check_choice, check_int, check_text
 
 
 @dataclass
@@ -17,6 +17,7 @@ class ForkJoinSettings(ParallelConfig[ForkJoinOutput]):
     """Settings of forks: see `ForkJoinConfig`."""
 
     dialect: str | Mapping[str, Any] | Dialect = "multiverse"
+    opening: str = ""
     paths: int = 2
     path_max_new_tokens: int | None = None
     max_paths: int = 32
@@ -33,6 +34,7 @@ class ForkJoinSettings(ParallelConfig[ForkJoinOutput]):
             raise ValueError(f"dialect has no {unknown[0]!r}, only {sorted(Dialect.__dataclass_fields__)}")
         if self.format.positions == "concatenated":
             raise ValueError("positions='concatenated' is for training: a path cannot start where another will end")
+        check_text("opening", self.opening)
         for name in ("paths", "max_paths", "max_depth", "path_max_new_tokens"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1)
