@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
 from collections import Counter
@@ -18,6 +19,7 @@ from workers import TOKENIZER, encode, small_model
 import hf_parallel
 from hf_parallel import Fork, ForkJoinOutput
 from hf_parallel.generation.dialects import DIALECTS, Dialect
+from hf_parallel.generation.enabled import enabled
 from hf_parallel.training import ParallelExample, teacher_forced_logits
 
 EVERY_SETTING: dict[str, Any] = {
@@ -36,6 +38,8 @@ SMALL_CALL: dict[str, Any] = {"dialect": "parallel_r1"}
 """Arguments of a short call with a tiny model."""
 PROMPTS = ("Think: ", "And ", "Well, now: ")
 OVERLAP = Dialect(("<P>", "</P>"), ("<B>", "</B>"), "overlap")
+UNTRAINED = {"llama4_text", "ministral3"}
+"""Models without training on packed rows, which is the oracle."""
 ALL = {**DIALECTS, "overlap": OVERLAP}
 
 
@@ -110,7 +114,7 @@ def tell(stories: Sequence[Story], dialect: Dialect, model: Any = None, **settin
         write(*pair, script)[len(pair[2]) :] for pair in zip(stories, [dialect] * len(stories), prompts, strict=True)
     ]
     ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in prompts])
-    given = {"max_new_tokens": 900, "do_sample": False, "return_dict_in_generate": True, **settings}
+    given = {"max_new_tokens": 3000, "do_sample": False, "return_dict_in_generate": True, **settings}
     out = (model or small_model()).generate(
         ids,
         attention_mask=mask,
@@ -144,7 +148,7 @@ def placed(example: ParallelExample) -> Counter[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_model_that_writes_a_text_gives_this_text_and_its_forks(name: str, seed: int) -> None:
     dialect, model = ALL[name], hf_parallel.enable(small_model())
     texts, out = tell(list(stories(seed, dialect)), dialect, model)
@@ -223,12 +227,17 @@ def test_random_calls_keep_their_budgets_and_equal_the_training_mask() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if not tiny.ARCHITECTURES[name].sliding_window])
-def test_logits_equal_the_training_mask_on_every_architecture(name: str) -> None:
+@pytest.mark.parametrize("name", sorted({*tiny.ARCHITECTURES} - UNTRAINED))
+def test_random_calls_equal_the_training_mask_on_every_architecture(name: str) -> None:
+    model, checked = hf_parallel.enable(tiny.build(name)), 0
     try:
-        model = hf_parallel.enable(tiny.build(name))
-    except hf_parallel.UnsupportedModelError:
-        pytest.skip("not supported")
-    for seed in range(5):
-        check_random_call(model, seed)
-    hf_parallel.disable(model)
+        for seed in range(12):
+            with contextlib.suppress(hf_parallel.UnsupportedModelError):  # of these positions
+                check_random_call(model, seed)
+                checked += 1
+            if checked == 3:
+                break
+        assert checked == 3 or enabled(model).capabilities.dense
+    finally:
+        hf_parallel.disable(model)
+        tiny.clear_cache()

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 
 from hf_parallel.cache import Block, View
-from hf_parallel.cache.batch import next_position
+from hf_parallel.cache.pool import Pool
 from hf_parallel.generation.modes.fork_join.output import Fork, Path
 from hf_parallel.generation.modes.pdos.token_text import Token, ids, text_of
 from hf_parallel.generation.rows import PendingWrites, Row
@@ -22,6 +22,13 @@ class Answer:
         self.fallback: str | None = None
         self.views: dict[Block, View] = {}  # of each block's tokens
         self.writes = PendingWrites(lambda block: self.views[block])
+
+    def free(self, pool: Pool, blocks: Sequence[Block]) -> None:
+        """Delete blocks, and what is pending in them."""
+        self.writes.pending = [write for write in self.writes.pending if write[0] not in blocks]
+        for block in blocks:
+            del self.views[block]
+            pool.free(block)
 
 
 class Lane(Row):
@@ -51,6 +58,11 @@ class Lane(Row):
         return self.view[-1]
 
     @property
+    def position(self) -> int:
+        """Position of the token after its text."""
+        return self.block.base + self.num_in_block
+
+    @property
     def uncached(self) -> list[Token]:
         """Tokens whose keys and values are not computed yet."""
         return self.tokens[len(self.tokens) - (self.num_in_block - self.block.length) :]
@@ -78,16 +90,16 @@ class Lane(Row):
         self.num_in_block += len(self.tokens) - before
         self.text = text_of(tokens)
 
+    def max_split(self, end: int) -> int:
+        """Return the maximum number of further tokens if the text is cut at byte `end`, within its last token."""
+        return len(self.tokens[-1].text) if end < len(self.text) else 0
+
     def continue_in(self, blocks: Sequence[Block], block: Block, pending: Sequence[Token]) -> None:
         """Continue after joined blocks in a new one, with tokens that are not computed yet."""
         self.view = [*self.view, *blocks, block]
         self.answer.views[block] = self.view
         self.pending, self.num_in_block = ids(pending), len(pending)
         self.text, self.text_from = b"", len(self.tokens)
-
-    def advance(self, trunk: Lane) -> int:
-        """Return by how many positions a path is longer than the lane that forked, uncomputed tokens included."""
-        return next_position(self.own_blocks(trunk)) + len(self.uncached)
 
     def record(self) -> Path:
         """Return the path as the output has it."""

@@ -16,7 +16,6 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_parallel.cache import Segment
-from hf_parallel.cache.batch import next_position
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.caller import warn_sequential
@@ -41,9 +40,8 @@ class ForkJoinRun:
         if call.past_key_values is not None:
             raise ValueError("fork_join makes its own cache; past_key_values cannot be given")
         self.config, self.call, self.dialect = config, call, config.format
-        if self.dialect.positions == "overlap" and call.capabilities.rotary is None:
-            reason = call.capabilities.why_no_rotation
-            raise UnsupportedModelError(f"positions='overlap' moves paths to other positions ({reason})")
+        if reason := _why_not(call, self.dialect.positions):
+            raise UnsupportedModelError(f"positions={self.dialect.positions!r} {reason}: 'reencode' works")
         vocabulary = get_vocabulary(call.tokenizer, vocabulary_size(call.model))
         self.vocabulary = vocabulary.without_text(call.eos_token_ids)
         self.known: dict[str, list[Token]] = {}
@@ -176,17 +174,17 @@ class ForkJoinRun:
         gap = self.dialect.first_text("")[0]
         inserted = len(gap) + sum(map(len, openings)) + len(self._tokens(self.dialect.joined_text))
         cost = inserted + len(numbers) * len(self.closing)
+        split = lane.max_split(end)
         running = len(self.roots[answer.output_row].writing()) - 1
-        if reason := self._why_not(lane, len(numbers), running, cost):
+        if reason := self._why_not(lane, len(numbers), running, cost + split):
             answer.fallback = reason
             return False
         self._cut(lane, end, gap)
         answer.left -= cost - len(gap)
         tail = ids(lane.uncached)
         answer.writes.add(lane.block, tail)
-        start = next_position(lane.view) + len(tail)
         capacity = initial_capacity(max(answer.left // len(numbers), 1), len(numbers))
-        blocks = self.cache.pool.new_blocks(len(numbers), capacity, start)
+        blocks = self.cache.pool.new_blocks(len(numbers), capacity, lane.position)
         rows = self.loop.sampler.fork(lane.index, len(numbers))
         for row, block, number, opening in zip(rows, blocks, numbers, openings, strict=True):
             answer.num_paths += 1
@@ -221,7 +219,10 @@ class ForkJoinRun:
             if cause == "eos":
                 lane.replace(lane.tokens[lane.text_from : -1])
             closing = "" if end else self.dialect.branch[1]
-            self._cut(lane, end or len(lane.text), closing + self.dialect.gap)
+            writing = len(self.roots[lane.answer.output_row].writing())
+            if end is None or lane.max_split(end) > lane.answer.left - writing:  # what follows the tag stays
+                end = len(lane.text)
+            self._cut(lane, end, closing + self.dialect.gap)
             lane.answer.left += len(self.closing)  # tokens that were reserved
         self._show(lane, b"", "end")
 
@@ -243,14 +244,12 @@ class ForkJoinRun:
         """Join the paths of a lane: with their keys and values, or as tokens that are computed again."""
         paths, start, pool = lane.paths, len(lane.tokens), self.cache.pool
         joined = self._tokens(self.dialect.joined_text)
-        base = lane.view[-1].base + lane.num_in_block
+        base = lane.position
         kept, pending = paths, joined
         if self.dialect.positions == "reencode":  # the first path has followed the lane's text
             kept, pending = paths[:1], [*chain.from_iterable(path.tokens for path in paths[1:]), *joined]
-            for path in paths[1:]:
-                for block in path.own_blocks(lane):
-                    pool.free(block)
-        advances = [path.advance(lane) for path in kept]
+            lane.answer.free(pool, [block for path in paths[1:] for block in path.own_blocks(lane)])
+        advances = [path.position - base for path in kept]
         longest = max(advances) if self.dialect.positions == "depth" else sum(advances)
         for path, advance in zip(kept, advances, strict=True):
             lane.answer.writes.add(path.block, ids(path.uncached))
@@ -297,6 +296,18 @@ class ForkJoinRun:
     def _transcript(self, root: Lane) -> str:
         kept = [token for token in ids(root.tokens) if token not in self.call.eos_token_ids]
         return self.call.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _why_not(call: GenerationCall, positions: str) -> str:
+    """Return why a model cannot place paths in this way; empty if it can."""
+    name, found = type(call.model).__name__, call.capabilities
+    if positions == "overlap" and found.rotary is None:
+        return f"moves paths to other positions ({found.why_no_rotation})"
+    if positions == "depth" and found.has_window:
+        return f"lets paths share positions, but the sliding windows of {name} count tokens"
+    if positions == "depth" and found.dense:
+        return f"lets paths share positions, but {name} counts tokens in its own attention"
+    return ""
 
 
 def _find(lane: Lane, tag: str, known: int) -> int:
