@@ -26,6 +26,7 @@ EVERY_SETTING: dict[str, Any] = {
     "seed": 7,
     "cuda_graph": False,
     "compile": False,
+    "cache_dtype": "int8",
     "dialect": {"region": ["<A>", "</A>"], "branch": ["<B>", "</B>"], "positions": "reencode"},
     "opening": "So",
     "paths": 3,
