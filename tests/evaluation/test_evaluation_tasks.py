@@ -109,7 +109,6 @@ def test_tasks_load_from_files(task: str, tmp_path: Path) -> None:
     for problem in problems:
         assert type(problem) is TASKS[task]
         assert problem.prompt
-        assert not problem.levels or "".join(problem.levels) == problem.prompt
         assert problem.score("") == problem.score("I do not know.") == 0.0
     assert load(task, tmp_path, count=1) == problems[:1]
 
@@ -286,15 +285,15 @@ def test_needles_are_hidden_in_one_text_that_all_problems_share(tmp_path: Path) 
     path = tmp_path / "book.txt"
     path.write_text(BOOK)
     problems = load_problems("needles", path, count=5, seed=1, characters=2000, num_facts=20)
-    assert len({problem.levels[0] for problem in problems}) == 1
-    assert len({problem.levels[1] for problem in problems}) == 5
-    book = problems[0].levels[0]
+    books, questions = zip(*(problem.prompt.split("\n\nQuestion:") for problem in problems), strict=True)
+    assert len(set(books)) == 1
+    assert len(set(questions)) == 5
+    book = books[0]
     assert 2000 < len(book) < 4000
     assert book.count("the cat of") == 20
     for problem in problems:
-        name = problem.levels[1].split("the cat of ")[1].split("?")[0]
+        name = problem.prompt.rpartition("the cat of ")[2].split("?")[0]
         assert f"the cat of {name} had {problem.answer} eyes" in book
-        assert "".join(problem.levels) == problem.prompt
         assert problem.score(f"Let me see.\nAnswer: {problem.answer.title()}.") == 1.0
         assert problem.score(f"Answer: not {problem.answer}") == 0.0
         assert problem.score(problem.prompt) == 0.0

@@ -55,11 +55,6 @@ class Problem:
         """Name of the task in results: `name`, or the class name."""
         return self.name or type(self).__name__
 
-    @property
-    def levels(self) -> tuple[str, ...]:
-        """Parts of the prompt, from the one shared by all problems to the problem's own; empty for a single part."""
-        return ()
-
     @classmethod
     def from_row(cls, row: Mapping[str, object]) -> Problem:
         """Make a problem from a row of the dataset. Raises `ValueError` if a column is missing or malformed."""

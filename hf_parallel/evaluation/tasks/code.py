@@ -50,7 +50,8 @@ _os.write(_channel, b"\\n" + _text.encode())
 MAX_TESTS = 1 << 28
 """Maximum size of decompressed tests, in bytes."""
 TEXT_CODES = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
-_FENCE = re.compile(r"^[ \t]*```[^\n]*$", re.MULTILINE)
+_BLOCK = re.compile(r"^[ \t]*```[^\n]*\n((?:(?![ \t]*```)[^\n]*\n)*)[ \t]*```[ \t`]*$", re.MULTILINE)
+"""Fenced block. A fence with a language begins a block, also within another that has not ended."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class CodeProblem(Problem):
     """A programming problem with tests. `answer` is empty, because any program that passes all tests is correct.
 
     Programs read stdin and write stdout. If `function` is given, tests call this function, or method of `Solution`,
-    instead. `shared` is the beginning of the prompt that other problems have too.
+    instead.
     """
 
     seconds: ClassVar[float] = 6.0
@@ -80,16 +81,10 @@ class CodeProblem(Problem):
 
     tests: tuple[Test, ...] = field(repr=False)
     function: str = ""
-    shared: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if not all(isinstance(test, Test) for test in self.tests):
             raise ValueError(f"tests must be objects Test(input, output), got {self.tests!r:.80}")
-
-    @property
-    def levels(self) -> tuple[str, ...]:
-        """Part of the prompt that all problems share, and the problem's own; empty if none is shared."""
-        return (self.shared, self.prompt.removeprefix(self.shared)) if self.shared else ()
 
     def has_answer(self, text: str) -> bool:
         return last_block(text) is not None
@@ -189,16 +184,8 @@ EXAMPLES = (
 
 
 def last_block(text: str) -> str | None:
-    """Return the last complete fenced block of a text, or None. A fence with a language begins a block."""
-    opening: re.Match[str] | None = None
-    found = None
-    for fence in _FENCE.finditer(text):
-        if opening is None or fence.group().strip(" \t`"):
-            opening = fence
-        else:
-            found = text[opening.end() + 1 : fence.start()]
-            opening = None
-    return found
+    """Return the last complete fenced block of a text, or None."""
+    return next(reversed(_BLOCK.findall(text)), None)
 
 
 P = TypeVar("P", bound=CodeProblem)
@@ -209,7 +196,7 @@ def _make(cls: type[P], question: str, tests: Sequence[Test], function: str, sta
     if function and not starter:
         form = f"Define the function `{function}`."
     prompt = f"{shared}Question: {question}\n{form}\n\nAnswer:\n"
-    return cls(prompt, "", tuple(tests), function, shared)
+    return cls(prompt, "", tuple(tests), function)
 
 
 def _lines(value: object) -> str:

@@ -7,17 +7,16 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_parallel.evaluation.tasks.base import Problem, column, text_column
-from hf_parallel.evaluation.tasks.generated import FIRST_NAMES, LAST_NAMES
+from hf_parallel.evaluation.tasks.generated import WORDS, full_names
 from hf_parallel.generation.modes import find_answer, normal_form
 from hf_parallel.generation.validation import check_int
 
 ANSWER = r"(?i)\banswer\**:[ \t*]*([^\n*]+)"
 """The rest of a line after `Answer:`."""
-COLORS = "red green blue yellow black white brown orange purple grey pink golden"
 NEEDLE = "In those years the cat of {name} had {color} eyes."
 
 
@@ -64,12 +63,6 @@ class NeedleProblem(Problem):
     name: ClassVar[str] = "needles"
     answer_pattern: ClassVar[str] = ANSWER
 
-    book: str = field(repr=False)
-
-    @property
-    def levels(self) -> tuple[str, ...]:
-        return (self.book, self.prompt[len(self.book) :])
-
     @classmethod
     def from_text(
         cls, text: str, count: int = 100, seed: int = 0, characters: int = 80_000, num_facts: int | None = None
@@ -90,20 +83,20 @@ class NeedleProblem(Problem):
             Number of facts. Default: `count`, but at least 16.
         """
         num_facts = max(count, 16) if num_facts is None else num_facts
-        names = [f"{first} {last}" for first in FIRST_NAMES.split() for last in LAST_NAMES.split()]
+        names = full_names()
         for name, value in {"count": count, "characters": characters, "num_facts": num_facts}.items():
             check_int(name, value, at_least=1)
         if not count <= num_facts <= len(names):
             raise ValueError(f"num_facts must be between count={count} and {len(names)}, got {num_facts}")
         draw = random.Random(f"{cls.name} {seed}")
         sentences = re.split(r"(?<=[.!?])\s+", text[:characters].strip())
-        facts = [(name, draw.choice(COLORS.split())) for name in draw.sample(names, num_facts)]
+        facts = [(name, draw.choice(WORDS["colors"].split())) for name in draw.sample(names, num_facts)]
         places = sorted(draw.choices(range(len(sentences) + 1), k=num_facts), reverse=True)
         for place, (name, color) in zip(places, facts, strict=True):
             sentences.insert(place, NEEDLE.format(name=name, color=color))
         book = "Read this text.\n\n" + " ".join(sentences) + "\n\n"
         question = 'Question: Which color had the eyes of the cat of {}? End with a line of the form "Answer: color".'
-        return [cls(book + question.format(name), color, book) for name, color in draw.sample(facts, count)]
+        return [cls(book + question.format(name), color) for name, color in draw.sample(facts, count)]
 
     def score(self, text: str) -> float:
         """Return 1.0 if the rest of the line after the last `Answer:` is the color, otherwise 0.0."""
