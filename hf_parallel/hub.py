@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitInfo, HfApi, metadata_save
+from jinja2 import Environment
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.generation import MODES, ParallelConfig, enable
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 GENERATE = "custom_generate/generate.py"
 REQUIREMENTS = "custom_generate/requirements.txt"
-CARD = "README.md"
+CARD, CARD_TEMPLATE = "README.md", Path(__file__).with_name("hub_card.md")
 MARK = '"""Written by hf_parallel.hub: '  # begins an exported `generate.py`; other ones are not overwritten
 CARD_MARK = "<!-- Written by hf_parallel.hub: "  # in an exported README; other ones on the Hub are not overwritten
 TAG = "custom_generate"  # of such repositories on the Hub
@@ -50,24 +51,6 @@ def generate(*inputs, model, **arguments):
     """`model.generate` in this mode. Arguments of the call override the settings above."""
     return generate_as(MODE, SETTINGS, model, inputs, arguments)
 '''
-_CARD = """{mark}the next push overwrites this file unless this line is removed. -->
-
-# `generate` in the mode `{mode}`
-
-{summary} {usage}
-
-With [transformers](https://github.com/huggingface/transformers) and `pip install hf_parallel`:
-
-```python
-{example}
-```
-
-Settings, which arguments of `generate` with the same name override:
-
-````json
-{settings}
-````
-"""
 
 
 def export(
@@ -244,43 +227,26 @@ def _write(folder: Path, name: str, config: ParallelConfig, model: Any, tokenize
 
 
 def _write_card(folder: Path, name: str, config: ParallelConfig, model: Any, tokenizer: Any) -> None:
-    usage = f"Any model uses it with `model.generate(..., custom_generate={name!r}, trust_remote_code=True)`."
-    if _adapters(model):
-        usage = f"The adapter here uses it when `hf_parallel.hub.load({name!r})` has loaded it. {usage}"
-    elif model is not None:
-        usage = f"The model here uses it when it is loaded with `trust_remote_code=True`. {usage}"
-    card = _CARD.format(
+    """Write the README, whose code takes a model or tokenizer that is not exported from elsewhere."""
+    arguments = config.traits.example_arguments
+    if model is None:
+        arguments = {**arguments, "custom_generate": json.dumps(name), "trust_remote_code": "True"}
+    template = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(CARD_TEMPLATE.read_text("utf-8"))
+    card = template.render(
         mark=CARD_MARK,
-        mode=config.mode,
+        name=json.dumps(name),
+        config=config,
         summary=(type(config).__doc__ or "").split("\n")[0],
-        usage=usage,
-        example=_example(name, config, model, tokenizer),
-        settings=json.dumps(config.stored(), indent=2, ensure_ascii=False),
+        is_model=model is not None,
+        is_adapter=bool(_adapters(model)),
+        example_model=EXAMPLE_MODEL,
+        tokenizer=json.dumps(name if tokenizer is not None else getattr(model, "name_or_path", "") or EXAMPLE_MODEL),
+        settings="".join(f", {setting}={value!r}" for setting, value in config.stored().items()),
+        arguments="".join(f", {argument}={code}" for argument, code in arguments.items()),
+        stored=json.dumps(config.stored(), indent=2, ensure_ascii=False),
     )
     (folder / CARD).write_text(card, encoding="utf-8")
     metadata_save(folder / CARD, {"library_name": "transformers", "tags": [TAG]})
-
-
-def _example(name: str, config: ParallelConfig, model: Any, tokenizer: Any) -> str:
-    """Return code that generates in the mode; a model or tokenizer that is not exported comes from elsewhere."""
-    words = json.dumps(name if tokenizer is not None else getattr(model, "name_or_path", "") or EXAMPLE_MODEL)
-    repository, imported = json.dumps(name), "AutoTokenizer"
-    load, custom = f"hf_parallel.hub.load({repository})", ""
-    if model is None:
-        load, imported = f'AutoModelForCausalLM.from_pretrained("{EXAMPLE_MODEL}")', f"AutoModelForCausalLM, {imported}"
-        custom = f", custom_generate={repository}, trust_remote_code=True"
-    settings = "".join(f", {setting}={value!r}" for setting, value in config.stored().items())
-    more = "".join(f", {argument}={code}" for argument, code in config.traits.example_arguments.items())
-    return f"""import hf_parallel
-from transformers import {imported}
-
-model = {load}
-tokenizer = AutoTokenizer.from_pretrained({words})
-task = "Plan a day in Rome for six friends."
-prompt = hf_parallel.build_prompt("{config.mode}", task, tokenizer{settings})
-output = model.generate(**prompt, max_new_tokens=64, tokenizer=tokenizer{more}{custom})
-for row in output:
-    print(tokenizer.decode(row, skip_special_tokens=True))"""
 
 
 def _adapters(model: Any) -> list[str]:

@@ -9,33 +9,14 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 from hf_parallel.generation.validation import check_int
 
 Complete = Callable[[str], str]
-LEVELS = {
-    1: "No collaboration. The workers write as if they were alone; nothing that one writes depends on another.",
-    2: "Awareness. They notice each other, greet or agree, but do the same work twice and gain nothing from it.",
-    3: "Division of labor. They split the task into parts, but hardly look at what the others find.",
-    4: "Exchange. They split the work and use results of others: they refer to them, check them or skip what is done.",
-    5: "Joint work. They build on each other's ideas, find each other's mistakes, and change plans as others progress.",
-    6: "Ideal team. Every step uses all that is known to any of them; no work is repeated and nobody waits. Very rare.",
-}
-"""Levels of collaboration. The paper describes 1, 3 and 6; 2 and 4 follow its examples in appendix G.3."""
-RUBRIC = (
-    "You rate how well workers coordinate who solve one problem at the same time. Below is what each of them has "
-    "written. They may see each other's text while it is written. Rate their coordination alone: whether they talk to "
-    "each other, divide the work, use and extend each other's ideas, and avoid repeated work. Whether the solution is "
-    "correct, clear or complete does not matter.\n\nLevels:\n"
-    + "\n".join(f"{level}: {meaning}" for level, meaning in LEVELS.items())
-    + "\n\nChoose the highest level that is met throughout, not just once."
-)
-REMINDER = (
-    "This was the text to rate. Do not solve the problem and do not continue the text. Reply in two lines of this "
-    "form:\n"
-    "Reason: one or two sentences with evidence from the text\nScore: a whole number from 1 to 6"
-)
+PROMPT = Path(__file__).with_name("judge_prompt.txt")
+"""Rubric, delimited transcript and reminder. The paper describes 1, 3 and 6; 2 and 4 follow its appendix G.3."""
 _SCORE = re.compile(r"score[\"'*_`\s]{0,8}(?:[:=]|is)[\"'*_`\s]{0,8}(\d+)(?![\d.]*\d)", re.IGNORECASE)
 _REASON = re.compile(
     r"reason[\"'*_`\s]{0,8}[:=]\s*(.+?)(?=\n\s*[\"'*_`{,]*score|[\"']\s*[,}]|\Z)", re.IGNORECASE | re.DOTALL
@@ -92,14 +73,14 @@ def judge_prompt(transcript: str | Mapping[str, str]) -> str:
     if isinstance(transcript, Mapping):
         transcript = "\n\n".join(f"Text of {name}:\n{text.strip()}" for name, text in transcript.items())
     mark = f"===== {hashlib.sha256(transcript.encode('utf-8', 'replace')).hexdigest()[:12]} ====="
-    return f"{RUBRIC}\n\n{mark}\n{transcript}\n{mark}\n\n{REMINDER}"
+    return PROMPT.read_text(encoding="utf-8").format(mark=mark, transcript=transcript)
 
 
 def read_reply(reply: str) -> tuple[int, str] | None:
     """Return score and reason of a reply after `</think>`, or None unless it has exactly one valid score."""
     text = reply.rpartition("</think>")[2]
     scores = {int(digits) for digits in _SCORE.findall(text) if len(digits) < 3}
-    if len(scores) != 1 or not scores <= LEVELS.keys():
+    if len(scores) != 1 or not scores <= set(range(1, 7)):
         return None
     reason = _REASON.search(text)
     return scores.pop(), " ".join(reason[1].split()).strip("\"'*_, ") if reason else ""
