@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -222,139 +222,108 @@ class SkeletonRun(StagedRun):
 
     def generate(self) -> Generated:
         """Generate. Return a tensor `int64 [batch, length]` or a `SkeletonOfThoughtOutput`."""
-        answers = self.answers
-        self._run_stage(SkeletonAnswer.outline_rows)
-        self._run_stage(SkeletonAnswer.point_rows, self.config.point_workers)
-        self._run_stage(SkeletonAnswer.conclusion_rows)
+        answers, outlines, workers = (
+            self.answers,
+            [answer.outline for answer in self.answers],
+            self.config.point_workers,
+        )
+        self._run_stage([[outline] for outline in outlines])
+        self._run_stage([answer.point_rows() for answer in answers], workers)
+        self._run_stage([answer.conclusion_rows() for answer in answers])
+        lasts = [answer.add_last() for answer in answers]
+        fallback = [answer.fallback for answer in answers]
         output = self.output(
             SkeletonOfThoughtOutput,
             [answer.tokens for answer in answers],
             [answer.log_probs for answer in answers],
             texts=[answer.text for answer in answers],
-            outlines=[answer.outline.prefix + answer.outline.text for answer in answers],
+            outlines=[outline.prefix + outline.text for outline in outlines],
             points=[answer.points for answer in answers],
-            conclusions=[answer.conclusion for answer in answers],
-            fallback=[answer.fallback for answer in answers],
+            conclusions=["" if row is None else row.prefix + row.text for row in lasts],
+            fallback=fallback,
         )
-        warn_sequential([answer.fallback for answer in answers])
+        warn_sequential(fallback)
         return output
 
-    def _run_stage(
-        self, rows_of: Callable[[SkeletonAnswer], list[CompletionRow]], max_active: int | None = None
-    ) -> None:
-        groups = [rows_of(answer) for answer in self.answers]
+    def _run_stage(self, groups: Sequence[Sequence[CompletionRow]], max_active: int | None = None) -> None:
+        """Generate the rows of each answer, which continue the RNG of the answer."""
         if any(groups):
-            rngs = [
-                rng for answer, rows in zip(self.answers, groups, strict=True) for rng in answer.fork_rngs(len(rows))
-            ]
+            rngs: list[RowRNG] = []
+            for answer, rows in zip(self.answers, groups, strict=True):
+                if answer.rng is not None:
+                    answer.rng.skip()  # so that two stages have different random numbers
+                    rngs += answer.rng.fork(len(rows))
             self.run_stage(groups, max_active=max_active, seed=rngs or None)
 
 
 class SkeletonAnswer:
-    """Answer to one prompt; `outline_rows`, `point_rows` and `conclusion_rows` make the rows of its three stages."""
+    """Answer to one prompt: its text and tokens so far, and their log-probabilities (NaN: not sampled)."""
 
     def __init__(self, run: SkeletonRun, prompt: int, rng: RowRNG | None) -> None:
         self.run, self.config, self.prompt, self.rng = run, run.config, prompt, rng
         self.fallback: str | None = None
-        self.titles: list[str] = []
-        self.pieces: list[tuple[str, list[int], list[float]]] = []  # text, tokens, log-probabilities before `last`
-        self.point_completions: list[CompletionRow] = []
-        self.last: CompletionRow | None = None  # the conclusion, or an answer without outline
-
-    def outline_rows(self) -> list[CompletionRow]:
-        """Return the row of the outline."""
-        config = self.config
-        suffix = self._encode(config.outline_prompt + config.outline_start)
-        self.outline = self._completion(
-            0,
-            suffix,
-            config.outline_tokens,
-            config.outline_start,
-            lambda text: config.outline_ends(config.outline_start + text),
-        )
-        return [self.outline]
+        self.points: list[SkeletonPoint] = []
+        self.text = ""
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self._rows: list[CompletionRow] = []  # of the points
+        self._last: CompletionRow | None = None  # the conclusion, or an answer without outline
+        config, start = self.config, self.config.outline_start
+        suffix = self._encode(config.outline_prompt + start)
+        self.outline = self._completion(0, suffix, config.outline_tokens, start, self._outline_ends)
 
     def point_rows(self) -> list[CompletionRow]:
         """Return a row for each point of the outline, or one for the whole answer if there are too few."""
         config, outline = self.config, self.outline
-        self.titles = config.read_points(outline.prefix + outline.text, outline.truncated)
-        if len(self.titles) < config.min_points:
-            count, self.titles = len(self.titles), []
-            self.fallback = f"the outline has {count} of at least {config.min_points} points"
-            self.last = self._completion(0, [], None)
-            return [self.last]
-        skeleton = "\n".join(f"{number}. {title}" for number, title in enumerate(self.titles, start=1))
-        for number, title in enumerate(self.titles, start=1):
-            heading = self._heading(number)
-            prompt = config.point_prompt.format(skeleton=skeleton, number=number, point=title)
-            row = self._completion(
-                number, self._encode(prompt + heading), config.point_tokens, heading, self._point_ends
-            )
-            self.point_completions.append(row)
-        return self.point_completions
+        titles = config.read_points(outline.prefix + outline.text, outline.truncated)
+        if len(titles) < config.min_points:
+            self.fallback = f"the outline has {len(titles)} of at least {config.min_points} points"
+            self._last = self._completion(0, [], None)
+            return [self._last]
+        skeleton = "\n".join(f"{number}. {title}" for number, title in enumerate(titles, start=1))
+        for number, title in enumerate(titles, start=1):
+            heading = config.point_heading.format(number=number, point=title)
+            prompt = config.point_prompt.format(skeleton=skeleton, number=number, point=title) + heading
+            row = self._completion(number, self._encode(prompt), config.point_tokens, heading, self._point_ends)
+            self._rows.append(row)
+            self.points.append(SkeletonPoint(number, title, "", row.tokens, row.prompt.tolist()))
+        return self._rows
 
     def conclusion_rows(self) -> list[CompletionRow]:
-        """Return the row of the conclusion, if any."""
+        """Add the points to the answer. Return the row of the conclusion, if any."""
         config = self.config
         if self.fallback is not None:
             return []
-        for number, row in enumerate(self.point_completions, start=1):
-            self._add_text(self._heading(number))
-            self.pieces.append((row.text, row.text_tokens, row.log_probs[: len(row.text_tokens)]))
-            if config.conclusion_tokens != 0 or number < len(self.titles):
-                self._add_text(_missing_end(row.text, config.point_gap))
+        for point, row in zip(self.points, self._rows, strict=True):
+            point.text = row.text
+            self._add(row.prefix)
+            self._add(row.text, row.detokenizer.tokens, row.log_probs)
+            if config.conclusion_tokens != 0 or row is not self._rows[-1]:
+                self._add(_missing_end(row.text, config.point_gap))
         if config.conclusion_tokens == 0:
             return []
-        self._add_text(config.conclusion_prompt)
-        self.last = self._completion(0, self.tokens, config.conclusion_tokens, config.conclusion_prompt)
-        return [self.last]
+        self._add(config.conclusion_prompt)
+        self._last = self._completion(0, self.tokens, config.conclusion_tokens, config.conclusion_prompt)
+        return [self._last]
 
-    @property
-    def tokens(self) -> list[int]:
-        """Tokens of the answer."""
-        last = [] if self.last is None else self.last.tokens
-        return [token for _, tokens, _ in self.pieces for token in tokens] + last
+    def add_last(self) -> CompletionRow | None:
+        """Add the conclusion, or the answer without an outline, to the answer. Return the conclusion, if any."""
+        if self._last is not None:
+            self._add(self._last.text, self._last.tokens, self._last.log_probs)
+        return self._last if self.fallback is None else None
 
-    @property
-    def log_probs(self) -> list[float]:
-        """Log-probabilities of the tokens; NaN for tokens that the mode inserts."""
-        last = [] if self.last is None else self.last.log_probs
-        return [value for _, _, values in self.pieces for value in values] + last
+    def _add(self, text: str, tokens: Sequence[int] | None = None, log_probs: Sequence[float] = ()) -> None:
+        """Append a text; without `tokens` one that was not sampled."""
+        tokens = self._encode(text) if tokens is None else tokens
+        self.text += text
+        self.tokens += tokens
+        self.log_probs += log_probs[: len(tokens)] or [math.nan] * len(tokens)
 
-    @property
-    def text(self) -> str:
-        """Text of the answer."""
-        return "".join(text for text, _, _ in self.pieces) + ("" if self.last is None else self.last.text)
-
-    @property
-    def conclusion(self) -> str:
-        """Conclusion, `conclusion_prompt` included; empty if there is none."""
-        return "" if self.last is None or self.fallback is not None else self.last.prefix + self.last.text
-
-    @property
-    def points(self) -> list[SkeletonPoint]:
-        """Points with their texts."""
-        return [
-            SkeletonPoint(number, title, row.text, list(row.tokens), row.prompt.tolist())
-            for number, (title, row) in enumerate(zip(self.titles, self.point_completions, strict=True), start=1)
-        ]
-
-    def fork_rngs(self, count: int) -> list[RowRNG]:
-        """Return independent RNGs for `count` rows of the next stage; empty without a seed."""
-        if self.rng is None:
-            return []
-        self.rng.skip()  # so that two stages have different random numbers
-        return self.rng.fork(count)
-
-    def _heading(self, number: int) -> str:
-        return self.config.point_heading.format(number=number, point=self.titles[number - 1])
+    def _outline_ends(self, text: str) -> bool:
+        return self.config.outline_ends(self.config.outline_start + text)
 
     def _point_ends(self, text: str) -> bool:
         return bool(self.config.point_end) and self.config.point_end in text.lstrip()
-
-    def _add_text(self, text: str) -> None:
-        tokens = self._encode(text)
-        self.pieces.append((text, tokens, [math.nan] * len(tokens)))
 
     def _encode(self, text: str) -> list[int]:
         return encode(self.run.call.tokenizer, text) if text else []

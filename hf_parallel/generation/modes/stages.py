@@ -73,31 +73,17 @@ class CompletionRow(Row):
         self.group_index = 0
         self.leaf: Node
         self.recompute_last = False  # the keys of its pending token are cached: the next pass computes only logits
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self.detokenizer = IncrementalDetokenizer(tokenizer)  # of its text, without an end-of-sequence token
 
     @property
     def text(self) -> str:
         """Generated text, without an end-of-sequence token."""
-        return self._detokenizer.text
-
-    @property
-    def text_tokens(self) -> list[int]:
-        """Tokens of the text."""
-        return self._detokenizer.tokens
+        return self.detokenizer.text
 
     @property
     def sequence(self) -> np.ndarray:
         """Prompt and generated tokens, int64."""
         return np.concatenate((self.prompt, np.array(self.tokens, np.int64)))
-
-    def append(self, token: int, is_eos: bool, ended: bool) -> tuple[str, bool]:
-        """Append a token. Return its text, and whether the row stays active."""
-        self.tokens.append(token)
-        added = "" if is_eos else self._detokenizer.add([token])
-        complete = ended or (self.is_complete is not None and self.is_complete(self.text))
-        self.truncated = not complete and len(self.tokens) >= self.max_new_tokens
-        self.pending, self.recompute_last = [token], False
-        return added, not (complete or self.truncated)
 
     def tokens_left(self) -> int:
         return self.max_new_tokens - len(self.tokens)
@@ -175,13 +161,17 @@ class _Stage:
     def _on_token(self, row: CompletionRow, token: int, ended: bool) -> bool:
         if not row.tokens:
             self.call.show(row.output_row, row.prefix, "begin")
-        added, is_active = row.append(token, token in self.call.eos_token_ids, ended)
+        row.tokens.append(token)
+        row.pending, row.recompute_last = [token], False
+        added = "" if token in self.call.eos_token_ids else row.detokenizer.add([token])
         self.call.show(row.output_row, added, "token")
-        if row.truncated:
+        ended = ended or (row.is_complete is not None and row.is_complete(row.text))
+        if not ended and len(row.tokens) >= row.max_new_tokens:
+            ended = row.truncated = True
             self.call.record.truncated.add(row.output_row)
-        if not is_active:
+        if ended:
             self.call.show(row.output_row, "", "end")
-        return is_active
+        return not ended
 
     def _schedule(self, active: Sequence[CompletionRow]) -> Sequence[CompletionRow]:
         """Return the rows of the next pass: active ones, and new ones in place of ended ones."""
