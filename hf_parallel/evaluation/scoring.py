@@ -35,9 +35,7 @@ from hf_parallel.models.cached_model import PREFILL_CHUNK, CachedModel
 from hf_parallel.models.linear import linear_layers
 
 MAX_LOGITS = 1 << 27
-"""Maximum number of logits per forward pass; at least those of one token."""
-SOFTMAX_ROWS = 128
-"""Maximum number of distributions normalized at a time."""
+"""Limits the tokens per forward pass by the size of the vocabulary, as all of them may need logits."""
 
 Score = tuple[float, bool]
 """Log-likelihood of a continuation, and whether greedy decoding would generate it."""
@@ -163,11 +161,11 @@ class _Scorer:
     """One call: computes the tree of all rows, and their scores."""
 
     def __init__(self, model: Any, max_batch_tokens: int, softmax_dtype: torch.dtype | None) -> None:
-        self.model, self.max_tokens, self.softmax_dtype = model, max_batch_tokens, softmax_dtype
+        self.model, self.softmax_dtype = model, softmax_dtype
+        self.max_tokens = max(1, min(max_batch_tokens, MAX_LOGITS // vocabulary_size(model)))
         self.cache = SharedPrefixCache()
         self.stats = GenerationStats()
         self.device = execution_device(model)
-        self.max_queries = max(1, MAX_LOGITS // vocabulary_size(model))
 
     def run(self, rows: Sequence[_Row], on_scored: Callable[[int, Score], None]) -> None:
         """Compute the scores of all rows, batch by batch."""
@@ -224,42 +222,32 @@ class _Scorer:
         All arrays are `[targets]`. `ends` are those of the nodes among the packed tokens.
         """
         tokens = np.concatenate([node.uncached for node in nodes])
-        queries, order = np.unique(places), np.argsort(places, kind="stable")
+        parts = [(node, end - len(node.tokens), end) for node, end in zip(nodes, ends.tolist(), strict=True)]
         log_probs, is_best = np.zeros(len(ids)), np.ones(len(ids), dtype=bool)
-        start, total = 0, len(tokens)
-        while start < total:
-            stop = min(start + self.max_tokens, total)
-            over = np.searchsorted(queries, start) + self.max_queries
-            stop = min(stop, int(queries[over])) if over < len(queries) else stop
-            keep = queries[slice(*np.searchsorted(queries, (start, stop)))]
-            held = order[slice(*np.searchsorted(places[order], (start, stop)))]
-            parts = [(node, end - len(node.tokens), end) for node, end in zip(nodes, ends.tolist(), strict=True)]
+        for start in range(0, len(tokens), self.max_tokens):
+            stop = min(start + self.max_tokens, len(tokens))
+            inside = (places >= start) & (places < stop)
+            keep, queries = np.unique(places[inside] - start, return_inverse=True)
             segments = [
                 Segment(node.view, min(stop, end) - max(start, begin))
                 for node, begin, end in parts
                 if begin < stop and end > start
             ]
             forward = self.cache.prepare(segments)
-            logits = passes.logits(forward, to_device(tokens[start:stop], self.device), (keep - start).tolist())
+            logits = passes.logits(forward, to_device(tokens[start:stop], self.device), keep.tolist())
             self.cache.commit()
             self.stats.forward_passes += 1
             self.stats.prefilled_tokens += stop - start
-            log_probs[held], is_best[held] = self._log_probs(logits, np.searchsorted(keep, places[held]), ids[held])
-            start = stop
+            log_probs[inside], is_best[inside] = self._log_probs(logits, queries, ids[inside])
         return log_probs, is_best
 
     def _log_probs(self, logits: torch.Tensor, queries: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probabilities of tokens `ids` after some of the `queries`, ascending, and if they are best."""
+        """Return the log-probabilities of tokens `ids` after tokens `queries` of a pass, and if they are the best ones."""
         dtype = self.softmax_dtype or torch.promote_types(logits.dtype, torch.float32)
-        chosen = [torch.zeros(0, dtype=dtype, device=logits.device)]
-        best = logits.argmax(dim=-1)
-        for first in range(0, len(logits), SOFTMAX_ROWS):
-            log_probs = F.log_softmax(logits[first : first + SOFTMAX_ROWS], dim=-1, dtype=dtype)
-            inside = slice(*np.searchsorted(queries, (first, first + SOFTMAX_ROWS)))
-            rows = to_device(queries[inside] - first, logits.device)
-            chosen.append(log_probs[rows, to_device(ids[inside], logits.device)])
-        is_best = best.cpu().numpy()[queries] == ids
-        return torch.cat(chosen).cpu().double().numpy(), is_best
+        rows, chosen = to_device(queries, logits.device), to_device(ids, logits.device)
+        log_probs = F.log_softmax(logits, dim=-1, dtype=dtype)[rows, chosen]
+        is_best = logits.argmax(dim=-1)[rows] == chosen
+        return log_probs.cpu().double().numpy(), is_best.cpu().numpy()
 
 
 def _batches(rows: Sequence[_Row], max_tokens: int) -> Iterator[list[_Row]]:
