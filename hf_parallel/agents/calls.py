@@ -15,7 +15,7 @@ from hf_parallel.agents.agent import Agent
 from hf_parallel.agents.errors import AgentCancelledError, AgentEndedError, ToolError
 from hf_parallel.agents.execution import Frame, current_frame, in_thread, outside_of_agents, perform
 from hf_parallel.agents.search import Search
-from hf_parallel.agents.state import END, Entry, State, derive_seed, fingerprint
+from hf_parallel.agents.state import END, State, derive_seed, fingerprint
 
 T = TypeVar("T")
 MAX_SHOWN = 2000
@@ -50,23 +50,20 @@ def spawn(agent: Agent, *arguments: object, **named: object) -> AgentHandle:
         raise TypeError(f"spawn needs an agent, got {agent!r}: decorate the function with @agent")
     frame = current_frame()
     child = _child_id(frame, agent)
-    entry = frame.replayed(f"spawn {child}")
-    if entry is None:
-        origin = State(agent, child, (arguments, named))
-        entry = frame.record(f"spawn {child}", _start(frame, origin, None))
+
+    def start(key: str) -> Search:
         _trace(frame, "spawn", child=child, name=agent.name)
-    return AgentHandle(entry.value)
+        return _start(frame, State(agent, child, (arguments, named)), None)
+
+    return AgentHandle(frame.once(f"spawn {child}", start))
 
 
 def _child_id(frame: Frame, agent: Agent) -> str:
     number, frame.num_spawned = frame.num_spawned, frame.num_spawned + 1
-    name = f"{frame.execution.agent_id}/{agent.name}#{frame.prefix}{number}"
-    state = frame.execution.state
-    if frame.replay:  # ids of the log
-        found = frame.replay[0].operation.removeprefix("spawn ")
-        return found if found.rpartition("/")[2].startswith(f"{agent.name}#") else name
-    is_first = state is None or not state.id.replace(".", "").strip("0")
-    return name if is_first and frame.is_main else f"{name}@{frame.state.id}"  # the main frame counts for all states
+    state = frame.state
+    name = f"{state.agent_id}/{agent.name}#{frame.prefix}{number}"
+    is_first = not state.id.replace(".", "").strip("0")
+    return name if is_first and frame.is_main else f"{name}@{state.id}"  # the main frame counts for all states
 
 
 def _id_after(frame: Frame, before: Search) -> str:
@@ -132,19 +129,18 @@ async def resume(handle: AgentHandle, value: object = None) -> None:
     if not handle._is_read:
         await next(handle)
     frame, before = current_frame(), handle._search
-    operation = f"resume {before.agent_id} {fingerprint(value)}"
-    entry = frame.replayed(operation)
-    if entry is None:
+
+    def start(key: str) -> Search | None:
         state = before.task.result()
         if state.status == END:
-            entry = frame.record(operation)
-            entry.error = AgentEndedError(f"agent {before.agent_id} has ended and cannot be resumed")
-        else:
-            entry = frame.record(operation, _start(frame, state, value, _id_after(frame, before)))
-            _trace(frame, "resume", child=before.agent_id)
-    if entry.error is not None:
-        raise entry.error
-    handle._search, handle._is_read = entry.value, False
+            return None
+        _trace(frame, "resume", child=before.agent_id)
+        return _start(frame, state, value, _id_after(frame, before))
+
+    search = frame.once(f"resume {before.agent_id} {fingerprint(value)}", start)
+    if search is None:
+        raise AgentEndedError(f"agent {before.agent_id} has ended and cannot be resumed")
+    handle._search, handle._is_read = search, False
 
 
 def _check_live(handle: object) -> None:
@@ -163,10 +159,12 @@ def cancel(handle: AgentHandle) -> None:
         return
     _check_live(handle)
     frame = current_frame()
-    if frame.replayed(f"cancel {handle.agent_id}") is None:
-        frame.record(f"cancel {handle.agent_id}")
+
+    def close(key: str) -> None:
         if frame.execution.search.starts_exclusive or handle._search in frame.state.searches:
             handle._search.close()
+
+    frame.once(f"cancel {handle.agent_id}", close)
     handle._is_cancelled = True
 
 
@@ -239,20 +237,11 @@ async def gather(*awaitables: Awaitable[T]) -> list[T]:
     Replaces `asyncio.gather`. Completions inside it are part of the running transition, not choices.
     """
     frame = current_frame()
-    operation = f"gather {len(awaitables)}"
-    entry = frame.replayed(operation)
-    replays: list[list[Entry]] = [[] for _ in awaitables] if entry is None else entry.branches
-    number = 0 if entry is not None else len(frame.entries)
-    branches: list[list[Entry]] = [[] for _ in awaitables]
-    if entry is None:
-        frame.record(operation).branches = branches
-    frames = [
-        Frame(frame.execution, f"{frame.prefix}{number}.{index}.", replay, branch)
-        for index, (replay, branch) in enumerate(zip(replays, branches, strict=True))
-    ]
+    place = frame.place
+    frame.once(f"gather {len(awaitables)}", lambda key: None)
     tasks = [
-        asyncio.get_running_loop().create_task(one.run(awaitable))
-        for one, awaitable in zip(frames, awaitables, strict=True)
+        asyncio.get_running_loop().create_task(Frame(frame.execution, f"{place}.{index}.").run(awaitable))
+        for index, awaitable in enumerate(awaitables)
     ]
     try:
         return list(await asyncio.gather(*tasks))
@@ -263,20 +252,11 @@ async def gather(*awaitables: Awaitable[T]) -> list[T]:
 
 def now() -> float:
     """Return the time in seconds since the epoch. A replay returns the recorded time."""
-    frame = current_frame()
-    entry = frame.replayed("now")
-    if entry is None:
-        key = frame.key()
-        entry = frame.record("now")
-        entry.value = frame.execution.search.runtime.recorded_now(frame.execution, key)
-    return entry.value
+    execution, frame = current_frame().execution, current_frame()
+    return float(frame.once("now", lambda key: execution.search.runtime.recorded_now(execution, key)))
 
 
 def rng() -> random.Random:
     """Return a random number generator, seeded by the run's seed and the place in the agent."""
     frame = current_frame()
-    entry = frame.replayed("rng")
-    if entry is None:
-        key = frame.key()
-        entry = frame.record("rng", derive_seed(frame.execution.search.runtime.seed, key))
-    return random.Random(entry.value)
+    return random.Random(frame.once("rng", lambda key: derive_seed(frame.execution.search.runtime.seed, key)))

@@ -43,55 +43,62 @@ class Context:
 
 
 class Frame:
-    """A task of an agent, with the log that records or replays its operations."""
+    """A task of an agent, whose operations are recorded in the present state, or replayed.
 
-    def __init__(
-        self, execution: Context, prefix: str = "", replay: Sequence[Entry] = (), entries: list[Entry] | None = None
-    ) -> None:
+    `prefix` tells its operations from those of the agent's own coroutine, which has none.
+    """
+
+    def __init__(self, execution: Context, prefix: str = "") -> None:
         self.execution, self.prefix = execution, prefix
-        self.replay = deque(replay)
-        self._entries = entries
+        self.num_operations = 0  # in the present state
         self.num_spawned = 0
         self.task: asyncio.Task[object] | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether it is the agent's own coroutine, whose choices become states."""
-        return self._entries is None
+        return not self.prefix
 
     @property
     def state(self) -> State:
-        """State that is being computed."""
+        """State that is being computed or replayed."""
         state = self.execution.state
         if state is None:
             raise self.departure("the recorded operations have ended")
         return state
 
     @property
-    def entries(self) -> list[Entry]:
-        """The log."""
-        return self.state.entries if self._entries is None else self._entries
+    def place(self) -> str:
+        """Id of the next operation in the state."""
+        return f"{self.prefix}{self.num_operations}"
 
     def key(self) -> str:
         """Return an id of the next operation, the same in every run with the same seed."""
-        return f"{self.execution.agent_id}/{self.state.id}/{self.prefix}{len(self.entries)}"
+        return f"{self.state.agent_id}/{self.state.id}/{self.place}"
 
-    def replayed(self, operation: str) -> Entry | None:
-        """Return the recorded entry of an operation; None if it is new."""
-        if not self.replay:
+    def recorded(self, operation: str) -> Entry | None:
+        """Return the recorded entry of the next operation; None if it is new."""
+        entry, execution = self.state.entries.get(self.place), self.execution
+        if entry is None and isinstance(execution, Execution) and execution.is_replaying and self.is_main:
+            execution.next_state()
+            entry = None if execution.state is None else execution.state.entries.get(self.place)
+        if entry is None:
             return None
-        entry = self.replay.popleft()
         if entry.operation != operation:
             raise self.departure(f"{entry.operation!r} was recorded, {operation!r} is called")
-        if self._entries is not None:
-            self._entries.append(entry)
+        self.num_operations += 1
         return entry
 
     def record(self, operation: str, value: object = None) -> Entry:
-        """Append an entry."""
-        entry = Entry(operation, value)
-        self.entries.append(entry)
+        """Add the next operation to the log."""
+        entry = self.state.entries[self.place] = Entry(operation, value)
+        self.num_operations += 1
         return entry
+
+    def once(self, operation: str, compute: Callable[[str], object]) -> Any:
+        """Return the value of an operation without an `await`: recorded, or computed from the operation's key."""
+        entry = self.recorded(operation)
+        return (self.record(operation, compute(self.key())) if entry is None else entry).value
 
     def departure(self, what: str) -> ReplayError:
         """End the run because the agent is not deterministic; return the error."""
@@ -136,7 +143,7 @@ async def perform(
         Makes the operation a choice: the conversation to continue.
     """
     frame = current_frame()
-    entry = frame.replayed(operation)
+    entry = frame.recorded(operation)
     if entry is None:
         directive = None
         if messages is not None and frame.is_main and isinstance(frame.execution, Execution):
@@ -191,7 +198,7 @@ async def in_thread(function: Callable[[], T]) -> T:
 async def run_aside(context: Context, prefix: str, awaitable: Coroutine[object, None, T]) -> T:
     """Await code outside the agent, such as a value function, without replay. `prefix` begins its operations' keys."""
     assert context.state is not None
-    frame = Frame(Context(context.search, context.state), prefix, entries=[])
+    frame = Frame(Context(context.search, context.state), prefix)
     try:
         return await asyncio.get_running_loop().create_task(frame.run(awaitable))
     finally:
@@ -199,14 +206,15 @@ async def run_aside(context: Context, prefix: str, awaitable: Coroutine[object, 
 
 
 class Execution(Context):
-    """Coroutine of an agent. `state` is the state being computed, None during replay and suspension."""
+    """Coroutine of an agent. `state` is the state being computed or replayed, None during suspension."""
+
+    is_replaying = False
 
     def __init__(self, search: Any, state: State) -> None:
         super().__init__(search, state)
-        self.state = None
+        self._path = deque(state.path)
         self._stopped: asyncio.Future[tuple[str, str, Any]]
-        entries = [entry for one in state.path for entry in one.entries]
-        self.frame = Frame(self, replay=entries)
+        self.frame = Frame(self)
         self._begin()
         self._go = asyncio.get_running_loop().create_future()
         self.task = asyncio.get_running_loop().create_task(self.frame.run(self._run(state, self._go)))
@@ -247,7 +255,7 @@ class Execution(Context):
             except StopAsyncIteration:
                 self._stop(END, "", None)
                 return
-            entry = self.frame.replayed("yield")
+            entry = self.frame.recorded("yield")
             if entry is None:
                 sent = await self.suspend(YIELD, "yield", copy.deepcopy(value))
                 self.frame.record("yield", sent)
@@ -267,7 +275,8 @@ class Execution(Context):
 
     async def advance(self, child: State, directive: object = None) -> None:
         """Continue to the next choice, yield or end, which becomes the state `child`."""
-        self.state = child
+        self._path = deque([child])
+        self.next_state()
         await self._continue(directive)
         self.state = None
         status, operation, value = self._stopped.result()
@@ -284,12 +293,20 @@ class Execution(Context):
 
     async def replay(self, state: State) -> None:
         """Run to a state by replaying its log."""
+        self.is_replaying = True
+        self.next_state()
         await self._continue(None)
+        self.is_replaying = False
         status, operation, value = self._stopped.result()
-        if (status, operation) != (state.status, state.pending) or self.frame.replay:
+        if (status, operation) != (state.status, state.pending) or self.state is not None:
             error = self.frame.departure(f"{state.pending!r} was recorded, {operation or status!r} is reached")
             raise error from (value if status == ERROR else None)
         self._begin()
+
+    def next_state(self) -> None:
+        """Move to the next state of the path; None at its end."""
+        self.state = self._path.popleft() if self._path else None
+        self.frame.num_operations = 0
 
     async def _continue(self, directive: object) -> None:
         if self._go.done():  # the coroutine was closed

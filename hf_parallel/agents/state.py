@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hf_parallel.generation.prompts import Message
@@ -24,8 +24,6 @@ class Entry:
     operation: str
     value: Any = None
     error: BaseException | None = None
-    branches: list[list[Entry]] = field(default_factory=list)
-    """Entries of the coroutines of a `gather`."""
 
     def result(self) -> Any:
         """Return a copy of the value, which protects the log from changes; raise the error if there is one."""
@@ -73,7 +71,7 @@ class State:
         if parent is not None:
             self.id = f"{parent.id}.{parent.num_children}"
             parent.num_children += 1
-        self.entries: list[Entry] = []
+        self.entries: dict[str, Entry] = {}  # by place: the number of the operation in its coroutine
         self.status = ""
         self.pending = ""  # operation of the choice
         self.messages: list[Message] = []

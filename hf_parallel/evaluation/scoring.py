@@ -242,7 +242,7 @@ class _Scorer:
         return log_probs, is_best
 
     def _log_probs(self, logits: torch.Tensor, queries: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probabilities of tokens `ids` after tokens `queries` of a pass, and if they are the best ones."""
+        """Return the log-probabilities of tokens `ids` after tokens `queries` of a pass, and if they are the best."""
         dtype = self.softmax_dtype or torch.promote_types(logits.dtype, torch.float32)
         rows, chosen = to_device(queries, logits.device), to_device(ids, logits.device)
         log_probs = F.log_softmax(logits, dim=-1, dtype=dtype)[rows, chosen]
