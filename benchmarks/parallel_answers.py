@@ -104,9 +104,9 @@ def generate(model: Any, prompt: Any, **settings: Any) -> Any:
 def coaching(problem: Problem) -> dict[str, Any]:
     """Return settings that open a block with a one-line branch for each part of the problem."""
     if isinstance(problem, RetrievalProblem):
-        said, first, count = "I check the students one by one.", problem.students[0].name, len(problem.students)
+        said, first, count = "I check the students one by one.", problem.students[0], len(problem.students)
     elif isinstance(problem, ArithmeticProblem):
-        said, first, count = "I solve the problems one by one.", "Problem 1", len(problem.questions)
+        said, first, count = "I solve the problems one by one.", "Problem 1", len(problem.answers)
     else:
         said, first, count = "I look at one aspect after the other.", problem.aspects[0], len(problem.aspects)
     form = PDOSConfig()

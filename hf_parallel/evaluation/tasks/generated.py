@@ -37,6 +37,8 @@ class RetrievalProblem(Problem):
     name: ClassVar[str] = "retrieval"
     answer_pattern: ClassVar[str] = r"(?i)\bname\**:[ \t*]*([^\n*]+)"
 
+    students: tuple[str, ...]
+
     @classmethod
     def make(cls, seed: int, num_students: int = 10) -> RetrievalProblem:
         """Generate a problem with 2 to 100 students."""
@@ -61,7 +63,7 @@ class RetrievalProblem(Problem):
             "by one, and say for each whether the GPA lies in this range. Give your final answer in a last line of the "
             'form "Name: full name of the student".'
         )
-        return cls(prompt, name)
+        return cls(prompt, name, tuple(names))
 
     def score(self, text: str) -> float:
         """Return 1.0 if the rest of the line after the last `Name:` is the student's full name, otherwise 0.0.
