@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from hf_parallel.generation.validation import check_choice
+from hf_parallel.generation.validation import check_bool, check_choice, check_text
 
+NUMBER = r"[0-9]+(?:\.[0-9]+)*"
 POSITIONS = ("depth", "overlap", "concatenated", "reencode")
 """See `Dialect.positions`."""
 
@@ -56,12 +57,15 @@ class Dialect:
     is_nested: bool = True
 
     def __post_init__(self) -> None:
-        if any(isinstance(pair, str) or len(pair) != 2 for pair in (self.region, self.branch)):
+        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in (self.region, self.branch)):
             raise ValueError(f"region and branch must be pairs of tags, got {self.region!r} and {self.branch!r}")
         for name in ("region", "branch"):  # lists in JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if len(set(self.tags)) != 4 or not all(isinstance(tag, str) and tag for tag in self.tags):
+        if not all(isinstance(tag, str) and tag for tag in self.tags) or len(set(self.tags)) != 4:
             raise ValueError(f"region and branch must be four different tags, got {self.tags!r}")
+        for name in ("gap", "fork", "outline", "opening", "joined"):
+            check_text(name, getattr(self, name))
+        check_bool("is_nested", self.is_nested)
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {list(POSITIONS)}, got {self.positions!r}")
         if not (self.opening or self.branch[0]).lstrip().startswith(self.branch[0]):
@@ -87,11 +91,17 @@ class Dialect:
         text = (self.opening or self.branch[0]).replace("{number}", number)
         return text[: len(text) - len(text.lstrip())], text.lstrip()
 
+    def opening_of(self, text: str) -> str:
+        """Return the part of a branch's text that the model does not write: its opening, or its tag alone."""
+        pattern = re.escape(self.first_text("{number}")[1]).replace(re.escape("{number}"), NUMBER)
+        found = re.match(pattern, text)
+        return found[0] if found else self.branch[0]
+
     def numbers(self, text: str, count: int) -> list[str]:
         """Return the numbers of the branches that a region's text announces; without an outline, 1 to `count`."""
         if not self.outline:
             return [str(number) for number in range(1, count + 1)]
-        pattern = re.escape(self.outline) + r"\s*([0-9]+(?:\.[0-9]+)*)\s*:"
+        pattern = re.escape(self.outline) + rf"\s*({NUMBER})\s*:"
         return list(dict.fromkeys(re.findall(pattern, text)))
 
 

@@ -68,6 +68,8 @@ def parse(text: str, dialect: Dialect) -> list[Piece]:
             raise ValueError(f"line {line}: {tag} must be directly in {dialect.region[0]}, but is in {_open(stack)}")
         if tag == dialect.region[0] and innermost == tag:
             raise ValueError(f"line {line}: {tag} must be in a branch, but is in {_open(stack)}")
+        if tag == dialect.region[0] and stack and not dialect.is_nested:
+            raise ValueError(f"line {line}: {tag} must not be in a branch, but is in {_open(stack)}")
         cut = found.start() if opens_branch else found.end()
         _append(pieces, text[begin:cut])
         begin = cut
@@ -174,7 +176,7 @@ def _place_pieces(builder: Builder, dialect: Dialect, pieces: Sequence[Piece], a
         for first, *others in piece.branches:
             follows = dialect.positions == "concatenated" and ends
             begin = Anchor(at.view, ends[-1].position if follows else at.position, at.last)
-            tag, branch = dialect.branch[0], builder.new_row()
+            tag, branch = dialect.opening_of(first.text), builder.new_row()
             begin = builder.append(begin, builder.encode(tag), branch, builder.train_on_forced)
             content = [Piece(first.text.removeprefix(tag)), *others]
             ends.append(_place_pieces(builder, dialect, content, begin, branch))
@@ -193,7 +195,7 @@ def _tokens(builder: Builder, dialect: Dialect, branches: Sequence[Sequence[Piec
     """Return the tokens of branches, one after the other."""
     tokens: list[int] = []
     for branch in branches:
-        tag = dialect.branch[0]
+        tag = dialect.opening_of(branch[0].text)
         tokens += builder.encode(tag)
         for index, piece in enumerate(branch):
             tokens += builder.encode(piece.text if index else piece.text.removeprefix(tag))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -173,14 +174,13 @@ class Translator:
         items = value if isinstance(value, list) else [value]
         if len(items) > MAX_ITEMS:
             raise APIError(400, f"{name} may have at most {MAX_ITEMS} items, got {len(items)}", name)
-        characters = sum(len(item) for item in items if isinstance(item, str))
+        texts = [json.dumps(item) if isinstance(item, dict) else item for item in items]
+        characters = sum(len(text) for text in texts if isinstance(text, str))
         if characters > MAX_TEXT:
             raise APIError(400, f"{name} may have at most {MAX_TEXT} characters, got {characters}", name)
         for item in items:
             if isinstance(item, int) and not isinstance(item, bool) and abs(item) > self.max_tokens:
                 raise APIError(400, f"{name} may be at most {self.max_tokens}, got {item}", name)
-            if isinstance(item, dict):
-                raise APIError(400, f"{name} must not be an object", name)
         return value
 
     def _bias(self, biases: Mapping[str, float]) -> list[list[object]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 
@@ -47,6 +49,8 @@ class ForkJoinOutput(ParallelOutput):
     fallback : list of str or None
         Why the last region that an answer opened has not forked; None if all have.
     """
+
+    item_names: ClassVar[Mapping[str, str]] = {"transcripts": "transcript"}
 
     forks: list[list[Fork]] = ALWAYS
     transcripts: list[str] = ALWAYS

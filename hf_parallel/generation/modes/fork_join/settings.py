@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,10 +29,17 @@ class ForkJoinSettings(ParallelConfig[ForkJoinOutput]):
         super().validate()
         if isinstance(self.dialect, Dialect):
             self.dialect = asdict(self.dialect)  # as it is stored
+        elif isinstance(self.dialect, str) and self.dialect.startswith("{"):  # of a command line
+            try:
+                self.dialect = json.loads(self.dialect)
+            except ValueError as error:
+                raise ValueError(f"dialect must be a name or JSON, got {self.dialect!r}: {error}") from error
         if not isinstance(self.dialect, Mapping):
             check_choice("dialect", self.dialect, sorted(DIALECTS))
         elif unknown := [name for name in self.dialect if name not in Dialect.__dataclass_fields__]:
             raise ValueError(f"dialect has no {unknown[0]!r}, only {sorted(Dialect.__dataclass_fields__)}")
+        elif missing := [name for name in ("region", "branch") if name not in self.dialect]:
+            raise ValueError(f"dialect must have region and branch, {missing[0]} is missing in {self.dialect!r}")
         if self.format.positions == "concatenated":
             raise ValueError("positions='concatenated' is for training: a path cannot start where another will end")
         check_text("opening", self.opening)
