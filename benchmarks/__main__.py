@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from importlib import import_module
 from pathlib import Path
 
+from .report import run_benchmark
+
 
 def benchmarks() -> dict[str, str]:
     """Return the first line of each benchmark's docstring, by name."""
-    found = {}
-    for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
-        text = path.read_text(encoding="utf-8")
-        if '__name__ == "__main__"' in text:
-            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    return found
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("[a-z]*.py"))}
+    return {
+        name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        for name, text in texts.items()
+        if re.search(r"^def (run|main)\(", text, re.MULTILINE)
+    }
 
 
 def main() -> int:
     """Run the benchmark that the first argument names, or list all; return the exit status."""
     known = benchmarks()
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    name, *arguments = sys.argv[1:] or ["--help"]
     if name in known:
-        del sys.argv[0]
-        return import_module(f"benchmarks.{name}").main() or 0
+        module = import_module(f"benchmarks.{name}")
+        return module.main(arguments) if hasattr(module, "main") else run_benchmark(module, arguments)
     print("usage: python -m benchmarks NAME [options]\n")
     for benchmark, words in known.items():
         print(f"  {benchmark:<18}{words}")

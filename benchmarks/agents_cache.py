@@ -1,31 +1,21 @@
-"""Compares eviction policies on traces of agents (Hive, section 8.3): `python -m benchmarks.agents_cache --help`.
+"""Compares eviction policies on traces of agents (Hive, section 8.3), simulated: the same figures on every machine.
 
 - `workflow`: the five agents of the paper, in 7 and 21 rounds, at the budget where LRU has the hotspot hit rate of the
   paper's baseline: 0.903 and 0.935.
 - `budgets`: the same with other budgets.
 - `robustness`: agents that exchange their parts half-way, agents that inflate their score, random agents.
-- `engine`: the simulator and an engine with the model, on the same trace.
-
-All but the last part are simulated, with the same figures on every machine.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from hf_parallel.agents import CacheResult, Trace, TraceRequest, simulate
 from hf_parallel.agents.simulation import POLICIES, PromptSegment
-from hf_parallel.engine import Engine
-
-from .report import run_benchmark
 
 AGENTS = ("Decision", "Patcher", "Viewer", "Summary", "Searcher")
 HOTSPOTS = ("Patcher", "Viewer")
@@ -33,12 +23,8 @@ PAPER = {7: 0.903, 21: 0.935}
 """Hit rate of the hotspots with LRU in the paper, by rounds."""
 GRID = 100
 """Step between tried budgets, in tokens."""
-SMALL: dict[str, Any] = {
-    **{"loops": 2, "code": 200, "documents": 80, "summary": 30},
-    **{"message": 10, "answer": 12, "report": 15},
-}
-"""A workflow that takes a model a minute."""
-ENGINE_BUDGET = 700
+SIZES, QUICK = {"seeds": 10, "few": 5}, {"seeds": 1, "few": 1}
+"""Traces of `workflow`, and of the other parts."""
 
 
 @dataclass(frozen=True)
@@ -157,30 +143,9 @@ def with_adversary(trace: Trace, seed: int = 0, requests: int = 2, *, imitates: 
     return replace(trace, requests=tuple(mixed))
 
 
-def replay(trace: Trace, engine: Engine) -> CacheResult:
-    """Run a trace in an open engine, with the trace's outputs as answers, and count like `simulate`."""
-    before, began = engine.stats.evicted_tokens, time.perf_counter()
-    result = CacheResult(engine.policy)
-    for request in trace.requests:
-        prompt, output = trace.prompt_of(request), trace.output_of(request)
-
-        def force(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            forced = torch.full_like(scores, -torch.inf)
-            forced[:, int(output[input_ids.shape[1] - len(prompt)])] = 0  # noqa: B023
-            return forced
-
-        handle = engine.submit(
-            prompt.tolist(),
-            max_new_tokens=len(output),
-            min_new_tokens=len(output),
-            do_sample=False,
-            logits_processor=[force],
-            agent_hints=request.hints,
-        )
-        result.add(request, len(prompt), handle.result().stats.cached_tokens)
-    result.evicted_tokens = engine.stats.evicted_tokens - before
-    result.seconds = time.perf_counter() - began
-    return result
+def load(options: Any) -> tuple[None, None]:
+    """Load nothing."""
+    return None, None
 
 
 def budget_of(trace: Trace, hit_rate: float) -> int:
@@ -191,12 +156,6 @@ def budget_of(trace: Trace, hit_rate: float) -> int:
         enough += 5 * GRID
     near = range(max(enough - 9 * GRID, longest), enough + 2 * GRID, GRID)
     return min(near, key=lambda budget: abs(simulate(trace, "lru", budget).hotspot_hit_rate - hit_rate))
-
-
-def figures(result: CacheResult) -> dict[str, float]:
-    """Return the entry of one run."""
-    names = ("hotspot_hit_rate", "other_hit_rate", "hotspot_misses", "other_misses", "evicted_tokens")
-    return {name: getattr(result, name) for name in names}
 
 
 def compare(traces: Sequence[Trace], budgets: Sequence[int]) -> list[dict[str, Any]]:
@@ -235,8 +194,8 @@ def stored(unlimited: CacheResult, trace: Trace) -> int:
 
 
 def _means(runs: Sequence[CacheResult]) -> dict[str, float]:
-    rows = [figures(run) for run in runs]
-    return {name: statistics.mean(row[name] for row in rows) for name in rows[0]}
+    names = ("hotspot_hit_rate", "other_hit_rate", "hotspot_misses", "other_misses", "evicted_tokens")
+    return {name: statistics.mean(getattr(run, name) for run in runs) for name in names}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -277,40 +236,7 @@ def robustness(seeds: int) -> list[dict[str, Any]]:
     ]
 
 
-def beside_engine(model: Any, rounds: int) -> list[dict[str, Any]]:
-    """Run a trace in an engine and in the simulator."""
-    size = model.config.vocab_size
-    trace = replace(FiveAgents(rounds, 0, **SMALL).trace(), vocabulary=(size // 2, size))
-    with Engine(model) as engine:
-        engine.submit([5, 6], max_new_tokens=1).result()
-        token_bytes = engine._storage.arena.bytes_per_token
-    entries = []
-    for name in ("lru", "contribution"):
-        with Engine(model, max_kv_bytes=ENGINE_BUDGET * token_bytes, policy=POLICIES[name]()) as engine:
-            computed = replay(trace, engine)
-        simulated = simulate(trace, name, ENGINE_BUDGET)
-        entries.append(
-            {
-                "policy": name,
-                "engine": figures(computed) | {"seconds": computed.seconds},
-                "simulator": figures(simulated) | {"seconds": simulated.seconds},
-                "is_equal": figures(computed) == figures(simulated) and computed.reused == simulated.reused,
-                "times_faster": computed.seconds / simulated.seconds,
-            }
-        )
-    return entries
-
-
-def main() -> int:
-    """Run all parts; return the exit status."""
-
-    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
-        seeds, few = (2, 2) if options.quick else (10, 5)
-        found = {"seeds": seeds, "workflow": workflow(seeds), "budgets": other_budgets(few)}
-        return found | {"robustness": robustness(few), "engine": beside_engine(model, 1 if options.quick else 2)}
-
-    return run_benchmark("agents_cache", __doc__, measure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
+    """Return the entries of the report."""
+    found = {"seeds": sizes.seeds, "workflow": workflow(sizes.seeds), "budgets": other_budgets(sizes.few)}
+    return found | {"robustness": robustness(sizes.few)}

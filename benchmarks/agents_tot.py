@@ -1,6 +1,6 @@
 """Tree of Thoughts for the Game of 24 on the embedded model (Yao et al., 2023; Hive, section 8).
 
-`python -m benchmarks.agents_tot --help`. One agent spawns a search for each puzzle, and all searches run at the same
+One agent spawns a search for each puzzle, and all searches run at the same
 time. Agents and prompts come from `examples/agents_game24.py`. There are three ways, with the same seeds:
 
 - `cached`: agents on an engine, with the logits cache of the runtime (stepwise replay).
@@ -12,9 +12,9 @@ Completions are sampled with the seeds of the run, so all ways should build the 
 
 from __future__ import annotations
 
+import itertools
 import runpy
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -26,9 +26,9 @@ from hf_parallel.agents import Completion, Runtime, TreeOfThoughts, agent, gathe
 from hf_parallel.engine import Engine
 from hf_parallel.generation.rng import mix
 
-from .report import run_benchmark
 from .resample import solvable
 
+SIZES, QUICK = {"count": 20, "size": 5, "seed": 0}, {"count": 2, "size": 2}
 EXAMPLE = Path(__file__).parent.parent / "examples" / "agents_game24.py"
 WAYS = ("cached", "uncached", "sequential")
 TARGETS = (
@@ -90,33 +90,13 @@ def run_way(
     return figures, {name: sorted(tree) for name, tree in trees.items()}
 
 
-def measure(model: Any, tokenizer: Any, puzzles: Sequence[str], size: int, seed: int) -> dict[str, Any]:
+def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     """Run all ways with `size` states to keep, and completions of each; return the entries of the report."""
+    puzzles = [" ".join(map(str, numbers)) for numbers in itertools.islice(solvable(), sizes.count)]
     game24 = SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
-    supervisor = TreeOfThoughts(size, size, value=game24.judge, goal=game24.SOLVED)
-    runs = {way: run_way(way, game24, supervisor, puzzles, model, tokenizer, seed) for way in WAYS}
-    ways = {way: figures for way, (figures, _) in runs.items()}
-    trees = runs["cached"][1]
-    same = {
-        way: statistics.mean(tree == others.get(name) for name, tree in trees.items())
-        for way, (_, others) in runs.items()
-        if way != "cached"
-    }
+    supervisor = TreeOfThoughts(sizes.size, sizes.size, value=game24.judge, goal=game24.SOLVED)
+    runs = {way: run_way(way, game24, supervisor, puzzles, model, tokenizer, sizes.seed) for way in WAYS}
+    ways, trees = {way: figures for way, (figures, _) in runs.items()}, runs["cached"][1]
+    same = {way: statistics.mean(tree == runs[way][1].get(name) for name, tree in trees.items()) for way in WAYS[1:]}
     ratios = {f"{way}_by_cached": ways[way]["seconds"] / ways["cached"]["seconds"] for way in same}
-    settings = {"puzzles": list(puzzles), "breadth": size, "expand": size, "seed": seed}
-    return {"settings": settings, "ways": ways, "same_trees": same, "ratios": ratios | {"same_tree": same["uncached"]}}
-
-
-def main() -> int:
-    """Run the benchmark; return the exit status."""
-
-    def run(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
-        count, size = (2, 2) if options.quick else (options.count, 5)
-        puzzles = [" ".join(map(str, numbers)) for numbers, _ in zip(solvable(), range(count), strict=False)]
-        return measure(model, tokenizer, puzzles, size, options.seed)
-
-    return run_benchmark("agents_tot", __doc__, run, TARGETS, count=20, seed=0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {"ways": ways, "same_trees": same, "ratios": ratios | {"same_tree": same["uncached"]}}

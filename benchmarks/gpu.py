@@ -11,16 +11,17 @@ import os
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 STAGES = ("model", "prefill", "hybrids", "start", "sampling", "hogwild", "attention")
 RESULTS = Path(__file__).parent / "results"
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the stages; return the exit status."""
     began = time.perf_counter()
-    options = _parse()
+    options = _parse(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all models have random weights
     if options.toy:
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -38,7 +39,7 @@ def _stages(text: str) -> list[str]:
     return [name for name in STAGES if name in names]
 
 
-def _parse() -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
     words = f"some of {','.join(STAGES)}"
@@ -47,8 +48,8 @@ def _parse() -> argparse.Namespace:
     words = "time limit; cases beyond it are reported as not measured (540)"
     parser.add_argument("--budget-seconds", type=float, default=540, metavar="S", help=words)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of all numbers")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

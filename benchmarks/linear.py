@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
-import time
 from collections import defaultdict
 from typing import Any
 from unittest.mock import patch
@@ -22,70 +20,46 @@ from hf_parallel.kernels import native
 from hf_parallel.models.attention import block_attention_enabled
 from hf_parallel.models.linear import LINEAR_VARIABLE, linear_layers
 
-from .measure import long_prompt
-from .report import run_benchmark
+from .measure import long_prompt, timed
 
-PROMPT = 128
-"""Tokens before the timed ones."""
-LENGTHS = (1, 2, 4, 8, 16, 32, 128, 512)
-"""Numbers of tokens in a pass."""
-
-
-def run(model: Any, ids: torch.Tensor, lengths: tuple[int, ...] = LENGTHS, rounds: int = 15) -> dict[str, Any]:
-    """Measure with `ids`, `int64 [1, at least PROMPT]`; return median seconds by library and length."""
-    libraries = [name for name in ("torch", "onednn", "native") if name != "native" or not native.unavailable_reason()]
-    cache = BlockCache()
-    prompt, own = cache.pool.new_block(PROMPT), cache.pool.new_block(max(lengths), base=PROMPT)
-    forward(model, cache, Segment([prompt], PROMPT), ids)
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    for number in range(rounds + 1):
-        for length in lengths:
-            for library in libraries:
-                with patch.dict(os.environ, {LINEAR_VARIABLE: library}), linear_layers(model):
-                    took = forward(model, cache, Segment([prompt, own], length), ids)
-                    cache.pool.truncate(own, 0)
-                    alone = through(layers, length)
-                if number:  # the first round is a warm-up
-                    times["passes", library, length].append(took)
-                    times["layers", library, length].append(alone)
-    return {
-        what: {name: {str(n): statistics.median(times[what, name, n]) for n in lengths} for name in libraries}
-        for what in ("passes", "layers")
-    }
+SIZES: dict[str, Any] = {"prompt": 128, "lengths": (1, 2, 4, 8, 16, 32, 128, 512), "rounds": 15}
+"""Tokens before the timed ones, and numbers of tokens in a pass."""
+QUICK: dict[str, Any] = {"lengths": (1, 4), "rounds": 1}
 
 
 @torch.no_grad()
-def forward(model: Any, cache: BlockCache, segment: Segment, ids: torch.Tensor) -> float:
-    """Return the seconds of a pass with the first `segment.num_tokens` of `ids`."""
-    with block_attention_enabled(model, cache):
-        began = time.perf_counter()
-        plan = cache.prepare([segment])
-        tokens = ids[:, : segment.num_tokens]
+def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
+    """Return median seconds by library and length."""
+    libraries = [name for name in ("torch", "onednn", "native") if name != "native" or not native.unavailable_reason()]
+    ids, cache = long_prompt(tokenizer, max(sizes.prompt, *sizes.lengths)), BlockCache()
+    prompt, own = cache.pool.new_block(sizes.prompt), cache.pool.new_block(max(sizes.lengths), base=sizes.prompt)
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+    def forward(segment: Segment) -> None:
+        plan, tokens = cache.prepare([segment]), ids[:, : segment.num_tokens]
         model(input_ids=tokens, position_ids=plan.position_ids[None], past_key_values=cache, use_cache=True)
         cache.commit()
-        return time.perf_counter() - began
 
+    def through(length: int) -> None:
+        for layer in layers:
+            layer(given[length, layer.in_features])
 
-@torch.no_grad()
-def through(layers: list[nn.Linear], length: int) -> float:
-    """Return the seconds of all layers, one after the other."""
-    given = {layer.in_features: torch.randn(1, length, layer.in_features) for layer in layers}
-    began = time.perf_counter()
-    for layer in layers:
-        layer(given[layer.in_features])
-    return time.perf_counter() - began
-
-
-def main() -> int:
-    """Run the benchmark; return the exit status."""
-
-    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
-        lengths, rounds = ((1, 4), 1) if options.quick else (LENGTHS, options.rounds)
-        return {"seconds": run(model, long_prompt(tokenizer, max(PROMPT, *lengths)), lengths, rounds)}
-
-    return run_benchmark("linear", __doc__, measure, rounds=15)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    given = {(n, one.in_features): torch.randn(1, n, one.in_features) for n in sizes.lengths for one in layers}
+    times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    with block_attention_enabled(model, cache):
+        forward(Segment([prompt], sizes.prompt))
+        for number in range(sizes.rounds + 1):
+            for length in sizes.lengths:
+                for library in libraries:
+                    with patch.dict(os.environ, {LINEAR_VARIABLE: library}), linear_layers(model):
+                        took = timed(lambda: forward(Segment([prompt, own], length)))[0]  # noqa: B023
+                        cache.pool.truncate(own, 0)
+                        alone = timed(lambda: through(length))[0]  # noqa: B023
+                    if number:  # the first round is a warm-up
+                        times["passes", library, length].append(took)
+                        times["layers", library, length].append(alone)
+    medians = {
+        what: {name: {str(n): statistics.median(times[what, name, n]) for n in sizes.lengths} for name in libraries}
+        for what in ("passes", "layers")
+    }
+    return {"seconds": medians}

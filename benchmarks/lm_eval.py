@@ -1,4 +1,4 @@
-"""Compares lm-eval's backends `hf` and `hf-parallel` on one model: `python -m benchmarks.lm_eval --help`.
+"""Compares lm-eval's backends `hf` and `hf-parallel` on one model.
 
 The questions are generated from a seed. Each run is a whole `simple_evaluate` of a loaded model:
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
 import time
 from typing import Any
 
@@ -26,11 +25,15 @@ from lm_eval.tasks import TaskManager
 
 from hf_parallel.evaluation.lm_eval import ParallelLM
 
-from .report import compare, run_benchmark
-
 BACKENDS = {"hf": HFLM, "hf-parallel": ParallelLM}
 LIMITS = {"fixed": 3.0, "random": 3.0, "repeats": 4.0}
 """Least ratio of the seconds of `hf` to those of `hf-parallel`, by task."""
+TARGETS = (
+    *((name, "at least", least, f"{name}: hf by hf-parallel") for name, least in LIMITS.items()),
+    *((f"{name} same", "at least", 1.0, f"{name}: same scores or texts") for name in LIMITS),
+)
+SIZES: dict[str, Any] = {"questions": 12, "prompts": 4, "new_tokens": 32, "batch_sizes": (1, 4, 16)}
+QUICK: dict[str, Any] = {"questions": 2, "prompts": 1, "new_tokens": 4, "batch_sizes": (1, 4)}
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "knoll", "lagoon")
 PLACES = ("by the old mill", "under the stone bridge", "behind the harbour wall", "near the northern gate")
 
@@ -99,27 +102,14 @@ def measure(name: str, model: Any, tokenizer: Any, count: int, new_tokens: int, 
     return {"runs": runs, "ratio": fastest["hf"] / fastest["hf-parallel"], "same": same}
 
 
-def main() -> int:
-    """Run the benchmark; return the exit status."""
+def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
+    """Return the entries of the report."""
     logging.disable(logging.WARNING)  # of lm-eval, about models that it did not load itself
     disable_progress_bar()
-
-    def compared(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
-        given = (options.questions, options.prompts, options.new_tokens)
-        questions, prompts, tokens = (2, 1, 4) if options.quick else given
-        sizes = (1, 4) if options.quick else (1, 4, 16)
-        settings = {"questions": questions, "prompts": prompts, "new_tokens": tokens, "batch_sizes": sizes}
-        counts = {name: prompts if name == "repeats" else questions for name in LIMITS}
-        found = {name: measure(name, model, tokenizer, count, tokens, sizes) for name, count in counts.items()}
-        targets: list[Any] = []
-        for name, least in LIMITS.items():
-            limits = [("ratio", "at least", least, f"{name}: hf by hf-parallel")]
-            limits += [("same", "at least", 1.0, f"{name}: same scores or texts")]
-            targets += compare(found[name], limits)
-        return {"settings": settings, **found, "targets": targets}
-
-    return run_benchmark("lm_eval", __doc__, compared, questions=12, prompts=4, new_tokens=32)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    counts = {name: sizes.prompts if name == "repeats" else sizes.questions for name in LIMITS}
+    found: dict[str, Any] = {
+        name: measure(name, model, tokenizer, count, sizes.new_tokens, sizes.batch_sizes)
+        for name, count in counts.items()
+    }
+    ratios = {name: entry["ratio"] for name, entry in found.items()}
+    return found | {"ratios": ratios | {f"{name} same": float(entry["same"]) for name, entry in found.items()}}

@@ -1,6 +1,6 @@
 """Compares sequential and parallel greedy answers (PDOS, section 4; Hogwild! Inference, section 4.1).
 
-`python -m benchmarks.parallel_answers --help`. There are two parts:
+There are two parts:
 
 - `rotate_from_reencode`: KL(p || q) in nats for each token after a rotated block, whose branches did not attend to each
   other. q is the distribution of the token in `pdos`, p its distribution in a plain forward pass over the same text.
@@ -14,7 +14,6 @@ parts is fixed. `hf-parallel evaluate` compares the accuracy of modes.
 from __future__ import annotations
 
 import statistics
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -26,20 +25,15 @@ from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.modes.pdos.token_text import encode_exactly, get_vocabulary
 
 from .measure import StepClock, dense_bytes
-from .report import compare, run_benchmark
+from .report import compare
 
 Problem = RetrievalProblem | ArithmeticProblem | PlanningProblem
 PARTS = {"retrieval": 10, "arithmetic": 5, "planning": 5}
 """Number of students, questions or aspects of a problem."""
-SIZES: dict[str, Any] = {
-    "parts": None,
-    "part_tokens": 20,
-    "branches": 10,
-    "lengths": (24, 48),
-    "conclusion": 24,
-    "rounds": 3,
-}
-QUICK: dict[str, Any] = {"parts": 2, "part_tokens": 6, "branches": 2, "lengths": (2,), "conclusion": 2, "rounds": 1}
+SIZES: dict[str, Any] = {"problems": 2, "new_tokens": 320, "parts": None, "part_tokens": 20, "branches": 10}
+SIZES |= {"lengths": (24, 48), "conclusion": 24, "rounds": 3}
+QUICK: dict[str, Any] = {"problems": 1, "new_tokens": 100, "parts": 2, "part_tokens": 6, "branches": 2}
+QUICK |= {"lengths": (2,), "conclusion": 2, "rounds": 1}
 LIMITS = (("branch_stage", "at least", 4.0), ("whole_answer", "at least", 2.5), ("kv_bytes", "at most", 1.01))
 """Targets of the second part: tokens per second and KV bytes relative to sequential decoding."""
 
@@ -63,20 +57,20 @@ def distance(model: Any, output: Any, prompt_length: int) -> tuple[torch.Tensor,
     return divergence, expected.argmax(-1) == given.argmax(-1)
 
 
-def branches_of(model: Any, tokenizer: Any, length: int, join: str, sizes: dict[str, Any]) -> dict[str, Any]:
+def branches_of(model: Any, tokenizer: Any, length: int, join: str, sizes: Any) -> dict[str, Any]:
     """Compare an answer that has branches of fixed length with sequential decoding of as many tokens."""
-    problem = RetrievalProblem.make(0, sizes["branches"])
+    problem = RetrievalProblem.make(0, sizes.branches)
     prompt = pdos_prompt(problem.prompt, tokenizer, parallel_hint=False)
     settings = coaching(problem) | {"branch_stops": (), "branch_max_new_tokens": length, "join": join}
     given = len(tokenize(model, tokenizer, settings["opening"]))
     settings |= {"generation_mode": "pdos", "tokenizer": tokenizer, "suppress_tokens": endings(model, tokenizer)}
-    needed = sizes["branches"] * (length + 2 * settings["max_title_tokens"]) + 64
+    needed = sizes.branches * (length + 2 * settings["max_title_tokens"]) + 64
     output = generate(model, prompt, **settings, max_new_tokens=given + needed)
     if output.fallback[0] is not None:
         raise RuntimeError(f"the model generated no block of {sizes['branches']} branches: {output.fallback[0]}")
-    settings["max_new_tokens"] = output.blocks[0][0].end + sizes["conclusion"]
+    settings["max_new_tokens"] = output.blocks[0][0].end + sizes.conclusion
     rounds = []
-    for _ in range(sizes["rounds"]):
+    for _ in range(sizes.rounds):
         ours = generate(model, prompt, **settings)
         opened = prompt["input_ids"].shape[1] + given
         tokens, clock = ours.sequences.shape[1] - opened, StepClock()
@@ -131,18 +125,15 @@ def endings(model: Any, tokenizer: Any) -> list[int]:
     return sorted(marked | vocabulary.special | set(eos if isinstance(eos, list) else [eos] if eos is not None else []))
 
 
-def divergence_of(model: Any, tokenizer: Any, task: str, sizes: dict[str, Any], problems: int, tokens: int) -> Any:
+def divergence_of(model: Any, tokenizer: Any, task: str, sizes: Any) -> Any:
     """Return the divergence of rotated answers to a task's problems from the same texts reencoded."""
     kept = []
-    for seed in range(problems):
-        problem = GENERATED[task].make(seed, sizes["parts"] or PARTS[task])
+    for seed in range(sizes.problems):
+        problem = GENERATED[task].make(seed, sizes.parts or PARTS[task])
         prompt = pdos_prompt(problem.prompt, tokenizer, parallel_hint=False)
-        settings = coaching(problem) | {
-            "generation_mode": "pdos",
-            "join": "rotate",
-            "branch_max_new_tokens": sizes["part_tokens"],
-        }
-        more = {"tokenizer": tokenizer, "max_new_tokens": tokens, "output_logits": True}
+        settings = coaching(problem) | {"generation_mode": "pdos", "join": "rotate"}
+        settings["branch_max_new_tokens"] = sizes.part_tokens
+        more = {"tokenizer": tokenizer, "max_new_tokens": sizes.new_tokens, "output_logits": True}
         kept.append(distance(model, generate(model, prompt, **settings, **more), prompt["input_ids"].shape[1]))
     divergence, same = (torch.cat(of) for of in zip(*kept, strict=True))
     if not len(divergence):
@@ -152,12 +143,12 @@ def divergence_of(model: Any, tokenizer: Any, task: str, sizes: dict[str, Any], 
     return {"positions": len(divergence), **{name: value.item() for name, value in found.items()}}
 
 
-def run(model: Any, tokenizer: Any, sizes: dict[str, Any], problems: int, tokens: int) -> dict[str, Any]:
-    """Run both parts; return the entries of the report."""
-    diverged = {task: divergence_of(model, tokenizer, task, sizes, problems, tokens) for task in PARTS}
+def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
+    """Return the entries of the report."""
+    diverged = {task: divergence_of(model, tokenizer, task, sizes) for task in PARTS}
     compared = [
         branches_of(model, tokenizer, length, join, sizes)
-        for length in sizes["lengths"]
+        for length in sizes.lengths
         for join in ("reencode", "rotate")
     ]
     targets = []
@@ -165,19 +156,3 @@ def run(model: Any, tokenizer: Any, sizes: dict[str, Any], problems: int, tokens
         words = f"{one['length']} tokens, {one['join']}"
         targets += compare(one["ratios"], [(*limit, f"{words}: {limit[0].replace('_', ' ')}") for limit in LIMITS])
     return {"rotate_from_reencode": diverged, "branches": compared, "targets": targets}
-
-
-def main() -> int:
-    """Run the benchmark; return the exit status."""
-
-    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
-        sizes = QUICK if options.quick else SIZES
-        problems, tokens = (1, 100) if options.quick else (options.problems, options.new_tokens)
-        settings = {**sizes, "problems": problems, "new_tokens": tokens}
-        return {"settings": settings} | run(model, tokenizer, sizes, problems, tokens)
-
-    return run_benchmark("parallel_answers", __doc__, measure, problems=2, new_tokens=320)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

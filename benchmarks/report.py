@@ -1,4 +1,4 @@
-"""Reports of benchmarks: options, set-up, machine, targets, JSON and plain tables. All benchmarks use them."""
+"""Runs a benchmark and reports it: options, set-up, machine, targets, JSON and plain text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,39 +27,37 @@ RESULTS = Path(__file__).parent / "results"
 
 HIDDEN = {"machine", "model", "quick", "settings", "stats", "steps", "targets", "answers", "flops", "limit_seconds"}
 HIDDEN |= {"error", "not_measured", "traceback"}
-"""Entries that no table shows."""
+"""Entries that are not printed."""
 WIDEST = 16
-"""Columns of a table; entries with more figures get a table each."""
+"""Figures of a line; entries with more figures get lines of their own."""
 
 Report = dict[str, Any]
 Limit = tuple[str, str, float, str]
 """Name of a ratio, "at least" or "at most", limit, and description."""
 
 
-def run_benchmark(
-    name: str,
-    words: str | None,
-    measure: Callable[[Any, Any, argparse.Namespace], Report],
-    limits: Iterable[Limit] = (),
-    load: Callable[[argparse.Namespace], tuple[Any, Any]] | None = None,
-    **options: float | str,
-) -> int:
-    """Measure with the model of the command line; write and print the report; return the exit status.
+def run_benchmark(module: Any, arguments: Sequence[str]) -> int:
+    """Run a benchmark with these options of the command line; write and print the report; return the exit status.
 
-    `measure` receives model, tokenizer and options, and returns the entries of the report. `limits` are those of its
-    `ratios`. `options` are further options and their defaults.
+    A benchmark is a module with a function `run(model, tokenizer, sizes)`, which returns entries of the report. `SIZES`
+    has the default sizes; numbers and texts are options. `QUICK` has tiny sizes, `TARGETS` the limits of its `ratios`.
+    `load(options)` replaces `set_up`.
     """
-    parser = new_parser(name, words)
-    for option, default in options.items():
-        flag = f"--{option.replace('_', '-')}"
-        parser.add_argument(flag, type=type(default), default=default, metavar="N", help=f"default: {default}")
-    given = parser.parse_args()
-    model, tokenizer = (load or set_up)(given)
-    report = about(model, given)
-    report |= measure(model, tokenizer, given)
-    if limits:
-        report["targets"] = compare(report["ratios"], limits)
-    finish(report, new_path(name.replace("_", "-"), given))
+    name, known = module.__name__.rpartition(".")[2], getattr(module, "SIZES", {})
+    parser = new_parser(name, module.__doc__)
+    for option, default in known.items():
+        if isinstance(default, int | float | str):
+            flag = f"--{option.replace('_', '-')}"
+            parser.add_argument(flag, type=type(default), metavar="N", help=f"default: {default}")
+    options = parser.parse_args(arguments)
+    given = {option: value for option, value in vars(options).items() if option in known and value is not None}
+    sizes = known | (getattr(module, "QUICK", {}) if options.quick else {}) | given
+    model, tokenizer = getattr(module, "load", set_up)(options)
+    report: Report = about(model, options) | {"settings": sizes}
+    report |= module.run(model, tokenizer, argparse.Namespace(**sizes, quick=options.quick, model=options.model))
+    if hasattr(module, "TARGETS"):
+        report["targets"] = compare(report["ratios"], module.TARGETS)
+    finish(report, new_path(name.replace("_", "-"), options))
     return 0
 
 
@@ -102,8 +100,8 @@ def finish(report: Report, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     show("report", report)
-    if "targets" in report:
-        print(targets_table(report["targets"]))
+    for target in report.get("targets", ()):
+        show_target(target)
     if report.get("quick"):
         print("(--quick: the figures are meaningless)")
     print(f"Written to {path}")
@@ -159,24 +157,8 @@ def _version(name: str) -> str:
         return f"none: {error}"
 
 
-class Table:
-    """Columns of plain text: names on the left, figures aligned to the right."""
-
-    def __init__(self, title: str, *headings: str) -> None:
-        self.title, self.rows = title, [("", *headings)]
-
-    def add_row(self, *cells: object) -> None:
-        """Append a row; missing cells are empty."""
-        self.rows.append((*map(str, cells), *[""] * (len(self.rows[0]) - len(cells))))
-
-    def __str__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in self.rows]
-        return "\n".join([f"\n{self.title}", *("  ".join(line).rstrip() for line in lines)])
-
-
 def show(title: str, part: Any) -> None:
-    """Print the figures of a part of a report: a row per entry, in a table of their own where entries hold entries."""
+    """Print the figures of a part of a report: a line per entry, under their own title where entries hold entries."""
     entries = part.items() if isinstance(part, Mapping) else enumerate(part)
     rows: dict[str, dict[str, str]] = {}
     for name, entry in entries:
@@ -189,10 +171,9 @@ def show(title: str, part: Any) -> None:
         elif isinstance(entry, Mapping | list):
             show(f"{title}: {name}", entry)
     if any(rows.values()):
-        table = Table(title, *(headings := list(dict.fromkeys(heading for row in rows.values() for heading in row))))
-        for name, row in rows.items():
-            table.add_row(name, *(row.get(heading, "") for heading in headings))
-        print(table)
+        print(f"\n{title}")
+    for name, row in rows.items():
+        print(f"  {name}: {', '.join(' '.join(pair) for pair in row.items())}")
 
 
 def _values(entry: Any) -> Iterable[Any]:
@@ -234,10 +215,7 @@ def compare(ratios: Mapping[str, float], limits: Iterable[Limit]) -> list[Report
     return found
 
 
-def targets_table(targets: Iterable[Mapping[str, Any]]) -> Table:
-    """Return a table of the results of `compare`."""
-    table = Table("targets", "value", "limit", "")
-    for target in targets:
-        limit = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
-        table.add_row(target["what"], f"{target['value']:.3f}", limit, "met" if target["met"] else "MISSED")
-    return table
+def show_target(target: Mapping[str, Any]) -> None:
+    """Print a result of `compare`."""
+    limit = f"at least {target['at_least']:g}" if "at_least" in target else f"at most {target['at_most']:g}"
+    print(f"  {target['what']}: {target['value']:.3f}, {limit}: {'met' if target['met'] else 'MISSED'}")

@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,15 +26,18 @@ import torch
 import hf_parallel
 from hf_parallel.cache.logits import LogitsCache
 
-from .report import run_benchmark
+from .measure import timed
 
-TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0)
+SIZES: dict[str, Any] = {"puzzles": 2, "samples": 16, "length": 100, "temperatures": (0.2, 0.4, 0.6, 0.8, 1.0)}
+SIZES |= {"baseline_samples": 4, "overhead_rounds": 7}
+"""Samples per state include the first decode, samples of `none` and `single path` do not."""
+QUICK: dict[str, Any] = {"puzzles": 1, "samples": 6, "length": 6, "temperatures": (0.2, 0.8), "overhead_rounds": 2}
 NUCLEUS = 0.9
 """Value of `top_p` in the runs that use it."""
 WAYS = ("none", "single path", "stepwise", "hotspot")
 MORE: dict[str, dict[str, Any]] = {"single path": {"draft_tokens": 0}, "hotspot": {"replay": "hotspot"}}
 """Settings per method. The cache of the paper provides no draft tokens."""
-LIMITS = (
+TARGETS = (
     ("stepwise", "at least", 1.8, "stepwise: mean speed-up over no cache"),
     ("hotspot", "at least", 2.5, "hotspot: mean speed-up over no cache"),
     *((name, "at most", 1.05, f"{name}: seconds with a cache without hits") for name in ("cold", "no hits")),
@@ -58,123 +59,89 @@ class Measured:
     whole: int = 0
 
 
-@dataclass(frozen=True)
-class ResampleBenchmark:
-    """Settings and run.
+def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
+    """Return the entries of the report."""
+    print("overhead of a cache without hits")
+    overhead = overhead_of(model, tokenizer, sizes)
+    settings = [(top_p, temperature) for top_p in (1.0, NUCLEUS) for temperature in sizes.temperatures]
+    measured: list[dict[str, Measured]] = [{way: Measured() for way in WAYS} for _ in settings]
+    for number, numbers in enumerate(itertools.islice(solvable(), sizes.puzzles)):
+        ids = encode(tokenizer, numbers).to(model.device)
+        for (top_p, temperature), into in zip(settings, measured, strict=True):
+            print(f"puzzle {number + 1} of {sizes.puzzles}, top_p {top_p}, temperature {temperature}")
+            sample(model, ids, number, {"temperature": temperature, "top_p": top_p}, into, sizes)
+    results = [
+        {"top_p": top_p, "temperature": temperature} | summary(of, sizes.length)
+        for (top_p, temperature), of in zip(settings, measured, strict=True)
+    ]
+    speed_ups = {way: [r[way]["speed_up"] for r in results if r[way]["speed_up"]] for way in WAYS[1:]}
+    means = {way: statistics.mean(values) for way, values in speed_ups.items() if values}
+    return {"results": results, "speed_up": means, "overhead": {"ratios": overhead}, "ratios": means | overhead}
 
-    Parameters
-    ----------
-    puzzles, samples, length : int
-        Number of puzzles, of samples per state (including the first decode), and of tokens per sample.
-    temperatures : tuple of float
-    baseline_samples : int
-        Number of timed samples of `none` and `single path`, without the first decode. Fewer than `samples`, to save
-        time.
-    overhead_rounds : int
-        Number of calls per median of the overhead.
-    """
 
-    puzzles: int = 2
-    samples: int = 16
-    length: int = 100
-    temperatures: tuple[float, ...] = TEMPERATURES
-    baseline_samples: int = 4
-    overhead_rounds: int = 7
+def sample(
+    model: Any, ids: torch.Tensor, puzzle: int, settings: dict[str, float], into: dict[str, Measured], sizes: Any
+) -> None:
+    """Sample one state by all methods. Their order rotates, so that machine noise affects them equally."""
+    caches = {way: LogitsCache(1 << 32) for way in WAYS if way != "none"}
+    held = {way: hf_parallel.SharedPrefixCache(device=model.device) for way in WAYS}
+    # Few samples of the baselines are timed, spread evenly over those after the first decode.
+    baselines = {1 + part * (sizes.samples - 1) // sizes.baseline_samples for part in range(sizes.baseline_samples)}
+    for seed in range(sizes.samples):
+        turn = sum(earlier < seed for earlier in baselines) % len(WAYS)
+        for way in (*WAYS[turn:], *WAYS[:turn]):
+            if way not in TIMED and seed > 0 and seed not in baselines:
+                continue
+            given = {"past_key_values": held[way], "seed": seed, **settings, **MORE.get(way, {})}
+            seconds, output = call(model, ids, sizes.length, caches.get(way), **given)
+            if way == "single path":
+                caches[way].keep_last_path()
+            if seed and output.stats.replayed_tokens == sizes.length:
+                into[way].whole += 1
+            elif seed:
+                into[way].seconds[puzzle, seed] = seconds
+                into[way].replayed.append(output.stats.replayed_tokens)
 
-    def run(self, model: Any, tokenizer: Any) -> dict[str, Any]:
-        """Measure all methods; return the entries of the report."""
-        print("overhead of a cache without hits")
-        overhead = self._overhead(model, tokenizer)
-        settings = [(top_p, temperature) for top_p in (1.0, NUCLEUS) for temperature in self.temperatures]
-        measured: list[dict[str, Measured]] = [{way: Measured() for way in WAYS} for _ in settings]
-        for number, numbers in enumerate(itertools.islice(solvable(), self.puzzles)):
-            ids = encode(tokenizer, numbers).to(model.device)
-            for (top_p, temperature), into in zip(settings, measured, strict=True):
-                print(f"puzzle {number + 1} of {self.puzzles}, top_p {top_p}, temperature {temperature}")
-                self._sample(model, ids, number, {"temperature": temperature, "top_p": top_p}, into)
-        results = [
-            {"top_p": top_p, "temperature": temperature} | self._summary(of)
-            for (top_p, temperature), of in zip(settings, measured, strict=True)
-        ]
-        speed_ups = {way: [r[way]["speed_up"] for r in results if r[way]["speed_up"]] for way in WAYS[1:]}
-        means = {way: statistics.mean(values) for way, values in speed_ups.items() if values}
-        found = {"settings": asdict(self), "results": results, "speed_up": means, "overhead": overhead}
-        return found | {"ratios": means | overhead["ratios"]}
 
-    def _sample(
-        self, model: Any, ids: torch.Tensor, puzzle: int, settings: dict[str, float], into: dict[str, Measured]
-    ) -> None:
-        """Sample one state by all methods. Their order rotates, so that machine noise affects them equally."""
-        caches = {way: LogitsCache(1 << 32) for way in WAYS if way != "none"}
-        held = {way: hf_parallel.SharedPrefixCache(device=model.device) for way in WAYS}
-        # Few samples of the baselines are timed, spread evenly over those after the first decode.
-        timed = {1 + part * (self.samples - 1) // self.baseline_samples for part in range(self.baseline_samples)}
-        for seed in range(self.samples):
-            turn = sum(earlier < seed for earlier in timed) % len(WAYS)
-            for way in (*WAYS[turn:], *WAYS[:turn]):
-                if way not in TIMED and seed > 0 and seed not in timed:
-                    continue
-                cache = caches.get(way)
-                more: dict[str, Any] = MORE.get(way, {})
-                seconds, output = self._time(
-                    model, ids, cache, past_key_values=held[way], seed=seed, **settings, **more
-                )
-                if way == "single path":
-                    caches[way].keep_last_path()
-                if seed and output.stats.replayed_tokens == self.length:
-                    into[way].whole += 1
-                elif seed:
-                    into[way].seconds[puzzle, seed] = seconds
-                    into[way].replayed.append(output.stats.replayed_tokens)
+def call(model: Any, ids: torch.Tensor, length: int, logits: LogitsCache | None, **settings: Any) -> tuple[float, Any]:
+    """Call `generate`; return the seconds and the output."""
+    settings |= {"generation_mode": "shared_prefix" if logits is None else "resample", "logits_cache": logits}
+    settings |= {"do_sample": True, "top_k": 0, "pad_token_id": 0, "return_dict_in_generate": True}
+    return timed(partial(model.generate, ids, max_new_tokens=length, min_new_tokens=length, **settings))
 
-    def _time(self, model: Any, ids: torch.Tensor, cache: LogitsCache | None, **settings: Any) -> tuple[float, Any]:
-        """Call `generate`; return the seconds and the output."""
-        began = time.perf_counter()
-        output = model.generate(
-            ids,
-            generation_mode="shared_prefix" if cache is None else "resample",
-            logits_cache=cache,
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=self.length,
-            min_new_tokens=self.length,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            **settings,
-        )
-        return time.perf_counter() - began, output
 
-    def _overhead(self, model: Any, tokenizer: Any) -> dict[str, Any]:
-        """Measure the seconds with a cache without hits relative to no cache, at temperature 1."""
-        full = LogitsCache(1 << 32)
-        ratios: dict[str, list[float]] = {"cold": [], "no hits": []}
-        for number, numbers in enumerate(itertools.islice(solvable(), self.overhead_rounds + 1)):
-            ids = encode(tokenizer, numbers).to(model.device)
-            plain, _ = self._time(model, ids, None, seed=number)
-            for way, logits_cache in (("cold", LogitsCache(1 << 32)), ("no hits", full)):
-                took, output = self._time(model, ids, logits_cache, seed=number)
-                assert output.stats.replayed_tokens == 0, "no state may be cached"
-                if number:  # the first round is a warm-up
-                    ratios[way].append(took / plain)
-        return {"ratios": {way: statistics.median(values) for way, values in ratios.items()}}
+def overhead_of(model: Any, tokenizer: Any, sizes: Any) -> dict[str, float]:
+    """Return the seconds with a cache without hits relative to no cache, at temperature 1."""
+    full = LogitsCache(1 << 32)
+    ratios: dict[str, list[float]] = {"cold": [], "no hits": []}
+    for number, numbers in enumerate(itertools.islice(solvable(), sizes.overhead_rounds + 1)):
+        ids = encode(tokenizer, numbers).to(model.device)
+        plain, _ = call(model, ids, sizes.length, None, seed=number)
+        for way, logits_cache in (("cold", LogitsCache(1 << 32)), ("no hits", full)):
+            took, output = call(model, ids, sizes.length, logits_cache, seed=number)
+            assert output.stats.replayed_tokens == 0, "no state may be cached"
+            if number:  # the first round is a warm-up
+                ratios[way].append(took / plain)
+    return {way: statistics.median(values) for way, values in ratios.items()}
 
-    def _summary(self, measured: dict[str, Measured]) -> dict[str, Any]:
-        none = measured["none"].seconds
-        # Each puzzle is compared with its own samples: the speed of a machine changes between puzzles.
-        plain = {p: statistics.median(took for (of, _), took in none.items() if of == p) for p in {p for p, _ in none}}
-        summary: dict[str, Any] = {}
-        for way, of in measured.items():
-            speed_ups = [plain[puzzle] / took for (puzzle, _), took in of.seconds.items()]
-            summary[way] = {"samples": len(speed_ups), "replayed_whole": of.whole, "speed_up": None, "hit_ratio": None}
-            if speed_ups:
-                rates = [self.length / took for took in of.seconds.values()]
-                summary[way] |= {
-                    "mean_tokens_per_second": statistics.mean(rates),
-                    "speed_up": statistics.mean(speed_ups),
-                    "median_speed_up": statistics.median(speed_ups),
-                    "hit_ratio": statistics.mean(of.replayed) / self.length,
-                }
-        return summary
+
+def summary(measured: dict[str, Measured], length: int) -> dict[str, Any]:
+    """Return the figures of each method at one setting."""
+    none = measured["none"].seconds
+    # Each puzzle is compared with its own samples: the speed of a machine changes between puzzles.
+    plain = {p: statistics.median(took for (of, _), took in none.items() if of == p) for p in {p for p, _ in none}}
+    found: dict[str, Any] = {}
+    for way, of in measured.items():
+        speed_ups = [plain[puzzle] / took for (puzzle, _), took in of.seconds.items()]
+        found[way] = {"samples": len(speed_ups), "replayed_whole": of.whole, "speed_up": None, "hit_ratio": None}
+        if speed_ups:
+            found[way] |= {
+                "mean_tokens_per_second": statistics.mean(length / took for took in of.seconds.values()),
+                "speed_up": statistics.mean(speed_ups),
+                "median_speed_up": statistics.median(speed_ups),
+                "hit_ratio": statistics.mean(of.replayed) / length,
+            }
+    return found
 
 
 def solvable() -> Iterator[tuple[int, ...]]:
@@ -203,23 +170,5 @@ def makes(numbers: tuple[Fraction, ...], goal: int = 24) -> bool:
 def encode(tokenizer: Any, numbers: tuple[int, ...]) -> torch.Tensor:
     """Return the puzzle as a prompt, `int64 [1, length]`."""
     message = {"role": "user", "content": PROMPT.format(numbers=", ".join(map(str, numbers)))}
-    encoded = tokenizer.apply_chat_template(
-        [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    return encoded["input_ids"]
-
-
-def main() -> int:
-    """Run the benchmark; return the exit status."""
-
-    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
-        benchmark = ResampleBenchmark(options.puzzles, options.samples, options.length)
-        if options.quick:
-            benchmark = ResampleBenchmark(1, 6, 6, (0.2, 0.8), overhead_rounds=2)
-        return benchmark.run(model, tokenizer)
-
-    return run_benchmark("resample", __doc__, measure, LIMITS, puzzles=2, samples=16, length=100)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    given = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    return tokenizer.apply_chat_template([message], **given)["input_ids"]

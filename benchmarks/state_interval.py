@@ -6,7 +6,6 @@ of states and keys are those of Qwen3.5-9B in bfloat16, with recurrent states in
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +15,16 @@ from transformers import Qwen3_5TextConfig
 from hf_parallel.cache.pool import Pool
 from hf_parallel.cache.tree import PrefixTree
 
-from .report import run_benchmark
-
+SIZES, QUICK = {"prompts": 200}, {"prompts": 20}
 INTERVALS = (128, 256, 512, 1024, 2048, 4096, None)
 
 
-def sizes() -> tuple[int, int]:
+def load(options: Any) -> tuple[None, None]:
+    """Load nothing."""
+    return None, None
+
+
+def bytes_of() -> tuple[int, int]:
     """Return the bytes of the keys and values of a token, and of a state."""
     config = Qwen3_5TextConfig()
     assert config.layer_types is not None
@@ -61,26 +64,18 @@ def count_tokens(kind: str, count: int, interval: int | None, has_states: bool) 
     return computed, sum(node.num_cached for node in nodes), len(nodes)
 
 
-def main() -> int:
-    """Run the benchmark; return the exit status."""
-
-    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
-        count, (token_bytes, state_bytes) = 20 if options.quick else 200, sizes()
-        found: dict[str, Any] = {"chat": {}, "file": {}}
-        for kind, rows in found.items():
-            new, _, _ = count_tokens(kind, count, None, has_states=False)
-            for interval in INTERVALS:
-                computed, tokens, states = count_tokens(kind, count, interval, has_states=True)
-                rows[str(interval)] = {
-                    "computed_again": (computed - new) / count,
-                    "states": states,
-                    "state_bytes": states * state_bytes,
-                    "kv_bytes": tokens * token_bytes,
-                }
-        return {"prompts": found, "token_bytes": token_bytes, "state_bytes": state_bytes}
-
-    return run_benchmark("state_interval", __doc__, measure, load=lambda options: (None, None))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
+    """Return the entries of the report."""
+    token_bytes, state_bytes = bytes_of()
+    found: dict[str, Any] = {"chat": {}, "file": {}}
+    for kind, rows in found.items():
+        new, _, _ = count_tokens(kind, sizes.prompts, None, has_states=False)
+        for interval in INTERVALS:
+            computed, tokens, states = count_tokens(kind, sizes.prompts, interval, has_states=True)
+            rows[str(interval)] = {
+                "computed_again": (computed - new) / sizes.prompts,
+                "states": states,
+                "state_bytes": states * state_bytes,
+                "kv_bytes": tokens * token_bytes,
+            }
+    return {"prompts": found, "token_bytes": token_bytes, "state_bytes": state_bytes}

@@ -1,4 +1,4 @@
-"""Measures training with shared prefixes against TRL: `python -m benchmarks.training --help`.
+"""Measures training with shared prefixes against TRL.
 
 Completions of one long prompt: the loss with its gradients (a tree against full rows), its peak memory, the rollouts,
 and a whole step of GRPO. Full rows are computed in micro-batches, as all at once need more memory than most machines
@@ -11,11 +11,9 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import statistics
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -31,10 +29,7 @@ from hf_parallel.training import ParallelExample, SharedPrefixGRPOTrainer
 from hf_parallel.training.states import states_branched
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
-from .continuous_batching import generate_batch
-from .measure import long_prompt
-from .report import run_benchmark
-from .rounds import timed
+from .measure import generate_batch, long_prompt, timed
 
 TARGETS = (
     ("loss_of_full_rows_by_tree", "at least", 6.0, "forward and backward pass: full rows relative to the tree"),
@@ -46,132 +41,120 @@ TARGETS = (
 """Ratio, direction, limit, and description of the ratio."""
 
 
-@dataclass(frozen=True)
-class TrainingBenchmark:
-    """Settings and run.
+SIZES: dict[str, Any] = {"prompt": 1024, "completions": 16, "new_tokens": 64, "rounds": 2}
+SIZES |= {"rows": 4, "memory_rows": (1, 2, 4)}
+"""`rows`: rows of a micro-batch of full rows, divides `completions`. Each round of the loss times the tree and one
+micro-batch. `memory_rows`: batch sizes of full rows whose peak memory is measured."""
+QUICK: dict[str, Any] = {"prompt": 48, "completions": 4, "new_tokens": 4, "rows": 2, "rounds": 1, "memory_rows": (1, 2)}
 
-    Parameters
-    ----------
-    prompt, completions, new_tokens : int
-    rows : int
-        Rows of a micro-batch of full rows. Divides `completions`.
-    rounds : int
-        Rounds of the loss. Each times the tree and one micro-batch.
-    memory_rows : tuple of int
-        Batch sizes of full rows whose peak memory is measured.
-    """
 
-    prompt: int = 1024
-    completions: int = 16
-    new_tokens: int = 64
-    rows: int = 4
-    rounds: int = 2
-    memory_rows: tuple[int, ...] = (1, 2, 4)
+def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
+    """Return the entries of the report."""
+    ids = long_prompt(tokenizer, sizes.prompt)
+    memory, rollouts = memory_of(sizes), rollouts_of(model, ids, sizes)
+    step = steps_of(model, tokenizer, ids, sizes)
+    loss = loss_of(model, ids[0].tolist(), sizes)  # last, as it changes the model's forward
+    ratios = {
+        "loss_of_full_rows_by_tree": loss["full_rows"] / loss["tree"],
+        "memory_of_tree_by_full_rows": memory["tree"] / memory["full_rows"],
+        "rollouts_of_generate_by_ours": rollouts["generate"] / rollouts["shared_prefix"],
+        "step_of_stock_by_ours": step["stock"] / step["both_shared"],
+    }
+    if "continuous_batching" in rollouts:
+        ratios["rollouts_of_continuous_batching_by_ours"] = rollouts["continuous_batching"] / rollouts["shared_prefix"]
+    return {"memory": memory, "rollouts": rollouts, "step": step, "loss": loss, "ratios": ratios}
 
-    def run(self, model: Any, tokenizer: Any, in_process: Callable[..., Any]) -> dict[str, Any]:
-        """Return the entries of the report. `in_process` calls `peak_memory` for this model in a new process."""
-        ids = long_prompt(tokenizer, self.prompt)
-        report: dict[str, Any] = {"settings": asdict(self), "memory": self._memory(in_process)}
-        report["rollouts"] = self._rollouts(model, ids)
-        report["step"] = self._steps(model, tokenizer, ids)
-        report["loss"] = self._loss(model, ids[0].tolist())  # last, as it changes the model's forward
-        loss, memory, rollouts = report["loss"], report["memory"], report["rollouts"]
-        report["ratios"] = {
-            "loss_of_full_rows_by_tree": loss["full_rows"] / loss["tree"],
-            "memory_of_tree_by_full_rows": memory["tree"] / memory["full_rows"],
-            "rollouts_of_generate_by_ours": rollouts["generate"] / rollouts["shared_prefix"],
-            "step_of_stock_by_ours": report["step"]["stock"] / report["step"]["both_shared"],
-        }
-        if "continuous_batching" in rollouts:
-            ratio = rollouts["continuous_batching"] / rollouts["shared_prefix"]
-            report["ratios"]["rollouts_of_continuous_batching_by_ours"] = ratio
-        return report
 
-    def _loss(self, model: Any, prompt: list[int]) -> dict[str, float]:
-        """Return the seconds of forward and backward pass of all completions."""
-        model.train()
-        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-        completions = self.random_completions(model)
-        tree, full_rows = [], []
-        for number in range(self.rounds):
-            print(f"loss, round {number + 1} of {self.rounds}")
-            some = completions[number * self.rows % self.completions :][: self.rows]
-            tree.append(timed(partial(backward, of_tree, model, prompt, completions))[0])
-            full_rows.append(timed(partial(backward, of_full_rows, model, prompt, some))[0])
-        micro_batches = self.completions / self.rows
-        return {"tree": statistics.median(tree), "full_rows": statistics.median(full_rows) * micro_batches}
+def loss_of(model: Any, prompt: list[int], sizes: Any) -> dict[str, float]:
+    """Return the seconds of forward and backward pass of all completions."""
+    model.train()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    completions = random_completions(model, sizes)
+    tree, full_rows = [], []
+    for number in range(sizes.rounds):
+        print(f"loss, round {number + 1} of {sizes.rounds}")
+        some = completions[number * sizes.rows % sizes.completions :][: sizes.rows]
+        tree.append(timed(partial(backward, of_tree, model, prompt, completions))[0])
+        full_rows.append(timed(partial(backward, of_full_rows, model, prompt, some))[0])
+    micro_batches = sizes.completions / sizes.rows
+    return {"tree": statistics.median(tree), "full_rows": statistics.median(full_rows) * micro_batches}
 
-    def random_completions(self, model: Any) -> list[list[int]]:
-        """Return random completions, the same at each call."""
-        shape = self.completions, self.new_tokens
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(3, model.config.vocab_size, shape, generator=generator).tolist()
 
-    def _memory(self, in_process: Callable[..., Any]) -> dict[str, Any]:
-        """Return the bytes that forward and backward pass need beyond the weights."""
-        print("peak memory of the tree")
-        found: dict[str, Any] = {"tree": in_process("tree", self.completions)}
-        for rows in self.memory_rows:
-            print(f"peak memory of full rows, {rows} at once")
-            found[f"{rows}_full_rows"] = in_process("full_rows", rows)
-        measured = [float(found[f"{rows}_full_rows"]) for rows in self.memory_rows]
-        slope, intercept = statistics.linear_regression(self.memory_rows, measured)
-        return found | {"full_rows": intercept + slope * self.completions, "per_row": slope, "of_no_row": intercept}
+def random_completions(model: Any, sizes: Any) -> list[list[int]]:
+    """Return random completions, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    shape = sizes.completions, sizes.new_tokens
+    return torch.randint(3, model.config.vocab_size, shape, generator=generator).tolist()
 
-    def _rollouts(self, model: Any, ids: torch.Tensor) -> dict[str, Any]:
-        """Return the seconds of the completions of one prompt, each way as GRPOTrainer calls it."""
-        batch = ids.repeat(self.completions, 1)
-        sampling = {"do_sample": True, "max_new_tokens": self.new_tokens, "min_new_tokens": self.new_tokens}
-        found: dict[str, Any] = {}
-        for mode in ("shared_prefix", None):
-            print(f"rollouts, {mode or 'generate'}")
-            given = {"generation_mode": mode, "attention_mask": torch.ones_like(batch), **sampling}
-            model.generate(batch[:, -2:], generation_mode=mode, max_new_tokens=2)  # loads what the first call loads
-            found[mode or "generate"] = timed(partial(model.generate, batch, **given))[0]
-        print("rollouts, continuous batching")
-        try:
-            run = partial(generate_batch, model, batch.tolist(), self.new_tokens, do_sample=True)
-            found["continuous_batching"] = timed(run)[0]
-        except Exception as error:  # an error is reported as a result
-            found["error_of_continuous_batching"] = f"{type(error).__name__}: {error}"
-        return found
 
-    def _steps(self, model: Any, tokenizer: Any, ids: torch.Tensor) -> dict[str, Any]:
-        """Return the seconds of one step of GRPO: rollouts, loss, optimizer."""
-        prompt = tokenizer.decode(ids[0])
-        shared = {"generation_mode": "shared_prefix"}
-        ways: dict[str, tuple[Any, int, dict[str, Any]]] = {
-            "both_shared": (SharedPrefixGRPOTrainer, self.completions, shared),
-            "stock": (GRPOTrainer, self.rows, {}),
-        }
-        found = {}
-        for name, (cls, rows, generation) in ways.items():
-            print(f"step of GRPO, {name}")
-            trainer = cls(
-                model=hf_parallel.enable(copy.deepcopy(model)),
-                processing_class=tokenizer,
-                reward_funcs=lambda completions, **columns: [float(len(text)) for text in completions],
-                train_dataset=Dataset.from_dict({"prompt": [prompt]}),
-                args=GRPOConfig(
-                    output_dir=tempfile.mkdtemp(),
-                    max_steps=1,
-                    num_generations=self.completions,
-                    per_device_train_batch_size=rows,
-                    gradient_accumulation_steps=self.completions // rows,
-                    max_completion_length=self.new_tokens,
-                    gradient_checkpointing=False,
-                    generation_kwargs={"min_new_tokens": self.new_tokens, **generation},
-                    bf16=False,
-                    use_cpu=True,
-                    logging_steps=1,
-                    save_strategy="no",
-                    report_to=[],
-                    disable_tqdm=True,
-                ),
-            )
-            trainer.train()
-            found[name] = next(logs["step_time"] for logs in trainer.state.log_history if "step_time" in logs)
-        return found
+def memory_of(sizes: Any) -> dict[str, Any]:
+    """Return the bytes that forward and backward pass need beyond the weights, each way in a new process."""
+
+    def in_process(way: str, rows: int) -> float:
+        print(f"peak memory, {way}, {rows} at once")
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(peak_memory, (sizes, torch.get_num_threads(), way, rows))
+
+    found: dict[str, Any] = {"tree": in_process("tree", sizes.completions)}
+    measured = [in_process("full_rows", rows) for rows in sizes.memory_rows]
+    found |= {f"{rows}_full_rows": value for rows, value in zip(sizes.memory_rows, measured, strict=True)}
+    slope, intercept = statistics.linear_regression(sizes.memory_rows, measured)
+    return found | {"full_rows": intercept + slope * sizes.completions, "per_row": slope, "of_no_row": intercept}
+
+
+def rollouts_of(model: Any, ids: torch.Tensor, sizes: Any) -> dict[str, Any]:
+    """Return the seconds of the completions of one prompt, each way as GRPOTrainer calls it."""
+    batch = ids.repeat(sizes.completions, 1)
+    sampling = {"do_sample": True, "max_new_tokens": sizes.new_tokens, "min_new_tokens": sizes.new_tokens}
+    found: dict[str, Any] = {}
+    for mode in ("shared_prefix", None):
+        print(f"rollouts, {mode or 'generate'}")
+        given = {"generation_mode": mode, "attention_mask": torch.ones_like(batch), **sampling}
+        model.generate(batch[:, -2:], generation_mode=mode, max_new_tokens=2)  # loads what the first call loads
+        found[mode or "generate"] = timed(partial(model.generate, batch, **given))[0]
+    print("rollouts, continuous batching")
+    try:
+        batching = partial(generate_batch, model, batch.tolist(), sizes.new_tokens, do_sample=True)
+        found["continuous_batching"] = timed(batching)[0]
+    except Exception as error:  # an error is reported as a result
+        found["error_of_continuous_batching"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def steps_of(model: Any, tokenizer: Any, ids: torch.Tensor, sizes: Any) -> dict[str, Any]:
+    """Return the seconds of one step of GRPO: rollouts, loss, optimizer."""
+    ways: dict[str, tuple[Any, int, dict[str, Any]]] = {
+        "both_shared": (SharedPrefixGRPOTrainer, sizes.completions, {"generation_mode": "shared_prefix"}),
+        "stock": (GRPOTrainer, sizes.rows, {}),
+    }
+    found = {}
+    for name, (cls, rows, generation) in ways.items():
+        print(f"step of GRPO, {name}")
+        trainer = cls(
+            model=hf_parallel.enable(copy.deepcopy(model)),
+            processing_class=tokenizer,
+            reward_funcs=lambda completions, **columns: [float(len(text)) for text in completions],
+            train_dataset=Dataset.from_dict({"prompt": [tokenizer.decode(ids[0])]}),
+            args=GRPOConfig(
+                output_dir=tempfile.mkdtemp(),
+                max_steps=1,
+                num_generations=sizes.completions,
+                per_device_train_batch_size=rows,
+                gradient_accumulation_steps=sizes.completions // rows,
+                max_completion_length=sizes.new_tokens,
+                gradient_checkpointing=False,
+                generation_kwargs={"min_new_tokens": sizes.new_tokens, **generation},
+                bf16=False,
+                use_cpu=True,
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
+        )
+        trainer.train()
+        found[name] = next(logs["step_time"] for logs in trainer.state.log_history if "step_time" in logs)
+    return found
 
 
 def backward(way: Callable[..., torch.Tensor], *given: Any) -> None:
@@ -197,14 +180,14 @@ def of_full_rows(model: Any, prompt: list[int], completions: list[list[int]]) ->
     return model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
 
 
-def peak_memory(benchmark: TrainingBenchmark, path: str | None, threads: int, way: str, rows: int) -> int:
+def peak_memory(sizes: Any, threads: int, way: str, rows: int) -> int:
     """Return the bytes of the process during forward and backward pass, less those before it."""
     torch.set_num_threads(threads)
-    model, tokenizer = load_model(path, torch.float32, "cpu", preset=False)
+    model, tokenizer = load_model(sizes.model, torch.float32, "cpu", preset=False)
     model.train()
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    prompt = long_prompt(tokenizer, benchmark.prompt)[0].tolist()
-    completions = benchmark.random_completions(model)[:rows]
+    prompt = long_prompt(tokenizer, sizes.prompt)[0].tolist()
+    completions = random_completions(model, sizes)[:rows]
     process, done = psutil.Process(), threading.Event()
     before = process.memory_info().rss
     seen = [before]
@@ -219,24 +202,3 @@ def peak_memory(benchmark: TrainingBenchmark, path: str | None, threads: int, wa
     done.set()
     watcher.join()
     return max(seen) - before
-
-
-def main() -> int:
-    """Run the benchmark; return the exit status."""
-
-    def measure(model: Any, tokenizer: Any, options: Any) -> dict[str, Any]:
-        benchmark = TrainingBenchmark(rounds=options.rounds)
-        if options.quick:
-            benchmark = TrainingBenchmark(48, 4, 4, rows=2, rounds=1, memory_rows=(1, 2))
-
-        def in_process(*given: Any) -> Any:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                return pool.apply(peak_memory, (benchmark, options.model, torch.get_num_threads(), *given))
-
-        return benchmark.run(model, tokenizer, in_process)
-
-    return run_benchmark("training", __doc__, measure, TARGETS, rounds=2)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,19 +28,11 @@ LARGE_KV_BYTES = 256_000_000
 
 @dataclass(frozen=True)
 class AttentionStage:
-    """Settings and cases.
-
-    Parameters
-    ----------
-    heads : tuple of (heads, kv_heads, head_dim)
-        Qwen3-8B, Llama-2-7B, and a single KV head as in Hydragen.
-    rows, prefixes, suffixes : tuple of int
-        Lengths in tokens, multiples of FlashInfer's page.
-    dtype : str
-    """
+    """Cases by heads, rows and lengths in tokens, multiples of FlashInfer's page."""
 
     share: ClassVar[float] = 0.14
 
+    # Query heads, KV heads, head_dim of Qwen3-8B, of Llama-2-7B, and of Hydragen's model with a single KV head.
     heads: tuple[tuple[int, int, int], ...] = ((32, 8, 128), (32, 32, 128), (8, 1, 128))
     rows: tuple[int, ...] = (1, 16, 64, 256, 1024)
     prefixes: tuple[int, ...] = (1024, 4096, 16384, 65536)
@@ -113,7 +105,7 @@ def measure(bench: Bench, features: Features, rows: int, prefix: int, suffix: in
         keys, values = baselines.dense_copies(layer, root, leaves[-count:])
         return lambda: baselines.flash(layer.query[-count:], keys, values, features.scale)
 
-    def rows_checked() -> Figures:
+    def few() -> Figures:
         return {"difference": difference(dense(min(rows, ROWS_CHECKED))())}
 
     def flash() -> Figures:
@@ -144,7 +136,7 @@ def measure(bench: Bench, features: Features, rows: int, prefix: int, suffix: in
         "seconds": seconds,
         "of_limit": limit / seconds,
     }
-    for name, run in (("rows_checked", rows_checked), ("flash", flash), ("flashinfer", cascade)):
+    for name, run in (("rows_checked", few), ("flash", flash), ("flashinfer", cascade)):
         figures[name] = attempt(run)
         if "seconds" in figures[name]:
             figures[f"by_{name}"] = seconds / figures[name]["seconds"]

@@ -19,18 +19,10 @@ WORKSPACE_BYTES = 256 << 20
 
 
 def flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute PyTorch's FlashAttention for one new token per row, without sharing between rows.
+    """Compute PyTorch's FlashAttention for one new token per row, without sharing: `[rows, heads, head_dim]`.
 
-    Parameters
-    ----------
-    query : [rows, heads, head_dim]
-        The heads of a KV group become query rows, so that each key is read once for all of them.
-    keys, values : [rows, kv_heads, length, head_dim]
-
-    Returns
-    -------
-    torch.Tensor
-        `[rows, heads, head_dim]`.
+    `query` has the same shape; keys and values are `[rows, kv_heads, length, head_dim]`. The heads of a KV group become
+    query rows, so that each key is read once for all of them.
     """
     rows, heads, dim = query.shape
     grouped = query.view(rows, keys.shape[1], heads // keys.shape[1], dim)
@@ -48,13 +40,7 @@ def dense_copies(layer: Layer, root: Block, leaves: list[Block]) -> tuple[torch.
 
 
 class Cascade:
-    """FlashInfer's cascade attention over a shared prefix and suffixes in one page table.
-
-    Raises
-    ------
-    ImportError
-        If FlashInfer is not installed.
-    """
+    """FlashInfer's cascade attention over a shared prefix and suffixes in one page table; `ImportError` without it."""
 
     def __init__(self, layer: Layer, root: Block, leaves: list[Block]) -> None:
         flashinfer: Any = importlib.import_module("flashinfer")
@@ -76,10 +62,7 @@ class Cascade:
             [ints(0, shared + 1, shared), ints(0, rows * own + 1, own)],
             [ints(shared), ints(shared, shared + rows * own)],
             [ints(PAGE, PAGE + 1), torch.full((rows,), PAGE, dtype=torch.int32, device=device)],
-            f.heads,
-            f.kv_heads,
-            f.head_dim,
-            PAGE,
+            *(f.heads, f.kv_heads, f.head_dim, PAGE),
             sm_scale=f.scale,
             q_data_type=f.dtype,
         )

@@ -83,11 +83,10 @@ def figure(
     ]
 
 
-def run_cases(cases: Iterable[Case], deadline: Deadline, report: Callable[[Figures], None]) -> None:
-    """Run cases in order; pass to `report` the settings of each with its figures, or the reason if there are none."""
+def run_cases(cases: Iterable[Case], deadline: Deadline) -> Iterator[Figures]:
+    """Run cases in order; yield the settings of each with its figures, or the reason if there are none."""
     for case in cases:
-        figures = {"not_measured": OUT_OF_TIME} if deadline.left <= 0 else attempt(case.run)
-        report(case.settings | figures)
+        yield case.settings | ({"not_measured": OUT_OF_TIME} if deadline.left <= 0 else attempt(case.run))
 
 
 def attempt(run: Callable[[], Figures]) -> Figures:

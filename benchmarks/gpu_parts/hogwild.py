@@ -20,23 +20,12 @@ from hf_parallel.cache import Segment
 from . import baselines
 from .cases import Bench, Case, Target, figure
 from .layer import Features, Layer, hogwild, rotary_of
+from .timing import Timer
 
 
 @dataclass(frozen=True)
 class HogwildStage:
-    """Settings and cases.
-
-    Parameters
-    ----------
-    workers, tokens : tuple of int
-        Numbers of workers, and of unique tokens over all blocks.
-    heads : (heads, kv_heads, head_dim)
-    dtype : str
-    layers : int
-        Number of layers. The extra time of the first layer counts as set-up.
-    steps : int
-        Number of decode steps.
-    """
+    """Cases by workers and unique tokens over all blocks. The extra time of the first layer counts as set-up."""
 
     share: ClassVar[float] = 0.03
 
@@ -71,11 +60,9 @@ class HogwildStage:
         segments = hogwild(layer, workers, tokens, spare=2 * self.steps + 8)
         layer.step(segments)
         layer.fill()
-        keys, values = torch.randn(2, 1, features.kv_heads, tokens, features.head_dim, device=timer.device).to(
-            features.dtype
-        )
-        query = layer.query[:1]
-        flash = timer.median(lambda: baselines.flash(query, keys, values, features.scale))
+        shape = 2, 1, features.kv_heads, tokens, features.head_dim
+        keys, values = torch.randn(shape, device=timer.device).to(features.dtype)
+        flash = timer.median(lambda: baselines.flash(layer.query[:1], keys, values, features.scale))
         seconds = timer.median(layer.attend)
         moved = tokens * features.bytes_per_token + 2 * layer.query.nbytes
         flops = 4.0 * features.heads * features.head_dim * workers * tokens
@@ -84,19 +71,14 @@ class HogwildStage:
             "flash_seconds": flash,
             "by_flash": seconds / flash,
             "of_limit": bench.ceilings.limit(moved, flops) / seconds,
-            "set_up_seconds": self._set_up(layer, segments),
+            "set_up_seconds": statistics.median([step_time(layer, segments) for _ in range(4 + self.steps)][4:]),
         }
-
-    def _set_up(self, layer: Layer, segments: Sequence[Segment]) -> float:
-        """Return the median seconds of a step outside its layers, on the CPU."""
-        return statistics.median([step_time(layer, segments) for _ in range(4 + self.steps)][4:])
 
 
 def step_time(layer: Layer, segments: Sequence[Segment]) -> float:
     """Return the set-up of one decode step: `prepare`, `commit`, and the extra time of the first layer."""
     layer.draw(len(segments))
-    if layer.device.type == "cuda":
-        torch.cuda.synchronize(layer.device)
+    Timer(layer.device).synchronize()
     marks = [time.perf_counter()]
     layer.forward = layer.cache.prepare(segments)
     marks.append(time.perf_counter())

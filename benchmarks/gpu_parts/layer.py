@@ -41,13 +41,8 @@ class Features:
 class Layer:
     """`num_layers` layers with the same features over one cache; the first one is measured.
 
-    Attributes
-    ----------
-    forward : ForwardPass
-        The last pass.
-    query : [T, heads, head_dim]
-    new : (keys, values), [kv_heads, T, head_dim] each
-        New keys and values of the pass.
+    `forward` is the last pass, `query` `[T, heads, head_dim]` its queries, and `new` its new keys and values,
+    `[kv_heads, T, head_dim]` each.
     """
 
     def __init__(self, features: Features, device: torch.device, num_layers: int = 1) -> None:

@@ -9,13 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedModel,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
 
 import hf_parallel
 from hf_parallel.cache import BlockCache
@@ -25,57 +19,29 @@ PAD = 0
 """Padding token of finished rows."""
 
 _NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+# Llama's original 4096 positions are fewer than the longest prefix; the number does not affect the cost.
+_LONG: dict[str, Any] = {"max_position_embeddings": 40960, **_NO_ENDS}
+_TOY: dict[str, Any] = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, **_NO_ENDS}
+_TOY |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+_HYBRID = _TOY | {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+_HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_WIDE: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, **_LONG}
 CONFIGS = {
     "Qwen3-8B": Qwen3Config(
         vocab_size=151936,
-        hidden_size=4096,
         intermediate_size=12288,
         num_hidden_layers=36,
-        num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
-        max_position_embeddings=40960,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        **_NO_ENDS,
+        **_WIDE,
     ),
-    # The original 4096 positions are fewer than the longest prefix; the number does not affect the cost.
     "Llama-2-7B": LlamaConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        max_position_embeddings=40960,
-        **_NO_ENDS,
+        vocab_size=32000, intermediate_size=11008, num_hidden_layers=32, num_key_value_heads=32, **_WIDE
     ),
     "Qwen3.5-9B": Qwen3_5TextConfig(**_NO_ENDS),  # its sizes are the defaults
-    "toy hybrid": Qwen3_5TextConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=16,
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        **_NO_ENDS,
-    ),
-    "toy": Qwen3Config(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=2048,
-        **_NO_ENDS,
-    ),
+    "toy hybrid": Qwen3_5TextConfig(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2, **_HYBRID),
+    "toy": Qwen3Config(num_hidden_layers=1, max_position_embeddings=2048, **_TOY),
 }
 """Configurations by name, without EOS token, so that all rows have the maximum length."""
 
@@ -108,8 +74,12 @@ def weight_bytes(model: PreTrainedModel) -> int:
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     """Return the bytes of keys and values per token over all layers."""
     config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * model.dtype.itemsize
+
+
+def head_dim(config: Any) -> int:
+    """Return the width of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def draw_prompt(model: PreTrainedModel, rows: int, length: int) -> torch.Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from transformers import (
@@ -42,16 +42,7 @@ WAYS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class SamplingStage:
-    """Settings and cases.
-
-    Parameters
-    ----------
-    rows : tuple of int
-    vocabulary : int
-    spreads : tuple of float
-        Standard deviations of the logits: of a model with random weights, which is uncertain, and of a trained one.
-    dtype : str
-    """
+    """Cases by rows, and by standard deviation of the logits: of a random model (uncertain) and of a trained one."""
 
     share: ClassVar[float] = 0.04
 
@@ -93,7 +84,7 @@ class SamplingStage:
 
     def _sample(self, timer: Timer, logits: torch.Tensor, way: str, backend: str) -> tuple[float, torch.Tensor]:
         """Return the seconds of sampling with a backend, and the first tokens."""
-        with _backend(backend):
+        with patch.dict(os.environ, {BACKEND_VARIABLE: backend}):
             torch.manual_seed(0)
             first = sample_all(make_sampler(len(logits), logits.device, way), logits).tokens.tensor
             sampler = make_sampler(len(logits), logits.device, way)
@@ -117,16 +108,3 @@ def make_sampler(rows: int, device: torch.device, way: str) -> Sampler:
     table = TokenTable(torch.zeros(rows, 1, dtype=torch.int64, device=device), 0, 8)
     seed = 0 if way.startswith("seeded") else None
     return Sampler(config, LogitsProcessorList(WAYS[way]), StoppingCriteriaList(), table, seed)
-
-
-@contextmanager
-def _backend(name: str) -> Iterator[None]:
-    before = os.environ.get(BACKEND_VARIABLE)
-    os.environ[BACKEND_VARIABLE] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[BACKEND_VARIABLE]
-        else:
-            os.environ[BACKEND_VARIABLE] = before

@@ -1,4 +1,4 @@
-"""Timing on a device: medians of CUDA events with a cold L2, limits of the hardware, and deadlines."""
+"""Timing on a device: medians of CUDA events with a cold L2, limits of the hardware, deadlines, and peak memory."""
 
 from __future__ import annotations
 
@@ -42,32 +42,22 @@ class PeakMemory:
     """Measures the memory that a GPU allocates at most from now on, beyond what is allocated now."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._before = device, 0
-        if device.type == "cuda":
+        self._device = device if device.type == "cuda" else None
+        if self._device:
             self._before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
 
     def figures(self) -> dict[str, int]:
         """Return `peak_bytes`; nothing on other devices."""
-        if self._device.type != "cuda":
-            return {}
-        return {"peak_bytes": torch.cuda.max_memory_allocated(self._device) - self._before}
+        return {"peak_bytes": torch.cuda.max_memory_allocated(self._device) - self._before} if self._device else {}
 
 
 @dataclass(frozen=True, eq=False)
 class Timer:
-    """Measures the time of calls on a device.
+    """Measures the time of calls on a device: the median of `at_least` to `at_most` runs, in about `seconds`.
 
     On a GPU, two events time each run. L2 is flushed before, because in a model the keys of a layer are not in it
     either. Then the GPU sleeps until all launches are in its queue, so that launch overhead is not measured.
-
-    Parameters
-    ----------
-    device : torch.device
-    at_least, at_most : int
-        Number of runs per median.
-    seconds : float
-        Time after which no further run starts.
     """
 
     device: torch.device
@@ -86,20 +76,23 @@ class Timer:
         times: list[float] = []
         limit = Deadline(self.seconds)
         while len(times) < self.at_least or (len(times) < self.at_most and limit.left > 0):
-            times.append(self._on_gpu(run, lead) if self.is_gpu else self._on_host(run))
+            times.append(self._by_events(run, lead) if self.device.type == "cuda" else self.once(run))
         return statistics.median(times)
 
-    @property
-    def is_gpu(self) -> bool:
-        """Whether the device is a GPU, which times with events."""
-        return self.device.type == "cuda"
+    def once(self, run: Callable[[], object]) -> float:
+        """Return the seconds of one run on an idle device, with its launches."""
+        self.synchronize()
+        began = time.perf_counter()
+        run()
+        self.synchronize()
+        return time.perf_counter() - began
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
-        if self.is_gpu:
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _on_gpu(self, run: Callable[[], object], lead: float) -> float:
+    def _by_events(self, run: Callable[[], object], lead: float) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=self.device).zero_()
         torch.cuda._sleep(int(lead * CYCLES_PER_SECOND))
@@ -109,24 +102,10 @@ class Timer:
         end.synchronize()
         return start.elapsed_time(end) * 1e-3
 
-    @staticmethod
-    def _on_host(run: Callable[[], object]) -> float:
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
-
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Limits of the hardware.
-
-    Attributes
-    ----------
-    bytes_per_second : float
-        Bandwidth of a large copy, counting reads and writes.
-    flops_per_second : float
-        Rate of a large square matrix product of random numbers.
-    """
+    """Limits of the hardware: of a large copy, counting reads and writes, and of a large product of random matrices."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -136,20 +115,10 @@ class Ceilings:
         return max(num_bytes / self.bytes_per_second, flops / self.flops_per_second)
 
 
-def measure_ceilings(timer: Timer, copied_bytes: int, matrix_size: int, dtype: torch.dtype) -> Ceilings:
+def measure_ceilings(timer: Timer, copied_bytes: int, size: int, dtype: torch.dtype) -> Ceilings:
     """Measure a copy of `copied_bytes` and a product of two square matrices."""
-    return Ceilings(
-        2 * copied_bytes / _copy_seconds(timer, copied_bytes, dtype),
-        2 * matrix_size**3 / _product_seconds(timer, matrix_size, dtype),
-    )
-
-
-def _copy_seconds(timer: Timer, copied_bytes: int, dtype: torch.dtype) -> float:
     source = torch.empty(copied_bytes // dtype.itemsize, dtype=dtype, device=timer.device).normal_()
     target = torch.empty_like(source)
-    return timer.median(lambda: target.copy_(source))
-
-
-def _product_seconds(timer: Timer, size: int, dtype: torch.dtype) -> float:
+    copying = timer.median(lambda: target.copy_(source))
     a, b = (torch.randn(size, size, dtype=dtype, device=timer.device) for _ in range(2))
-    return timer.median(lambda: a @ b)
+    return Ceilings(2 * copied_bytes / copying, 2 * size**3 / timer.median(lambda: a @ b))

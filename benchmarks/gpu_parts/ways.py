@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
+from .. import measure
 from ..measure import StepClock
 from .cases import OUT_OF_MEMORY, fits
-from .models import PAD, attention_skipped, draw_prompt, hogwild_settings, kv_bytes_per_token
+from .models import PAD, attention_skipped, draw_prompt, head_dim, hogwild_settings, kv_bytes_per_token
 from .timing import Deadline, OutOfTimeError, PeakMemory
 
 FIRST_STEPS = 3
@@ -66,9 +68,8 @@ def generate(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline)
     if not fits(rows * (prefix + steps) * kv_bytes_per_token(model), model.device):
         return {"not_measured": OUT_OF_MEMORY}
     config, cache = model.config, DynamicCache(config=model.config)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer_idx in range(config.num_hidden_layers):
-        shape = rows, config.num_key_value_heads, prefix - 1, head_dim
+        shape = rows, config.num_key_value_heads, prefix - 1, head_dim(config)
         states = torch.randn(shape, dtype=model.dtype, device=model.device)
         cache.update(states, states.clone(), layer_idx)
     return _timed(model, draw_prompt(model, rows, prefix), rows, steps, deadline, past_key_values=cache)
@@ -87,51 +88,13 @@ def static_cache(model: Any, rows: int, prefix: int, steps: int, deadline: Deadl
 
 def generate_batch(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
     """Measure continuous batching with `num_return_sequences`, whose rows share the pages of the prompt if possible."""
-    config = GenerationConfig(do_sample=False, max_new_tokens=steps, eos_token_id=-1, pad_token_id=PAD)
-    config.num_return_sequences = rows  # its constructor rejects this without sampling
-    on_cpu: dict[str, Any] = {
-        "use_cuda_graph": False,
-        "use_async_batching": False,
-        "num_blocks": 4 * rows,
-        "max_batch_tokens": prefix,
-    }
-    settings = ContinuousBatchingConfig(**(on_cpu if model.device.type == "cpu" else {}))
-    prompt = draw_prompt(model, 1, prefix)[0].tolist()
-    done: list[Any] = []
-    manager_of = model.continuous_batching_context_manager
-    with (
-        torch.no_grad(),
-        manager_of(generation_config=config, continuous_batching_config=settings, timeout=5, warmup=False) as manager,
-    ):
-        manager.add_requests(inputs=[prompt], max_new_tokens=steps, record_timestamps=True)
-        while len(done) < rows:
-            deadline.check()
-            result = manager.get_result(timeout=1)
-            if result is None and not manager.is_running():
-                raise RuntimeError(f"it stopped after {len(done)} of {rows} rows")
-            if result is not None and result.is_finished():
-                done.append(result)
-    errors = [result.error for result in done if result.error]
-    if errors:
-        raise RuntimeError(errors[0])
+    done = measure.generate_batch(model, [draw_prompt(model, 1, prefix)[0].tolist()], steps, rows, do_sample=False)
     ticks = [max(at) for at in zip(*(result.timestamps for result in done), strict=True)]
-    return _figures(rows, [after - before for before, after in zip(ticks, ticks[1:], strict=False)])
+    return _figures(rows, [after - before for before, after in itertools.pairwise(ticks)])
 
 
-WAYS: dict[str, Way] = {
-    way.__name__: way
-    for way in (
-        shared_prefix,
-        uncompiled,
-        unshared,
-        no_attention,
-        hogwild,
-        generate,
-        prefilled,
-        static_cache,
-        generate_batch,
-    )
-}
+_WAYS = (shared_prefix, uncompiled, unshared, no_attention, hogwild, generate, prefilled, static_cache, generate_batch)
+WAYS: dict[str, Way] = {way.__name__: way for way in _WAYS}
 """Methods by name."""
 
 
@@ -141,17 +104,10 @@ def _timed(
     """Measure one call of `generate`, cut short at the deadline if there are enough steps."""
     clock, more = StepClock(on_step=deadline.check), {}
     memory = PeakMemory(model.device)
+    settings = {"generation_mode": None, "do_sample": False, "return_dict_in_generate": True, **settings}
     began = time.perf_counter()
     try:
-        output = model.generate(
-            prompt,
-            do_sample=False,
-            max_new_tokens=steps,
-            pad_token_id=PAD,
-            streamer=clock,
-            return_dict_in_generate=True,
-            **{"generation_mode": None} | settings,
-        )
+        output = model.generate(prompt, max_new_tokens=steps, pad_token_id=PAD, streamer=clock, **settings)
         more = {"stats": output.stats.to_dict()} if getattr(output, "stats", None) else {}
     except OutOfTimeError:
         if len(clock.times) < 2 + FIRST_STEPS + FEWEST_STEPS:

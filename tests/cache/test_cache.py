@@ -188,18 +188,6 @@ def test_seeing_a_block_at_another_position_needs_the_rotary_embedding(steps: in
     assert (first.length, second.length) == (steps, steps)
 
 
-def test_split_and_truncate_are_limited_to_the_tokens_of_the_block() -> None:
-    cache = new_cache()
-    block = cache.pool.new_block()
-    append(cache, ([block], [1, 2, 3]))
-    for at in (0, 3, 4, -1):
-        with pytest.raises(ValueError, match="inside the block's 3 tokens"):
-            cache.pool.split(block, at)
-    for length in (4, -1):
-        with pytest.raises(ValueError, match="between 0 and the block's 3"):
-            cache.pool.truncate(block, length)
-
-
 # Passes
 
 
@@ -214,23 +202,3 @@ def test_two_segments_that_write_to_one_block_raise() -> None:
             cache.prepare([Segment([block], 1, write=write), Segment([block], 1, write=not write)])
     assert block.length == 1
     cache.prepare([Segment([block], 1, write=False), Segment([block], 1, write=False)])
-
-
-def test_blocks_of_another_cache_raise() -> None:
-    cache, other = new_cache(), new_cache()
-    own, foreign = cache.pool.new_block(), other.pool.new_block()
-    freed = cache.pool.new_block()
-    cache.pool.free(freed)
-    for other_block in (foreign, freed):
-        for view in ([other_block, own], [other_block]):
-            with pytest.raises(ValueError, match="not .* a block of this cache"):
-                cache.prepare([Segment(view, 1)])
-        for act in (
-            cache.pool.free,
-            lambda block: cache.pool.copy(block),
-            lambda block: cache.pool.move(block, own),
-            lambda block: cache.pool.move(own, block),
-        ):
-            with pytest.raises(ValueError, match="not .* a block of this cache"):
-                act(other_block)
-    assert own.length == 0

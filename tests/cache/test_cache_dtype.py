@@ -115,17 +115,6 @@ def test_bytes_are_those_stored(model: PreTrainedModel) -> None:
     assert arena.compact.used_slots == prompt + completion
 
 
-def test_copies_of_a_block_in_8_bits_are_in_the_dtype_of_the_model(model: PreTrainedModel) -> None:
-    cache = SharedPrefixCache(cache_dtype="int8")
-    generate(model, past_key_values=cache)
-    block = next(cache.tree.nodes()).block
-    assert block is not None
-    copied = cache.pool.copy(block)
-    for layer in cache.pool.arena.layers.values():
-        assert all(map(torch.equal, layer.read(block.tokens), layer.read(copied.tokens)))
-    assert not copied.extent.is_compact
-
-
 @given(st.sampled_from(["int8", "fp8"]), st.integers(0, 1000), st.sampled_from([1e-20, 1e-3, 1.0, 1e4]))
 def test_rounding_is_within_half_a_step(name: str, seed: int, size: float) -> None:
     dtype = compact_dtype(name)

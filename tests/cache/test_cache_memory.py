@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -11,9 +9,7 @@ import torch
 from small_cache import BYTES_PER_TOKEN, HEAD_DIM, KV_HEADS, append, assert_holds, new_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_parallel import SharedPrefixCache
 from hf_parallel.cache import Arena, Segment
-from hf_parallel.cache import arena as arena_module
 from hf_parallel.kernels import LayerStorage
 
 # Copies
@@ -73,29 +69,6 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
     monkeypatch.setattr(Arena, "_grow", limited)
 
 
-def test_a_relocation_that_runs_out_of_memory_changes_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new extent overlaps the old one, and the second layer cannot be copied."""
-    arena, rows = Arena(), arena_module._storage_rows
-    first, extent = arena.allocate([2, 4])
-    for heads in (1, 2):
-        keys = torch.arange(6.0 * heads)[:, None]
-        arena.layers[heads] = LayerStorage(keys, keys.clone(), heads)
-    arena.release(first)
-    before = {layer: storage.keys.clone() for layer, storage in arena.layers.items()}
-    calls = iter([rows, rows])
-    monkeypatch.setattr(arena_module, "_storage_rows", lambda *given: next(calls, _out_of_memory)(*given))
-    with pytest.raises(torch.OutOfMemoryError):
-        arena.relocate([(extent, 0, 4)], [5])
-    assert extent.origin == 2
-    for layer, storage in arena.layers.items():
-        held = storage.rows(extent.range(0, 4))
-        assert torch.equal(storage.keys[held], before[layer][held])
-
-
-def _out_of_memory(*given: Any) -> Any:
-    raise torch.OutOfMemoryError("no memory")
-
-
 def test_growth_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = new_cache()
     one, other = cache.pool.new_blocks(2, 4)
@@ -113,15 +86,3 @@ def test_growth_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.Monk
         assert cache.pool.new_block(4).extent.origin == origin
     append(cache, ([other], [9, 10]))
     assert_holds(cache, other, [5, 6, 7, 8, 9, 10])
-
-
-def test_a_dropped_cache_is_freed_without_the_garbage_collector() -> None:
-    cache = SharedPrefixCache()
-    cache.pool.new_block(4)
-    arena = weakref.ref(cache.pool.arena)
-    gc.disable()
-    try:
-        del cache
-        assert arena() is None
-    finally:
-        gc.enable()

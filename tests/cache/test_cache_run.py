@@ -92,20 +92,6 @@ def test_rollback_restores_the_state_before_the_first_pass() -> None:
     assert_holds(cache, other, [4])
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_an_invalid_pass_leaves_the_cache_unchanged(number: int) -> None:
-    cache = new_cache()
-    block, other = cache.pool.new_block(), cache.pool.new_block()
-    append(cache, ([block], [1, 2]))
-    passes = passes_of(block, other)
-    for wrong in ([Segment([block], 0)], [Segment([block], 9, write=False)], [Segment([other], 1)] * 2):
-        with pytest.raises(ValueError, match="segment"):
-            cache.prepare_run([*passes[:number], wrong, *passes[number:]])
-        assert (block.length, other.length) == (2, 0)
-    with pytest.raises(ValueError, match="at least one pass"):
-        cache.prepare_run([])
-
-
 def test_tokens_of_an_earlier_pass_may_be_recomputed() -> None:
     cache = new_cache()
     block = cache.pool.new_block()

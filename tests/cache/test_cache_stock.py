@@ -112,35 +112,3 @@ def test_rows_are_selected_repeated_and_cropped_as_in_dynamic_cache(stock: PreTr
         torch.testing.assert_close(logits(stock, part, cache), logits(stock, part, dynamic), rtol=0, atol=2e-5)
         assert cache.get_seq_length() == dynamic.get_seq_length()
     assert cache.pool.blocks == {shared, *(view[-1] for view in cache.rows)}
-
-
-def test_selecting_or_cropping_blocks_without_rows_raises() -> None:
-    cache = BlockCache()
-    cache.crop(-3)
-    cache.pool.new_block()
-    for act in (lambda: cache.crop(-3), lambda: cache.reorder_cache(torch.tensor([0]))):
-        with pytest.raises(ValueError, match="blocks but no rows"):
-            act()
-
-
-def test_a_batch_of_another_size_raises(stock: PreTrainedModel) -> None:
-    cache = BlockCache()
-    cache.rows = [[block] for block in cache.pool.new_blocks(2)]
-    with pytest.raises(ValueError, match="2 rows, the batch has 3"):
-        logits(stock, torch.ones(3, 4, dtype=torch.long), cache)
-
-
-@pytest.mark.parametrize("lengths", [(3, 4), (0, 0)], ids=["unequal lengths", "other positions"])
-def test_rows_that_need_explicit_positions_raise_without_prepare(
-    stock: PreTrainedModel, lengths: tuple[int, int]
-) -> None:
-    """Otherwise the model would silently rotate to wrong positions."""
-    cache = BlockCache()
-    shared, *own = cache.pool.new_blocks(3)
-    for view, length in (([shared], 5), ([own[0]], lengths[0]), ([own[1]], lengths[1])):
-        if length:
-            cache.rows = [view]
-            logits(stock, torch.ones(1, length, dtype=torch.long), cache)
-    cache.rows = [[shared, block] for block in own]
-    with pytest.raises(ValueError, match=r"need prepare\(\)"):
-        logits(stock, torch.ones(2, 1, dtype=torch.long), cache)

@@ -94,15 +94,3 @@ def test_sufficient_logits_give_the_same_probabilities_despite_ties(dtype: torch
             assert torch.equal(*(of > 0 for of in probs))
             torch.testing.assert_close(*probs)
     assert covered > 100 if dtype == torch.float32 or needed[0] < KEPT else 10 < covered < 190
-
-
-def test_ties_are_kept_or_dropped_together() -> None:
-    logits = torch.tensor([5.0, 4, 3, 3, 3, 1, 0])
-    for top_k, kept in ((1, [0]), (2, [0, 1]), (3, [0, 1]), (4, [0, 1]), (5, [0, 1, 2, 3, 4])):
-        cached = CachedLogits.from_logits(logits, top_k)
-        assert cached.ids is not None
-        assert sorted(cached.ids.tolist()) == kept
-        assert cached.covers(len(kept), math.inf)
-        assert not cached.covers(len(kept) + 1, math.inf)
-    assert not CachedLogits.from_logits(torch.ones(9), 4).covers(1, math.inf)
-    assert CachedLogits.from_logits(torch.ones(9), None).covers(9, -math.inf)

@@ -83,12 +83,3 @@ def test_a_step_after_a_change_is_planned_from_scratch(scene: Scene, change: str
     forward = scene.cache.prepare(segments)
     for name in ARRAYS:
         assert np.array_equal(getattr(forward.plan, name), getattr(planned.plan, name)), name
-
-
-def test_a_step_that_was_rolled_back_can_be_repeated(scene: Scene) -> None:
-    segments = one_token_each(scene)
-    first = scene.cache.prepare(segments)
-    scene.cache.rollback()
-    again = scene.cache.prepare(segments)
-    for name in ARRAYS:
-        assert np.array_equal(getattr(first.plan, name), getattr(again.plan, name)), name

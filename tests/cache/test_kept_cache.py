@@ -190,14 +190,6 @@ def test_what_a_transient_nan_computed_is_not_kept(
     assert torch.equal(generate(model, None, logits_cache=logits, **settings).sequences, expected)
 
 
-def test_a_plain_forward_pass_over_the_cache_of_a_mode_raises(model: PreTrainedModel) -> None:
-    out = generate(model, None)
-    with pytest.raises(ValueError, match="pass it to generate with the mode"):
-        model(out.sequences[:, -1:], past_key_values=out.past_key_values)
-    again = generate(model, out.past_key_values)
-    assert torch.equal(again.sequences, out.sequences)
-
-
 class Leak(LogitsProcessor):
     """Creates blocks that nobody frees and prompts that nobody computes, as a careless mode would."""
 

@@ -70,15 +70,6 @@ def test_the_collaborative_part_weighs_shared_tokens_and_reuse_events() -> None:
     )
 
 
-def test_scores_are_computed_once_a_round_and_kept_as_history() -> None:
-    scores = ContributionScores(window=8, round_turns=16)
-    for number in range(320):
-        scores.add(call(f"agent {number % 100}", **{f"agent {(number + 1) % 100}": 5}))
-    assert len(scores.history) == 20
-    assert scores.history[-1] is scores.current
-    assert len(scores.current) == 100
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -164,15 +155,3 @@ def test_steps_to_execution_keeps_the_prefix_of_the_agent_that_is_next(small_eng
             reused[name] = [agents.ask(agent, text(10 * i, 28)) for i, agent in enumerate(graph)]
     assert reused["lru"] == [0] * 4
     assert sum(map(bool, reused["steps"])) >= 2
-
-
-def test_steps_to_execution_learns_the_graph(small_engine: Any) -> None:
-    learned, given = StepsToExecution(), StepsToExecution({"a": ["b"], "b": ["c"], "c": ["a"]})
-    for policy in (learned, given):
-        agents = small_engine(policy)
-        for _ in range(2):
-            for index, agent in enumerate("abc"):
-                agents.ask(agent, text(10 * index, 10))
-    members = {member.agent: member for member in learned._members.values()}
-    assert [learned._distance(members[agent]) for agent in "abc"] == [1, 2, 3]
-    assert [given._distance(member) for member in given._members.values()] == [1, 2, 3]

@@ -20,7 +20,6 @@ from hybrids import SETTINGS as HYBRIDS
 from transformers import PreTrainedModel
 
 import hf_parallel
-from hf_parallel import LogitsCache
 
 pytest.importorskip("greenlet")
 
@@ -253,16 +252,6 @@ def test_cached_tokens_are_those_of_the_prompt_that_earlier_requests_have_comput
     with Engine(model, TOKENIZER) as engine:
         found = [engine.submit(prompt, mode, **settings).result(600).stats.cached_tokens for prompt in prompts]
     assert found == [0, 30, 40, 50, 100]
-
-
-def test_cached_tokens_of_replayed_completions_are_those_of_the_prompt() -> None:
-    model, (prompt,) = enabled("llama"), random_prefixes(random.Random(7), 1, 50)
-    settings = {"do_sample": True, "temperature": 0.4, "max_new_tokens": 24, "logits_cache": LogitsCache()}
-    with Engine(model, TOKENIZER) as engine:
-        outputs = [engine.submit(prompt, "resample", seed=seed, **settings).result(600) for seed in range(8)]
-    assert any(0 < output.stats.replayed_tokens < 24 for output in outputs)
-    assert any(output.stats.reused_tokens > 50 for output in outputs)
-    assert {output.stats.cached_tokens for output in outputs[1:] if output.stats.replayed_tokens < 24} == {50}
 
 
 def test_requests_share_prefixes_with_those_of_their_salt_only() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,18 +51,6 @@ def expected() -> list[int]:
     return sequences[0, len(IDS) :].tolist()
 
 
-class Gate(LogitsProcessor):
-    """Holds its request, and with it the engine, until it is opened."""
-
-    def __init__(self) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.reached.set()
-        assert self.opened.wait(600)
-        return scores
-
-
 class Failing(LogitsProcessor):
     """Raises an error at a given length."""
 
@@ -85,14 +72,10 @@ def failing(after: int) -> LogitsProcessorList:
 PROMPTS: dict[str, Any] = {
     "text": PROMPT,
     "ids": IDS,
-    "tuple": tuple(IDS),
-    "rows of ids": [IDS],
     "tensor": torch.tensor(IDS),
     "rows of a tensor": torch.tensor([IDS]),
-    "int32": torch.tensor(IDS, dtype=torch.int32),
     "array": torch.tensor(IDS).numpy(),
     "mapping": {"input_ids": torch.tensor([IDS]), "attention_mask": torch.ones(1, len(IDS), dtype=torch.int64)},
-    "mapping without a mask": {"input_ids": torch.tensor([IDS])},
     "padded mapping": {
         "input_ids": torch.tensor([[tiny.PAD, *IDS]]),
         "attention_mask": torch.tensor([[0] + [1] * len(IDS)]),
@@ -137,14 +120,11 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"generation_mode": "shared_prefix", "num_workers": 2}, "num_workers"),
     ({"speed": 9}, "speed"),
     ({"max_new_tokens": 0}, "max_new_tokens"),
-    ({"num_beams": 2}, "beam"),
     ({"past_key_values": hf_parallel.SharedPrefixCache()}, "past_key_values"),
     ({"priority": "high"}, "priority.*'high'"),
-    ({"priority": True}, "priority.*True"),
     ({"submitter": ("me", [])}, r"submitter.*'me'"),
     ({"parallel_config": {"num_workers": 2}}, "generation_mode"),
     ({"n": 2}, "'n'.*did you mean 'num_return_sequences'"),
-    ({"generation_config": {"top_k": 3}}, "GenerationConfig.*dict"),
     ({"seed": "one"}, "seed.*one"),
 ]
 

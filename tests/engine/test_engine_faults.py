@@ -9,7 +9,6 @@ import random
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ from engine_requests import (
     Case,
     assert_nothing_is_held,
     clear_hooks,
-    random_case,
-    random_prefixes,
     wait_until_idle,
 )
 from mode_cases import small_call
@@ -212,7 +209,6 @@ INJECTED = (InjectedError, "injected")
 HOGWILD = {"generation_mode": "hogwild", "num_workers": 2, "collaboration_prompt": "{names} talk."}
 FAULTS: dict[str, tuple[Callable[[Any], Any], tuple[type[BaseException], str]]] = {
     "processor": (lambda _: {"logits_processor": [raising(3)]}, INJECTED),
-    "processor that exits": (lambda _: {"logits_processor": [raising(2, SystemExit)]}, (SystemExit, "injected")),
     "processor that ends a greenlet": (
         lambda _: {"logits_processor": [raising(2, greenlet.GreenletExit)]},
         (greenlet.GreenletExit, "injected"),
@@ -220,19 +216,15 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], tuple[type[BaseException], str]]] 
     "Ctrl-C": (lambda _: {"logits_processor": [raising(2, KeyboardInterrupt)]}, (KeyboardInterrupt, "injected")),
     "criterion": (lambda _: {"stopping_criteria": [Criterion(3)]}, INJECTED),
     "streamer: put": (lambda _: {"streamer": Streamer(put=raising(3))}, INJECTED),
-    "streamer: end": (lambda _: {"streamer": Streamer(end=raising(0))}, INJECTED),
     "streamer: put and fail": (lambda _: {"streamer": Streamer(put=raising(3), fail=raising(0))}, INJECTED),
     "streamer: write_row": (lambda _: {"streamer": Streamer(write_row=raising(3)), **HOGWILD}, INJECTED),
     "make_run": (lambda _: {"generation_mode": "broken"}, INJECTED),
     "nan logits": (lambda model: poison_logits(model, NAN), NOT_FINITE),
-    "infinite logits": (lambda model: poison_logits(model, torch.inf), NOT_FINITE),
     "nan values while decoding": (lambda model: poison_keys(model, "v_proj", -1) or DECODED, NOT_FINITE),
-    "nan keys amid the prompt": (lambda model: poison_keys(model, "k_proj", 1) or {"prompt": marked(at=2)}, NOT_FINITE),
     "nan values amid the prompt": (
         lambda model: poison_keys(model, "v_proj", -1) or {"prompt": marked(at=2)},
         NOT_FINITE,
     ),
-    "nan logits while decoding": (lambda model: poison_logits(model, NAN) or DECODED, NOT_FINITE),
     "out of memory": (lambda model: run_out_of_memory(model, has_mark), OUT_OF_MEMORY),
     "out of memory while decoding": (lambda model: run_out_of_memory(model, has_mark) or DECODED, OUT_OF_MEMORY),
 }
@@ -278,18 +270,6 @@ def largest_pass(shared_model: Any, others: Any) -> int:
         case.alone(shared_model)
     hook.remove()
     return max(sizes)
-
-
-def test_an_engine_goes_on_after_running_out_of_memory(model: Any, others: Any, largest_pass: int) -> None:
-    """A pass over several requests is divided, to find those that fail alone."""
-    large = itertools.count()
-    run_out_of_memory(model, lambda ids: len(ids) > largest_pass and next(large) in (0, 2))
-    with Engine(model, TOKENIZER) as engine:
-        handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case, _ in others]
-        for handle, (_, tokens) in zip(handles, others, strict=True):
-            assert handle.result(600).sequences.tolist() == tokens
-        assert_nothing_is_held(engine)
-    assert next(large) > 0
 
 
 def test_an_engine_goes_on_where_the_cache_cannot_grow(
@@ -343,7 +323,7 @@ def test_a_mode_that_catches_every_error_is_ended(model: Any, others: Any) -> No
         assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("what", ["result", "tokens", "texts", "asyncio", "mode"])
+@pytest.mark.parametrize("what", ["result", "tokens", "asyncio", "mode"])
 def test_code_of_a_request_that_would_wait_for_its_own_engine_raises(model: Any, others: Any, what: str) -> None:
     case, tokens = others[0]
     inner: list[Any] = []
@@ -357,7 +337,7 @@ def test_code_of_a_request_that_would_wait_for_its_own_engine_raises(model: Any,
         elif what == "result":
             inner[0].result()
         else:
-            list(inner[0] if what == "tokens" else inner[0].texts())
+            list(inner[0])
         return scores
 
     match = "open Engine holds this model" if what == "mode" else "cannot wait for another request of its engine"
@@ -470,97 +450,7 @@ def test_a_request_whose_handle_was_dropped_ends(model: Any, others: Any) -> Non
         assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("name", ["processor", "out of memory"])
-def test_an_error_refers_to_no_other_request(model: Any, others: Any, name: str) -> None:
-    """A caller may keep the error: it keeps no other request, and nothing of the engine, alive."""
-    prepare, (error, _) = FAULTS[name]
-    with Engine(model, TOKENIZER) as engine:
-        settings = {"max_new_tokens": 20, **(prepare(model) or {})}
-        streamers = [Streamer() for _ in range(3)]
-        before = [engine.submit(SYSTEM[i:], max_new_tokens=8, streamer=s) for i, s in enumerate(streamers)]
-        failing = engine.submit(marked(), **settings)
-        for handle in before:
-            handle.result(600)
-        with pytest.raises(error):
-            failing.result(600)
-        kept = failing.error
-        dropped = [weakref.ref(streamer) for streamer in streamers]
-        del streamers, before, handle, failing, settings
-    del engine
-    gc.collect()
-    assert kept is not None
-    assert [one() for one in dropped] == [None] * 3
-
-
 # At random
-
-
-class RandomFaults:
-    """Random requests, of which some fail and some are cancelled, in an engine with a small budget."""
-
-    def __init__(self, model: Any, seed: int, cases: int = 12) -> None:
-        self.model, self.rng = model, random.Random(seed)
-        prefixes = random_prefixes(self.rng, 3, 40)
-        self.cases = [(case, case.alone(model)) for case in (random_case(self.rng, prefixes) for _ in range(cases))]
-        self.outcomes: Counter[str] = Counter()
-
-    def run(self, budget: int, requests: int = 30) -> None:
-        rng = self.rng
-        with Engine(self.model, TOKENIZER, budget, max_batch_tokens=rng.choice([16, 64, None])) as engine:
-            self._break_passes()
-            handles = [self._submit(engine) for _ in range(requests)]
-            for handle, tokens, errors in handles:
-                try:
-                    output = handle.result(600)
-                    assert RuntimeError in errors or output.sequences.tolist() == tokens  # not with another prompt
-                    self.outcomes["finished"] += 1
-                except (*errors, CancelledError) as error:
-                    self.outcomes[type(error).__name__] += 1
-            assert_nothing_is_held(engine)
-            self.outcomes["preempted"] += engine.stats.preemptions
-
-    def _submit(self, engine: Engine) -> tuple[Any, list[list[int]], tuple[type[BaseException], ...]]:
-        rng = self.rng
-        case, tokens = rng.choice(self.cases)
-        settings, errors = case.arguments, ()
-        fault, after = rng.choice(["none", "none", "processor", "streamer", "mark", "cancel"]), rng.randint(0, 8)
-        prompt = case.prompt
-        if fault == "processor":
-            settings |= {"logits_processor": [raising(after)]}
-            errors = (InjectedError,)
-        elif fault == "streamer":
-            settings |= {"streamer": Streamer(write_row=raising(after), end=raising(0))}
-            errors = (InjectedError,)
-        elif fault == "mark":
-            prompt = prompt.clone()
-            prompt[0, -rng.randint(1, prompt.shape[1])] = MARK
-            errors = (RuntimeError,)
-        handle = engine.submit(prompt, case.mode, **settings)
-        if fault == "cancel":
-            for _ in zip(range(after), handle, strict=False):
-                pass
-            handle.cancel()
-        return handle, tokens, errors
-
-    def _break_passes(self) -> None:
-        clear_hooks(self.model)
-        if self.rng.random() < 0.5:
-            run_out_of_memory(self.model, has_mark)
-        else:
-            poison_keys(self.model, "v_proj", self.rng.choice([0, -1]))
-
-
-@pytest.mark.slow
-def test_random_faults_leave_the_tokens_of_other_requests_right(model: Any, token_bytes: int) -> None:
-    faults = RandomFaults(model, seed=0)
-    for _ in range(3):
-        faults.run(token_bytes * 460)
-        clear_hooks(model)
-    assert faults.outcomes["finished"] >= 10
-    assert faults.outcomes["InjectedError"] >= 5
-    assert faults.outcomes["RuntimeError"] + faults.outcomes["OutOfMemoryError"] >= 5
-    assert faults.outcomes["RequestCancelledError"] >= 3
-    assert faults.outcomes["preempted"]
 
 
 @pytest.mark.parametrize("part", ["_can_fuse", "_softmax", "_draw", "_finish"])

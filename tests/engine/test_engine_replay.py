@@ -7,12 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import tiny
 import torch
-from engine_requests import assert_nothing_is_held, wait_until_idle
+from engine_requests import assert_nothing_is_held
 
 from hf_parallel import LogitsCache
 
@@ -69,19 +68,6 @@ def test_equal_requests_of_one_moment_are_computed_once(model: Any) -> None:
     assert sequences[1:] == sequences[:1] * 3
     assert [handle.stats.replayed_tokens for handle in handles] == [0, LENGTH, LENGTH, LENGTH]
     assert steps <= 2 + LENGTH  # no request waits for the end of another
-
-
-def test_requests_of_one_moment_check_the_weights_together(model: Any) -> None:
-    prompt, cache, checks = tiny.make_prompts([20])[0], LogitsCache(), []
-    with Engine(model) as engine:
-        resample(engine, prompt, cache, do_sample=False).result()
-        claim = engine._storage.claim
-        with patch.object(engine._storage, "claim", lambda *given: (checks.append(1), claim(*given))):
-            with at_once(engine):
-                handles = [resample(engine, prompt, cache, do_sample=False) for _ in range(8)]
-            assert all(handle.result().stats.replayed_tokens == LENGTH for handle in handles)
-            wait_until_idle(engine)
-    assert 1 <= len(checks) <= 4  # those of `at_once`, and one of all eight
 
 
 def test_samples_of_one_moment_are_those_of_requests_alone(model: Any) -> None:

@@ -18,7 +18,7 @@ from mode_cases import small_call
 
 import hf_parallel
 from hf_parallel import LogitsCache
-from hf_parallel.engine import Engine, RequestCancelledError, WeightsChangedError
+from hf_parallel.engine import Engine, WeightsChangedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,17 +150,6 @@ def test_closing_finishes_the_requests_of_an_engine(model: Any) -> None:
     assert engine.stats.kv_bytes == engine.stats.reserved_bytes == 0
 
 
-def test_closing_without_draining_cancels_the_requests_of_an_engine(model: Any) -> None:
-    with Engine(model, max_rows=2) as engine:
-        handles = [engine.submit(PROMPT, max_new_tokens=300) for _ in range(5)]
-        next(iter(handles[0]))
-        engine.close(drain=False)
-        for handle in handles:
-            with pytest.raises(RequestCancelledError, match="the engine was closed"):
-                handle.result(0)
-    assert CASE.alone(model)
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_in_the_body_cancels_the_requests_of_an_engine(model: Any, error: type[BaseException]) -> None:
     handles: list[Any] = []
@@ -224,21 +213,9 @@ def _load(model: Any) -> None:
     model.load_state_dict({name: 0.5 * tensor for name, tensor in model.state_dict().items()})
 
 
-def _assign(model: Any) -> None:
-    model.load_state_dict({name: 0.5 * tensor for name, tensor in model.state_dict().items()}, assign=True)
-
-
 def _scale_data(model: Any) -> None:
     for parameter in model.parameters():
         parameter.data.mul_(0.5)
-
-
-def _erase_head(model: Any) -> None:
-    model.model.layers[0].self_attn.o_proj.weight.data[:, 16:32] = 0
-
-
-def _double(model: Any) -> None:
-    model.double()
 
 
 def _add_adapter(model: Any) -> None:
@@ -247,13 +224,13 @@ def _add_adapter(model: Any) -> None:
     model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
-@pytest.mark.parametrize("change", [_load, _assign, _scale_data, _erase_head, _double, _add_adapter])
+@pytest.mark.parametrize("change", [_load, _scale_data, _add_adapter])
 def test_no_keys_of_other_weights_are_used(model: Any, change: Callable[[Any], None]) -> None:
     """Prefixes are computed again with the new weights; requests that ran meanwhile raise."""
     changed = hf_parallel.enable(copy.deepcopy(hf_parallel.disable(copy.deepcopy(model))))
     change(changed)
     before, after = CASE.alone(model), CASE.alone(changed)
-    assert before != after or change is _double  # whose tokens are equal, unlike its keys
+    assert before != after
     with Engine(model) as engine:
         assert engine.submit(PROMPT, **CASE.settings).result(600).sequences.tolist() == before
         change(model)
@@ -323,12 +300,3 @@ def test_requests_during_which_the_weights_change_raise(model: Any, change: Call
             running.result(600)
         assert new.result(600).sequences.tolist() == after
         assert_nothing_is_held(engine)
-
-
-OPEN = """
-import tiny, torch
-from hf_parallel.engine import Engine
-engine = Engine(tiny.build("llama")).__enter__()
-handle = engine.submit(torch.arange(40, 50), max_new_tokens=10_000, eos_token_id=-1)
-print(next(iter(handle)).row)
-"""

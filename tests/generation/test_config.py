@@ -17,7 +17,7 @@ from tiny import build, left_pad, make_prompts
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_parallel
-from hf_parallel import HogwildConfig, LogitsCache, ParallelConfig, SharedPrefixConfig
+from hf_parallel import LogitsCache, ParallelConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import ModeTraits, make_config
 from hf_parallel.generation.presets import Preset
@@ -77,14 +77,11 @@ def test_defining_a_config_registers_its_mode(echo: type[ParallelConfig], model:
 @pytest.mark.parametrize(
     ("sources", "expected"),
     [
-        ((), 2),
         ((7,), 7),
         ((7, 6), 6),
         ((7, 6, 5), 5),
         ((7, 6, 5, 4), 4),
         ((7, 6, 5, 2), 2),
-        ((7, 6, 2), 2),
-        ((7, 2), 2),
     ],
 )
 def test_keyword_overrides_parallel_config_overrides_generation_config_overrides_the_model(
@@ -100,12 +97,6 @@ def test_keyword_overrides_parallel_config_overrides_generation_config_overrides
             else:
                 arguments |= {"parallel_config": make(times=times)} if level == 2 else {"times": times}
         assert torch.equal(own.generate(IDS, **arguments), repeated(expected))
-
-
-def test_settings_of_several_sources_are_merged(echo: type[ParallelConfig], model: Any) -> None:
-    model.generation_config.parallel_config = {"times": 3, "reverse": False}
-    out = model.generate(IDS, max_new_tokens=4, parallel_config=echo(reverse=True))
-    assert torch.equal(out, repeated(3).flip(1))
 
 
 @pytest.fixture
@@ -178,22 +169,6 @@ def test_mode_is_taken_from_keyword_then_object_then_generation_configs(echo: ty
     assert torch.equal(model.generate(IDS, generation_config=named, generation_mode=None), plain)
 
 
-@pytest.mark.slow
-def test_compiled_models_raise(model: Any) -> None:
-    model = copy.deepcopy(model)
-    whole, part, replaced = (copy.deepcopy(model) for _ in range(3))
-    whole.compile()
-    part.model.layers[1].compile()
-    replaced.forward = torch.compile(replaced.forward)
-    for compiled, name in (
-        (whole, "the model"),
-        (part, "its module 'model.layers.1'"),
-        (replaced, "the model"),
-    ):
-        with pytest.raises(ValueError, match=f"{name} was compiled with torch.compile"):
-            compiled.generate(IDS, generation_mode="shared_prefix", max_new_tokens=2)
-
-
 @pytest.mark.parametrize("both_sides", [False, True])
 def test_padding_on_the_right_is_moved_to_the_left(model: Any, both_sides: bool) -> None:
     model.generation_config.generation_mode = "shared_prefix"
@@ -206,14 +181,6 @@ def test_padding_on_the_right_is_moved_to_the_left(model: Any, both_sides: bool)
     assert torch.equal(out, expected)
 
 
-def test_a_model_whose_config_names_a_mode_drafts_for_another(model: Any) -> None:
-    plain = copy.deepcopy(model)
-    model.generation_config.generation_mode = "shared_prefix"
-    expected = plain.generate(IDS, max_new_tokens=6, do_sample=False, generation_mode=None)
-    drafted = plain.generate(IDS, max_new_tokens=6, do_sample=False, assistant_model=model, generation_mode=None)
-    assert torch.equal(drafted, expected)
-
-
 # Storing
 
 
@@ -222,20 +189,6 @@ def test_every_setting_has_a_value_other_than_its_default(mode: str) -> None:
     settings, defaults = every_setting(mode), MODES[mode]()
     assert set(settings) == set(MODES[mode].fields()) - set(MODES[mode].not_stored())
     assert all(getattr(defaults, name) != value for name, value in settings.items())
-
-
-def test_to_dict_has_settings_that_were_given_or_changed() -> None:
-    config = HogwildConfig(num_workers=2)
-    assert config.to_dict() == {"num_workers": 2}, "given, although at its default"
-    config.layout = "contiguous"
-    assert config.to_dict() == {"num_workers": 2, "layout": "contiguous"}
-    for twin in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
-        assert twin == config
-        assert twin.to_dict() == config.to_dict()
-    assert (
-        dataclasses.replace(config, num_workers=3).to_dict().items()
-        >= {"num_workers": 3, "layout": "contiguous"}.items()
-    )
 
 
 def test_objects_of_the_process_are_passed_on_but_not_stored(tmp_path: Path) -> None:

@@ -61,24 +61,12 @@ HONOURED: dict[str, tuple[Any, ...]] = {
 }
 """Values that change tokens, output or cost under plain `generate`."""
 UNUSED: dict[str, tuple[Any, ...]] = {
-    "early_stopping": (True,),
-    "length_penalty": (2.0,),
-    "diversity_penalty": (0.5,),
-    "decoder_start_token_id": (5,),
-    "is_assistant": (False,),
-    "num_assistant_tokens": (3,),
-    "num_assistant_tokens_schedule": ("constant",),
-    "assistant_confidence_threshold": (0.2,),
-    "assistant_lookbehind": (3,),
-    "target_lookbehind": (3,),
-    "assistant_ensemble_weight": (0.5,),
-    "max_matching_ngram_size": (2,),
-    "speculation_type": (None,),
-    "max_cache_len": (64,),
-    "cache_config": ({"nbits": 4},),
-    "disable_compile": (True,),
+    **{"early_stopping": (True,), "length_penalty": (2.0,), "diversity_penalty": (0.5,), "low_memory": (True,)},
+    **{"decoder_start_token_id": (5,), "is_assistant": (False,), "speculation_type": (None,), "max_cache_len": (64,)},
+    **{"num_assistant_tokens": (3,), "num_assistant_tokens_schedule": ("constant",), "assistant_lookbehind": (3,)},
+    **{"assistant_confidence_threshold": (0.2,), "target_lookbehind": (3,), "assistant_ensemble_weight": (0.5,)},
+    **{"max_matching_ngram_size": (2,), "cache_config": ({"nbits": 4},), "disable_compile": (True,)},
     "continuous_batching_config": (None,),
-    "low_memory": (True,),
 }
 """Values that do nothing here: they belong to beams, assistants or other caches."""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {

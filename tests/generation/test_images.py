@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
 from pathlib import Path
@@ -19,7 +18,7 @@ from workers import SETTINGS, WORDY, Recording, check_against
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
-from hf_parallel.engine import Engine, RequestCancelledError
+from hf_parallel.engine import Engine
 
 ROWS = [[1], [2], [1], [3, 1], []]
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -214,33 +213,6 @@ def test_requests_of_an_engine_share_images() -> None:
             assert engine.stats.preemptions or engine.stats.evicted_tokens
         assert all(map(torch.equal, found, expected))
         assert calls.count == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "budget"), [("qwen3_vl", 64 * 768), ("gemma4", 64 * 1024)])
-def test_random_requests_of_an_engine_equal_generate(name: str, budget: int) -> None:
-    rng, model = random.Random(0), model_of(name)
-    plan = [
-        ([rng.randint(1, 3) for _ in range(rng.randrange(3))], rng.choice((2, 12)), rng.random()) for _ in range(40)
-    ]
-    expected = [alone(name, row, max_new_tokens=length) for row, length, _ in plan]
-    with Engine(model, max_kv_bytes=budget) as engine:
-        handles = []
-        for row, length, chance in plan:
-            settings = GREEDY | {"max_new_tokens": length, "do_sample": True, "top_k": 1}
-            count = 2 if chance > 0.7 else 1
-            inputs = prompts(name, [row])
-            handles.append(engine.submit(inputs, "shared_prefix", **settings, num_return_sequences=count))
-            if chance < 0.2:
-                handles[-1].cancel()
-        ended = 0
-        for handle, tokens, (_, length, _) in zip(handles, expected, plan, strict=True):
-            with contextlib.suppress(RequestCancelledError):
-                assert all(torch.equal(row[-length:], tokens) for row in handle.result().sequences)
-                ended += 1
-        assert ended >= len(plan) // 2
-        assert engine.stats.preemptions
-        assert engine.stats.evicted_tokens
 
 
 def test_invalid_images_raise() -> None:

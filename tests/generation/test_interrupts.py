@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import one_layer
 import pytest
 import tiny
 import torch
-from workers import SETTINGS, small_model
+from workers import SETTINGS
 
 import hf_parallel
 from hf_parallel import HogwildSession, SharedPrefixCache
@@ -23,8 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 IDS = tiny.make_prompts([9], seed=4)[0][None]
 FILES = ("mixin.py", "attention.py", "linear.py", "contextlib.py", "session.py", "prefill.py", "decode.py", "runner.py")
 """Files whose code holds the model, exchanges parts of it, or releases them."""
-CHANGE_FILES = ("contextlib.py", "session.py", "stepping.py", "hogwild.py", "base.py")
-"""Files whose code changes a session between its steps."""
 
 
 Place = tuple[str, int, str]
@@ -113,41 +110,6 @@ def test_any_interrupt_of_a_session_leaves_the_model_usable(chosen: Any) -> None
             kept.append(error)
         assert_plain(model, plain, at)
         assert torch.equal(generate(model, generation_mode="shared_prefix"), plain), at
-
-
-CHANGES: dict[str, Callable[[HogwildSession], Any]] = {
-    "a worker": lambda session: session.inject("Bob", "x"),
-    "all": lambda session: session.inject("common", "x"),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_any_interrupt_of_a_change_makes_it_or_leaves_the_session_unchanged(name: str, chosen: Any) -> None:
-    """While the traceback is kept, other threads can use the session, too."""
-    model, change = small_model(), CHANGES[name]
-
-    def begun() -> HogwildSession:
-        session = HogwildSession(model, prompt=IDS, **{**SETTINGS, "num_workers": 2, "seed": 3})
-        session.inject("common", "So")
-        session.run(1)
-        return session
-
-    unchanged, changed = begun(), begun()
-    places = chosen(profiled(lambda: change(changed), files=CHANGE_FILES))
-    expected = [list(session.run(2).values()) for session in (unchanged, changed)]
-    assert expected[0] != expected[1]
-    for at in places:
-        session, kept = begun(), []
-        try:
-            profiled(lambda session=session: change(session), at, CHANGE_FILES)  # type: ignore[misc]
-        except KeyboardInterrupt as error:
-            kept.append(error)
-        written: list[list[str]] = []
-        thread = threading.Thread(target=lambda: written.append(list(session.run(2).values())), daemon=True)  # noqa: B023
-        thread.start()
-        thread.join(600)
-        assert written, at
-        assert written[0] in expected, at
 
 
 def _step(session: HogwildSession) -> None:

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import io
-import weakref
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tiny
 import torch
 from mode_cases import BUILT_IN, small_call
-from transformers import LogitsProcessor
 from workers import TOKENIZER, small_model
 
 from hf_parallel import (
     ConsoleStreamer,
-    LogitsCache,
-    ParallelConfig,
     SelfConsistencyConfig,
 )
 from hf_parallel.transcript.record import Record
-
-
-def streamed(config: ParallelConfig, *events: tuple[int, str, str], headings: Any = ("",), end: bool = False) -> str:
-    """Return the output for events of rows, before or after the end of the call."""
-    out = io.StringIO()
-    printer = ConsoleStreamer(TOKENIZER, out, headings)
-    printer.put(torch.zeros(len(headings), 1))
-    printer.begin_call(SimpleNamespace(record=Record(config), eos_token_ids=()))
-    for event in events:
-        printer.write_row(*event)
-    if end:
-        printer.end()
-    return out.getvalue()
 
 
 def test_terminal_commands_in_generated_text_are_not_printed_to_a_terminal() -> None:
@@ -67,30 +48,6 @@ def test_a_console_streamer_prints_the_rows_of_any_mode(mode: str, capsys: pytes
     texts = [card["given"] + "".join(text for _, text, _ in card["pieces"]) for card in answers]
     for text in [out.transcripts[0]] if mode == "pdos" else texts[:1] if len(texts) == 1 else texts:
         assert "".join(text.split()) in "".join(shown[0].split())
-
-
-class Failing(LogitsProcessor):
-    """Raises at the third token."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 3:
-            raise ZeroDivisionError
-        return scores
-
-
-def test_a_streamer_that_has_ended_does_not_keep_the_cache_of_its_call() -> None:
-    cache = LogitsCache()
-    alive, streamer = weakref.ref(cache), ConsoleStreamer(TOKENIZER, io.StringIO())
-    small_model().generate(
-        PROMPT, generation_mode="resample", logits_cache=cache, streamer=streamer, max_new_tokens=3, do_sample=True
-    )
-    del cache
-    gc.collect()
-    assert alive() is None
 
 
 @pytest.mark.parametrize("mode", ["shared_prefix", None])

@@ -16,7 +16,6 @@ from mode_cases import BUILT_IN, small_call
 from transformers import LogitsProcessor
 from transformers.utils import logging
 
-from hf_parallel import HogwildSession
 from hf_parallel.engine import Engine
 
 PROMPT = tiny.make_prompts([9], seed=4)[0][None]
@@ -86,13 +85,3 @@ def test_a_bar_closes_on_errors(model: Any, bars: list[Any]) -> None:
     assert [bar.disable for bar in bars] == [True, True]
     assert [bar.n for bar in bars] == [2, 2]
     assert all("2 tokens" in last_state(bar) for bar in bars)
-
-
-def test_other_values_and_calls_without_a_loop_raise(model: Any, bars: list[Any]) -> None:
-    with pytest.raises(ValueError, match="progress must be True or False, got 1"):
-        model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=2, progress=1)
-    with pytest.raises(ValueError, match="progress"):
-        model.generate(PROMPT, max_new_tokens=2, progress=True)
-    with pytest.raises(ValueError, match="progress"):
-        HogwildSession(model, AsciiTokenizer(), PROMPT, progress=True)
-    assert not bars

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-import hf_parallel
 from hf_parallel.generation import executor, sampling
 from hf_parallel.kernels import HostCopy
 
@@ -73,15 +72,6 @@ def test_an_ended_row_is_part_of_one_more_pass(model: PreTrainedModel, generate:
     assert len(set(steps)) > 2, "the rows end together"
     assert len(steps) < NEW - 1, "a row does not end"
     assert overlapping.passes == [prompts, len(INPUT_IDS), *steps]
-
-
-def test_completions_in_a_kept_cache_can_be_continued(generate: Callable[..., Any]) -> None:
-    eos = endings(generate)
-    cache = hf_parallel.SharedPrefixCache()
-    for _ in range(2):
-        settings: dict[str, Any] = {"eos_token_id": eos, "pad_token_id": 0}
-        expected = generate(False, **settings)
-        assert torch.equal(generate(True, past_key_values=cache, **settings).sequences, expected.sequences)
 
 
 class Identity(LogitsProcessor):

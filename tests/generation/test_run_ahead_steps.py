@@ -108,13 +108,6 @@ def test_each_worker_that_stops_or_ends_a_step_makes_one_pass_void(both: Any, mo
     assert all(views in later for views in seen[0]), "the passes without the void ones differ"
 
 
-def test_no_pass_is_queued_ahead_of_the_last_tokens(both: Any) -> None:
-    settings = SETTINGS | {"finisher_tokens": 0, "max_new_tokens": 5, "return_dict_in_generate": True}
-    expected, actual = both(lambda: small_model().generate(PROMPTS[:1], generation_mode="hogwild", **settings))
-    check_equal(expected, actual)
-    assert actual.stats.forward_passes == expected.stats.forward_passes
-
-
 def test_passes_are_rarely_queued_ahead_while_many_are_void(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "VOID_COST", 8)
     monkeypatch.setattr(Sampler, "stays_on_device", True)

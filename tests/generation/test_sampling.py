@@ -11,7 +11,6 @@ import tiny
 import torch
 from stateful import Alternate, EndRow, FollowOthers
 from transformers import (
-    LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -22,7 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
-from hf_parallel import LogitsCache, ParallelOutput
+from hf_parallel import ParallelOutput
 from hf_parallel.generation.processors import MinLengthProcessor
 from hf_parallel.models.signature import CACHE
 
@@ -182,17 +181,6 @@ def test_seeds_of_rows_and_a_generator_are_honoured(model: PreTrainedModel) -> N
 
 PROCESSED: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.7},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
-    "bad_words_ids": {"bad_words_ids": [[i] for i in range(3, 60)]},
-    "suppress_tokens": {"suppress_tokens": list(range(60, 100))},
-    "sequence_bias": {"sequence_bias": [[[token], 4.0] for token in (5, 6)]},
-    "exponential_decay": {"eos_token_id": 9, "exponential_decay_length_penalty": (3, 2.0)},
-    "forced_eos": {"forced_eos_token_id": 9},
-    "top_k": {"do_sample": True, "top_k": 4},
-    "top_p": {"do_sample": True, "top_p": 0.6, "temperature": 1.5},
-    "min_p": {"do_sample": True, "min_p": 0.2, "temperature": 2.0},
-    "typical_p": {"do_sample": True, "typical_p": 0.5},
-    "top_k and penalty": {"do_sample": True, "top_k": 9, "repetition_penalty": 1.3},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, _: list(range(10 + 20 * row, 30 + 20 * row))},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.8},
     "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
@@ -201,17 +189,7 @@ PROCESSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "stateful",
-        "across rows",
-        "repetition_penalty",
-        "prefix_allowed_tokens_fn",
-        "encoder_repetition_penalty",
-        "encoder_no_repeat_ngram_size",
-    ],
-)
+@pytest.mark.parametrize("name", PROCESSED)
 def test_processor_sees_the_batch_when_rows_have_ended(model: PreTrainedModel, name: str) -> None:
     settings = PROCESSED[name]
     ends = [int(run(model, None, **settings)[0, WIDTH + 2])]
@@ -282,15 +260,6 @@ def test_streamer_is_told_what_generate_tells_it(model: PreTrainedModel) -> None
 # What is returned
 
 
-def test_scores_of_ended_rows_are_zero(model: PreTrainedModel) -> None:
-    end = some_token(model, 0, 2)
-    output = run(model, "shared_prefix", eos_token_id=end, return_dict_in_generate=True, output_scores=True)
-    ended = (output.sequences[:, WIDTH:] == end).int().cumsum(1).cumsum(1) > 1  # behind the first end
-    assert ended.any()
-    for step, scores in enumerate(output.scores):
-        assert torch.equal((scores == 0).all(dim=1), ended[:, step])
-
-
 def test_output_is_generates_own_and_stats(model: PreTrainedModel) -> None:
     plain, ours = both(model, return_dict_in_generate=True)
     assert isinstance(ours, ParallelOutput)
@@ -304,27 +273,3 @@ def test_output_is_generates_own_and_stats(model: PreTrainedModel) -> None:
     tensor = run(model, "shared_prefix")
     assert torch.equal(tensor, ours.sequences)
     assert tensor.dtype == torch.int64
-
-
-class Rounded(LogitsProcessor):
-    """Scores of another dtype."""
-
-    keeps_rows = False
-
-    def __init__(self, dtype: torch.dtype, back: bool) -> None:
-        self.dtype, self.back = dtype, back
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        rounded = scores.to(self.dtype)
-        return rounded.float() if self.back else rounded
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("mode", ["shared_prefix", "resample"])
-def test_a_processor_may_return_scores_of_another_dtype(model: PreTrainedModel, mode: str, dtype: torch.dtype) -> None:
-    found = []
-    for back in (True, False):
-        more = {"logits_cache": LogitsCache()} if mode == "resample" else {}
-        processor = LogitsProcessorList([Rounded(dtype, back)])
-        found.append(run(model, mode, do_sample=True, seed=1, logits_processor=processor, **more))
-    assert torch.equal(*found)

@@ -36,10 +36,6 @@ def test_doubling_the_initial_capacity_ends_at_the_longest_completion(longest: i
     assert longest <= capacity < longest + max(capacity // max(first, 1), 1)
 
 
-def test_a_few_short_completions_are_never_reallocated() -> None:
-    assert initial_capacity(SUFFIX_CAPACITY, BATCH_CAPACITY // SUFFIX_CAPACITY) == SUFFIX_CAPACITY
-
-
 @pytest.mark.parametrize("mode", ["shared_prefix", "self_consistency"])
 def test_many_completions_that_end_early_reserve_little_despite_max_new_tokens(
     model: PreTrainedModel, mode: str

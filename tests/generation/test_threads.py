@@ -98,29 +98,6 @@ def test_calls_of_a_model_that_waits_follow_each_other(model: Any) -> None:
     assert torch.equal(generate(model, PROMPTS[0], logits_processor=[again], **mode), expected[0])
 
 
-def test_calls_that_wait_for_each_other_raise_after_the_given_seconds(model: Any) -> None:
-    """Each of two threads holds a model, and starts a mode on the other one."""
-    models = [hf_parallel.enable(model, wait=0.2), hf_parallel.enable(copy.deepcopy(model))]
-    expected, both_hold = generate(model, PROMPTS[1]), threading.Barrier(2)
-
-    def crossed(mine: Any, other: Any) -> Any:
-        def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            both_hold.wait(600)
-            generate(other, PROMPTS[1], generation_mode="shared_prefix")
-            return scores
-
-        return generate(mine, PROMPTS[0], generation_mode="shared_prefix", logits_processor=[process], max_new_tokens=1)
-
-    outcomes = in_threads(lambda: crossed(*models), lambda: crossed(*models[::-1]))
-    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    assert errors
-    for error in errors:
-        assert isinstance(error, RuntimeError)
-        assert "still generating in another thread after wait=0.2 seconds" in str(error)
-    for one in models:
-        assert torch.equal(generate(one, PROMPTS[1], generation_mode="shared_prefix"), expected)
-
-
 def test_plain_calls_beside_modes_are_those_of_the_model_alone(model: Any) -> None:
     """Modes begin and end at any time during forward passes and calls of `generate` in other threads."""
     ids, mask = tiny.left_pad([prompt[0] for prompt in PROMPTS])

@@ -6,7 +6,6 @@ Layouts result from random cache operations (`scenes.py`): prefix trees, workers
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from scenes import Features, Scene, rotate_to, scenes
 from torch.overrides import TorchFunctionMode
 
-from hf_parallel.cache import Block, Segment
+from hf_parallel.cache import Segment
 from hf_parallel.kernels import (
     BACKEND_VARIABLE,
     AttentionParams,
@@ -86,26 +85,6 @@ def _row(features: Features, length: int) -> Scene:
     return scene
 
 
-def _completions(scene: Scene, prompt_length: int, lengths: Sequence[int], capacity: int = 64) -> list[list[Block]]:
-    """Rows over one prompt, their suffixes evenly spaced, one new token each."""
-    prompt = scene.cache.pool.new_block(prompt_length)
-    scene.step([Segment([prompt], prompt_length)])
-    views = [[prompt, suffix] for suffix in scene.cache.pool.new_blocks(len(lengths), capacity, base=prompt_length)]
-    scene.step([Segment(view, n) for view, n in zip(views, lengths, strict=True)])
-    return views
-
-
-def test_sixteen_suffixes_are_one_call_and_their_prompt_another() -> None:
-    scene = Scene(Features())
-    views = _completions(scene, 100, [1] * 16)
-    scene.step([Segment(view, 1) for view in views])
-    prompt, suffixes = sorted(make_schedule(scene.forward.plan).calls, key=lambda call: call.num_blocks)
-    assert (prompt.num_blocks, prompt.num_queries, prompt.num_keys) == (1, 16, 100)
-    assert (suffixes.num_blocks, suffixes.num_queries, suffixes.num_keys) == (16, 1, 2)
-    assert prompt.lo is None
-    assert suffixes.lo is None
-
-
 def test_a_long_prefill_builds_no_mask() -> None:
     scene = _row(Features(), 300)
     again = Segment(scene.forward.segments[0].view, 200)
@@ -113,15 +92,6 @@ def test_a_long_prefill_builds_no_mask() -> None:
         calls = make_schedule(plan).calls
         assert all(call.lo is None and call.hi is None for call in calls)
         assert [call.causal for call in calls][-1:] == [True]
-
-
-@pytest.mark.parametrize("before", [0, 1, 2])
-def test_long_runs_after_few_keys_equal_softmax(before: int) -> None:
-    scene = _row(Features(), before) if before else Scene(Features())
-    view = scene.forward.segments[0].view if before else [scene.cache.pool.new_block()]
-    scene.step([Segment(view, 80)])
-    out = scene.attend(torch_backend.TorchBackend().attend, torch.float64)
-    torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-12)
 
 
 def test_a_sliding_window_touches_a_band_of_keys() -> None:

@@ -39,25 +39,6 @@ def attend(
 
 
 @compiled
-def test_the_kernel_needs_only_a_compiler() -> None:
-    assert native.supports(torch.float32, CPU, rows=48, key_dim=64, value_dim=64)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rows", "key_dim", "value_dim"),
-    [
-        (torch.float64, 4, 64, 64),
-        (torch.bfloat16, 4, 64, 64),
-        (torch.float32, 1025, 64, 64),
-        (torch.float32, 4, 60, 60),
-        (torch.float32, 4, 64, 32),
-    ],
-)
-def test_unsupported_dtypes_and_shapes(dtype: torch.dtype, rows: int, key_dim: int, value_dim: int) -> None:
-    assert not native.supports(dtype, CPU, rows, key_dim, value_dim)
-
-
-@compiled
 @pytest.mark.parametrize("tokens", [1, 2, 5, 6, 11, 16, 17, 40, 100])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "num_keys"), [(9, 3, 64, 256), (4, 4, 80, 1001), (8, 1, 128, 777)]

@@ -121,21 +121,6 @@ def test_long_blocks_under_a_window_equal_oracle(window: int | None) -> None:
     check(scene)
 
 
-@pytest.mark.parametrize(("keys", "launches_of_kernel"), [(9, [16]), (200, [32]), (700, [16, 32])])
-def test_one_launch_computes_all_blocks_if_that_reads_few_keys_again(
-    monkeypatch: pytest.MonkeyPatch, keys: int, launches_of_kernel: list[int]
-) -> None:
-    """Blocks with few rows and a block with many: all in small tiles, all in large ones, or each kind in its own."""
-    monkeypatch.setattr(launches, "num_processors", lambda device: 4 if keys < 700 else 1)
-    monkeypatch.setattr(launches, "select_tilings", lambda *_: (Tiling(16, 16, 4, 2, 2), Tiling(32, 16, 4, 2, 2)))
-    scene = Scene(Features(groups=8, rotary=ROTARY))
-    root, *own = scene.cache.pool.new_blocks(4, 1)
-    scene.step([Segment([root], keys)])
-    scene.step([Segment([root, block], 1) for block in own])
-    check(scene)
-    assert [constants["BLOCK_M"] for _, _, constants in attention(scene).calls] == launches_of_kernel
-
-
 def test_the_keys_of_a_block_are_split_among_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs get equal parts of 700 keys; there are more partial results than are merged at once."""
     monkeypatch.setattr(launches, "num_processors", lambda device: 30)
@@ -165,13 +150,6 @@ def test_many_queries_are_merged_several_heads_per_program(
     assert not padded[3:].any()
     check(workers(Features(groups=heads), 2, 1))
     assert len(tape) == 2, "few queries are merged one head per program"
-
-
-def test_a_query_without_visible_keys_raises() -> None:
-    scene = workers(Features(), 2, 2)
-    scene.forward.plan.pair_hi[:] = 0
-    with pytest.raises(ValueError, match="query 0 .* no key"):
-        attend(scene)
 
 
 # Padding
@@ -240,41 +218,11 @@ def test_following_steps_are_right_in_any_layout(scene: Scene) -> None:
         torch.testing.assert_close(attend(scene), scene.truth().float(), rtol=0, atol=1e-5)
 
 
-def test_a_step_that_was_rolled_back_is_repeated_without_loading() -> None:
-    scene = workers(Features(rotary=ROTARY), 2, 2)
-    segments = decoding(scene)
-    scene.cache.pool.reserve([(segment.view[-1], 30) for segment in segments])
-    seen = []
-    for _ in range(3):
-        scene.step(segments)
-        seen.append((scene.forward, scene.queries, attend(scene)))
-    launch, steps = attention(scene), []
-    for scene.forward, scene.queries, expected in (seen[1], seen[2], seen[0]):
-        torch.testing.assert_close(attend(scene), expected, rtol=0, atol=1e-6)
-        assert attention(scene) is launch
-        steps.append(launch.step)
-    assert steps == [1, 2, 0]
-
-
 # One launch for several plans
 
 
 def attention(scene: Scene) -> AttendLaunch:
     return next(buffers for buffers in scene.forward.plan.device_buffers if isinstance(buffers, AttendLaunch))
-
-
-def test_another_plan_is_loaded_into_the_same_buffers() -> None:
-    features = Features(groups=2, rotary=ROTARY)
-    before, after = workers(features, 3, 1), workers(features, 2, 1, common=40)
-    attend(before)
-    launch = attention(before)
-    pointers = [launch.buffers["items"].data_ptr(), launch.part_out.data_ptr(), launch.cos.data_ptr()]
-    assert launch.update(after.forward.plan)
-    assert launch.update(after.forward.plan)
-    after.forward.plan.derived[launch.shape, launch.max_tokens] = launch
-    check(after)
-    assert [launch.buffers["items"].data_ptr(), launch.part_out.data_ptr(), launch.cos.data_ptr()] == pointers
-    check(before)  # loads its plan again
 
 
 class Captured:

@@ -126,25 +126,6 @@ def test_programs_have_equal_numbers_of_keys_for_any_blocks(lengths: list[int], 
     assert max(costs) - min(costs) <= 1 + ITEM_COST
 
 
-@QUICK
-@given(scene=scenes(), partitions=partitions())
-def test_bounds_of_items_and_slots_hold_for_blocks_of_any_length(scene: Scene, partitions: list[Partition]) -> None:
-    work = make_work(scene.forward.plan, partitions)
-    assert len(work.items) <= work.max_items
-    assert len(work.merge_slot) <= work.max_slots
-    plan = scene.forward.plan
-    longer = make_work(replace(plan, pair_hi=plan.pair_hi + 300), partitions)
-    assert len(longer.items) <= work.max_items
-    assert len(longer.merge_slot) <= work.max_slots
-
-
-def test_a_query_without_visible_keys_raises() -> None:
-    plan = rows([1, 1], common=4).forward.plan
-    hi = np.where(plan.pair_query == 1, 0, plan.pair_hi)
-    with pytest.raises(ValueError, match="query 1 .* no key"):
-        make_work(replace(plan, pair_hi=hi), [Partition(16, 16, 1)])
-
-
 # Backend selection
 
 
@@ -153,16 +134,6 @@ def test_selecting_triton_where_it_cannot_run_raises_the_reason(monkeypatch: pyt
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="HF_PARALLEL_BACKEND=triton cannot be used on cpu: .*CUDA"):
         select_backend("cpu")
-
-
-def test_backends_report_their_purpose_or_why_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    known = {backend.name: backend for backend in backends()}
-    assert list(known) == ["triton", "flash", "torch", "reference"]
-    assert known["torch"].available
-    assert all(backend.reason for backend in known.values())
-    if not torch.cuda.is_available():
-        assert str(known["triton"]).startswith("triton: not available, Triton needs a CUDA device")
 
 
 @pytest.fixture

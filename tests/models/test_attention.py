@@ -219,10 +219,3 @@ def test_training_with_gradient_checkpointing() -> None:
     assert model.is_gradient_checkpointing
     model(INPUT_IDS, attention_mask=ATTENTION_MASK, labels=INPUT_IDS).loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
-def test_block_attention_outside_a_mode_raises() -> None:
-    model = a_copy("llama")
-    model.set_attn_implementation(IMPLEMENTATION)
-    with pytest.raises(RuntimeError, match="cannot be chosen: parallel generation modes set it"):
-        model(INPUT_IDS)

@@ -8,7 +8,6 @@ import math
 import threading
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiny
@@ -17,12 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import hf_parallel
-from hf_parallel.cache import BlockCache
-from hf_parallel.generation import enabled as state
 from hf_parallel.models import compiled
-from hf_parallel.models.cached_model import CachedModel
 from hf_parallel.models.compiled import CompiledLayers, compiled_layers
-from hf_parallel.models.cuda_graph import DecodeGraphs, NoSyncMode
 
 (PROMPT,) = tiny.make_prompts([9], seed=8)
 SHAPES = ("gemma3n_text", "gemma4_text-26b", "llama4_text", "phimoe")
@@ -132,24 +127,6 @@ def test_other_threads_run_the_layers_as_they_are_meanwhile() -> None:
     assert all("_compiled_call_impl" not in vars(layer) for layer in layers.layers)
 
 
-def test_the_check_of_a_capture_does_not_undo_compilation() -> None:
-    model = enabled()
-    layers = CompiledLayers(model)
-    hidden = torch.zeros(1, 3, model.config.hidden_size)
-    positions = model.model.rotary_emb(hidden, torch.arange(3)[None])  # type: ignore[union-attr,operator]
-
-    def forward() -> torch.Tensor:
-        return layers.layers[0](hidden, position_embeddings=positions)
-
-    before = num_graphs()
-    with torch.no_grad():
-        with torch.compiler.set_stance("force_eager"), NoSyncMode():
-            layers.run(forward)
-        assert num_graphs() == before
-        layers.run(forward)
-    assert num_graphs() == before + 1
-
-
 @pytest.fixture
 def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "FUSING_DEVICES", ("cpu",))
@@ -188,33 +165,6 @@ def test_fused_projections_follow_weights_that_are_replaced_or_changed(change: s
         model.double()
     out = generate(model, compile=True)
     assert torch.equal(out.sequences, generate(model, compile=False).sequences)
-
-
-@pytest.mark.usefixtures("fusing")
-def test_graphs_that_read_the_weights_before_their_fusion_are_dropped() -> None:
-    model = enabled("qwen2")
-    cached = CachedModel(model, state.enabled(model).capabilities, BlockCache(), cuda_graph=True, compile=False)
-    graphs = mock.create_autospec(DecodeGraphs, instance=True)
-    graphs.logits.side_effect = lambda forward, step, ids: forward(ids, step.position_ids)
-    cached.graphs = graphs
-    calls = []
-    for change in (lambda: None, lambda: generate(model, compile=True), lambda: None, lambda: compiled.forget(model)):
-        change()
-        with torch.no_grad():
-            cached.token_bytes()
-        calls.append(graphs.clear.call_count)
-    assert calls == [0, 1, 1, 2]
-
-
-@pytest.mark.slow
-def test_compiled_layers_serve_calls_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AOTAutograd runs compiled code without autocast, whatever the caller's context is."""
-    monkeypatch.setattr(compiled, "COMPILER", "aot_eager")
-    model = enabled("qwen2")
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, out = (generate(model, compile=compile) for compile in (False, True))  # noqa: A001
-    assert torch.equal(out.sequences, expected.sequences)
-    assert out.stats.compiled_passes == 4
 
 
 def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -11,9 +11,7 @@ import copy
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ import hf_parallel
 from hf_parallel.generation import executor
 from hf_parallel.kernels import BACKEND_VARIABLE
 from hf_parallel.models import cuda_graph as graph
-from hf_parallel.models.cuda_graph import CapturedGraph, DecodeGraphs, NoSyncMode, capture_graph
+from hf_parallel.models.cuda_graph import CapturedGraph, DecodeGraphs, NoSyncMode
 
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -160,25 +158,6 @@ def test_reallocated_storage_needs_a_new_capture(
     assert 1 < len(graphs.captures) < NEW - 1
 
 
-def test_a_model_is_checked_for_waits_once_until_it_changes(
-    graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graph._never_waits.pop(model, None)
-    checked = []
-
-    def record(*given: Any) -> CapturedGraph:
-        checked.append(not given[-1])
-        return graphs._record(*given)
-
-    monkeypatch.setattr(graph, "capture_graph", record)
-    for _ in range(2):
-        generate(model)
-    handle = model.register_forward_pre_hook(lambda *_: None)
-    generate(model)
-    handle.remove()
-    assert checked == [True, False, True]
-
-
 @pytest.mark.parametrize("captures", [0, 1])
 def test_a_failed_capture_warns_once_and_falls_back_to_eager(
     graphs: Graphs,
@@ -267,86 +246,3 @@ def test_graphs_are_released_with_their_call(
         assert [graphs_of_call() for graphs_of_call in made] == [None]
     finally:
         gc.enable()
-
-
-class Streams:
-    """Replaces `torch.cuda` during a capture: a failed capture leaves its stream as the current one."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-        self.current, self.events, self.fails = "the caller's", [], fails
-        self.reserved = 100
-        for name in ("device", "stream", "graph", "current_stream", "empty_cache", "memory_reserved"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay="replay", pool=lambda: "pool"))
-        monkeypatch.setattr(graph, "_side_stream", lambda device: f"side of {device}")
-
-    @contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        self.events.append(f"on {device}")
-        yield
-
-    @contextmanager
-    def stream(self, stream: str) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-    @contextmanager
-    def graph(self, graph: Any, pool: Any, stream: str, capture_error_mode: str) -> Iterator[None]:
-        self.empty_cache()
-        self.events.append((pool, stream, capture_error_mode))
-        before, self.current = self.current, stream
-        yield
-        if self.fails:
-            raise RuntimeError("the capture has failed")
-        self.current = before
-
-    def current_stream(self, device: torch.device) -> str:
-        return self.current
-
-    def empty_cache(self) -> None:
-        self.reserved = min(self.reserved, 60)
-
-    def memory_reserved(self, device: torch.device) -> int:
-        return self.reserved
-
-    def run(self) -> torch.Tensor:
-        self.reserved += 10
-        self.events.append(f"runs on {self.current}")
-        return torch.zeros(1)
-
-
-def test_a_synchronizing_function_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed capture leaves PyTorch's allocator in an invalid state, so it is not started."""
-    streams = Streams(monkeypatch, fails=False)
-
-    def exponential_noise() -> torch.Tensor:
-        out = streams.run()
-        return out if out.sum() < 1 else -out
-
-    with pytest.raises(RuntimeError, match="the model waits for the device .aten::_local_scalar_dense"):
-        capture_graph(exponential_noise, torch.device("cuda:1"))
-    assert streams.events == ["on cuda:1", *["runs on the caller's"] * 2]
-    assert streams.current == "the caller's"
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_capture_restores_the_stream_and_measures_its_memory(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    device = torch.device("cuda:1")
-    streams = Streams(monkeypatch, fails)
-    if fails:
-        with pytest.raises(RuntimeError, match="the capture has failed"):
-            capture_graph(streams.run, device, "before", is_checked=True)
-    else:
-        captured = capture_graph(streams.run, device, "before", is_checked=True)
-        assert (captured.num_bytes, captured.replay, captured.pool) == (10, "replay", "pool")
-    assert streams.current == "the caller's"
-    side = "side of cuda:1"
-    assert streams.events == [
-        "on cuda:1",
-        "runs on the caller's",
-        ("before", side, "thread_local"),
-        f"runs on {side}",
-    ]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from forked import exit_status
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,14 +37,6 @@ def tiny_conversion(embedded, monkeypatch):
 
 
 # Loading
-
-
-def test_model_is_in_eval_mode_and_not_quantized(embedded):
-    model, _ = embedded
-    assert not model.training
-    assert model.dtype == torch.float32
-    assert not hasattr(model.config, "quantization_config")
-    assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
 def test_model_answers_a_question_through_its_chat_template(embedded):
@@ -90,25 +80,3 @@ def test_a_killed_conversion_leaves_no_folder_and_the_next_one_succeeds(tiny_con
         assert exit_status(lambda: load_embedded_model(cache_dir=tmp_path)) == 9
     load_embedded_model(cache_dir=tmp_path, progress=False)
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
-
-
-def test_a_load_waits_for_the_conversion_of_another_process(tiny_conversion, monkeypatch, tmp_path):
-    begun, go = os.pipe(), os.pipe()
-
-    def convert_slowly(gguf_file: Path, folder: Path) -> None:
-        os.write(begun[1], b"1")
-        os.read(go[0], 1)
-        tiny_conversion(gguf_file, folder)
-
-    def other() -> None:
-        monkeypatch.setattr(embedded_module, "_convert", convert_slowly)
-        load_embedded_model(cache_dir=tmp_path)
-
-    with ThreadPoolExecutor(2) as pool:
-        converting = pool.submit(exit_status, other)
-        os.read(begun[0], 1)
-        waiting = pool.submit(load_embedded_model, cache_dir=tmp_path)
-        os.write(go[1], b"1")
-        assert waiting.result(600)
-        assert converting.result(600) == 0
-    assert tiny_conversion.calls == 0, "this process converts nothing"

@@ -15,8 +15,6 @@ import tiny
 import torch
 from tiny_tokenizer import TOKENIZER
 from transformers import PreTrainedModel
-from workers import TOKENIZER as ASCII
-from workers import encode
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache, UnsupportedModelError
@@ -232,32 +230,6 @@ def test_prompts_whose_states_a_failed_pass_has_half_written_are_computed_again(
         assert all(node.block is not None and node.block.has_state for node in engine._storage.tree.nodes())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
-def test_branches_continue_from_rebuilt_states(name: str) -> None:
-    """Requests of pdos whose passes fail now and then are preempted; their blocks are moved and deleted meanwhile."""
-    model, prompts, rng = enabled(name), ["Tell: ", "Tell me: ", "Say: ", "Go: "], random.Random(name)
-    settings: dict[str, Any] = {"generation_mode": "pdos", "tokenizer": ASCII, "max_new_tokens": 130, "do_sample": True}
-    settings |= {"opening": "So #.\n####", "max_branches": 3, "max_title_tokens": 4, "branch_max_new_tokens": 10}
-    calls = [(torch.tensor([encode(one)]), {**settings, "seed": [n]}) for n, one in enumerate(prompts)]
-    alone = [model.generate(ids, **given, return_dict_in_generate=True) for ids, given in calls]
-    assert all(len(out.blocks[0]) == 1 for out in alone)
-    with Engine(model, max_batch_tokens=64) as engine:
-        fail_sometimes(engine, rng, 3)
-        handles = [engine.submit(ids, **given) for ids, given in calls * 2]
-        for handle, out in zip(handles, alone * 2, strict=True):
-            assert torch.equal(handle.result(timeout=600).sequences, out.sequences)
-        check_preempted_and_idle(engine)
-
-
-def test_best_of_drops_rows_of_a_hybrid() -> None:
-    model, ids = enabled("lfm2"), torch.tensor([[5, 6, 7, 8]])
-    settings = {"do_sample": True, "seed": 3, "max_new_tokens": NUM_TOKENS}
-    rows = model.generate(ids, generation_mode="shared_prefix", num_return_sequences=4, **settings)
-    best = model.generate(ids, generation_mode="best_of", tokenizer=TOKENIZER, prune_every=4, **settings)
-    assert best[0].tolist() in rows.tolist()
-
-
 def test_modes_without_one_sequence_per_row_raise() -> None:
     model, ids = enabled("lfm2"), torch.tensor([[5, 6, 7]])
     with pytest.raises(UnsupportedModelError, match=r"hogwild .* model\.layers\.0\.conv: modes that work are"):
@@ -305,14 +277,6 @@ def test_max_bytes_bounds_keys_and_states_of_a_kept_cache(name: str) -> None:
         model.generate(prompt[None], generation_mode="shared_prefix", past_key_values=own, max_new_tokens=4)
         # A call's own tokens come on top, and a state where the prompt leaves another one.
         assert kept.kv_bytes + kept.state_bytes <= limit + 2 * (own.kv_bytes + own.state_bytes)
-
-
-def test_masked_tokens_inside_a_prompt_raise() -> None:
-    ids = tiny.make_prompts([9])[0][None]
-    mask = torch.ones_like(ids)
-    mask[0, 4] = 0
-    with pytest.raises(ValueError, match="attention_mask masks tokens inside the prompt of row 0"):
-        enabled("lfm2").generate(ids, attention_mask=mask, generation_mode="shared_prefix", max_new_tokens=4)
 
 
 def test_a_request_that_fails_ends_alone_in_an_engine() -> None:

@@ -94,7 +94,6 @@ LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weigh
 SETTINGS: dict[str, dict[str, Any]] = {
     "one micro-batch": {},
     "rollouts shared": {"generation_kwargs": SHARED},
-    "rows of a prompt in several micro-batches": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
     "several iterations": {
         "num_iterations": 2,
         "steps_per_generation": 2,
@@ -102,7 +101,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "generation_kwargs": SHARED,
     },
     "reference model": {"beta": 0.1, "gradient_checkpointing": True},
-    "temperature and bonus for entropy": {"temperature": 0.7, "entropy_coef": 0.1, "loss_type": "grpo"},
     "micro-batches without targets": {
         "mask_truncated_completions": True,
         "max_completion_length": 4,
@@ -134,18 +132,6 @@ def test_steps_equal_those_of_trl(name: str, checkpoint: Path) -> None:
     for step in found:
         assert (DIFFERENCE in step) == ("generation_kwargs" in settings and "reward" in step)
         assert "off_policy_mask_threshold" in settings or step.get(DIFFERENCE, 0) < 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rollouts shared", "rows of a prompt in several micro-batches", "reference model"])
-def test_steps_of_a_model_with_states_equal_those_of_trl(name: str, tmp_path: Path) -> None:
-    model = copy.deepcopy(tiny.build("qwen3_5_text"))
-    model.generation_config.eos_token_id = ENDS
-    model.save_pretrained(tmp_path)
-    expected, found = (
-        steps(make_trainer(cls, tmp_path, **SETTINGS[name])) for cls in (trl.GRPOTrainer, SharedPrefixGRPOTrainer)
-    )
-    assert_equal_steps(found, expected)
 
 
 def test_the_mixin_computes_trees_in_the_rloo_trainer(checkpoint: Path) -> None:
@@ -214,28 +200,6 @@ def test_gradients_of_runs_are_those_of_their_layouts(mode: str, checkpoint: Pat
     expected.backward()
     for gradient, parameter in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("mode", "settings"),
-    [
-        ("hogwild", {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 2}),
-        ("pdos", {"peft_config": LORA, "gradient_checkpointing": True}),
-    ],
-)
-def test_runs_train_and_their_log_probabilities_are_those_at_sampling(
-    mode: str, settings: dict[str, Any], checkpoint: Path
-) -> None:
-    trainer, _ = rollouts(mode, checkpoint, reward_funcs=transcript_is_long, **settings)
-    found = steps(trainer)
-    generated = [step for step in found if DIFFERENCE in step]
-    assert generated
-    assert all(step[DIFFERENCE] < 1e-4 and step["grad_norm"] > 0 for step in generated)
-
-
-def transcript_is_long(completions: list[str], **columns: Any) -> list[float]:
-    assert all("Alice" in text or "####%%%%" in text for text in completions)
-    return [float(len(text)) for text in completions]
 
 
 def test_trainers_that_cannot_compute_runs_raise(checkpoint: Path) -> None:

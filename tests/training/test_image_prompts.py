@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from image_models import FAMILIES, IMAGE, build_image_model, image_prompts
 from tiny_tokenizer import make_tokenizer
 from torch import nn
-from transformers import BatchFeature, PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 
 import hf_parallel
 from hf_parallel.training import ParallelExample, tree_logprobs
@@ -77,14 +76,6 @@ def test_trees_equal_full_rows(name: str, attention: str) -> None:
 def test_a_model_whose_masks_have_chunks_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"llama4_text has layers of the type \['chunked_attention'\]"):
         tree_logprobs(build("llama4"), image_prompts("llama4", ROWS), ANSWERS)
-
-
-def test_one_prompt_serves_all_completions() -> None:
-    model, inputs = build("qwen3_vl"), image_prompts("qwen3_vl", [[1, 2]])
-    repeated = tree_logprobs(model, image_prompts("qwen3_vl", [[1, 2]] * 3), ANSWERS[:3])
-    torch.testing.assert_close(tree_logprobs(model, inputs, ANSWERS[:3]), repeated)
-    (halved,) = tree_logprobs(model, inputs, ANSWERS[:1], temperature=2.0)
-    assert not torch.equal(halved, repeated[0])
 
 
 def test_images_that_cannot_be_computed_raise() -> None:
@@ -165,65 +156,3 @@ def test_trainers_share_images(name: str, tmp_path: Path) -> None:
     found, expected = (gradients(model, [part[0][kept.bool()]]) for part in (shared, stock))
     for parameter, gradient in expected.items():
         assert (found[parameter] - gradient).norm() <= 1e-4 * max(1, gradient.norm()), parameter
-
-
-class _Processor(ProcessorMixin):
-    """Stands in for a processor, which needs Pillow or torchvision; an "image" of a dataset is its number."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.chat_template = tokenizer, "unused"
-
-    def apply_chat_template(self, conversation: Any, tokenize: bool = False, **_: object) -> Any:
-        if not tokenize:
-            return "unused"
-        parts = [[part for message in chat for part in message["content"]] for chat in conversation]
-        inputs = self([[part["image"] for part in row if part["type"] == "image"] for row in parts])
-        mask = inputs["attention_mask"].bool()
-        ids = [row[kept].tolist() for row, kept in zip(inputs["input_ids"], mask, strict=True)]
-        of_tokens = {name: x.tolist() for name, x in inputs.items() if "type" in name}
-        return {**inputs, **of_tokens, "input_ids": ids}
-
-    def __call__(self, images: Any = None, **_: object) -> Any:
-        return BatchFeature(image_prompts("qwen3_vl", images))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_steps_equal_those_of_trl(tmp_path: Path) -> None:
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    from hf_parallel.training import SharedPrefixGRPOTrainer
-
-    chat = [{"role": "user", "content": "Caption this."}]
-    logs = []
-    for cls, kwargs in ((trl.GRPOTrainer, {}), (trl.GRPOTrainer, SHARED), (SharedPrefixGRPOTrainer, SHARED)):
-        gc.freeze()  # each training collects garbage
-        torch.manual_seed(0)
-        trainer = cls(
-            model=build("qwen3_vl"),
-            processing_class=_Processor(make_tokenizer()),
-            reward_funcs=lambda completions, **_: [float(len(set(one[0]["content"]))) for one in completions],
-            train_dataset=datasets.Dataset.from_dict({"prompt": [chat] * 4, "images": [[1], [2], [3], [1]]}),
-            args=trl.GRPOConfig(
-                output_dir=str(tmp_path),
-                num_generations=4,
-                per_device_train_batch_size=8,
-                max_completion_length=6,
-                max_steps=1,
-                optim="sgd",
-                logging_steps=1,
-                use_cpu=True,
-                bf16=False,
-                report_to=[],
-                gradient_checkpointing=False,
-                save_strategy="no",
-                disable_tqdm=True,
-                seed=1,
-                generation_kwargs=kwargs,
-            ),
-        )
-        trainer.train()
-        names = ("reward", "grad_norm", "entropy")
-        logs.append([log[name] for log in trainer.state.log_history if "loss" in log for name in names])
-    assert len(logs[0]) == 3
-    for log in logs[1:]:
-        assert log == pytest.approx(logs[0], rel=1e-4)
-    gc.unfreeze()

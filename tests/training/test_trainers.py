@@ -14,7 +14,7 @@ import torch
 from forkserver import start_ranks, wait
 from small_tokenizers import make
 from test_training import COMPLETIONS, PROMPT, hogwild, mean_loss
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import hf_parallel
 from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model
@@ -133,23 +133,6 @@ def test_a_lora_adapter_learns_from_layouts(tmp_path: Path, examples: list[Paral
     changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
     assert changed
     assert all("lora" in name for name in changed)
-
-
-class Kill(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3:
-            raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_checkpoint_with_the_same_losses(
-    tmp_path: Path, examples: list[ParallelExample]
-) -> None:
-    settings = {"max_steps": 5, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
-    expected = train(tmp_path / "whole", examples, **settings)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "killed", examples, callback=Kill(), **settings)
-    assert_equal(train(tmp_path / "killed", examples, resume=True, **settings), expected, tolerance=1e-6)
 
 
 TEXTS = [

@@ -38,7 +38,6 @@ from hf_parallel.training.attention import LayoutBatch
 from hf_parallel.training.dialects import Dialect
 from hf_parallel.training.layout import make_views
 from hf_parallel.training.masks import block_mask, stock_mask
-from hf_parallel.training.tree import tree_batch
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -225,32 +224,6 @@ def test_malformed_trees_raise() -> None:
     assert [len(values) for values in tree_logprobs(model, np.array([5]), [[], [7, 8]])] == [0, 2]
 
 
-def test_padded_trees_give_the_log_probabilities_of_rows() -> None:
-    model = copy.deepcopy(tiny.build("gemma3_text")).double()
-    prompts = [PROMPT, PROMPT[:7]]
-    trees = [
-        ParallelExample.from_tree([p.tolist()] * len(COMPLETIONS), [c.tolist() for c in COMPLETIONS]) for p in prompts
-    ]
-    with torch.no_grad():
-        rows = torch.cat([full_logprobs(model, prompt, c) for prompt in prompts for c in COMPLETIONS])
-        logits = model(**tree_batch(trees, model.config, torch.float64, "cpu"), use_cache=False).logits
-    found = [
-        logits[row, tree.target_queries].log_softmax(-1).gather(1, torch.from_numpy(tree.target_ids)[:, None])[:, 0]
-        for row, tree in enumerate(trees)
-    ]
-    torch.testing.assert_close(torch.cat(found), rows, rtol=1e-6, atol=1e-6)
-
-
-def test_several_prompts_share_their_beginning() -> None:
-    model = copy.deepcopy(tiny.build("llama")).double()
-    prompts = [PROMPT, PROMPT, torch.cat((PROMPT[:10], COMPLETIONS[2]))]
-    tree = tree_logprobs(model, prompts, COMPLETIONS[:3])
-    rows = [full_logprobs(model, p, c) for p, c in zip(prompts, COMPLETIONS[:3], strict=True)]
-    torch.testing.assert_close(tree, rows, rtol=0, atol=1e-9)
-    example = ParallelExample.from_tree([p.tolist() for p in prompts], [c.tolist() for c in COMPLETIONS[:3]])
-    assert len(example) == len(PROMPT) + sum(len(c) - 1 for c in COMPLETIONS[:3]) + len(COMPLETIONS[2])
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_masks_give_the_same_logits_to_every_stock_attention(name: str) -> None:
     model = copy.deepcopy(tiny.build(name))
@@ -350,22 +323,6 @@ def test_a_batch_gives_the_loss_of_its_examples(name: str, checkpointing: bool) 
     torch.testing.assert_close(gradients(model, loss), of_examples, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
-def test_flex_attention_gives_the_same_logits(name: str) -> None:
-    """PyTorch has no gradients of it on a CPU."""
-    model = prepare_model(hf_parallel.enable(copy.deepcopy(tiny.build(name)))).eval()
-    given = [hogwild(model, num_workers=3, layout="contiguous", max_new_tokens=9)[0], TREE]
-    batch = DataCollatorForParallel(TOKENIZER)(given)
-    layout = LayoutBatch([example.with_one_target_each() for example in given], flex=True)
-    with torch.no_grad():
-        expected = model(**batch).logits
-        logits = model(**{**batch, "past_key_values": layout}).logits
-    assert not any("masks" in key for view in layout.views for key in view._cached)  # [Q, K] each
-    real = batch["attention_mask"].bool()
-    torch.testing.assert_close(logits[real], expected[real], rtol=0, atol=1e-4)
-
-
 def test_packed_examples_do_not_see_each_other() -> None:
     model = enabled()
     given = examples(model)
@@ -440,24 +397,6 @@ def test_texts_of_a_dialect_become_batches(embedded: tuple[Any, Any]) -> None:
 def test_features_that_cannot_be_read_raise_with_their_index(feature: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="feature 1 of the batch"):
         DataCollatorForParallel(TOKENIZER, **{"dialect": "pdos", **settings})([TREE, feature])
-
-
-def test_a_model_that_is_not_prepared_does_not_ignore_the_layout() -> None:
-    batch = DataCollatorForParallel(TOKENIZER)([TREE])
-    for model in (tiny.build("llama"), enabled()):
-        with pytest.raises(ValueError, match=r"is not prepared: call hf_parallel.training.prepare_model\(model\)"):
-            model(**batch)
-
-
-def test_models_that_are_too_short_or_not_enabled_raise() -> None:
-    long = ParallelExample.from_tree([[5] * 512], [[6, 7]])
-    batch = DataCollatorForParallel(TOKENIZER)([long])
-    for function in (lambda m: teacher_forced_logits(m, long), lambda m: m(**batch)):
-        with pytest.raises(ValueError, match="needs 513 positions, but the model has 512"):
-            function(prepare_model(enabled()))
-    for function in (lambda m: teacher_forced_logits(m, TREE), prepare_model):
-        with pytest.raises(ValueError, match=r"call hf_parallel.enable\(model\) first"):
-            function(tiny.build("llama"))
 
 
 def test_gradients_of_the_merged_attention() -> None:

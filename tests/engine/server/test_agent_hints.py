@@ -24,11 +24,6 @@ TOKENIZER: Any = AsciiTokenizer()
 PROMPT = "Once upon a time"
 
 
-def test_hints_are_given_as_a_mapping_or_as_an_object() -> None:
-    assert AgentHints.of(HINTS) == AgentHints(**HINTS) == AgentHints.of(AgentHints(**HINTS))
-    assert AgentHints.of(None) == AgentHints.of({}) == AgentHints()
-
-
 BAD: list[tuple[Any, str]] = [
     (["Patcher"], "AgentHints or a mapping, got list"),
     ({"agentid": "Patcher"}, "did you mean 'agent_id'"),

@@ -33,9 +33,8 @@ from serving import MODEL, Served, check_error, served, small_model  # noqa: E40
 
 from hf_parallel.cli.main import main  # noqa: E402
 from hf_parallel.detokenizer import IncrementalDetokenizer, token_bytes  # noqa: E402
-from hf_parallel.engine import Engine, KVBudgetError  # noqa: E402
+from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
-from hf_parallel.engine.server.answers import Answers  # noqa: E402
 from hf_parallel.engine.server.responses import Writer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -391,20 +390,6 @@ def test_a_request_that_does_not_fit_the_memory_is_rejected(another: tuple[Any, 
         assert running.chat()["choices"]
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-def test_memory_that_is_short_in_the_middle_of_an_answer_is_not_the_clients_fault(
-    streaming: bool, server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fails(self: Any) -> Any:
-        raise KVBudgetError("no 3 contiguous slots are free")
-        yield
-
-    monkeypatch.setattr(Answers, "deltas", fails)
-    monkeypatch.setattr(Answers, "final", lambda self: anext(fails(self)))
-    response = server.post("/v1/chat/completions", messages=CHAT, stream=streaming)
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "out_of_memory")
-
-
 def test_an_engine_that_has_stopped_says_so(another: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(*another) as engine, served(engine) as running:
         monkeypatch.setattr(engine._scheduler, "next_batch", lambda *given: 1 / 0)
@@ -439,22 +424,6 @@ def test_a_client_that_disconnects_frees_its_memory(server: Served, streaming: b
     assert after.decoded_tokens < before.decoded_tokens + LONG
     tokens = (after.kv_bytes - before.kv_bytes) // server.engine._storage.arena.bytes_per_token
     assert tokens < 1200, "keys and values of the answer are held"  # the prompt may stay cached
-
-
-@pytest.mark.slow
-def test_a_client_that_does_not_read_delays_no_other(server: Served) -> None:
-    body = {"model": MODEL, "messages": CHAT, "max_tokens": LONG, "n": 4, "stream": True, "logit_bias": {"2": -100}}
-    content = json.dumps({**body, "logprobs": True, "top_logprobs": 20, "max_tokens": 100}).encode()
-    address = urlsplit(server.url)
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect((address.hostname, address.port))
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
-        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
-        assert server.wait_until(lambda stats: stats.running)
-        assert len({str(server.chat(max_tokens=8)["choices"]) for _ in range(3)}) == 1
-        assert server.wait_until(idle), "the engine waits for a client that does not read"
-    assert server.chat()["choices"]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(IncrementalDetokenizer, "add"), (Writer, "whole")])

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from tiny import REPRESENTATIVE, SLIDING_WINDOW
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateOutput
 
 import hf_parallel
@@ -193,29 +193,6 @@ def test_ended_row_costs_nothing(enabled: Enable) -> None:
     assert count.passes == [unique_tokens(batch.rows), *going]
     assert going[-1] < len(lengths)
     assert output.stats.decoded_tokens == sum(lengths) < new.numel()
-
-
-@pytest.mark.slow
-def test_embedded_model_equals_generate(embedded: tuple[LlamaForCausalLM, PreTrainedTokenizerBase]) -> None:
-    model, tokenizer = embedded
-    story = "Once upon a time there was a small village between two rivers, and in it lived a clockmaker who "
-    texts = [
-        story + "never slept. The first thing that he",
-        story + "never slept. One night",
-        story + "loved the sea",
-    ]
-    rows = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
-    input_ids, attention_mask = tiny.left_pad(rows)
-    expected = plainly(model, input_ids, attention_mask=attention_mask)
-    hf_parallel.enable(model)
-    try:
-        output = shared(model, input_ids, attention_mask=attention_mask)
-        four = shared(model, rows[0][None], do_sample=True, top_k=1, num_return_sequences=4)
-    finally:
-        hf_parallel.disable(model)
-    assert torch.equal(output.sequences, expected.sequences)
-    assert torch.equal(four.sequences[:, len(rows[0]) :], expected.sequences[:1, input_ids.shape[1] :].expand(4, -1))
-    assert output.stats.prefilled_tokens == unique_tokens(rows)
 
 
 # A cache that is kept

@@ -299,15 +299,10 @@ def test_a_parallel_streamer_receives_every_text() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"conclusion_prompt": None}, "conclusion_prompt must be .*got None"),
         ({"point_prompt": "{who}"}, "point_prompt may hold"),
-        ({"point_heading": "{"}, "point_heading"),
         ({"point_pattern": "("}, "point_pattern must be"),
         ({"point_pattern": r"\d+"}, "point_pattern must have a group"),
         ({"min_points": 4, "max_points": 3}, "max_points must be .*got 3"),
-        ({"point_workers": 0}, "point_workers must be .*got 0"),
-        ({"conclusion_tokens": -1}, "conclusion_tokens must be .*got -1"),
-        ({"workers": 2}, "did you mean 'point_workers'"),
         ({"tokenizer": None}, "tokenizer"),
         ({"tokenizer": Foreign()}, "vocabulary"),
         ({"output_scores": True}, "output_scores"),

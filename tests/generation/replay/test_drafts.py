@@ -97,16 +97,6 @@ def check_drafts(
     return outputs
 
 
-def test_rejected_draft_tokens_leave_no_keys_and_values(model: PreTrainedModel) -> None:
-    """The KV cache of a completion with rejected draft tokens continues it like a recomputed one."""
-    kv_cache, cache = SharedPrefixCache(), LogitsCache()
-    out = [
-        sample(model, 1, logits_cache=cache, past_key_values=kv_cache, seed=seed, temperature=0.4) for seed in range(2)
-    ]
-    assert all(one.stats.drafted_tokens > 0 for one in out)
-    assert check_continuation(model, out, kv_cache).prefilled_tokens <= 4
-
-
 def check_continuation(model: PreTrainedModel, out: Sequence[Any], kv_cache: SharedPrefixCache) -> Any:
     """Continue the last of the completions, after drafts of which some were rejected; return the stats."""
     assert sum(one.stats.drafted_tokens for one in out) > sum(one.stats.accepted_tokens for one in out) > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ import torch
 from workers import SETTINGS, WORDY, small_model
 
 from hf_parallel import Hotspot, LogitsCache
-from hf_parallel.cache import Segment
 from hf_parallel.cache.hogwild import LAYOUTS
-from hf_parallel.generation.rows import RowGroup
 
 PASSES = 13
 PROMPTS = tiny.make_prompts([23, 11], seed=3)
@@ -135,44 +132,3 @@ def test_other_settings_never_hit() -> None:
         out = write(ids, logits_cache=cache, **given)
         assert (cache.hits, out.stats.replayed_tokens) == (hits, 0), other
         assert_same(out, plain(ids, **given))
-
-
-def test_a_cache_serves_several_modes() -> None:
-    cache = LogitsCache()
-    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "seed": 0, "return_dict_in_generate": True}
-    expected = small_model().generate(BATCH, attention_mask=MASK, generation_mode="shared_prefix", **settings)
-    for _ in range(2):
-        assert_same(write(logits_cache=cache), plain())
-        out = small_model().generate(
-            BATCH, attention_mask=MASK, generation_mode="resample", logits_cache=cache, **settings
-        )
-        assert torch.equal(out.sequences, expected.sequences)
-    assert out.stats.forward_passes == 0
-
-
-# Cache keys of a group
-
-
-class Pair(RowGroup):
-    """Two rows whose blocks and other state are given."""
-
-    def describe(self, inputs: Any) -> tuple[list[str], object]:
-        return list(self.blocks), self.state  # type: ignore[attr-defined]
-
-    def append(self, *runs: Sequence[int], blocks: str = "ab", state: int = 0) -> list[int]:
-        self.blocks, self.state = blocks, state
-        return self.advance([(Segment([], len(tokens)), tokens) for tokens in runs], range(len(runs)))
-
-
-def test_cache_keys_of_a_group_depend_on_all_its_inputs() -> None:
-    def keys(key: int = 0, before: Any = (1,), tokens: Any = (2, 3), **given: Any) -> list[int]:
-        pair = Pair(key)
-        pair.append(before, (9,))
-        return pair.append(tokens, (4,), **given)
-
-    others = ({"key": 1}, {"before": (1, 2), "tokens": (3,)}, {"before": (5,)}, {"tokens": (2, 5)}, {"tokens": (23,)})
-    found = [keys(), *(keys(**given) for given in (*others, {"blocks": "as"}, {"blocks": "ba"}, {"state": 1}))]
-    flat = [key for pair in found for key in pair]
-    assert keys() == found[0]
-    assert len(set(flat)) == len(flat), "each row of each group has a key of its own"
-    assert all(-(2**63) <= key < 0 for key in flat), "not a token, and within int64"

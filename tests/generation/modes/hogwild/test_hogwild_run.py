@@ -76,16 +76,6 @@ def test_two_prompts_in_a_batch_give_the_text_of_each_alone() -> None:
     assert len(finished) > 6
 
 
-# Randomness
-
-
-def test_a_seed_gives_the_same_text_in_any_batch() -> None:
-    first, second = tiny.make_prompts([10, 10])
-    settings = {"num_workers": 2, "do_sample": True, "seed": 3, **WORDY}
-    alone = generate(first[None], **settings)
-    assert generate(torch.stack([first, second]), **settings).history[0] == alone.history[0]
-
-
 # Streaming
 
 

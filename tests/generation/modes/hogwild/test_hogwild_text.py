@@ -55,32 +55,6 @@ def step_ends(text: str, added: str, separator: str = "\n\n", fence: str = "```"
     return ends_step(text, added, separator, (".", "?", '."', "$$"), fence)
 
 
-@pytest.mark.parametrize(
-    ("text", "added"),
-    [
-        ("Done.\n\n", "\n\n"),
-        ('"Done."\n\n', "\n"),
-        ("$$x$$\n\n", "\n\n"),
-        ("A:\n\nB.\n\n", "\n\nB.\n\n"),
-    ],
-)
-def test_a_step_ends(text: str, added: str) -> None:
-    assert step_ends(text, added)
-
-
-@pytest.mark.parametrize(
-    ("text", "added"),
-    [
-        ("Done.\n\nAnd", "And"),  # ended before
-        ("Done:\n\n", ":\n\n"),
-        ("```\nx.\n\n", "\n\n"),
-        ("```\nx.\n\n", ""),  # a token that adds no text
-    ],
-)
-def test_a_step_does_not_end(text: str, added: str) -> None:
-    assert not step_ends(text, added)
-
-
 @given(st.lists(st.sampled_from(["a", ".", "\n", "\n\n", "```", ",", ".\n\n", " "]), max_size=12))
 def test_the_end_is_found_once_however_the_text_is_cut_into_tokens(tokens: list[str]) -> None:
     """It is found when the separator after the first end of a sentence is complete."""
@@ -95,9 +69,3 @@ def test_the_end_is_found_once_however_the_text_is_cut_into_tokens(tokens: list[
     assert (found is None) == (not ends)
     if found is not None:
         assert ends[0] <= found < ends[0] + 3  # the token may continue after the separator
-
-
-# The prompt
-
-
-SYSTEM = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"

@@ -131,7 +131,6 @@ def test_text_for_all_becomes_a_step_of_the_history(recorded: Recording) -> None
         ("{name}:", "", "\nSo", "Alice:\nSo"),
         ("{name}: ", "half a wo", "So", "Alice: half a wo\nSo"),
         ("{name}: ", "a line\n", "So", "Alice: a line\nSo"),
-        ("{name}: ", "word ", "\n\nSo", "Alice: word \n\nSo"),
     ],
 )
 def test_an_injected_text_begins_a_line_or_a_step(prefix: str, written: str, injected: str, text: str) -> None:

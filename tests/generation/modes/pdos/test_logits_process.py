@@ -258,16 +258,6 @@ def test_tokens_are_read_as_the_bytes_that_they_stand_for(name: str, text: str) 
     assert len(spelled) <= len(tokens)
 
 
-# Made once
-
-
-def test_tokens_that_are_added_later_are_known() -> None:
-    tokenizer = copy.deepcopy(small_tokenizers.make("split_marker"))
-    assert len(get_vocabulary(tokenizer, 200).encode(b"<part>")) == len("<part>")
-    tokenizer.add_tokens(["<part>"])
-    assert get_vocabulary(tokenizer, 200).encode(b"<part>") == [tokenizer.convert_tokens_to_ids("<part>")]
-
-
 # Texts of the caller
 
 

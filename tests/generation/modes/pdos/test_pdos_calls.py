@@ -19,7 +19,6 @@ from hf_parallel.generation.modes.pdos.token_text import get_vocabulary
 
 EOS, PAD = tiny.EOS, tiny.PAD
 SKELETON = "####A:......\n####B:......\n####%%%%"
-BODIES = ("aa\n####", "bb\n####")
 
 
 # Malformed skeletons
@@ -205,8 +204,6 @@ def test_a_parallel_streamer_receives_skeletons_branches_and_joins() -> None:
         ("branch_marker", "", "branch_marker must be one line of text without spaces at its ends, got ''"),
         ("terminator", "####", "terminator must not be a prefix of branch_marker '####', got '####'"),
         ("title_end", ":####:", "title_end must not contain branch_marker"),
-        ("min_branches", 0, "min_branches must be an int of at least 1, got 0"),
-        ("join", "glue", r"join must be one of \['reencode', 'rotate'\], got 'glue'"),
         ("branch_stops", "\n", r"branch_stops must be a list of non-empty strings, got '\\n'"),
         ("titles", ["A"], r"titles must form one block after opening, got \['A'\]: there is 1 branch"),
         ("titles", ["A", "B: C"], r"got \['A', 'B: C'\]: no ellipsis follows the title 'B'"),
