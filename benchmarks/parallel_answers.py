@@ -22,7 +22,7 @@ import torch
 from hf_parallel import PDOSConfig, pdos_prompt
 from hf_parallel.evaluation import GENERATED, ArithmeticProblem, PlanningProblem, RetrievalProblem
 from hf_parallel.generation.call import vocabulary_size
-from hf_parallel.generation.modes.pdos.token_text import encode_exactly, get_vocabulary
+from hf_parallel.generation.modes.branches.token_text import encode_exactly, get_vocabulary
 
 from .measure import StepClock, dense_bytes
 from .report import compare

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from hf_parallel import HogwildCache, SharedPrefixCache, TreeBranchCache
+from hf_parallel import HogwildCache, SharedPrefixCache
 from hf_parallel.cache import Block, BlockCache, Segment
 from hf_parallel.cache.hogwild import LAYOUTS, Workspace
-from hf_parallel.cache.tree_branch import Tree
 from hf_parallel.kernels import RotarySpec
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -219,14 +218,13 @@ def _shared_prefix(drawing: Drawing) -> None:
 
 
 def _branches(drawing: Drawing) -> None:
-    cache = TreeBranchCache(ROTARY)
-    prompt = fill(cache.pool.new_block(), 80)
-    tree = Tree([prompt], fill(cache.new_trunks([80], 64)[0], 60))
-    cache.branch(tree, 60, 3)
-    names = {prompt: ("prompt", "prompt"), tree.trunk: ("trunk", "history")}
-    for (title, color, length), block in zip(BRANCHES, tree.branches, strict=True):
+    cache = SharedPrefixCache(ROTARY)
+    prompt, trunk, *branches = cache.pool.new_blocks(2 + len(BRANCHES))
+    trunk.base, names = 80, {fill(prompt, 80): ("prompt", "prompt"), fill(trunk, 60): ("trunk", "history")}
+    for (title, color, length), block in zip(BRANCHES, branches, strict=True):
+        block.base = 80 + 60
         names[fill(block, 6 * length)] = (title, color)
-        drawing.view(title, tree.branch_view(block), names, 1.6)
+        drawing.view(title, [prompt, trunk, block], names, 1.6)
 
 
 def _resample(drawing: Drawing) -> None:

@@ -8,6 +8,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from hf_parallel.generation.modes.best_of import BestOfConfig, BestOfOutput, Candidate
+from hf_parallel.generation.modes.branches.output import StageStats
 from hf_parallel.generation.modes.final_answers import BOXED, find_answer, normal_form
 from hf_parallel.generation.modes.final_answers import find_matches as find_matches
 from hf_parallel.generation.modes.final_answers import majority as majority
@@ -18,7 +19,7 @@ from hf_parallel.generation.modes.hogwild.output import HogwildOutput, Step
 from hf_parallel.generation.modes.hogwild.session import HogwildSession
 from hf_parallel.generation.modes.pdos.config import PDOSConfig, pdos_prompt
 from hf_parallel.generation.modes.pdos.format_processor import ParallelBlockLogitsProcessor
-from hf_parallel.generation.modes.pdos.output import Branch, ParallelBlock, PDOSOutput, StageStats
+from hf_parallel.generation.modes.pdos.output import Branch, ParallelBlock, PDOSOutput
 from hf_parallel.generation.modes.pdos.parser import BlockFormat
 from hf_parallel.generation.modes.resample import ResampleConfig
 from hf_parallel.generation.modes.self_consistency import SelfConsistencyConfig, SelfConsistencyOutput

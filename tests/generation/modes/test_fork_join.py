@@ -35,7 +35,12 @@ EVERY_SETTING: dict[str, Any] = {
     "max_depth": 2,
 }
 """A value other than the default for each setting that can be stored."""
-SMALL_CALL: dict[str, Any] = {"dialect": "parallel_r1"}
+SMALL_CALL: dict[str, Any] = {
+    "dialect": {"region": ["<A>", "</A>"], "branch": ["<B>", "</B>"], "positions": "reencode"},
+    "opening": "So <A>",
+    "path_max_new_tokens": 4,
+    "max_new_tokens": 60,
+}
 """Arguments of a short call with a tiny model."""
 PROMPTS = ("Think: ", "And ", "Well, now: ")
 OVERLAP = Dialect(("<P>", "</P>"), ("<B>", "</B>"), "overlap")

@@ -5,28 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import ModeRows, ModeTraits, RowPlace
+from hf_parallel.generation.config import ModeTraits
+from hf_parallel.generation.modes.branches.settings import BranchRows
 from hf_parallel.generation.modes.fork_join.run import ForkJoinRun
 from hf_parallel.generation.modes.fork_join.settings import ForkJoinSettings
-from hf_parallel.generation.settings import Arguments
 from hf_parallel.transcript.sections import TranscriptStyle
 
 
-class ForkJoinRows(ModeRows["ForkJoinConfig"]):
-    """An answer and its paths. A path sees the text before its fork, and itself."""
+class ForkJoinRows(BranchRows["ForkJoinConfig"]):
+    """An answer and its paths."""
 
     style = TranscriptStyle("path", "answer")
-
-    def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ModeRows.place`. Index 0 is the answer, which spans the columns of all paths."""
-        index, prompt = divmod(row, num_prompts)
-        return RowPlace(prompt, index, index - 1 if index else None)
-
-    def name(self, index: int) -> str:
-        """Return the name of the answer or of a path."""
-        return f"Path {index}" if index else "Answer"
 
 
 @dataclass
@@ -57,24 +47,12 @@ class ForkJoinConfig(ForkJoinSettings):
     mode: ClassVar[str] = "fork_join"
     traits = ModeTraits(
         rows=ForkJoinRows,
+        keeps_states=True,
         streams_text=True,
         streams_tokens="when_final",
         dialect=lambda config: config.format,
     )
 
-    def prepare(self, kwargs: Arguments) -> None:
-        """Check the tokenizer."""
-        check_tokenizer_given(kwargs, self.mode, "reads text to find forks and paths")
-
     def make_run(self, call: GenerationCall) -> ForkJoinRun:
         """See `ParallelConfig.make_run`."""
         return ForkJoinRun(self, call)
-
-    @property
-    def max_rows_per_prompt(self) -> int:
-        """Maximum number of paths at the same time."""
-        return self.max_paths
-
-    def max_kv_tokens(self, call: GenerationCall) -> int:
-        """See `ParallelConfig.max_kv_tokens`. An answer holds its paths, which may be computed again when they join."""
-        return call.prompt_tokens + 2 * call.num_rows * call.max_new_tokens

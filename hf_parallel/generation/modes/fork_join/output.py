@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from hf_parallel.generation.modes.branches.output import StageStats
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 
 
@@ -48,6 +49,8 @@ class ForkJoinOutput(ParallelOutput):
         Decode steps that each answer needs: its own tokens, and for each fork those of its longest path.
     fallback : list of str or None
         Why the last region that an answer opened has not forked; None if all have.
+    stages : dict of StageStats
+        Cost of `skeleton` (the text up to the first fork), `branches` (the paths) and `continuation`.
     """
 
     item_names: ClassVar[Mapping[str, str]] = {"transcripts": "transcript"}
@@ -56,3 +59,4 @@ class ForkJoinOutput(ParallelOutput):
     transcripts: list[str] = ALWAYS
     critical_path: list[int] = ALWAYS
     fallback: list[str | None] = ALWAYS
+    stages: dict[str, StageStats] = ALWAYS

@@ -7,18 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.dialects import DIALECTS, Dialect
+from hf_parallel.generation.modes.branches.settings import BranchSettings
 from hf_parallel.generation.modes.fork_join.output import ForkJoinOutput
-from hf_parallel.generation.validation import check_choice, check_int, check_text
+from hf_parallel.generation.validation import check_choice, check_int
 
 
 @dataclass
-class ForkJoinSettings(ParallelConfig[ForkJoinOutput]):
+class ForkJoinSettings(BranchSettings[ForkJoinOutput]):
     """Settings of forks: see `ForkJoinConfig`."""
 
     dialect: str | Mapping[str, Any] | Dialect = "multiverse"
-    opening: str = ""
     paths: int = 2
     path_max_new_tokens: int | None = None
     max_paths: int = 32
@@ -42,7 +41,6 @@ class ForkJoinSettings(ParallelConfig[ForkJoinOutput]):
             raise ValueError(f"dialect must have region and branch, {missing[0]} is missing in {self.dialect!r}")
         if self.format.positions == "concatenated":
             raise ValueError("positions='concatenated' is for training: a path cannot start where another will end")
-        check_text("opening", self.opening)
         for name in ("paths", "max_paths", "max_depth", "path_max_new_tokens"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1)
@@ -53,3 +51,18 @@ class ForkJoinSettings(ParallelConfig[ForkJoinOutput]):
         if isinstance(self.dialect, Dialect):
             return self.dialect
         return DIALECTS[self.dialect] if isinstance(self.dialect, str) else Dialect(**self.dialect)
+
+    @property
+    def positions(self) -> str:
+        """Positions of the dialect."""
+        return self.format.positions
+
+    @property
+    def max_open_forks(self) -> int:
+        """Maximum number of forks of an answer that are open at the same time."""
+        return self.max_paths * self.max_depth if self.format.is_nested else 1
+
+    @property
+    def max_rows_per_prompt(self) -> int:
+        """Maximum number of paths at the same time."""
+        return self.max_paths

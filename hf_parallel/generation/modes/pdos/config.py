@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
-from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import ModePrompt, ModeRows, ModeTraits, RowPlace
+from hf_parallel.generation.config import ModePrompt, ModeTraits
 from hf_parallel.generation.dialects import SkeletonDialect
+from hf_parallel.generation.modes.branches.settings import BranchRows
 from hf_parallel.generation.modes.pdos.run import PDOSRun, TrunkFormatProcessor
 from hf_parallel.generation.modes.pdos.settings import PDOSSettings
 from hf_parallel.generation.prompts import Chat, build_prompt
@@ -19,18 +19,10 @@ from hf_parallel.generation.settings import Arguments
 from hf_parallel.transcript.sections import TranscriptStyle
 
 
-class PDOSRows(ModeRows["PDOSConfig"]):
-    """The trunk and its branches. A branch sees the trunk and itself."""
+class PDOSRows(BranchRows["PDOSConfig"]):
+    """The trunk and its branches."""
 
     style = TranscriptStyle("branch", "trunk")
-
-    def place(self, row: int, num_prompts: int) -> RowPlace:
-        """See `ModeRows.place`. Index 0 is the trunk, which spans the columns of all branches."""
-        index, prompt = divmod(row, num_prompts)
-        return RowPlace(prompt, index, index - 1 if index else None)
-
-    def name(self, index: int) -> str:
-        return f"Branch {index}" if index else "Answer"
 
 
 class PDOSPrompt(ModePrompt["PDOSConfig"]):
@@ -98,25 +90,13 @@ class PDOSConfig(PDOSSettings):
 
     def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer, and add a processor that forces the format after the caller's processors."""
-        check_tokenizer_given(kwargs, self.mode, "reads text to find blocks and branches")
+        super().prepare(kwargs)
         given = kwargs.get("logits_processor")
         if self.parallel_hint and (given is None or isinstance(given, list | tuple)):
             kwargs["logits_processor"] = LogitsProcessorList([*(given or ()), TrunkFormatProcessor()])
 
     def make_run(self, call: GenerationCall) -> PDOSRun:
         return PDOSRun(self, call)
-
-    @property
-    def max_rows_per_prompt(self) -> int:
-        return self.max_branches
-
-    def max_states(self, call: GenerationCall) -> int:
-        """See `ParallelConfig.max_states`. An answer also has a trunk, and a block that continues it."""
-        return super().max_states(call) + 2 * call.num_rows
-
-    def max_kv_tokens(self, call: GenerationCall) -> int:
-        """See `ParallelConfig.max_kv_tokens`. An answer holds its branches, which are copied when they are joined."""
-        return call.prompt_tokens + 2 * call.num_rows * call.max_new_tokens
 
 
 def pdos_prompt(

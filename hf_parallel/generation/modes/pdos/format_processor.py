@@ -15,8 +15,8 @@ import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import check_tokenizer
+from hf_parallel.generation.modes.branches.token_text import WHITESPACE, Vocabulary, get_vocabulary
 from hf_parallel.generation.modes.pdos.parser import DONE, GAP, TITLE, BlockFormat, SkeletonParser
-from hf_parallel.generation.modes.pdos.token_text import WHITESPACE, Vocabulary, get_vocabulary
 from hf_parallel.generation.validation import check_int
 
 

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hf_parallel.generation.modes.branches.output import StageStats
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
-
-SKELETON, BRANCHES, CONTINUATION = STAGES = ("skeleton", "branches", "continuation")
-"""Stages: sequential text up to the end of a skeleton; its branches; joining them, and the text after them."""
 
 
 @dataclass
@@ -37,20 +35,6 @@ class ParallelBlock:
     end: int
     """Slice of its tokens in the answer, branches joined."""
     branches: list[Branch]
-
-
-@dataclass
-class StageStats:
-    """Cost of a stage, over all prompts of the call."""
-
-    forward_passes: int = 0
-    """Forward passes with rows in this stage; a pass may serve several stages."""
-    decoded_tokens: int = 0
-    """Generated tokens."""
-    computed_again: int = 0
-    """Tokens whose keys and values were computed a second time, at other positions or with another context."""
-    seconds: float = 0.0
-    """Wall-clock time. A pass that serves several stages is divided in proportion to their tokens."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ import copy
 import os
 from dataclasses import dataclass
 
-from hf_parallel.generation.modes.pdos.token_text import WHITESPACE
+from hf_parallel.generation.modes.branches.token_text import WHITESPACE
 from hf_parallel.generation.validation import check_int, check_text
 
 OUTSIDE, TITLE, ELLIPSIS, GAP, DONE, BROKEN = "outside", "title", "ellipsis", "gap", "done", "broken"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_parallel.generation.config import ParallelConfig
+from hf_parallel.generation.modes.branches.settings import BranchSettings
 from hf_parallel.generation.modes.pdos.output import PDOSOutput
 from hf_parallel.generation.modes.pdos.parser import DONE, BlockFormat, SkeletonParser
 from hf_parallel.generation.validation import (
@@ -19,7 +19,7 @@ from hf_parallel.generation.validation import (
 
 
 @dataclass
-class PDOSSettings(BlockFormat, ParallelConfig[PDOSOutput]):
+class PDOSSettings(BlockFormat, BranchSettings[PDOSOutput]):
     """Settings of blocks and branches: see `PDOSConfig`."""
 
     join: str = "reencode"
@@ -29,7 +29,6 @@ class PDOSSettings(BlockFormat, ParallelConfig[PDOSOutput]):
     branch_max_new_tokens: int | None = None
     branch_stops: Sequence[str] = ()
     branch_separator: str = "\n"
-    opening: str = ""
     titles: Sequence[str] = ()
     format_prompt: str = (
         "Often an answer has parts that can be worked out without each other: items to check one after the other, "
@@ -64,7 +63,7 @@ class PDOSSettings(BlockFormat, ParallelConfig[PDOSOutput]):
     )
 
     def validate(self) -> None:
-        ParallelConfig.validate(self)
+        BranchSettings.validate(self)
         BlockFormat.validate(self)
         check_choice("join", self.join, ("reencode", "rotate"))
         check_bool("parallel_hint", self.parallel_hint)
@@ -73,8 +72,7 @@ class PDOSSettings(BlockFormat, ParallelConfig[PDOSOutput]):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1)
         check_texts("branch_stops", self.branch_stops)
-        for name in ("branch_separator", "opening"):
-            check_text(name, getattr(self, name))
+        check_text("branch_separator", self.branch_separator)
         check_texts("titles", self.titles)
         self._check_block()
         check_template("format_prompt", self.format_prompt, **self.markers)
@@ -96,3 +94,18 @@ class PDOSSettings(BlockFormat, ParallelConfig[PDOSOutput]):
         gap = "\n" if self.opening and not self.opening[-1].isspace() else ""
         parts = "".join(f"{self.branch_marker}{title}{self.title_end}{self.ellipsis}\n" for title in self.titles)
         return f"{self.opening}{gap}{parts}{self.terminator}"
+
+    @property
+    def positions(self) -> str:
+        """See `BranchSettings.positions`."""
+        return "overlap" if self.join == "rotate" else "reencode"
+
+    @property
+    def positions_setting(self) -> str:
+        """See `BranchSettings.positions_setting`."""
+        return f"join={self.join!r}"
+
+    @property
+    def max_rows_per_prompt(self) -> int:
+        """Maximum number of branches at the same time."""
+        return self.max_branches

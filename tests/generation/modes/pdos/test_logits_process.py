@@ -19,9 +19,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList, SynthIDTextWate
 from workers import TOKENIZER
 
 from hf_parallel import BlockFormat, ParallelBlockLogitsProcessor
+from hf_parallel.generation.modes.branches.token_text import Vocabulary, encode_exactly, get_vocabulary
 from hf_parallel.generation.modes.pdos.format_processor import BlockMask, get_block_mask
 from hf_parallel.generation.modes.pdos.parser import DONE, SkeletonParser
-from hf_parallel.generation.modes.pdos.token_text import Vocabulary, encode_exactly, get_vocabulary
 
 KINDS = [kind.__name__ for kind in small_tokenizers.KINDS]
 BLOCK = regex.compile(r"(?:####(?P<title>[^\n\r]*?\S[^\n\r]*?):\s*\.{6}\s*)+####%%%%", regex.DOTALL)

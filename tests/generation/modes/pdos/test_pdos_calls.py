@@ -15,7 +15,7 @@ from workers import TOKENIZER, Listener, encode
 
 import hf_parallel
 from hf_parallel import PDOSConfig, PDOSOutput
-from hf_parallel.generation.modes.pdos.token_text import get_vocabulary
+from hf_parallel.generation.modes.branches.token_text import get_vocabulary
 
 EOS, PAD = tiny.EOS, tiny.PAD
 SKELETON = "####A:......\n####B:......\n####%%%%"

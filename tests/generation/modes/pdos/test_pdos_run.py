@@ -174,7 +174,7 @@ def test_joined_tokens_are_computed_in_chunks_of_a_prefill(join: str) -> None:
     assert max(sizes) == (again if join == "reencode" else titles)
     with pass_sizes() as sizes:
         out = tell(STORY, max_new_tokens=120, prefill_chunk_size=5, **settings)
-    assert max(sizes[sizes.index(titles) + 1 :]) <= 5 + 3  # a chunk and the pending writes of the branches
+    assert max(sizes) <= 5 + 3  # a chunk and the pending writes of the branches
     assert out.transcripts == whole.transcripts
     assert out.stats.forward_passes == 2 + sum(stage.forward_passes for stage in out.stages.values())
 

@@ -1,0 +1,1 @@
+"""What modes share in which an answer has branches: rows, blocks, budgets, joins, output."""

@@ -1,0 +1,205 @@
+"""Answer and Lane: an answer with branches, and the texts that are written at the same time in it."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_parallel.cache import Block, View
+from hf_parallel.cache.pool import Pool
+from hf_parallel.generation.log_probs import padded_log_probs, spread
+from hf_parallel.generation.modes.branches.output import BRANCHES, SKELETON
+from hf_parallel.generation.modes.branches.token_text import WHITESPACE, Token, ids, text_of
+from hf_parallel.generation.rows import PendingWrites, Row
+from hf_parallel.generation.sampling import Sampler
+
+
+@dataclass
+class Plan:
+    """A fork of a lane."""
+
+    head: list[Token]
+    """Tokens of the lane since its last fork, as its paths see them."""
+    paths: list[tuple[str, list[Token]]]
+    """Name and first tokens of each path."""
+    joined: list[Token]
+    """Tokens after the paths, which the model does not write."""
+    source: str = ""
+    """Text that the paths replace."""
+
+
+class Answer:
+    """One answer: its budget, and KV writes pending in the blocks of all its lanes."""
+
+    def __init__(self, output_row: int, budget: int) -> None:
+        self.output_row = output_row
+        self.left = budget  # tokens that may still be written, apart from text that is certain to follow
+        self.num_paths = 0
+        self.fallback: str | None = None
+        self._views: dict[Block, View] = {}  # of pending writes
+        self.writes = PendingWrites(self._views.__getitem__)
+
+    def write(self, lane: Lane, tokens: Sequence[Token]) -> None:
+        """Schedule tokens to be appended to the block of a lane."""
+        self._views[lane.block] = lane.view
+        self.writes.add(lane.block, ids(tokens))
+
+    def free(self, pool: Pool, blocks: Sequence[Block]) -> None:
+        """Delete blocks, and what is pending in them."""
+        self.writes.pending = [write for write in self.writes.pending if write[0] not in blocks]
+        for block in blocks:
+            pool.free(block)
+
+
+class Lane(Row):
+    """A text that one row writes: that of an answer, or of a path. It pauses while the paths of a fork are written."""
+
+    def __init__(
+        self, answer: Answer, index: int, view: View, opening: Sequence[Token] = (), parent: Lane | None = None
+    ) -> None:
+        super().__init__(index, view, ids(opening), output_row=answer.output_row, writes=answer.writes)
+        self.answer, self.parent, self.name = answer, parent, ""
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.stage = SKELETON if parent is None else BRANCHES
+        self.opening = list(opening)
+        self.tokens = list(opening)
+        self.block_from = 0  # index of the first token of the last block of the view, computed or not
+        self.text, self.text_from = text_of(opening), 0  # text since the last fork, and the index of its first token
+        self.num_samples: int = 0 if parent is None else parent.num_samples
+        self.steps = 0  # of its critical path
+        self.again = 0  # sampled tokens among the uncached ones that count as prefilled
+        self.num_computed = 0  # tokens of an ended path with keys and values
+        self.plan: Plan | None = None  # of the open fork
+        self.paths: list[Lane] = []  # of the open fork
+        self.forks: list[Any] = []
+        self.reader: Any = None  # of the text since the last fork
+        self.ended_by = ""  # empty while it is active
+        self.sampled: list[int] = []  # all tokens that an ended path has generated
+        self.kept = b""  # its text, without what ended it
+        self.num_streamed = 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._attached: tuple[View, int] | None = None  # view and `block_from` before `detach`
+
+    @property
+    def block(self) -> Block:
+        """The block to which it appends."""
+        return self.view[-1]
+
+    @property
+    def position(self) -> int:
+        """Position of the token after its text."""
+        return self.block.base + len(self.tokens) - self.block_from
+
+    @property
+    def own(self) -> list[Token]:
+        """Tokens since the last fork."""
+        return self.tokens[self.text_from :]
+
+    @property
+    def uncached(self) -> list[Token]:
+        """Tokens whose keys and values are not computed yet."""
+        return self.tokens[self.block_from + self.block.length :]
+
+    def own_blocks(self) -> list[Block]:
+        """Return the blocks of a path that follow those of the lane that forked."""
+        return [] if self.parent is None else list(self.view[len(self.parent.view) :])
+
+    def writing(self) -> list[Lane]:
+        """Return the lanes that write at present, of this one and its paths."""
+        if self.paths:
+            return [row for path in self.paths for row in path.writing()]
+        return [] if self.ended_by else [self]
+
+    def append(self, tokens: Sequence[Token]) -> None:
+        """Append tokens to the text, and make them pending."""
+        self.tokens += tokens
+        self.text += text_of(tokens)
+        self.pending = ids(self.uncached)
+
+    def replace(self, tokens: Sequence[Token], pool: Pool) -> int:
+        """Replace the tokens since the last fork. Return how many of them stay."""
+        old = self.own
+        same = next((i for i, pair in enumerate(zip(old, tokens, strict=False)) if pair[0] is not pair[1]), None)
+        same = min(len(old), len(tokens)) if same is None else same
+        if self.text_from + same < self.block_from:
+            self._reattach(pool)
+        kept = self.text_from + same - self.block_from
+        if kept < self.block.length:
+            pool.truncate(self.block, kept)
+            if not pool.continues(self.block, kept):
+                pool.truncate(self.block, 0)
+        self.tokens[self.text_from :] = tokens
+        self.text = text_of(tokens)
+        self.pending = ids(self.uncached)
+        return same
+
+    def detach(self, pool: Pool) -> None:
+        """Continue in a block of its own, so that the state before it stays for `replace`."""
+        if self._attached is None:
+            self._attached = self.view, self.block_from
+            block = pool.new_block(base=self.block.base + self.block.length)
+            self.block_from += self.block.length
+            self.view = [*self.view, block]
+
+    def attach(self, pool: Pool) -> None:
+        """Move what was written since `detach` to the block before."""
+        if self._attached is not None:
+            pool.move(self.view[-1], self.view[-2])
+            self._reattach(pool)
+
+    def _reattach(self, pool: Pool) -> None:
+        assert self._attached is not None, "computed tokens before a fork are not replaced"
+        pool.free(self.view[-1])
+        (self.view, self.block_from), self._attached = self._attached, None
+
+    def continue_after(self, tokens: Sequence[Token], view: View, block_from: int) -> None:
+        """Append tokens of joined paths, and continue in the last block of a view."""
+        self.tokens += tokens
+        self.view, self.block_from, self._attached = view, block_from, None
+        self.text, self.text_from = b"", len(self.tokens)
+        self.paths, self.plan = [], None
+        self.pending = ids(self.uncached)
+        self.decoder.reset()
+
+    def find_end(self, ends: Sequence[tuple[bytes, int, str]], known: int) -> tuple[int, str] | None:
+        """Return the number of bytes to keep, and what ended the text; None if no end is complete after `known` bytes.
+
+        `ends` holds for each marker or stop its bytes, the number of these that are kept, and its name in `ended_by`.
+        """
+        first = 0 if self.forks else len(text_of(self.opening))
+        found = []
+        for end, kept, cause in ends:
+            start = self.text.find(end, max(known - len(end) + 1, first))
+            while cause == "stop" and start >= 0 and not self.text[first:start].strip(WHITESPACE):
+                start = self.text.find(end, start + 1)
+            if start >= 0:
+                found.append((start + kept, cause))
+        return min(found, default=None)
+
+
+def answer_log_probs(sampler: Sampler, answers: Sequence[Sequence[Token]]) -> torch.Tensor | None:
+    """Return the log-probabilities of the tokens of answers, float32 `[answers, longest]`; NaN if not sampled."""
+    if not sampler.returns_log_probs:
+        return None
+    drawn = spread(sampler.drawn, sampler.num_rows, by_draw=True).tolist()
+    return padded_log_probs([[drawn[t.row][t.draw] if t.draw >= 0 else math.nan for t in answer] for answer in answers])
+
+
+def aligned(samples: list[torch.Tensor] | None, answers: Sequence[Sequence[Token]]) -> list[torch.Tensor] | None:
+    """Reorder `[rows, vocabulary]` per sample into `[batch, vocabulary]` per token; zeros for tokens not sampled."""
+    if samples is None:
+        return None
+    found = []
+    for position in range(max(map(len, answers))):
+        values = samples[0].new_zeros(len(answers), samples[0].shape[-1])
+        for index, tokens in enumerate(answers):
+            token = tokens[position] if position < len(tokens) else Token(-1, b"")
+            if token.draw >= 0:
+                values[index] = samples[token.draw][token.row]
+        found.append(values)
+    return found

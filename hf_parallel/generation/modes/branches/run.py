@@ -1,0 +1,425 @@
+"""BranchRun: one call of a mode in which an answer has branches.
+
+A row writes the text of an answer. Where the mode finds a fork in it, the row pauses, and its paths are written at the
+same time, each a row of the batch that sees the text before the fork and itself. When all of them have ended they are
+joined, and the text goes on after them. Paths may fork, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from hf_parallel.cache import Segment
+from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.generation.call import GenerationCall, vocabulary_size
+from hf_parallel.generation.caller import warn_sequential
+from hf_parallel.generation.config import Generated
+from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.modes.branches.lanes import Answer, Lane, Plan, aligned, answer_log_probs
+from hf_parallel.generation.modes.branches.output import BRANCHES, CONTINUATION, STAGES, StageStats
+from hf_parallel.generation.modes.branches.settings import BranchSettings
+from hf_parallel.generation.modes.branches.token_text import (
+    Token,
+    encode_exactly,
+    get_vocabulary,
+    ids,
+    slice_tokens,
+    text_of,
+)
+from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.prefill import initial_capacity, prefill_leaves
+from hf_parallel.generation.rows import Row
+from hf_parallel.generation.streaming import FinalTokens
+from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.models.attention import UnsupportedModelError
+
+PATH_CAPACITY = 64
+"""Maximum initial capacity of a path in tokens. Attention reads paths of equal capacity in one batched call."""
+BATCH_DEPENDENT = {
+    "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
+    "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
+    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+}
+"""Processors that index the prompts of a call by row, with the arguments of `generate` that create them."""
+
+
+class BranchRun:
+    """One call of such a mode. A subclass reads its format.
+
+    `ends`: what ends a path, see `Lane.find_end`. `closing`: the text that a path needs at most to end well.
+    `opening`: first text of every answer, from the setting `given`. `limit`: maximum number of tokens of a path.
+    """
+
+    none = ""
+    """Why an answer without a fork has none, if the mode has not found a reason."""
+
+    def __init__(
+        self,
+        config: BranchSettings,
+        call: GenerationCall,
+        ends: Sequence[tuple[bytes, int, str]],
+        closing: str,
+        limit: int | None,
+        opening: str,
+        given: str = "opening",
+    ) -> None:
+        if call.past_key_values is not None:
+            raise ValueError(f"{config.mode} makes its own cache; past_key_values cannot be given")
+        self.positions = config.positions
+        if reason := _why_not(call, self.positions):
+            raise UnsupportedModelError(f"{config.positions_setting} {reason}: use 'reencode'")
+        for processor in call.logits_processor:
+            if name := BATCH_DEPENDENT.get(type(processor).__name__):
+                raise ValueError(f"{name} cannot be honoured by {config.mode}: branches are rows, but not prompts")
+        self.call, self.ends, self.limit = call, ends, limit
+        self.vocabulary = get_vocabulary(call.tokenizer, vocabulary_size(call.model)).without_text(call.eos_token_ids)
+        self._known: dict[str, list[Token]] = {"": []}
+        self.opening, self.closing = self.tokens(opening, given), self.tokens(closing)
+        if len(self.opening) >= call.max_new_tokens:
+            raise ValueError(f"{given} must be shorter than the {call.max_new_tokens} new tokens, got {opening!r}")
+        self.cache = call.new_cache(SharedPrefixCache, call.capabilities.rotary)
+        call.claim_cache(self.cache)
+        # The budget counts the joined answer, whose length MaxLengthCriteria cannot check.
+        criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
+        self.capacity = initial_capacity(call.max_new_tokens, call.num_rows)
+        table = TokenTable(call.input_ids, call.pad_token_id, self.capacity)
+        self.loop = DecodeLoop(call, self.cache, table, criteria, config.seed, stream=False)
+        streamer = call.streamer if hasattr(call.streamer, "put") else None
+        self.stream = FinalTokens(streamer, call.num_rows, call.pad_token_id)
+        self.stages = {name: StageStats() for name in STAGES}
+        self.roots: list[Lane] = []
+
+    # What a mode defines
+
+    def find_fork(self, lane: Lane, known: int) -> Plan | None:
+        """Return the fork at the end of a lane's text that is complete only after `known` bytes, or None.
+
+        May raise `ValueError` if no tokens have its text, and set `lane.answer.fallback` if it stays text.
+        """
+        raise NotImplementedError
+
+    def path_end(self, text: bytes, end: int, cause: str) -> tuple[int, str]:
+        """Return how many bytes of a path's text are kept, at least `end`, and the text that follows them."""
+        raise NotImplementedError
+
+    def record(self, lane: Lane, start: int, end: int) -> Any:
+        """Return the record of a fork whose paths become tokens `start` to `end` of the lane."""
+        raise NotImplementedError
+
+    def output(self, **fields: Any) -> tuple[type[ParallelOutput], dict[str, Any]]:
+        """Return the class of the output, and its fields beside the given ones."""
+        raise NotImplementedError
+
+    def new_reader(self) -> Any:
+        """Return what reads the text of a lane since its last fork, as `Lane.reader`."""
+
+    def read(self, lane: Lane, text: bytes, ended: bool) -> None:
+        """Read new text of a lane."""
+
+    def end_answer(self, lane: Lane, cause: str) -> None:
+        """Note that an answer has ended."""
+
+    def may_change(self, lane: Lane) -> bool:
+        """Return whether paths may replace the last tokens of an answer."""
+        return False
+
+    # The call
+
+    def generate(self) -> Generated:
+        """Generate. Return a tensor `int64 [batch, length]` or the mode's output."""
+        call, cache, loop = self.call, self.cache, self.loop
+        with loop.running():
+            leaves = list(map(cache.insert_prompt, call.prompts, call.gaps))
+            spare = cache.pool.new_block(self.capacity * call.num_rows)  # so that storage need not grow for paths
+            blocks = cache.pool.new_blocks(len(leaves), self.capacity)
+            logits = prefill_leaves(loop, cache, leaves)
+            cache.pool.free(spare)
+            for index, (leaf, block) in enumerate(zip(leaves, blocks, strict=True)):
+                block.base = leaf.next_position
+                self.roots.append(Lane(Answer(index, call.max_new_tokens), index, [*leaf.view, block]))
+                self.roots[-1].reader = self.new_reader()
+            rows = self.roots
+            if self.opening:
+                rows, logits = self._prefill_opening()
+            else:
+                self._begin_pass(rows, is_decoding=False)
+            loop.decode(rows, logits, self._on_token, schedule=self._schedule)
+        sampler, answers = loop.sampler, [root.tokens for root in self.roots]
+        sampler.scores, sampler.logits = (aligned(kept, answers) for kept in (sampler.scores, sampler.logits))
+        fallback = [root.answer.fallback for root in self.roots]
+        kind, fields = self.output(
+            transcripts=[self._transcript(root) for root in self.roots],
+            fallback=fallback,
+            stages=self.stages,
+            log_probs=answer_log_probs(sampler, answers),
+        )
+        output = loop.output(kind, self.roots, **fields)
+        pairs = zip(self.roots, fallback, strict=True)
+        warn_sequential([None if root.forks else reason or self.none for root, reason in pairs])
+        return output
+
+    def _prefill_opening(self) -> tuple[list[Lane], torch.Tensor]:
+        """Start every answer with the opening, which may fork. Return the active rows and the logits that follow."""
+        began = time.perf_counter()
+        for root in self.roots:
+            self.insert(root, self.opening)
+            self.read(root, root.text, False)
+            self._fork(root, 0)
+        rows = self._active_rows()
+        self._begin_pass(rows, is_decoding=False)
+        logits = self.loop.step(rows)
+        self.loop.stats.prefill_seconds += time.perf_counter() - began
+        return rows, logits
+
+    def tokens(self, text: str, name: str = "") -> list[Token]:
+        """Return the tokens of a text of the format. Raises `ValueError` if there are none."""
+        if text not in self._known:
+            found = encode_exactly(self.call.tokenizer, self.vocabulary, text)
+            if found is None:
+                raise ValueError(f"{name or 'the format'} must be text that the tokenizer can encode, got {text!r}")
+            self._known[text] = [Token(token, self.vocabulary.texts[token]) for token in found]
+        return self._known[text]
+
+    def insert(self, lane: Lane, tokens: Sequence[Token]) -> None:
+        """Append tokens that are not sampled to a lane."""
+        lane.append(tokens)
+        lane.answer.left -= len(tokens)
+        self.loop.table.extend(lane.index, ids(tokens))
+        self.show(lane, text_of(tokens))
+
+    def show(self, lane: Lane, text: bytes, event: str = "token") -> None:
+        """Stream text of a lane."""
+        self.call.show(lane.output_row, lane.decoder.decode(text, event != "token"), event)
+
+    # Callbacks of the decode loop
+
+    def _on_token(self, lane: Lane, token: int, ended: bool) -> bool:
+        text = self.vocabulary.texts[token]
+        lane.append([Token(token, text, lane.num_samples, lane.index)])
+        lane.num_samples, lane.steps = lane.num_samples + 1, lane.steps + 1
+        lane.answer.left -= 1
+        self.show(lane, text)
+        known = len(lane.text) - len(text)
+        self.read(lane, text, ended)
+        parent = lane.parent
+        if parent is not None and (found := lane.find_end(self.ends, known)):
+            self._end(lane, found[1], found[0])
+        elif ended:
+            self._end(lane, "eos" if token in self.call.eos_token_ids else "criterion")
+        elif self._fork(lane, known):
+            return False
+        elif parent is not None and self.limit and lane.num_samples - parent.num_samples >= self.limit:
+            self._end(lane, "budget")
+        return not lane.ended_by
+
+    def _schedule(self, active: Sequence[Row]) -> list[Lane]:
+        """Return the rows of the next pass, and count the cost of the last one."""
+        now, total = time.perf_counter(), self._pass_tokens.total()
+        for stage, count in self._pass_tokens.items():
+            self.stages[stage].seconds += (now - self._pass_began) * count / total
+        for stage in self._pass_stages:
+            self.stages[stage].decoded_tokens += 1
+        rows = self._active_rows()
+        self.stream.flush()
+        self._begin_pass(rows)
+        return rows
+
+    def _begin_pass(self, rows: Sequence[Lane], is_decoding: bool = True) -> None:
+        self._pass_began, self._pass_stages = time.perf_counter(), [row.stage for row in rows]
+        self._pass_tokens: Counter[str] = Counter()
+        for row in rows:
+            self._pass_tokens[row.stage] += max(len(row.pending), 1)
+            self._count(row.uncached, row)
+            self._prefill(row)
+        for stage in self._pass_tokens:
+            self.stages[stage].forward_passes += is_decoding
+
+    def _active_rows(self) -> list[Lane]:
+        """Join forks whose paths have ended. Return the rows of the next pass, ascending by index."""
+        rows: list[Lane] = []
+        for root in self.roots:
+            self._join_ended(root)
+            while len(writing := root.writing()) > (left := max(root.answer.left, 0)):
+                for lane in writing[left:]:
+                    self._end(lane, "budget")
+                self._join_ended(root)
+            rows += writing
+            if not root.paths:
+                self._settle(root)
+        return sorted(rows, key=lambda row: row.index)
+
+    def _settle(self, root: Lane) -> None:
+        """Stream tokens of an answer that will not change any more. Before others, keep the state."""
+        if not root.ended_by and self.may_change(root):
+            if self.cache.pool.states.in_use:
+                root.detach(self.cache.pool)
+            return
+        self.stream.put(root.index, ids(root.tokens[root.num_streamed :]))
+        root.num_streamed = len(root.tokens)
+        if not root.ended_by:
+            root.attach(self.cache.pool)
+
+    def _prefill(self, lane: Lane) -> None:
+        """Compute pending tokens in chunks, so that the next pass is not larger than one of a prefill."""
+        began, size = time.perf_counter(), self.loop.runner.chunk_size
+        while len(lane.pending) > size:
+            chunk, lane.pending = lane.pending[:size], lane.pending[size:]
+            inputs = [*lane.answer.writes.take(), (Segment(lane.view, size), chunk)]
+            self.loop.runner.forward(inputs, ends=[len(inputs) - 1])
+            self.stages[lane.stage].forward_passes += 1
+        self.loop.stats.prefill_seconds += time.perf_counter() - began
+
+    def _count(self, tokens: Iterable[Token], lane: Lane | None = None) -> None:
+        """Count tokens that the next pass computes, apart from those that were sampled last."""
+        self.loop.stats.prefilled_tokens += sum(token.draw < 0 for token in tokens)
+        if lane is not None:
+            self.loop.stats.prefilled_tokens += lane.again
+            lane.again = 0
+
+    # Forks
+
+    def _fork(self, lane: Lane, known: int) -> bool:
+        """Start the paths of a fork in the last tokens of a lane. False: there is none, or it stays text."""
+        try:
+            plan = self.find_fork(lane, known)
+        except ValueError as error:
+            lane.answer.fallback, plan = str(error), None
+        if plan is None:
+            return False
+        answer, count = lane.answer, len(plan.paths)
+        inserted = sum(len(first) for _, first in plan.paths) + len(plan.joined) + count * len(self.closing)
+        left = answer.left + len(lane.own) - len(plan.head) - inserted
+        if left < count + len(self.roots[answer.output_row].writing()) - 1:
+            answer.fallback = "the budget is too small for the paths"
+            return False
+        answer.left = left
+        computed = set(map(id, lane.tokens[: len(lane.tokens) - len(lane.uncached)]))
+        self._replace(lane, plan.head)
+        tail, lane.plan = lane.uncached, plan
+        answer.write(lane, tail)
+        self._count(tail)
+        self.loop.stats.prefilled_tokens += sum(token.draw >= 0 and id(token) in computed for token in tail)
+        capacity = min(max(left // count, 1), PATH_CAPACITY)
+        blocks = self.cache.pool.new_blocks(count, capacity, lane.position)
+        rows = self.loop.sampler.fork(lane.index, count)
+        for row, block, (name, first) in zip(rows, blocks, plan.paths, strict=True):
+            answer.num_paths += 1
+            path = Lane(answer, row, [*lane.view, block], first, lane)
+            path.name, path.output_row = name, answer.output_row + answer.num_paths * self.call.num_rows
+            path.again = sum(token.draw >= 0 for token in first)
+            lane.paths.append(path)
+            self.loop.table.extend(row, path.pending)
+            self.show(path, path.text, "begin")
+        written = chain(tail, *(first for _, first in plan.paths))
+        self.stages[BRANCHES].computed_again += sum(id(token) in computed for token in written)
+        return True
+
+    def _replace(self, lane: Lane, tokens: Sequence[Token]) -> None:
+        """Replace the tokens of a lane since its last fork, as processors and criteria see them."""
+        table = self.loop.table
+        start = table.lengths[lane.index] - len(lane.own)
+        same = lane.replace(tokens, self.cache.pool)
+        table.truncate(lane.index, start + same)
+        table.extend(lane.index, ids(tokens[same:]))
+
+    def _end(self, lane: Lane, cause: str, end: int | None = None) -> None:
+        """End a lane, and cut the text of a path at byte `end`."""
+        lane.ended_by = cause
+        if cause == "budget":
+            self.call.record.truncated.add(lane.output_row)
+        if lane.parent is None:
+            self.end_answer(lane, cause)
+        else:
+            self._end_path(lane, cause, len(lane.text) if end is None else end)
+        self.show(lane, b"", "end")
+
+    def _end_path(self, path: Lane, cause: str, end: int) -> None:
+        own, answer = path.own, path.answer
+        path.sampled = ids(own if path.forks else own[len(path.opening) :])
+        room = answer.left - len(self.roots[answer.output_row].writing()) + len(self.closing)
+        for stop in (end, len(path.text)):  # what follows the end stays if it cannot be cut
+            kept, following = self.path_end(path.text, stop, cause)
+            try:
+                tokens = slice_tokens(own[: -1 if cause == "eos" else None], self.vocabulary, 0, kept)
+            except ValueError:
+                continue
+            tokens += self.tokens(following)
+            if len(tokens) - len(own) <= room:
+                break
+        path.kept = path.text[:kept]
+        answer.left += len(self.closing) + len(own) - len(tokens)
+        self._replace(path, tokens)
+        path.num_computed = len(path.tokens) - len(path.uncached)
+        if self.positions == "reencode" and path.parent is not None and path is not path.parent.paths[0]:
+            answer.free(self.cache.pool, path.own_blocks())
+
+    def _join_ended(self, lane: Lane) -> None:
+        """Join the forks of a lane whose paths have all ended, from the inside out."""
+        for path in lane.paths:
+            self._join_ended(path)
+        if lane.paths and not any(path.writing() for path in lane.paths):
+            self._join(lane)
+
+    def _join(self, lane: Lane) -> None:
+        """Join the paths of a lane: with their keys and values, or as tokens that are computed again."""
+        plan, paths, start, pool = lane.plan, lane.paths, len(lane.tokens), self.cache.pool
+        assert plan is not None, "the lane has forked"
+        text = list(chain.from_iterable(path.tokens for path in paths))
+        lane.forks.append(self.record(lane, start, start + len(text)))
+        if self.positions == "reencode":  # the first path has followed the lane's text
+            first, *others = paths
+            if first.block.length:
+                pool.forget_state(lane.block)
+            view, block_from = list(first.view), start + first.block_from
+            self.stages[CONTINUATION].computed_again += sum(path.num_computed for path in others)
+            again = sum(t.draw >= 0 for path in others for t in path.tokens[: path.num_computed])
+        else:
+            view, block_from, again = self._placed(lane), start + len(text), 0
+        lane.again = again + sum(token.draw >= 0 for token in plan.joined)
+        text += plan.joined
+        lane.steps += max(path.steps for path in paths)
+        lane.stage = CONTINUATION if lane.parent is None else BRANCHES
+        lane.reader = self.new_reader()
+        lane.continue_after(text, view, block_from)
+        self.loop.table.extend(lane.index, ids(text))
+        self.show(lane, text_of(text), "join")
+
+    def _placed(self, lane: Lane) -> list[Any]:
+        """Return the view of a lane that sees its paths where they are, or one after the other."""
+        base, paths, view = lane.position, lane.paths, list(lane.view)
+        advances = [path.position - base for path in paths]
+        longest = max(advances) if self.positions == "depth" else sum(advances)
+        for path, advance in zip(paths, advances, strict=True):
+            lane.answer.write(path, path.uncached)
+            self._count(path.uncached)
+            if self.positions == "depth":
+                path.block.shift -= advance if path is not paths[-1] else advance - longest
+            view += path.own_blocks()
+        return [*view, self.cache.pool.new_block(base=base + longest)]
+
+    def _transcript(self, root: Lane) -> str:
+        kept = [token for token in ids(root.tokens) if token not in self.call.eos_token_ids]
+        return self.call.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _why_not(call: GenerationCall, positions: str) -> str:
+    """Return why a model cannot place paths in this way; empty if it can."""
+    name, found = type(call.model).__name__, call.capabilities
+    if positions == "overlap" and found.rotary is None:
+        return f"rotates keys to other positions ({found.why_no_rotation})"
+    if positions != "reencode" and found.mixers:
+        return f"gives rows more than one sequence in order, but {name} keeps a state in {found.mixers[0].name}"
+    if positions == "depth" and found.has_window:
+        return f"lets paths share positions, but the sliding windows of {name} count tokens"
+    if positions == "depth" and found.dense:
+        return f"lets paths share positions, but {name} counts tokens in its own attention"
+    return ""

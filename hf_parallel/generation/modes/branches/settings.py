@@ -1,0 +1,65 @@
+"""Settings that modes with branches share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_parallel.generation.arguments import check_tokenizer_given
+from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.config import ConfigT, ModeRows, OutputT, ParallelConfig, RowPlace
+from hf_parallel.generation.settings import Arguments
+from hf_parallel.generation.validation import check_text
+
+
+class BranchRows(ModeRows[ConfigT]):
+    """An answer and its branches. A branch sees the text before it, and itself."""
+
+    def place(self, row: int, num_prompts: int) -> RowPlace:
+        """See `ModeRows.place`. Index 0 is the answer, which spans the columns of all branches."""
+        index, prompt = divmod(row, num_prompts)
+        return RowPlace(prompt, index, index - 1 if index else None)
+
+    def name(self, index: int) -> str:
+        """Return the name of the answer or of a branch."""
+        return f"{self.style.unit.capitalize()} {index}" if index else "Answer"
+
+
+@dataclass
+class BranchSettings(ParallelConfig[OutputT]):
+    """Settings of an answer with branches: see the configs of the modes."""
+
+    opening: str = ""
+
+    def validate(self) -> None:
+        """Check every setting; see `ParallelConfig.validate`."""
+        super().validate()
+        check_text("opening", self.opening)
+
+    def prepare(self, kwargs: Arguments) -> None:
+        """Check the tokenizer."""
+        check_tokenizer_given(kwargs, self.mode, "reads text to find branches")
+
+    @property
+    def positions(self) -> str:
+        """Positions of branches, see `Dialect`."""
+        raise NotImplementedError
+
+    @property
+    def positions_setting(self) -> str:
+        """The setting that gives the positions, in error messages."""
+        return f"positions={self.positions!r}"
+
+    @property
+    def max_open_forks(self) -> int:
+        """Maximum number of forks of an answer that are open at the same time."""
+        return 1
+
+    def max_states(self, call: GenerationCall) -> int:
+        """See `ParallelConfig.max_states`. An answer also has paused texts, ended branches that will be continued, and
+        a block that keeps the state before it."""
+        return super().max_states(call) + 2 * self.max_open_forks * call.num_rows
+
+    def max_kv_tokens(self, call: GenerationCall) -> int:
+        """See `ParallelConfig.max_kv_tokens`. An answer holds its branches, which may be computed again when they are
+        joined."""
+        return call.prompt_tokens + 2 * call.num_rows * call.max_new_tokens
