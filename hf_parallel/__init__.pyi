@@ -24,6 +24,7 @@ from hf_parallel.generation import enable as enable
 from hf_parallel.generation import generate as generate
 from hf_parallel.generation import is_enabled as is_enabled
 from hf_parallel.generation.modes import BOXED as BOXED
+from hf_parallel.generation.modes import AsyncReasoningConfig as AsyncReasoningConfig
 from hf_parallel.generation.modes import BestOfConfig as BestOfConfig
 from hf_parallel.generation.modes import BestOfOutput as BestOfOutput
 from hf_parallel.generation.modes import BlockFormat as BlockFormat

@@ -29,7 +29,7 @@ class Workspace:
     history: Block  # ended steps in the order in which they ended
     history_header: Block
     others_header: Block
-    own_header: Block
+    own_headers: list[Block]  # one for all workers, or one each
     gap: Block  # between the current steps of other workers
     pending_steps: list[Block] = field(default_factory=list)  # ended steps not yet moved into `history`
     step_workers: list[int] = field(default_factory=list)  # worker of each ended step; -1: written by no worker
@@ -45,7 +45,7 @@ class Workspace:
     @property
     def headers(self) -> list[Block]:
         """Texts between the parts, in reading order."""
-        return [self.history_header, self.others_header, self.own_header, self.gap]
+        return [self.history_header, self.others_header, *self.own_headers, self.gap]
 
     def view(self, worker: int) -> list[Block]:
         """Return the blocks that a worker sees, its own step last; the same list until a step ends, moves or goes.
@@ -56,7 +56,8 @@ class Workspace:
         view = self.views.get(worker)
         if view is None:
             others = [] if self.layout == "interleaved" else [b for i, b in enumerate(self.workers) if i != worker]
-            view = [*self.shared_view, *self._others(others), self.own_header, self.workers[worker]]
+            own_header = self.own_headers[worker % len(self.own_headers)]
+            view = [*self.shared_view, *self._others(others), own_header, self.workers[worker]]
             self.views[worker] = view
         return view
 
@@ -68,13 +69,15 @@ class Workspace:
         if block in self.pending_steps:
             last = len(self.shared_view) - len(self.pending_steps) + self.pending_steps.index(block)
             return self.shared_view[: last + 1]
+        if block in self.own_headers:
+            return [*self.prompt, self.history_header, self.others_header, block]
         if block in self.headers:
             return [*self.prompt, *self.headers[: self.headers.index(block) + 1]]
         return self.view(self.workers.index(block))
 
     def full_view(self) -> list[Block]:
         """Return the shared view followed by every worker's current step, whatever the layout."""
-        return [*self.shared_view, *self._others(self.workers[:-1]), self.own_header, self.workers[-1]]
+        return [*self.shared_view, *self._others(self.workers[:-1]), self.own_headers[-1], self.workers[-1]]
 
     def block_name(self, block: Block) -> str:
         """Return a name of a block that does not change when other blocks are moved."""
@@ -99,8 +102,10 @@ class HogwildCache(SharedPrefixCache):
         """Allocate the blocks of a problem; `header_lengths` are the lengths of `Workspace.headers`."""
         headers = self.pool.new_blocks(len(header_lengths), max(header_lengths))  # equal capacity: read in one call
         workers = self.pool.new_blocks(num_workers, STEP_CAPACITY)
-        history_header, others_header, own_header, gap = headers
-        return Workspace(layout, prompt, workers, self.pool.new_block(), history_header, others_header, own_header, gap)
+        history_header, others_header, *own_headers, gap = headers
+        return Workspace(
+            layout, prompt, workers, self.pool.new_block(), history_header, others_header, own_headers, gap
+        )
 
     def add_step(self, space: Workspace, num_tokens: int) -> Block:
         """Append an empty step, which no worker writes, to the history. Return its block."""

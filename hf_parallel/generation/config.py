@@ -257,7 +257,7 @@ def make_config(mode: str, *sources: Mapping[str, object] | ParallelConfig | Non
             continue
         kind = type(source).__name__
         if isinstance(source, ParallelConfig):
-            if not isinstance(source, cls):
+            if source.mode != mode:
                 raise ValueError(f"parallel_config must be a {cls.__name__} for {mode!r}, got a {kind}")
             source = source.given()
         elif not isinstance(source, Mapping):

@@ -14,6 +14,7 @@ from hf_parallel.generation.modes.final_answers import find_matches as find_matc
 from hf_parallel.generation.modes.final_answers import majority as majority
 from hf_parallel.generation.modes.fork_join.config import ForkJoinConfig
 from hf_parallel.generation.modes.fork_join.output import Fork, ForkJoinOutput, Path
+from hf_parallel.generation.modes.hogwild.async_reasoning import AsyncReasoningConfig
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, Step
 from hf_parallel.generation.modes.hogwild.session import HogwildSession
@@ -36,6 +37,7 @@ PLAIN_MODE = SharedPrefixConfig.mode
 """Mode with the tokens of `generate` without a mode."""
 
 __all__ = [
+    "AsyncReasoningConfig",
     "BOXED",
     "BestOfConfig",
     "BestOfOutput",

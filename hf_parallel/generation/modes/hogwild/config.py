@@ -72,6 +72,8 @@ class HogwildConfig(HogwildSettings):
         Text before the unfinished steps of the others.
     own_header : str
         Text before a worker's own step.
+    own_headers : list of str, optional
+        A text per worker instead of `own_header`, such as the worker's role.
     step_gap : str
         Text between the steps of two others.
     step_prefix : str
@@ -86,6 +88,14 @@ class HogwildConfig(HogwildSettings):
         Follows the next `step_prefix` after every `redundancy_interval` tokens of a prompt's workers. Empty: never.
     redundancy_interval : int
         See `redundancy_prompt`.
+    control_prompt : str
+        A question, to be answered by yes or no, whether the first worker's text suffices for more text of the others.
+        They pause at first and after each paragraph, and write on when the model prefers "yes". It is asked after each
+        paragraph of the first worker and each `control_interval` of its tokens, and is not kept. When the first worker
+        has stopped (also by `</think>`), the others write to their end. Texts then are not split into steps that move.
+        Empty: all workers write all the time.
+    control_interval : int
+        See `control_prompt`.
     answer_pattern : str
         Regular expression of a final answer; its first group, if any, is the answer. Empty: nothing is searched for.
     stop_on_answer : str
@@ -131,11 +141,11 @@ class HogwildConfig(HogwildSettings):
         """
         count, new = call.count_tokens, call.max_new_tokens
         prefix = max(count(self.step_prefix_of(name, new)) for name in self.names)
-        headers = (self.history_header, self.others_header, self.own_header, self.step_gap)
         steps = self.num_workers * (new // max(prefix, 1))  # after the first ones
         checks = min(steps, self.num_workers * new // self.redundancy_interval)
         workers = self.num_workers * (2 * (new + prefix) + count(self.separator))
-        inserted = sum(map(count, headers)) + checks * count(self.redundancy_prompt) + count(self.finisher_prompt)
+        inserted = sum(map(count, (*self.headers, self.control_prompt, self.finisher_prompt)))
+        inserted += checks * count(self.redundancy_prompt)
         group = inserted + workers + self.finisher_tokens
         positions = max_positions(call.model.config)
         longest = max(map(len, call.prompts)) + new

@@ -1,4 +1,4 @@
-"""Settings of hogwild for small models."""
+"""Settings of hogwild and async_reasoning for small models."""
 
 from __future__ import annotations
 
@@ -29,3 +29,20 @@ Task: Plan a birthday party for our sister.
 }
 EMBEDDED_PRESET = Preset(_SMALL_MODEL, SAMPLING)
 """For a model of 135 million parameters, which follows an example dialogue better than headings and rules."""
+
+_SMALL_THINKER: Arguments = {
+    "own_headers": ["\n\n", "\n\n"],
+    "step_prefix": "{name}:",
+    "control_prompt": "\n\nCan the Writer say more now? Answer yes or no:\n\n",
+    "collaboration_prompt": """A Thinker thinks in short sentences, and a Writer tells the user what the Thinker \
+has found. Example:
+
+Task: What is 3 + 4 + 5?
+
+Thinker: First 3 + 4 = 7. Then 7 + 5 = 12.
+
+Writer: The sum of 3 and 4 is 7. With 5 it is 12.""",
+    "task_prompt": "Task: {task}",
+}
+EMBEDDED_THINKER = Preset(_SMALL_THINKER, SAMPLING)
+"""The same for `async_reasoning`."""

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import logging
 
+from hf_parallel.cache import Segment
 from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall
@@ -36,7 +37,7 @@ from hf_parallel.generation.modes.stages import check_vocabulary
 from hf_parallel.generation.prefill import count_cached
 from hf_parallel.generation.processors import MinLengthProcessor, PerPromptProcessor
 from hf_parallel.generation.replay.config import replaying
-from hf_parallel.generation.rows import Row
+from hf_parallel.generation.rows import PassInputs, Row
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.models.attention import UnsupportedModelError
@@ -46,6 +47,9 @@ TABLE_CAPACITY = 1024
 
 PREAMBLE = 256
 """Tokens of a chat template that may precede the collaboration prompt."""
+
+YES_NO = ("yes", "no")
+"""Answers to the `control_prompt`, compared by their first tokens."""
 
 _LENGTH_PROCESSORS = (
     ExponentialDecayLengthPenalty,
@@ -71,11 +75,10 @@ class HogwildRun:
     """Whether the cache is used by later calls, between which weights may change."""
 
     def __init__(self, config: HogwildSettings, call: GenerationCall) -> None:
-        headers = (config.history_header, config.others_header, config.own_header, config.step_gap)
-        prefixes = [config.step_prefix_of(name) for name in config.names]
-        check_vocabulary(
-            call, (*headers, config.separator, config.redundancy_prompt), needed=(*prefixes, config.finisher_prompt)
-        )
+        needed = (*map(config.step_prefix_of, config.names), config.finisher_prompt)
+        check_vocabulary(call, (*config.headers, config.separator, config.redundancy_prompt), needed)
+        if config.control_prompt:
+            check_vocabulary(call, (config.control_prompt,), needed=YES_NO)
         if call.capabilities.rotary is None:
             raise UnsupportedModelError(f"hogwild rotates keys: {call.capabilities.why_no_rotation}")
         if call.past_key_values is not None:
@@ -84,7 +87,7 @@ class HogwildRun:
         self.cache = call.new_cache(HogwildCache, call.capabilities.rotary)
         call.claim_cache(self.cache, self.outlives_call)
         self.workers: list[Worker] = []
-        call = _adapt_processors(call, self.workers)
+        call = _adapt_processors(call, None if config.control_prompt else self.workers)
         capacity = min(2 * call.max_new_tokens, TABLE_CAPACITY)
         table = TokenTable(call.input_ids.repeat_interleave(config.num_workers, dim=0), call.pad_token_id, capacity)
         # The budget is counted in forward passes; a length in tokens would count step prefixes too.
@@ -102,12 +105,55 @@ class HogwildRun:
     def generate(self) -> Generated:
         """Let the workers write until all have stopped. Return what `model.generate` returns."""
         with self.loop.running(), replaying(self.loop, self.config):
-            logits = self._prefill(self.loop, self.workers)
-            self.loop.decode(self.workers, logits, Worker.advance, self.move_ended_steps)
+            rows = self.schedule(self.workers)
+            logits = self._prefill(self.loop, rows)
+            self.loop.decode(rows, logits, Worker.advance, self.move_ended_steps, self.schedule)
             self.finish()
         output = self.loop.output(HogwildOutput, **self.fields())
         self.warn_unanswered()
         return output
+
+    def schedule(self, active: Sequence[Worker], answers: Sequence[bool] | None = None) -> list[Worker]:
+        """Return the workers of the next pass; `answers` are known ones of those that are asked now.
+
+        With a `control_prompt` the first worker of a group thinks, and the others write when the thoughts suffice
+        (AsyncReasoning, arXiv 2512.10931; `solve` in async_reasoning/solver.py of yandex-research/AsyncReasoning).
+        """
+        if not self.config.control_prompt:
+            return list(active)
+        asked: list[Worker] = []
+        for first in range(0, len(self.workers), self.config.num_workers):
+            thinker, *writers = self.workers[first : first + self.config.num_workers]
+            if all(writer.stopped for writer in writers):
+                thinker.stop(finished=False)
+            if thinker.stopped:
+                thinker.group.others_write = True
+            elif thinker.group.is_due:
+                asked.append(thinker)
+            thinker.group.is_due = False
+        if asked:
+            for thinker, answer in zip(asked, self.ask(asked) if answers is None else answers, strict=True):
+                thinker.group.others_write = answer
+        rows = [worker for worker in self.workers if not worker.stopped and worker.is_active()]
+        return [worker for worker in rows if worker.number == 0 or worker.group.others_write]
+
+    def ask(self, thinkers: Sequence[Worker]) -> list[bool]:
+        """Return whether the model answers the `control_prompt` after the text of each worker by yes rather than no.
+
+        Source: `check_if_should_continue_writing` in the same file. As there, the worker's last token is not seen.
+        """
+        groups = [thinker.group for thinker in thinkers]
+        views = [[*thinker.current_view(), thinker.group.question] for thinker in thinkers]
+        inputs: PassInputs = [(Segment(v, len(g.control)), g.control) for v, g in zip(views, groups, strict=True)]
+        yes, no = (groups[0].encode(text)[0] for text in YES_NO)
+        log, self.cache.log = self.cache.log, None  # the question is no text of a worker
+        try:
+            logits = self.loop.runner.prefill(inputs)
+        finally:
+            self.cache.log = log
+            for group in groups:
+                self.cache.pool.truncate(group.question, 0)
+        return (logits[:, yes] > logits[:, no]).tolist()
 
     def finish(self) -> None:
         """Stop all workers; early finishers answer where no worker has (appendix C)."""
@@ -196,14 +242,14 @@ class _PassCountingProcessor(LogitsProcessor):
         return self.processor(input_ids[:, :1].expand(-1, length), scores)
 
 
-def _adapt_processors(call: GenerationCall, workers: Sequence[Worker]) -> GenerationCall:
+def _adapt_processors(call: GenerationCall, workers: Sequence[Worker] | None) -> GenerationCall:
     """Return a call whose length limits count decode passes, and whose `prefix_allowed_tokens_fn` gets prompt indices.
 
-    `workers` is read at each pass.
+    `workers` is read at each pass. None: they may pause, and their lengths are counted in tokens.
     """
     length, processors = call.input_ids.shape[1], LogitsProcessorList()
     for processor in call.logits_processor:
-        if isinstance(processor, _LENGTH_PROCESSORS):
+        if isinstance(processor, _LENGTH_PROCESSORS) and workers is not None:
             processor = _PassCountingProcessor(MinLengthProcessor.convert(processor), length, workers)
         elif isinstance(processor, PrefixConstrainedLogitsProcessor):
             processor = PerPromptProcessor(processor, call.num_rows)

@@ -96,7 +96,7 @@ class HogwildSession:
 
     @property
     def writing(self) -> list[str]:
-        """Names of the workers that have not stopped."""
+        """Names of the workers that the next pass gives a token: those that have neither stopped nor pause."""
         return [worker.name for worker in self._run.active]
 
     @property
@@ -257,7 +257,7 @@ class HogwildSession:
         check_objects(helpers)
         check_tokenizer(tokenizer)
         try:
-            config = make_config(HogwildConfig.mode, state["settings"])
+            config = make_config(state.get("mode", HogwildConfig.mode), state["settings"])
             generation = {**state["generation"], "num_return_sequences": 1}
             prompt = torch.tensor([state["prompt"]], dtype=torch.int64, device="cpu")
             session = cls(model, tokenizer, prompt, parallel_config=config, **helpers, **generation)

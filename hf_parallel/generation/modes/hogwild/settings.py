@@ -46,6 +46,7 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
     history_header: str = "\n\n### Finished steps of everyone\n\n"
     others_header: str = "\n\n### What the others are writing right now (unfinished)\n\n"
     own_header: str = "\n\n### What I am writing right now\n\n"
+    own_headers: Sequence[str] | None = None
     step_gap: str = "\n\n"
     step_prefix: str = "**{name} [{step}]:**"
     separator: str = "\n\n"
@@ -53,6 +54,8 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
     code_fence: str = "```"
     redundancy_prompt: str = "Let me check: is somebody else already doing what I am doing (yes/no)?"
     redundancy_interval: int = 1024
+    control_prompt: str = ""
+    control_interval: int = 20
     answer_pattern: str = field(default=BOXED, metadata=NOT_REMOTE)
     stop_on_answer: str = "any"
     finisher_prompt: str = "\n\nTime is up. From everything written so far, the final answer is \\boxed{"
@@ -75,8 +78,20 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
             raise ValueError(f"num_workers must be at most {MAX_WORKERS}, got {self.num_workers!r}")
         check_choice("layout", self.layout, LAYOUTS)
         headers = ("history_header", "others_header", "own_header", "step_gap")
-        for name in (*headers, "code_fence", "redundancy_prompt", "finisher_prompt"):
+        for name in (*headers, "code_fence", "redundancy_prompt", "control_prompt", "finisher_prompt"):
             check_text(name, getattr(self, name))
+        if self.own_headers is not None:
+            check_texts("own_headers", self.own_headers)
+            if len(self.own_headers) != self.num_workers:
+                raise ValueError(f"own_headers must be {self.num_workers} texts, got {self.own_headers!r}")
+        check_int("control_interval", self.control_interval, at_least=1)
+        if self.control_prompt and (self.num_workers < 2 or self.layout == "interleaved"):
+            raise ValueError(
+                "control_prompt needs two workers that see each other's unfinished text, got "
+                f"num_workers={self.num_workers}, layout={self.layout!r}"
+            )
+        if self.control_prompt and self.logits_cache is not None:
+            raise ValueError("logits_cache must be None with a control_prompt, whose answers it does not hold")
         check_text("separator", self.separator)
         if not self.separator:
             raise ValueError(f"separator must be a non-empty string, got {self.separator!r}")
@@ -104,6 +119,16 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
         if self.worker_names is not None:
             return list(self.worker_names)
         return [default_name(i) for i in range(self.num_workers)]
+
+    @property
+    def headers(self) -> list[str]:
+        """Texts between the parts of a view: before the history, others' steps and own steps, and between others'."""
+        return [self.history_header, self.others_header, *(self.own_headers or [self.own_header]), self.step_gap]
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a finished step moves into the history; otherwise each worker has one growing text."""
+        return self.layout != "contiguous" and not self.control_prompt
 
     def step_prefix_of(self, name: str, step: int = LATE_STEP) -> str:
         """Return the prefix of a worker's step, by default the longest one."""

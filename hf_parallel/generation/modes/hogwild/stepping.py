@@ -40,12 +40,13 @@ _UNSAVED = ("max_length", "max_new_tokens", "num_return_sequences", "transformer
 
 def open_run(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Any, settings: Arguments) -> SteppedRun:
     """Return the run of a session of an enabled model; arguments and errors as of `HogwildSession`."""
-    settings = {"generation_mode": HogwildConfig.mode, **settings}
+    given = settings.get("parallel_config")
+    settings = {"generation_mode": given.mode if isinstance(given, HogwildConfig) else HogwildConfig.mode, **settings}
     template = settings.pop("chat_template_kwargs", None)
     mode = settings["generation_mode"]
     config = take_parallel_config(model.generation_config, settings)
     if not isinstance(config, HogwildConfig):
-        raise ValueError(f"a HogwildSession has the generation_mode 'hogwild', got {mode!r}")
+        raise ValueError(f"a HogwildSession has the generation_mode 'hogwild' or 'async_reasoning', got {mode!r}")
     seeds = config.seed if isinstance(config.seed, list | tuple) else [config.seed]
     if config.seed is not None and not all(map(is_int, seeds)):
         raise ValueError(f"seed must be an int or a list of ints in a session, which may be saved, got {config.seed!r}")
@@ -84,8 +85,8 @@ class SteppedRun(HogwildRun):
     def __init__(self, config: HogwildConfig, call: GenerationCall) -> None:
         super().__init__(config, call)
         (self.group,) = self.groups
-        self.active: list[Worker] = list(self.workers)
         self.journal: list[JSONObject] = []
+        self.active = self.schedule(self.workers)
 
     @property
     def passes(self) -> int:
@@ -108,8 +109,14 @@ class SteppedRun(HogwildRun):
             logits = self.loop.step(self.active)
             self.active = self.loop.sample(self.active, logits, advance)
             self.journal.append({"pass": sampled})
+            self.active = self.schedule(self.active)
             stats.decode_seconds += time.perf_counter() - began - (stats.prefill_seconds - prefilling)
         return {worker.name: worker.text[length:] for worker, length in before}
+
+    def ask(self, thinkers: Sequence[Worker]) -> list[bool]:
+        answers = super().ask(thinkers)
+        self.journal[-1] = {**self.journal[-1], "answers": answers}
+        return answers
 
     def inject(self, worker: int | None, text: str, tokens: list[int]) -> None:
         """Append a text to the step of a worker, given by its number, or to the history (None), and to the journal."""
@@ -176,6 +183,7 @@ class SteppedRun(HogwildRun):
             "model": fingerprint(call.model, "HogwildSession.save"),
             "transformers": transformers.__version__,
             "prompt": call.prompts[0].tolist(),
+            "mode": config.mode,
             "settings": settings,
             "given": list(call.record.settings),
             "generation": generation,
@@ -196,7 +204,7 @@ class SteppedRun(HogwildRun):
         record.settings = {name: value for name, value in record.settings.items() if name in state["given"]}
         for event in state["journal"]:
             if "pass" in event:
-                self._repeat_pass(event["pass"])
+                self._repeat_pass(event)
             else:
                 self.inject(event["tell"], event["text"], event["tokens"])
         self._compute_backlog()
@@ -215,14 +223,15 @@ class SteppedRun(HogwildRun):
         texts = [*self.group.headers, self.group.encode(self.config.separator)]
         return texts + [table.ids[row, :length].tolist() for row, length in enumerate(table.lengths)]
 
-    def _repeat_pass(self, sampled: Sequence[Sequence[int]]) -> None:
-        rows, tokens, ended = ([entry[i] for entry in sampled] for i in range(3))
+    def _repeat_pass(self, event: JSONObject) -> None:
+        rows, tokens, ended = ([entry[i] for entry in event["pass"]] for i in range(3))
         if rows != [worker.index for worker in self.active]:
             raise ValueError(f"rows {rows} were active, now rows {[worker.index for worker in self.active]} are")
         self.loop.runner.skip(self.group, self.active)
         self.loop.sampler.append(rows, tokens)
-        self.active = self.loop.append(self.active, tokens, [end != 0 for end in ended], Worker.advance)
-        self.journal.append({"pass": sampled})
+        active = self.loop.append(self.active, tokens, [end != 0 for end in ended], Worker.advance)
+        self.active = self.schedule(active, event.get("answers", []))
+        self.journal.append(event)
         if len(self.group.backlog) >= RESTORED_TOGETHER:
             self._compute_backlog()
 

@@ -8,6 +8,7 @@ from hf_parallel.cache import View
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.modes.hogwild.group import WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import Step
+from hf_parallel.generation.prompts import END_THINK
 from hf_parallel.generation.rows import PendingWrites, Row
 
 
@@ -46,6 +47,8 @@ class Worker(Row):
         self._generated += added
         self.answered = self.answered or group.find_answer(self._generated)
         self.pending = [] if is_eos else [token]
+        if config.control_prompt:
+            ended = self._report(added) or ended
         complete = ends_step(self._generated, added, config.separator, config.sentence_ends, config.code_fence)
         answer_stops = not self.is_active()
         if ended or answer_stops or self.passes >= group.max_passes or group.is_full():
@@ -80,7 +83,7 @@ class Worker(Row):
         self.stopped = True
         self._record(finished)
         self._show("", "end")
-        if finished and group.space.layout != "contiguous":
+        if finished and group.config.has_steps:
             if not self.current.text.endswith(group.config.separator):
                 tokens = group.encode(group.config.separator)
                 self.pending += tokens
@@ -108,12 +111,25 @@ class Worker(Row):
         """Move the step to the history. The next pass computes the KV of its last token."""
         group = self.group
         self._record(finished=True)
-        if group.space.layout == "contiguous":
+        if not group.config.has_steps:
             self._begin_step(self.pending)
             return
         group.writes.add(group.space.workers[self.number], self.pending)
         group.cache.end_step(group.space, self.number)
         self._begin_step()
+
+    def _report(self, added: str) -> bool:
+        """Tell the group of the end of a paragraph or an interval. Return whether it ends the thoughts."""
+        group, config = self.group, self.group.config
+        is_paragraph = bool(added) and self.current.text.endswith(config.separator)
+        if self.number:
+            group.others_write &= not is_paragraph
+            return False
+        group.is_due = is_paragraph or self.passes % config.control_interval == 0
+        if END_THINK not in self._generated:
+            return False
+        self.pending = []  # the headers of the others say that the thoughts have ended
+        return True
 
     def _record(self, finished: bool) -> None:
         self.group.history.append(self.current_step(finished))

@@ -1,0 +1,51 @@
+"""`generation_mode="async_reasoning"`: one model thinks, listens and answers at the same time (AsyncReasoning)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from hf_parallel.generation.modes.hogwild.config import HogwildConfig
+from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_THINKER
+from hf_parallel.generation.prompts import END_THINK
+from hf_parallel.generation.settings import NOT_REMOTE
+
+
+@dataclass
+class AsyncReasoningConfig(HogwildConfig):
+    r"""A thinker and a writer over one cache: two workers of `hogwild`, the first of which controls the second.
+
+    The thinker sees the prompt, the answer so far and its thoughts; the writer sees the prompt, the thoughts so far and
+    the answer. Both have the same keys and values, rotated to their positions. The writer begins when the model says
+    that the thoughts suffice, pauses after each paragraph, and ends the call. Each may write `max_new_tokens` tokens.
+
+    Settings are those of `HogwildConfig`, with other defaults. Source: Asynchronous Reasoning, arXiv 2512.10931.
+    """
+
+    mode: ClassVar[str] = "async_reasoning"
+    traits = replace(HogwildConfig.traits, presets={"embedded": EMBEDDED_THINKER})
+
+    worker_names: Sequence[str] | None = ("Thinker", "Writer")
+    history_header: str = ""
+    others_header: str = ""
+    own_headers: Sequence[str] | None = (
+        "\n\n[The answer above grows while you think. Your private thoughts:]",
+        f"\n\n[More thoughts will appear here.]\n{END_THINK}",
+    )
+    step_prefix: str = "\n\n"
+    sentence_ends: Sequence[str] = ()
+    redundancy_prompt: str = ""
+    control_prompt: str = (
+        "\n\nWait: are my thoughts far enough ahead of the answer above to write one more paragraph of it (yes/no)?\n"
+    )
+    answer_pattern: str = field(default="", metadata=NOT_REMOTE)
+    stop_on_answer: str = "never"
+    finisher_tokens: int = 0
+    collaboration_prompt: str = (
+        "You think and answer at the same time: your private thoughts and your answer to the user grow side by side. "
+        "Think step by step in short paragraphs, first about what the answer needs first, and check what it says "
+        "already. Now and then you are asked whether the thoughts suffice for one more paragraph of the answer; say "
+        "yes as soon as they do. In the answer, first say what you are going to do, then report what the thoughts have "
+        "found so far and no more, and end with the result. New messages of the user stand before both."
+    )
