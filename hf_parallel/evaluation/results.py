@@ -153,16 +153,12 @@ def settings_text(settings: Mapping[str, object]) -> str:
 
 def format_table(rows: Sequence[Result]) -> str:
     """Return the rows of `table` as plain text."""
-    lines = [
-        ["+-" if name == "error" else name for name in COLUMNS],
-        *([_cell(name, row[name]) for name in COLUMNS] for row in rows),
-    ]
     columns = []
-    for name, cells in zip(COLUMNS, zip(*lines, strict=True), strict=True):
-        width = max(map(len, cells))
-        is_text = name in ("task", "mode", "settings")
-        columns.append([cell.ljust(width) if is_text else cell.rjust(width) for cell in cells])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True)) + "\n"
+    for name in COLUMNS:
+        cells = ["+-" if name == "error" else name, *(_cell(name, row[name]) for row in rows)]
+        width, sign = max(map(len, cells)), "<" if name in ("task", "mode", "settings") else ">"
+        columns.append([f"{cell:{sign}{width}}" for cell in cells])
+    return "".join("  ".join(line).rstrip() + "\n" for line in zip(*columns, strict=True))
 
 
 def _cell(name: str, value: Any) -> str:

@@ -54,22 +54,33 @@ class Generation:
             "sample": self.sample,
         }
 
-    def score(self, text: str) -> float:
-        """Return the score of a text. Raises `ValueError` for a score outside 0 to 1."""
+    def texts(self, written: Written) -> list[str]:
+        """Return the answers that vote, or the one text to score."""
+        config = self.run.config()
+        votes = config is not None and config.rows.vote
+        return [row.rstrip() for row in written.rows] if votes else [written.text]
+
+    def results(self, at_budgets: Sequence[Written], conclusions: Mapping[str, str]) -> list[Result]:
+        """Score what was written within each budget, with the early finishers' conclusions by text; see `sweep`."""
+        results, scores, pattern = [], dict[str, float](), self.problem.answer_pattern
+        for budget, written in zip(self.budgets, at_budgets, strict=True):
+            texts = self.texts(written)
+            finished = [text + conclusions.get(text, "") for text in texts]
+            answers = [find_answer(pattern, text) for text in finished]
+            winner, _ = majority([None if answer is None else normal_form(answer) for answer in answers])
+            text = finished[winner]
+            if text not in scores:
+                scores[text] = self._score(text)
+            measured = {"passes": written.passes, "tokens": written.tokens, "score": scores[text], "text": text}
+            results.append({**self.key(budget), **measured, "answered": self.problem.has_answer(texts[winner])})
+        return results
+
+    def _score(self, text: str) -> float:
         score = float(self.problem.score(text))
         if not 0 <= score <= 1:
             name = type(self.problem).__name__
             raise ValueError(f"{name}.score of problem {self.index} must be a number from 0.0 to 1.0, got {score!r}")
         return score
-
-
-@dataclass(eq=False)
-class _Attempt:
-    """A generation at a budget; `texts` are the answers that vote, or the one text to score."""
-
-    budget: int
-    written: Written
-    texts: Sequence[str]
 
 
 class Solver:
@@ -105,17 +116,15 @@ class Solver:
 
     def _solve(self, engine: Engine, batch: Sequence[Generation]) -> Iterator[list[Result]]:
         """Solve a batch: first all generations, then the early finishers, which would delay them."""
-        handles = [self._submit(engine, one) for one in batch]
-        outputs = [handle.result() for handle in handles]
-        attempts, finishing = [], []
+        outputs = [handle.result() for handle in [self._submit(engine, one) for one in batch]]
+        written, finishing = [], []
         for one, output in zip(batch, outputs, strict=True):
             transcript = output.to_dict(self.tokenizer)
-            attempts.append([self._attempt(one, transcript, budget) for budget in one.budgets])
-            finishing.append(self._finish(engine, one, output.record.prompts[0], attempts[-1]))
-        for one, tried, conclusions in zip(batch, attempts, finishing, strict=True):
-            found = {text: self._conclusion(one, handle) for text, handle in conclusions.items()}
-            scores: dict[str, float] = {}
-            yield [_result(one, attempt, found, scores) for attempt in tried]
+            written.append([written_until(transcript, budget) for budget in one.budgets])
+            finishing.append(self._finish(engine, one, output.record.prompts[0], written[-1]))
+        for one, at_budgets, handles in zip(batch, written, finishing, strict=True):
+            conclusions = {text: self._conclusion(one, handle) for text, handle in handles.items()}
+            yield one.results(at_budgets, conclusions)
 
     def _submit(self, engine: Engine, one: Generation) -> RequestHandle:
         config = one.run.config(one.problem.answer_pattern)
@@ -127,19 +136,12 @@ class Solver:
         prompt = build_prompt(type(config), one.problem.prompt, self.tokenizer, config, chat_template_kwargs=template)
         return engine.submit(prompt, generation_mode=config.mode, parallel_config=config, **settings)
 
-    def _attempt(self, one: Generation, transcript: JSONObject, budget: int) -> _Attempt:
-        written = written_until(transcript, budget)
-        config = one.run.config()
-        votes = config is not None and config.rows.vote
-        texts = [row.rstrip() for row in written.rows] if votes else [written.text]
-        return _Attempt(budget, written, texts)
-
     def _finish(
-        self, engine: Engine, one: Generation, prompt: torch.Tensor, attempts: Sequence[_Attempt]
+        self, engine: Engine, one: Generation, prompt: torch.Tensor, at_budgets: Sequence[Written]
     ) -> dict[str, RequestHandle]:
         """Submit early finishers for texts without a final answer; return their handles by text."""
         suffix = self.finisher.prompt_for(one.problem)
-        texts = dict.fromkeys(text for attempt in attempts for text in attempt.texts) if suffix else {}
+        texts = dict.fromkeys(text for written in at_budgets for text in one.texts(written)) if suffix else {}
         return {
             text: engine.submit(
                 prompt.tolist() + encode(self.tokenizer, text + suffix),
@@ -158,21 +160,3 @@ class Solver:
             return prompt + text
         ends = [match.end() for match in find_matches(one.problem.answer_pattern, prompt + text)]
         return (prompt + text)[: next((end for end in ends if end > len(prompt)), None)]
-
-
-def _result(one: Generation, attempt: _Attempt, conclusions: Mapping[str, str], scores: dict[str, float]) -> Result:
-    """Score the text of an attempt (the winner's, if answers vote); `scores` holds the scores of earlier texts."""
-    texts = [text + conclusions.get(text, "") for text in attempt.texts]
-    answers = [find_answer(one.problem.answer_pattern, text) for text in texts]
-    winner, _ = majority([None if answer is None else normal_form(answer) for answer in answers])
-    text, written = texts[winner], attempt.written
-    if text not in scores:
-        scores[text] = one.score(text)
-    return {
-        **one.key(attempt.budget),
-        "passes": written.passes,
-        "tokens": written.tokens,
-        "answered": one.problem.has_answer(attempt.texts[winner]),
-        "score": scores[text],
-        "text": text,
-    }
