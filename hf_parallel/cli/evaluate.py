@@ -23,42 +23,16 @@ from hf_parallel.files import JSONObject
 from hf_parallel.generation import MODES
 from hf_parallel.generation.arguments import GENERATION_SETTINGS
 from hf_parallel.generation.config import check_setting_names
-from hf_parallel.generation.modes import HogwildConfig, SelfConsistencyConfig
 from hf_parallel.generation.presets import SAMPLING_ONLY
 from hf_parallel.generation.validation import suggestion
 
 TASK = "task"  # prefix of settings of the task in `--set`
-WORKERS, VOTES = HogwildConfig.mode, SelfConsistencyConfig.mode
-EXAMPLES = f"""examples:
-  hf-parallel evaluate --task arithmetic --mode {NO_MODE} --mode {WORKERS} --output runs/arithmetic
-      plain generation and two workers, budgets of 64, 128 and 256 forward passes
-
-  hf-parallel evaluate --task arithmetic --set task.num_questions=1 --count 20 --samples 2 \\
-      --mode {NO_MODE} --set {WORKERS}.num_workers=2,3 --set {VOTES}.num_answers=4 \\
-      --budgets 64,128,256 --seed 0 --output runs/arithmetic
-      four lines of the table: plain generation, two workers, three workers, a vote among four answers
-
-  accelerate launch --num_processes 2 -m hf_parallel evaluate --task arithmetic --output runs/both
-      in two processes: each solves half of the problems on its own GPU (on a CPU, also give --multi_gpu)
-
-settings:
-  --set MODE.NAME=VALUE  a setting of a mode, which is then evaluated even without --mode
-  --set NAME=VALUE       a setting of `generate`, for all modes: temperature=0.6
-  --set task.NAME=VALUE  an option of the task: task.num_questions=1
-  Several values, separated by commas, are evaluated one after the other, each with all values of the mode's other
-  settings. A value that is JSON, such as "[1,2]", is one value.
-  names of settings: hf-parallel generate --mode MODE --settings
-
-what is measured:
-  A budget counts decode passes: each adds a token to every row (worker, answer, branch) of a problem. One generation at
-  the largest budget is cut at each smaller one. If there is no final answer yet, the early finisher lets the model
-  continue "the final answer is" with a few tokens, which do not count (Hogwild! Inference, section 4.1).
-"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
+    parser.epilog = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument_group("problems").add_argument
     add("--task", required=True, metavar="NAME", help=f"one of {', '.join(TASKS)}")
     add("--source", metavar="FILE_OR_ID", help="file or Hub id of the problems, for tasks that are not generated")

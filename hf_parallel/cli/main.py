@@ -13,53 +13,36 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
-from typing import Any, NamedTuple
 
-
-class Command(NamedTuple):
-    """A subcommand: its line in the help, and its description."""
-
-    help: str
-    description: str
-
+import hf_parallel
 
 COMMANDS = {
-    "generate": Command(
+    "generate": (
         "answer prompts, in any mode and with any model",
-        "Answer prompts, in any mode and with any model. Prompts go through the model's chat template and get the "
-        "mode's instructions, unless --raw is given.",
+        "Prompts go through the model's chat template and get the mode's instructions, unless --raw is given.",
     ),
-    "evaluate": Command(
+    "evaluate": (
         "measure accuracy against budgets of forward passes",
-        "Solve the problems of a task in several modes and settings, score what was written within each budget of "
-        "forward passes, and write results, a table and plots to a folder. A run that was killed resumes: give the "
-        "same command again.",
+        "Solves the problems of a task in several modes and settings, scores what was written within each budget, and "
+        "writes results and a table to a folder. A run that was killed resumes: give the same command again.",
     ),
-    "serve": Command(
+    "serve": (
         "serve many clients over an OpenAI-compatible API",
-        "Serve a model to many clients at a time over an OpenAI-compatible API, in all modes. SIGTERM and Ctrl-C let "
-        "running requests finish.",
+        "Serves a model in all modes. SIGTERM and Ctrl-C let running requests finish.",
     ),
-    "view": Command(
+    "view": (
         "render a transcript as an HTML page",
-        "Render a transcript, saved by `generate -o run.json`, or the trace of a run of agents as one self-contained "
-        "HTML page.",
+        "Renders a transcript, saved by `generate -o run.json`, or the trace of a run of agents as one HTML page.",
     ),
-    "env": Command("versions, devices, backends", "Print versions, devices and backends, and what is missing."),
+    "env": ("print versions, devices and backends", "Says what is missing, too."),
 }
+"""Subcommands: what each does, and details."""
 EXAMPLES = """examples:
   hf-parallel generate "Plan a picnic for ten people."              two workers, the embedded model
   hf-parallel generate "..." --format live -o run.json              live view, and save the transcript
   hf-parallel view run.json -o run.html                             open the transcript in a browser
   hf-parallel generate --file prompts.txt --lines --format jsonl > answers.jsonl
 """
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"hf_parallel {version('hf_parallel')}")
-        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,18 +95,16 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    version = f"hf_parallel {hf_parallel.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (words, description) in COMMANDS.items():
-        of_command = commands.add_parser(name, help=words, description=description, allow_abbrev=False)
+        words_of = f"{words[0].upper()}{words[1:]}. {description}"
+        of_command = commands.add_parser(name, help=words, description=words_of, allow_abbrev=False)
         if name == command:
             of_command.add_argument("--debug", action="store_true", help="print the traceback of an error")
-            _module(name).add_options(of_command)
+            import_module(f"hf_parallel.cli.{name}").add_options(of_command)
     return parser
-
-
-def _module(command: str) -> Any:
-    return import_module(f"hf_parallel.cli.{command}")
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
