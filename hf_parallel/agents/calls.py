@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from hf_parallel.agents.agent import Agent
+from hf_parallel.agents.definition import Agent
 from hf_parallel.agents.errors import AgentCancelledError, AgentEndedError, ToolError
 from hf_parallel.agents.execution import Frame, current_frame, in_thread, outside_of_agents, perform
 from hf_parallel.agents.search import Search

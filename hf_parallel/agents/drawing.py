@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import count
 from typing import Any
 
 from hf_parallel.agents.trace import Event, RunTrace
@@ -102,20 +103,18 @@ def _transcript(trace: RunTrace) -> Mapping[str, Any]:
     ticks = {
         time: tick for tick, time in enumerate(sorted({time for begin, one in spans for time in (begin, one.time)}))
     }
-    columns: list[str] = []
-    ends: dict[str, list[tuple[int, int]]] = {agent: [] for agent in names}  # column and last tick
+    columns: dict[str, int] = {}
+    ends: dict[str, int] = {}  # last tick of each column
     cards = []
     for begin, event in sorted(spans, key=lambda span: span[0]):
         if event.agent not in names or (words := _words(event)) is None:
             continue
         first, last = ticks[begin], ticks[event.time]
-        lanes = ends[event.agent]
-        lane = next((index for index, (_, end) in enumerate(lanes) if end < first), len(lanes))
-        if lane == len(lanes):
-            columns.append(event.agent if lane == 0 else f"{event.agent}, {lane + 1}")
-        column = len(columns) - 1 if lane == len(lanes) else lanes[lane][0]
-        lanes[lane : lane + 1] = [(column, last)]
-        cards.append(Card(column, first, last, "end", words[0], [(last, words[1], COMPUTED)]))
+        lanes = (event.agent if lane == 1 else f"{event.agent}, {lane}" for lane in count(1))
+        column = next(column for column in lanes if ends.get(column, -1) < first)
+        ends[column] = last
+        place = columns.setdefault(column, len(columns))
+        cards.append(Card(place, first, last, "end", words[0], [(last, words[1], COMPUTED)]))
     gens = [event.data for event in trace.events if event.kind == "gen"]
     facts = {"agents": len(names), "generations": len(gens), "tokens": sum(data["tokens"] for data in gens)}
     facts |= {name: sum(data[key] for data in gens) for name, key in _PROMPTS.items()}
@@ -124,7 +123,7 @@ def _transcript(trace: RunTrace) -> Mapping[str, Any]:
         **{"format": FORMAT, "version": VERSION, "mode": f"run of {next(iter(names), 'no agent')}", "settings": {}},
         **{"passes": len(ticks), "style": TranscriptStyle("operation", visibility="")._asdict(), "stats": None},
         "facts": [(number, unit) for unit, number in facts.items()],
-        "sections": [asdict(Section(None, 0, columns, cards, [("Graph (Mermaid)", run_graph(trace))]))],
+        "sections": [asdict(Section(None, 0, [*columns], cards, [("Graph (Mermaid)", run_graph(trace))]))],
     }
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from hf_parallel.agents.state import joined_contents
-from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine, QueueFullError, RequestHandle
 from hf_parallel.engine.hints import AgentHints
@@ -63,10 +62,6 @@ class EngineModel:
     def passes(self) -> int:
         """Number of forward passes so far."""
         return self.engine.stats.steps
-
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the engine's model; offloaded weights are not read."""
-        return fingerprint(self.engine.model)
 
     @property
     def contributions(self) -> Mapping[str, Contribution]:

@@ -19,7 +19,7 @@ class Recording:
     """Results by operation key: one JSON object per line, appended as they arrive.
 
     A run with the same agents, arguments and seed reads its results and computes only what is missing. `model` is the
-    fingerprint of the model; None if it is unknown, and then not compared.
+    fingerprint of the model; None if it is unknown, and then not compared. Without a path, nothing is recorded.
 
     Raises
     ------
@@ -27,9 +27,11 @@ class Recording:
         If the file is not a recording, or has another seed or model.
     """
 
-    def __init__(self, path: str | Path, seed: int, model: str | None = None) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path | None, seed: int, model: str | None = None) -> None:
+        self.path = None if path is None else Path(path)
         self._results: dict[str, dict[str, Any]] = {}
+        if self.path is None:
+            return
         if not self.path.exists():
             write_atomically(self.path, json.dumps({"format": FORMAT, "seed": seed, "model": model}) + "\n")
             return
@@ -68,6 +70,8 @@ class Recording:
 
     def put(self, key: str, operation: str, value: Any = None, error: str | None = None) -> Any:
         """Append a result, and return it as `get` would. Raises `TypeError` if JSON cannot hold it."""
+        if self.path is None:
+            return value
         plain = asdict(value) if isinstance(value, Completion) else value
         try:
             line = json.dumps({"key": key, "operation": operation, "value": plain, "error": error})

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from hf_parallel.agents.agent import Agent
+from hf_parallel.agents.definition import Agent
 from hf_parallel.agents.errors import AgentError, ReplayError, ToolError, agent_failure
 from hf_parallel.agents.execution import Context, Execution
 from hf_parallel.agents.models import Completion, EngineModel, Model
@@ -55,7 +55,7 @@ class AgentStats:
 class Run:
     """State of a run, the `runtime` of its searches."""
 
-    def __init__(self, model: Model | None, seed: int, max_requests: int, recording: Recording | None) -> None:
+    def __init__(self, model: Model | None, seed: int, max_requests: int, recording: Recording) -> None:
         self.model, self.seed, self.recording = model, seed, recording
         self.id = secrets.token_hex(8)
         self.trace, self.stats = RunTrace(), AgentStats()
@@ -145,8 +145,6 @@ class Run:
         self, execution: Context, key: str, name: str, arguments: Iterable[object], compute: Callable[[], Awaitable[T]]
     ) -> T:
         """Return the recorded result of an operation, or compute and record it."""
-        if self.recording is None:
-            return await compute()
         operation = f"{name} {digest(*arguments)}"
         if (found := self._found(execution, key, operation)) is not None:
             self.stats.replayed_completions += operation.startswith("gen")
@@ -159,7 +157,6 @@ class Run:
         return self.recording.put(key, operation, value)
 
     def _found(self, execution: Context, key: str, operation: str) -> list[Any] | None:
-        assert self.recording is not None
         try:
             return self.recording.get(key, operation)
         except ReplayError as error:
@@ -168,7 +165,5 @@ class Run:
 
     def recorded_now(self, execution: Context, key: str) -> float:
         """Return the recorded time, or the current time."""
-        if self.recording is None:
-            return time.time()
         found = self._found(execution, key, "now")
-        return float(found[0] if found is not None else self.recording.put(key, "now", time.time()))
+        return float(self.recording.put(key, "now", time.time()) if found is None else found[0])

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_parallel.agents.agent import Agent
+from hf_parallel.agents.definition import Agent
 from hf_parallel.agents.drawing import run_graph
 from hf_parallel.agents.models import EngineModel, Model
 from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.run import AgentStats, Run
 from hf_parallel.agents.trace import RunTrace
+from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine
 from hf_parallel.generation.validation import check_int
@@ -136,11 +137,9 @@ class Runtime:
             raise TypeError(f"run needs an agent, got {agent!r}: decorate the function with @agent")
         if self.model is None and (record is None or not Path(record).exists()):
             raise ValueError(f"this Runtime has no engine and needs an existing recording, got record={record!r}")
-        recording = None
-        if record is not None:
-            model = self.model if isinstance(self.model, EngineModel) else None
-            name = None if model is None else await asyncio.to_thread(model.fingerprint)
-            recording = Recording(record, self.seed, name)
-        run = Run(self.model, self.seed, self._max_requests, recording)
+        model, name = self.model, None
+        if record is not None and isinstance(model, EngineModel):
+            name = await asyncio.to_thread(fingerprint, model.engine.model)
+        run = Run(model, self.seed, self._max_requests, Recording(record, self.seed, name))
         values = await run.drive(agent, arguments, named)
         return AgentResult(values[-1] if values else None, values, run.trace, run.stats)

@@ -64,14 +64,14 @@ class RunTrace:
         return {"format": FORMAT, "version": VERSION, "events": [asdict(event) for event in self.events]}
 
     @classmethod
-    def from_dict(cls, data: object) -> RunTrace:
+    def from_dict(cls, data: object, where: object = "the trace") -> RunTrace:
         """Return a trace from the data of `to_dict`; raise `ValueError` for other data."""
         if not isinstance(data, Mapping) or (data.get("format"), data.get("version")) != (FORMAT, VERSION):
-            raise ValueError(f"a trace of agents has the format {FORMAT!r} and version {VERSION}, got {data!r:.80}")
+            raise ValueError(f"{where} must have the format {FORMAT!r} and version {VERSION}, got {data!r:.80}")
         try:
             return cls([Event(**entry) for entry in data["events"]])
         except (LookupError, TypeError) as error:
-            raise ValueError(f"the trace is damaged: {error}") from error
+            raise ValueError(f"{where} is damaged: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Save the trace as JSON."""
@@ -80,8 +80,4 @@ class RunTrace:
     @classmethod
     def load(cls, path: str | Path) -> RunTrace:
         """Load a trace that `save` wrote. Raises `ValueError`, which names the file, for any other file."""
-        data = read_json(path)
-        try:
-            return cls.from_dict(data)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        return cls.from_dict(read_json(path), path)

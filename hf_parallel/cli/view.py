@@ -34,7 +34,7 @@ def view(options: argparse.Namespace) -> int:
 
 def _page(run: object) -> str:
     if isinstance(run, dict) and run.get("format") == "hf_parallel agents":
-        from hf_parallel.agents import drawing, trace  # with an engine, which not all installations can import
+        from hf_parallel.agents import drawing, trace
 
         return drawing.render(trace.RunTrace.from_dict(run))
     return render(run)

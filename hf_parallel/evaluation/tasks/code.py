@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from hf_parallel.evaluation.grading import outputs_equal
@@ -169,18 +170,9 @@ class APPSProblem(CodeProblem):
         return bool(result == expected or (isinstance(expected, list) and expected and result == expected[0]))
 
 
-INSTRUCTION = (
-    "Write a Python program that solves the following problem. Think first, and give the whole program in the end in "
-    "one block between ```python and ```.\n\n"
-)
-EXAMPLES = (
-    INSTRUCTION
-    + "Question: Read an integer n and print the sum of the integers from 1 to n.\nRead from stdin, write to stdout."
-    "\n\nAnswer:\n```python\nn = int(input())\nprint(n * (n + 1) // 2)\n```\n\n"
-    "Question: Read a line of words and print them in reverse order, separated by spaces.\nRead from stdin, write to "
-    "stdout.\n\nAnswer:\n```python\nprint(*reversed(input().split()))\n```\n\n"
-)
-"""Two-shot prompt, as in Hydragen (appendix D.4)."""
+EXAMPLES = Path(__file__).with_name("code_prompt.txt").read_text(encoding="utf-8")
+"""Instruction and two-shot prompt, as in Hydragen (appendix D.4)."""
+INSTRUCTION = EXAMPLES[: EXAMPLES.index("Question:")]
 
 
 def last_block(text: str) -> str | None:
