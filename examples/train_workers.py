@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import hf_parallel
 from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model
@@ -37,19 +37,30 @@ EMPTY = ("history_header", "others_header", "own_header", "step_gap", "redundanc
 HOGWILD = {"generation_mode": "hogwild", "step_prefix": "{name}", "separator": "\n", **dict.fromkeys(EMPTY, "")}
 
 
-def make_tokenizer():
+def make_tokenizer(words=WORDS, pattern=r"\.\n|[^\s.]+", separator=" "):
     """Return a tokenizer with one token per word."""
-    words = Tokenizer(models.WordLevel({word: token for token, word in enumerate(WORDS)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"\.\n|[^\s.]+"), "removed", invert=True)
+    tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
+    if not separator:
+        tokenizer.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "padding_side": "left"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=False, **special)
+    given = {"clean_up_tokenization_spaces": False, **special}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **given)
 
 
-def make_model(**sizes):
+def make_model(num_words, **sizes):
     """Return a model with random weights."""
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=512, **ids, **sizes)
+    config = transformers.LlamaConfig(vocab_size=num_words, max_position_embeddings=512, **ids, **sizes)
     return hf_parallel.enable(transformers.LlamaForCausalLM(config))
+
+
+def make_small_model(num_words):
+    """Return a model of two layers to train from scratch."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rope = {"rope_type": "default", "rope_theta": 100.0}  # no text is long
+    # With the standard deviation of 0.02, which is for wider models, learning to look up numbers takes much longer.
+    return prepare_model(make_model(num_words, initializer_range=1 / 16, rope_parameters=rope, **sizes))
 
 
 def make_problem(rng):
@@ -135,31 +146,21 @@ class Examples(torch.utils.data.IterableDataset):
                 yield replace(example, input_ids=words[example.input_ids], target_ids=words[example.target_ids])
 
 
-def train(layouts, tokenizer, steps, seed, folder):
-    """Return a trained model and the losses."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-    rope = {"rope_type": "default", "rope_theta": 100.0}  # no text is long
-    transformers.set_seed(seed)
-    # With the standard deviation of 0.02, which is for wider models, learning to look up numbers takes much longer.
-    model = prepare_model(make_model(initializer_range=1 / 16, rope_parameters=rope, **sizes))
+def train(model, dataset, collator, steps, folder, **settings):
+    """Train a model. Return it and the losses."""
     arguments = transformers.TrainingArguments(
         output_dir=folder,
         max_steps=steps,
-        per_device_train_batch_size=BATCH,
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
-        warmup_steps=min(50, steps // 10),
-        adam_beta2=0.98,
+        warmup_steps=min(50, steps // 8),
         remove_unused_columns=False,
         logging_steps=max(1, min(50, steps // 2)),
-        save_strategy="no",
         report_to=[],
         use_cpu=True,
-        seed=seed,
+        **{"per_device_train_batch_size": BATCH, "save_strategy": "no", "adam_beta2": 0.98, **settings},
     )
-    trainer = transformers.Trainer(
-        model, arguments, train_dataset=Examples(layouts, seed), data_collator=DataCollatorForParallel(tokenizer)
-    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=dataset, data_collator=collator)
     trainer.train()
     return model.eval(), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -212,6 +213,18 @@ def measure(model, tokenizer, problems, num_workers, shared):
     }
 
 
+def about():
+    """Return the first entry of a report."""
+    machine = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return {"machine": machine}
+
+
 def main():
     """Train, measure, print a table and write a report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -223,11 +236,15 @@ def main():
     options = parser.parse_args()
     tokenizer, began = make_tokenizer(), time.perf_counter()
     rng = random.Random(options.seed)
-    smallest = make_model(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    smallest = make_model(len(WORDS), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     layouts = {n: [make_layout(rng, smallest, tokenizer, n) for _ in range(options.layouts)] for n in WORKERS}
     made = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        model, losses = train(layouts, tokenizer, options.steps, options.seed, folder)
+        transformers.set_seed(options.seed)
+        examples, collator = Examples(layouts, options.seed), DataCollatorForParallel(tokenizer)
+        model, losses = train(
+            make_small_model(len(WORDS)), examples, collator, options.steps, folder, seed=options.seed
+        )
     trained = time.perf_counter()
 
     problems = [make_problem(rng) for _ in range(options.problems)]
@@ -241,16 +258,9 @@ def main():
         figures = f"{passes or '-':>6}  {format(result['ratio'] or np.nan, '.2f'):>5}"
         print(f"{name:>13}  {result['accuracy']:>8.1%}  {figures}  {result['duplicated_tokens']:>10.1%}")
     if options.output:
-        machine = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
         seconds = {"layouts_seconds": made - began, "training_seconds": trained - made}
         settings = {name: value for name, value in vars(options).items() if name != "output"}
-        report = {"machine": machine, "settings": settings, "parameters": model.num_parameters(), **seconds}
+        report = {**about(), "settings": settings, "parameters": model.num_parameters(), **seconds}
         options.output.write_text(json.dumps(report | {"losses": losses, "results": results}, indent=1) + "\n")
 
 

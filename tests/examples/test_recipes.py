@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -37,19 +37,39 @@ def test_recipe_train_pdos_trains_and_exports(
 
 
 @pytest.mark.slow
-def test_recipe_train_workers_trains_and_measures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "limits", "given", "line"),
+    [
+        (
+            "train_workers",
+            {"BATCH": 2, "MAX_PASSES": 8},
+            ["--layouts=1", "--problems=1", "--output=report.json"],
+            "4 independent",
+        ),
+        (
+            "train_fork_join",
+            {"MAX_NEW_TOKENS": 8},
+            ["lists", "--problems=2", "--timed=1", "--output=."],
+            "forked: ",
+        ),
+    ],
+)
+def test_recipe_from_scratch_trains_and_measures(
+    name: str,
+    limits: dict[str, int],
+    given: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (recipe,) = (path for path in RECIPES if path.stem == name)
+    monkeypatch.syspath_prepend(recipe.parent)
+    module = importlib.import_module(name)
+    for constant, value in limits.items():
+        monkeypatch.setattr(module, constant, value)
     monkeypatch.chdir(tmp_path)
-    (recipe,) = (path for path in RECIPES if path.stem == "train_workers")
-    spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "BATCH", 2)
-    monkeypatch.setattr(module, "MAX_PASSES", 8)
-    monkeypatch.setattr(sys, "argv", [recipe.name, "--steps=2", "--layouts=1", "--problems=1", "--output=report.json"])
+    monkeypatch.setattr(sys, "argv", [recipe.name, *given, "--steps=2"])
     module.main()
     assert len(json.loads(Path("report.json").read_text())["losses"]) == 2
-    assert "4 independent" in capsys.readouterr().out
+    assert line in capsys.readouterr().out

@@ -1,0 +1,87 @@
+"""Paths of a fork against sequential decoding of as many tokens, and what a join costs, for each rule of positions.
+
+The embedded model does not fork by itself, so `opening` gives the plan. All paths have the same length. `join` is the
+time from the last tokens of the paths to the next token of the answer, less a step of one row.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from hf_parallel.generation.dialects import DIALECTS
+
+from .measure import StepClock, long_prompt
+
+SIZES: dict[str, Any] = {"prompt": 1024, "paths": 8, "length": 64, "last": 24, "rounds": 3}
+QUICK: dict[str, Any] = {"prompt": 48, "paths": 2, "length": 4, "last": 3, "rounds": 1}
+TARGETS = (
+    ("path_stage", "at least", 5.0, "tokens per second of the paths, relative to generate"),
+    ("join_by_step", "at most", 1.0, "join without moving keys, relative to a step of the paths"),
+    ("wall_by_steps", "at most", 1.1, "the whole answer, relative to its critical path times step time"),
+)
+RATIOS = {
+    "path_stage": ("generate_seconds", "path_stage_seconds"),
+    "join_by_step": ("join_seconds", "path_step_seconds"),
+    "wall_by_steps": ("wall_seconds", "critical_path_seconds"),
+}
+
+
+class PassClock(LogitsProcessor):
+    """Records when each pass has its logits. Ends the answer after `length` passes of paths and `last` after them."""
+
+    def __init__(self, length: int, last: int, eos_token_id: int) -> None:
+        self.length, self.last, self.eos_token_id = length, last, eos_token_id
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores, `[rows, vocabulary]`."""
+        self.times.append(time.perf_counter())
+        if len(self.times) > self.length + self.last:
+            scores = torch.full_like(scores, -100.0).index_fill(1, torch.tensor([self.eos_token_id]), 0.0)
+        return scores
+
+    def figures(self) -> dict[str, float]:
+        """Return the seconds of the path stage, of steps, of the join and of the answer after its prefill."""
+        seconds = [after - before for before, after in pairwise(self.times)]
+        paths, (first, *others) = seconds[: self.length - 1], seconds[self.length - 1 :]
+        steps = statistics.median(paths), statistics.median(others)
+        return {
+            **{"path_stage_seconds": sum(paths), "path_step_seconds": steps[0], "last_step_seconds": steps[1]},
+            **{"join_seconds": first - steps[1], "wall_seconds": sum(seconds)},
+            "critical_path_seconds": len(paths) * steps[0] + (1 + len(others)) * steps[1],
+        }
+
+
+def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
+    """Return the entries of the report."""
+    ids, eos = long_prompt(tokenizer, sizes.prompt).to(model.device), tokenizer.eos_token_id
+    outlines = "".join(f"<Outline>\n{number}: Part\n</Outline>\n" for number in range(1, sizes.paths + 1))
+    opening, tokens = f"<Parallel>\n<Goal>\n{outlines}</Goal>", sizes.paths * (sizes.length - 1)
+    settings: dict[str, Any] = {"do_sample": False, "suppress_tokens": [eos]}
+    own = {"tokenizer": tokenizer, "opening": opening, "path_max_new_tokens": sizes.length}
+    own["max_new_tokens"] = 2 * tokens + 1024
+    rounds: dict[str, list[dict[str, float]]] = {positions: [] for positions in ("depth", "overlap", "reencode")}
+    for number in range(sizes.rounds + 1):  # the first is a warm-up
+        clock = StepClock()
+        model.generate(ids, generation_mode=None, streamer=clock, max_new_tokens=tokens + 1, **settings)
+        for positions, found in rounds.items():
+            print(f"{positions}, round {number} of {sizes.rounds}", flush=True)
+            passes = PassClock(sizes.length, sizes.last, eos)
+            dialect = replace(DIALECTS["multiverse"], positions=positions)
+            given = {**own, **settings, "dialect": dialect, "logits_processor": [passes]}
+            model.generate(ids, generation_mode="fork_join", **given)
+            if number:
+                found.append({"generate_seconds": sum(clock.step_seconds), **passes.figures()})
+    medians = {
+        positions: {name: statistics.median(one[name] for one in found) for name in found[0]}
+        for positions, found in rounds.items()
+    }
+    ratios = {name: statistics.median(one[a] / one[b] for one in rounds["depth"]) for name, (a, b) in RATIOS.items()}
+    return {"positions": medians, "ratios": ratios, "rounds": rounds}
