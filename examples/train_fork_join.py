@@ -235,6 +235,8 @@ def main():
     model, losses = train(model, examples, collator, options.steps, options.output, seed=options.seed, **task.settings)
     seconds = time.perf_counter() - began
     model.save_pretrained(options.output / "model")
+    if options.task == "sums":
+        model = model.merge_and_unload()
     rng = random.Random(options.seed + 1)
     results = measure(model, tokenizer, task, [task.problem(rng) for _ in range(options.problems)], options.timed)
     for way, figures in results.items():
