@@ -23,12 +23,10 @@ out = model.generate(
     return_dict_in_generate=True,
 )
 print(out.transcripts[0])
-for path in out.forks[0][0].paths:
-    print(f"path {path.number}: {len(path.tokens)} tokens, ended by {path.ended_by}")
+print("tokens of its paths:", *(len(path.tokens) for path in out.forks[0][0].paths))
 print(f"critical path: {out.critical_path[0]} of {out.stats.decoded_tokens} tokens")
 
 # Prints:
 #   <Parallel>
-#   path 1: ... tokens, ended by ...
-#   path 2: ... tokens, ended by ...
+#   tokens of its paths: ...
 #   critical path: ... of ... tokens
