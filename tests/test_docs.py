@@ -165,8 +165,6 @@ def check_python(words: list[str]) -> None:
 
 def check_hf_parallel(words: list[str]) -> None:
     words = words[: words.index(">")] if ">" in words else words
-    if words and words[0] in cli.COMMANDS and not cli.COMMANDS[words[0]].description:
-        return  # it parses its own arguments
     options = cli.make_parser(words[0] if words else "").parse_args(words)
     if options.run is generate:
         read_settings(options)
