@@ -47,14 +47,6 @@ ENDS: list[tuple[str, str, dict[str, Any], str, str, str]] = [
     ("other", "Rule.", {}, "", "", ""),
 ]
 TASK = "Add 2 and 2."
-RESERVED = ("tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "messages", "conversation")
-FAILING = {
-    "ZeroDivisionError: division by zero": "{{ 1 / 0 }}",
-    "TypeError: ": "{{ messages + 1 }}",
-    "TemplateError: no": "{{ raise_exception('no') }}",
-    "UndefinedError: ": "{{ messages[0].missing.part }}",
-    "TemplateSyntaxError: ": "{% if %}",
-}
 
 
 @dataclass(frozen=True)
@@ -173,6 +165,3 @@ def test_prompts_of_sessions_sweeps_and_drafts_receive_the_variables(
         assert tokenizer.decode(draft["input_ids"][0]).endswith(CLOSED)
     draft = hf_parallel.chain_of_draft_prompt(TASK, tokenizer, chat_template_kwargs={"enable_thinking": True})
     assert tokenizer.decode(draft["input_ids"][0]).endswith("<assistant>\n")
-
-
-WRONG = [3, ["enable_thinking"], *({name: True} for name in RESERVED)]

@@ -198,12 +198,6 @@ def test_figures_of_pages_are_in_the_reports() -> None:
     assert shown.splitlines()[2:] == ["| one row | 3.5 s |  |", "| bound |  | 74 ms |"]
 
 
-@pytest.mark.parametrize(("path", "selector"), [("*.no_such_figure", "bound"), ("*.step_seconds", "no_such_row")])
-def test_unknown_figures_raise(path: str, selector: str) -> None:
-    with pytest.raises(LookupError):
-        script("figures").table("2026-11-21-cpu-2-cores", "shared_prefix", f"way\nstep = {path}, 0 ms", selector)
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -294,12 +288,6 @@ def test_every_setting_is_described_by_its_dataclass(mode: str) -> None:
             names = re.findall(r"^    ([a-z_][\w, ]*?) : ", cls.__doc__ or "", re.MULTILINE)
             described |= {name for line in names for name in line.split(", ")}
     assert set(MODES[mode].fields()) <= described
-
-
-def test_every_mode_has_a_page() -> None:
-    text = "\n".join(page.read_text() for page in (DOCS / "modes").iterdir() if page.name != "index.md")
-    for mode in OWN_MODES:
-        assert f'generation_mode="{mode}"' in text
 
 
 def test_readme_and_the_overview_show_the_same_modes() -> None:

@@ -24,7 +24,7 @@ from pages import name_of as name_of_path
 from scenes import Scene, scenes
 from small_tokenizers import make
 from test_hogwild import StepsEnd
-from test_shared_prefix import CLEAR, clear_batch, plainly, shared
+from test_shared_prefix import CLEAR, clear_batch, shared
 from transformers import (
     MinPLogitsWarper,
     PreTrainedModel,
@@ -38,7 +38,7 @@ import hf_parallel
 from benchmarks.gpu_parts.baselines import Cascade
 from benchmarks.gpu_parts.layer import Features, Layer, shared_prefix
 from hf_parallel.cache.hogwild import LAYOUTS
-from hf_parallel.generation.rng import RowRNG, draw, exponential_noise
+from hf_parallel.generation.rng import exponential_noise
 from hf_parallel.generation.warpers import split_warpers
 from hf_parallel.kernels import (
     BACKEND_VARIABLE,
@@ -49,7 +49,7 @@ from hf_parallel.kernels import (
     dense,
     reference,
 )
-from hf_parallel.kernels.sampling import race, sample
+from hf_parallel.kernels.sampling import sample
 from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model, tree_logprobs
 from hf_parallel.training.attention import LayoutBatch
 
@@ -175,15 +175,6 @@ def test_greedy_shared_prefix_equals_generate_on_the_cpu(name: str, cuda_graph: 
 
 
 @GRAPHS
-def test_rows_that_end_at_different_times_equal_those_on_the_cpu(cuda_graph: bool) -> None:
-    batch = clear_batch("llama")
-    ends = [int(batch.new_tokens[0, 3]), int(batch.new_tokens[6, 8])]
-    expected = plainly(tiny.build("llama"), **batch.inputs, eos_token_id=ends).sequences
-    out = shared(on_device("llama"), **sent(batch.inputs), eos_token_id=ends, cuda_graph=cuda_graph)
-    assert torch.equal(out.sequences.cpu(), expected)
-
-
-@GRAPHS
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen2"])
 def test_compiled_layers_generate_as_on_the_cpu(name: str, cuda_graph: bool) -> None:
     """With fused projections (of Qwen2, with biases), for several rows and for one."""
@@ -238,12 +229,6 @@ def test_random_noise_on_a_gpu_equals_that_on_the_cpu() -> None:
     torch.testing.assert_close(ours, exponential_noise(keys, tokens), rtol=1e-5, atol=0)
 
 
-def test_equal_probabilities_give_equal_tokens_on_a_gpu_and_on_the_cpu() -> None:
-    shares = (2 * torch.randn(500, 5000)).softmax(dim=-1)
-    host, device = (draw(shares.to(at), [RowRNG(seed) for seed in range(500)]) for at in ("cpu", DEVICE))
-    assert torch.equal(device.cpu(), host)
-
-
 FILTERS = {
     "none": [],
     "temperature": [TemperatureLogitsWarper(0.7)],
@@ -284,13 +269,6 @@ def test_sampling_draws_what_transformers_warpers_and_multinomial_draw(name: str
         assert float((drawn[0] == expected).float().mean()) > 0.98, "rounding may decide between two equal ratios"
         same = drawn[0] == expected
         torch.testing.assert_close(found[same], probs.gather(1, expected[:, None])[same, 0], rtol=1e-4, atol=0)
-
-
-def test_races_on_a_gpu_have_the_bits_of_pytorch() -> None:
-    probs = (2 * torch.randn(500, 5000, device=DEVICE)).softmax(dim=-1)
-    keys = torch.arange(500, device=DEVICE) * 2**40
-    expected = (probs / exponential_noise(keys[:, None], torch.arange(5000, device=DEVICE))).argmax(dim=-1)
-    assert torch.equal(race(probs, keys), expected)
 
 
 @GRAPHS

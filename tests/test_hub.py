@@ -142,20 +142,6 @@ def test_any_model_runs_the_mode_of_a_repository(model: Any, tokenizer: Any, tmp
         generate_as("hogwild", {}, other, (ids,), {"generation_mode": "pdos"})
 
 
-def test_a_loaded_model_follows_its_generation_config(model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    export(model, tmp_path)
-    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
-    given = {"max_new_tokens": 8, "tokenizer": tokenizer}
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-    twin = copy.deepcopy(loaded)
-    loaded.generation_config.parallel_config = {"num_workers": 2}
-    assert len(loaded.generate(ids, **given)) == 2
-    assert len(twin.generate(ids, **given)) == 3
-    assert len(loaded.generate(ids, generation_mode=None, **given)) == 1
-    hf_parallel.disable(loaded)
-    assert len(loaded.generate(ids, **given)) == 1
-
-
 # Uploads
 
 LOAD = """

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from paths import HELPERS, ROOT
 
-import hf_parallel
 from hf_parallel.generation import MODES
 
 SCHEMA = (ROOT / "hf_parallel/engine/server/schema.py").read_text(encoding="utf-8")
@@ -224,12 +223,6 @@ def test_the_core_imports_no_extras() -> None:
 
 def test_importing_the_package_imports_no_torch() -> None:
     run("import hf_parallel\nassert 'torch' not in sys.modules")
-
-
-@pytest.mark.slow
-def test_importing_the_pipelines_registers_the_pipeline() -> None:
-    used = "PIPELINE_REGISTRY.check_task('parallel-text-generation')"
-    run(f"import hf_parallel.pipelines\nfrom transformers.pipelines import PIPELINE_REGISTRY\n{used}")
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from transformers.pipelines import image_text_to_text
 from transformers.pipelines.pt_utils import KeyDataset
 
 import hf_parallel
-from hf_parallel import HogwildConfig, ParallelTextGenerationPipeline
 from hf_parallel.generation import MODES
 from hf_parallel.generation.outputs import grouped
 
@@ -162,16 +161,6 @@ def test_inputs_that_are_not_prompts_raise(mode: str | None, model: Any, tokeniz
                 call()
 
 
-def test_a_list_prefills_shared_prefixes_once(model: Any, tokenizer: Any) -> None:
-    pipe = make(model, tokenizer, generation_mode="shared_prefix", max_new_tokens=4)
-    prompts = ["A long beginning of all. " + end for end in ("One.", "Two.", "Three.")]
-    lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    stats = pipe(prompts)[0][0]["stats"]
-    assert stats["prefilled_tokens"] < max(lengths) + 15
-    apart = pipe(prompts, batch_size=1)
-    assert [records[0]["stats"]["prefilled_tokens"] for records in apart] == lengths
-
-
 # Prompt helpers
 
 
@@ -204,14 +193,6 @@ def test_hogwild_returns_one_record_of_all_workers(model: Any, tokenizer: Any) -
 # Settings
 
 
-def test_the_task_is_registered_and_enables_the_model(model: Any, tokenizer: Any) -> None:
-    pipe = make(model, tokenizer)
-    assert isinstance(pipe, ParallelTextGenerationPipeline)
-    assert hf_parallel.enable(model) is model
-    plain = model.generate(**tokenizer(PROMPTS[0], return_tensors="pt"), max_new_tokens=4).tolist()
-    assert tokens_of([pipe(PROMPTS[0], max_new_tokens=4, return_tensors=True)]) == plain
-
-
 def test_a_mode_stored_with_the_model_is_used(model: Any, tokenizer: Any) -> None:
     model.generation_config.generation_mode = "hogwild"
     model.generation_config.parallel_config = {"num_workers": 4}
@@ -219,20 +200,6 @@ def test_a_mode_stored_with_the_model_is_used(model: Any, tokenizer: Any) -> Non
     assert len(pipe(PROMPTS[0])[0]["workers"]) == 4
     assert len(pipe(PROMPTS[0], num_workers=2)[0]["workers"]) == 2
     assert "workers" not in pipe(PROMPTS[0], generation_mode=None)[0]
-
-
-def test_settings_of_a_call_override_those_of_the_pipeline(model: Any, tokenizer: Any) -> None:
-    pipe = make(model, tokenizer, generation_mode="hogwild", num_workers=4, max_new_tokens=4)
-
-    def workers(**given: Any) -> int:
-        return len(pipe(PROMPTS[0], **given)[0]["workers"])
-
-    assert workers() == workers(layout="contiguous") == workers(generation_mode="hogwild") == 4
-    assert workers(num_workers=1) == 1
-    assert workers(parallel_config=HogwildConfig(num_workers=3)) == 3
-    assert workers(parallel_config={"layout": "contiguous"}, generation_mode="hogwild") == 2
-    assert "workers" not in pipe(PROMPTS[0], generation_mode="shared_prefix")[0]
-    assert workers() == 4
 
 
 @pytest.mark.parametrize(

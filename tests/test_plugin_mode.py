@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -62,15 +61,6 @@ def model() -> Any:
     return hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """Model and tokenizer in a folder, for the command line."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny.build("llama").save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def generate(model: Any, tokenizer: Any, prompts: list[str] = PROMPTS, **settings: Any) -> Any:
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
     given = {"generation_mode": "openings", "openings": OPENINGS, "max_new_tokens": NEW_TOKENS, "tokenizer": tokenizer}
@@ -82,12 +72,6 @@ def generate(model: Any, tokenizer: Any, prompts: list[str] = PROMPTS, **setting
 def texts(out: Any, tokenizer: Any, prompts: list[str] = PROMPTS) -> list[str]:
     begin = tokenizer(prompts, return_tensors="pt", padding=True)["input_ids"].shape[1]
     return tokenizer.batch_decode(out.sequences[:, begin:], skip_special_tokens=True)
-
-
-def command(saved: Path, *arguments: str) -> list[str]:
-    openings = f"openings={json.dumps(OPENINGS)}"
-    fixed = ["--model", str(saved), "--mode", "openings", "--set", openings, "--raw", "--greedy", "--device", "cpu"]
-    return ["generate", *arguments, *fixed, "--max-new-tokens", str(NEW_TOKENS), "--dtype", "float32"]
 
 
 def test_the_mode_is_listed_before_it_is_imported() -> None:
@@ -108,26 +92,3 @@ def test_every_row_equals_plain_generate(model: Any, tokenizer: Any) -> None:
             plain = model.generate(ids, generation_mode=None, max_new_tokens=count, do_sample=False)
             assert next(rows) == opening + tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
     assert out.stats.prefilled_tokens == sum(len(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS)
-
-
-def test_a_streamer_receives_the_tokens_of_all_rows(model: Any, tokenizer: Any) -> None:
-    class Streamer:
-        def __init__(self) -> None:
-            self.puts: list[torch.Tensor] = []
-            self.ended = False
-
-        def put(self, value: torch.Tensor) -> None:
-            self.puts.append(value)
-
-        def end(self) -> None:
-            self.ended = True
-
-    streamer = Streamer()
-    out = generate(model, tokenizer, streamer=streamer)
-    prompts, *steps = streamer.puts
-    assert prompts.shape[0] == len(PROMPTS)
-    assert {tuple(step.shape) for step in steps} == {(len(PROMPTS) * len(OPENINGS),)}
-    assert streamer.ended
-    streamed = tokenizer.batch_decode(torch.stack(steps, dim=1), skip_special_tokens=True)
-    expected = texts(out, tokenizer)
-    assert [opening + text for opening, text in zip(OPENINGS * 2, streamed, strict=True)] == expected

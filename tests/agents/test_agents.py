@@ -187,25 +187,6 @@ def test_a_state_continues_several_times_with_what_it_received() -> None:
     assert Runtime(ScriptedModel(echo), seed=1).run(chooses, words).value != result.value
 
 
-def test_continuations_of_a_state_have_their_own_copies_of_a_spawned_agent() -> None:
-    @agent(supervisor=Paths(3))
-    async def each() -> Any:
-        handle = spawn(counter, 0)
-        chat = Chat()
-        chat.user("")
-        digit = int(await chat.gen())
-        await resume(handle, digit)
-        yield digit, await next(handle)
-
-    @agent
-    async def all_of_them() -> Any:
-        yield [await next(spawn(each)) for _ in range(5)]
-
-    values = scripted().run(all_of_them).value
-    assert len({digit for digit, _ in values}) > 1
-    assert all(digit == number for digit, number in values)
-
-
 def test_an_agent_that_catches_all_errors_cannot_hide_a_departure_from_its_log() -> None:
     calls = []
 
@@ -331,83 +312,6 @@ def test_a_killed_run_resumes_from_its_last_result(tmp_path: Path) -> None:
         assert value[:3] == whole[:3]
         recorded = sum(json.loads(line)["operation"].startswith("gen") for line in lines[1:kept])
         assert model.passes == 2 - recorded
-
-
-def test_invalid_arguments_raise() -> None:
-    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: agent(len), TypeError, "len"),
-        (lambda: agent(supervisor=3), TypeError, "supervisor.*3"),  # type: ignore[call-overload]
-        (lambda: spawn(counter, 3), RuntimeError, "only in an agent"),
-        (lambda: Runtime(3), TypeError, "Engine.*int"),  # type: ignore[arg-type]
-        (lambda: Runtime(seed=-1), ValueError, "seed.*-1"),
-        (lambda: Runtime(logits_cache=3), TypeError, "logits_cache.*3"),  # type: ignore[arg-type]
-        (lambda: scripted().run(len), TypeError, "agent.*len"),  # type: ignore[arg-type]
-    ]
-    for call, error, message in calls:
-        with pytest.raises(error, match=message):
-            call()
-
-
-@pytest.mark.parametrize("how", ["end", "cancel"])
-def test_agents_end_with_the_one_that_spawned_them_before_it_yielded(how: str) -> None:
-    calls = []
-
-    @agent
-    async def works() -> Any:
-        while True:
-            await tool(asyncio.sleep, 0.01)
-            calls.append(1)
-
-    @agent
-    async def between() -> Any:
-        spawn(works)
-        yield "ready"
-        await tool(asyncio.sleep, 0.05) if how == "end" else await tool(forever)
-
-    @agent
-    async def parent() -> Any:
-        handle = spawn(between)
-        await next(handle)
-        await resume(handle)
-        if how == "cancel":
-            cancel(handle)
-        else:
-            with pytest.raises(AgentEndedError):
-                await next(handle)
-        await tool(asyncio.sleep, 0.03)
-        before = len(calls)
-        await tool(asyncio.sleep, 0.1)
-        return len(calls) - before
-
-    assert scripted().run(parent).value == 0
-
-
-def test_errors_and_cancelled_operations_are_replayed() -> None:
-    @agent
-    async def one() -> str:
-        return "value"
-
-    async def fails() -> None:
-        raise OSError("no")
-
-    async def slow() -> list[Any]:
-        return [await tool(forever)]
-
-    @agent(supervisor=Paths(3))
-    async def goes_on() -> Any:
-        handle = spawn(one)
-        found = [await next(handle)]
-        try:
-            await next(handle)
-        except AgentEndedError:
-            found.append("ended")
-        try:
-            await gather(slow(), tool(fails))
-        except ToolError:
-            found.append("failed")
-        return [*found, await Chat().user("q").gen()]
-
-    assert scripted().run(goes_on).value[:3] == ["value", "ended", "failed"]
 
 
 def test_a_recording_is_not_used_for_other_inputs_and_other_files_stay_as_they_are(tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from hf_parallel.agents import (
     Runtime,
     agent,
     gather,
-    next,
-    spawn,
 )
 from hf_parallel.engine import Engine
 
@@ -54,19 +52,6 @@ def test_seeds_make_runs_equal_with_and_without_the_logits_cache(engine: Engine)
     assert Runtime(engine, seed=4).run(talk, "birds").value != first.value
     left, right = first.value[1]
     assert left != right
-
-
-def test_conversations_reuse_the_keys_and_values_of_what_they_share(engine: Engine) -> None:
-    @agent
-    async def many() -> Any:
-        handles = [spawn(talk, "fish") for _ in range(4)]
-        yield [await next(handle) for handle in handles]
-
-    stats = Runtime(engine, logits_cache=False).run(many).stats
-    assert stats.completions == 12
-    assert stats.agents == 5
-    assert stats.reused_tokens > stats.prompt_tokens / 2
-    assert stats.passes < stats.tokens
 
 
 @pytest.mark.parametrize(

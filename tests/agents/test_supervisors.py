@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -161,20 +160,6 @@ def test_a_search_that_drops_all_states_continues_the_best_singly(search: str) -
     assert ids(result) == ["0.0", "0.1", "0.2", "0.1.0", "0.1.0.0", "0.2.0"]
 
 
-def test_the_goal_ends_a_search_and_deep_choices_get_one_completion() -> None:
-    completions = {"": ["a 1", "b 4"], "b 4": ["end 5", "c 6"], "b 4/c 6": ["end 9", "d 9"], "b 4/c 6/d 9": ["end 1"]}
-
-    def search(**settings: Any) -> tuple[str, list[str]]:
-        supervisor = TreeOfThoughts(1, 2, value=number, **settings)
-        result = Runtime(tree(completions)).run(walk.under(supervisor))
-        return result.value, ids(result)
-
-    levels = ["0.0", "0.1", "0.1.0", "0.1.1"]
-    assert search(goal=5) == ("end 5", levels)
-    assert search(goal=5.5) == ("end 9", [*levels, "0.1.1.0", "0.1.1.1"])
-    assert search(goal=5.5, max_depth=2) == ("end 9", [*levels, "0.1.1.0"])
-
-
 @agent
 async def judge(text: str) -> Any:
     chat = Chat()
@@ -225,15 +210,6 @@ def test_mcts_continues_each_new_state_to_the_end_and_descends_by_uct() -> None:
         "0.1.0.1",  # c, with 10, before the path that has ended with 8, and a, with 0
         "0.0.1",  # all else is complete
     ]
-
-
-@pytest.mark.parametrize(("scale", "offset"), [(1000, 0), (0.001, 0), (10, -70)])
-def test_mcts_takes_the_same_paths_whatever_the_scale_of_values(scale: float, offset: float) -> None:
-    def search(scale: float, offset: float) -> list[str]:
-        supervisor = MCTS(8, 2, value=lambda state: scale * thousandths(state) + offset)
-        return ids(Runtime(ScriptedModel(digits)).run(three_choices.under(supervisor)))
-
-    assert search(scale, offset) == search(1, 0)
 
 
 def thousandths(state: State) -> float:
@@ -371,16 +347,6 @@ def test_a_search_that_has_used_its_budget_starts_nothing_more(name: str, num_st
         Runtime(model).run(three_choices.under(supervisor))
     assert isinstance(found.value.__cause__, BudgetExceededError)
     assert len(model.calls) == num_started
-
-
-@pytest.mark.parametrize("name", ["tree_of_thoughts_dfs", "mcts"])
-def test_a_search_that_has_used_its_budget_returns_the_best_end_so_far(name: str) -> None:
-    supervisor = replace(EVERY[name], max_tokens=6, **({} if name == "mcts" else {"goal": 1.0}))
-    result = Runtime(ScriptedModel(digits)).run(three_choices.under(supervisor))
-    assert 6 <= result.stats.tokens <= 8
-    ends = {state: value for state, value in committed(result) if state.count(".") == 3}
-    selected = builtins.next(event.state for event in result.trace.events if event.data.get("status") == "selected")
-    assert ends[selected] == max(ends.values())
 
 
 @with_some

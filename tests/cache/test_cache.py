@@ -128,24 +128,6 @@ TestRandomOperations = CacheMachine.TestCase
 # Arena
 
 
-def test_an_extent_is_freed_with_its_last_owner() -> None:
-    cache = new_cache()
-    head = cache.pool.new_block(4)
-    append(cache, ([head], [1, 2, 3, 4]))
-    tail = cache.pool.split(head, 1)
-    origin = head.extent.origin
-    cache.pool.free(head)
-    assert cache.pool.new_block(1).extent.origin != origin
-    assert_holds(cache, tail, [2, 3, 4])
-    other = cache.pool.new_block()
-    append(cache, ([other], [5]))
-    cache.pool.truncate(tail, 1)
-    cache.pool.move(other, tail)  # the extent has free slots after the tail, which does not start at its first slot
-    assert_holds(cache, tail, [2, 5])
-    cache.pool.free(tail)
-    assert cache.pool.new_block(4).extent.origin == origin
-
-
 def test_keys_of_another_model_raise() -> None:
     cache = new_cache()
     block = cache.pool.new_block()

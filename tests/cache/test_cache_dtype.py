@@ -101,20 +101,6 @@ def test_a_kept_block_is_split_copied_and_evicted_in_8_bits(
     assert_equals_rounding_in_place(run, monkeypatch)
 
 
-def test_bytes_are_those_stored(model: PreTrainedModel) -> None:
-    """A completion is stored in 8 bits once the next call begins."""
-    cache, config = SharedPrefixCache(cache_dtype="int8"), model.config
-    vectors = 2 * config.num_hidden_layers * config.num_key_value_heads
-    prompt, completion, arena = IDS.shape[1], 5, cache.pool.arena
-    output = generate(model, past_key_values=cache)
-    assert output.stats.kv_bytes == vectors * (prompt * (config.head_dim + 4) + completion * config.head_dim * 4)
-    cache.claim(model)
-    assert cache.kv_bytes == vectors * (prompt + completion) * (config.head_dim + 4)
-    assert arena.used_slots == 0
-    assert arena.compact is not None
-    assert arena.compact.used_slots == prompt + completion
-
-
 @given(st.sampled_from(["int8", "fp8"]), st.integers(0, 1000), st.sampled_from([1e-20, 1e-3, 1.0, 1e4]))
 def test_rounding_is_within_half_a_step(name: str, seed: int, size: float) -> None:
     dtype = compact_dtype(name)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_cache import BYTES_PER_TOKEN, HEAD_DIM, KV_HEADS, append, assert_holds, new_cache
+from small_cache import HEAD_DIM, KV_HEADS, append, assert_holds, new_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.cache import Arena, Segment
@@ -42,16 +42,6 @@ def test_four_thousand_appends_copy_each_token_a_bounded_number_of_times(rows: i
     assert [block.length for block in blocks] == [appends] * rows
     assert cache.kv_bytes <= copied.bytes <= 8 * cache.kv_bytes
     assert cache.pool.arena.reserved_bytes <= 8 * cache.kv_bytes
-
-
-def test_moving_a_block_copies_only_its_own_tokens() -> None:
-    cache = new_cache()
-    history, step = cache.pool.new_block(4000), cache.pool.new_block(40)
-    append(cache, ([history], range(2000)), ([history, step], range(3000, 3040)))
-    with Copied() as copied:
-        cache.pool.move(step, history)
-    assert copied.bytes == 40 * BYTES_PER_TOKEN
-    assert_holds(cache, history, [*range(2000), *range(3000, 3040)])
 
 
 # Capacity

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -41,31 +40,6 @@ def cache(model: PreTrainedModel) -> SharedPrefixCache:
     cache = SharedPrefixCache()
     generate(model, cache)
     return cache
-
-
-def from_pickle(cache: SharedPrefixCache) -> SharedPrefixCache:
-    return pickle.loads(pickle.dumps(cache))
-
-
-@pytest.mark.parametrize("twin", [copy.deepcopy, from_pickle])
-def test_a_copy_is_reused_like_the_cache(
-    twin: Callable[[Any], Any], model: PreTrainedModel, cache: SharedPrefixCache
-) -> None:
-    expected, again = generate(model, None), generate(model, twin(cache))
-    assert torch.equal(again.sequences, expected.sequences)
-    assert again.stats.reused_tokens == IDS.shape[1]
-    assert again.stats.prefilled_tokens == 1
-
-
-def test_eviction_deletes_parents_after_their_children(model: PreTrainedModel, cache: SharedPrefixCache) -> None:
-    other = torch.cat((IDS[:, :20], IDS[:, :5]), dim=1)  # splits the first prompt
-    generate(model, cache, ids=other)
-    nodes = list(cache.tree.nodes())
-    assert any(node.all_children() for node in nodes)
-    evicted = list(cache.tree.evict(lambda node: node.last_used))
-    assert sorted(evicted) == sorted(node.num_cached for node in nodes)
-    assert not list(cache.tree.nodes())
-    assert cache.kv_bytes == 0
 
 
 @pytest.mark.parametrize("common", [0, 12], ids=["distinct", "shared start"])

@@ -164,28 +164,6 @@ def test_any_changed_byte_raises(tmp_path: Path, top_k: int | None) -> None:
             LogitsCache.load(path)
 
 
-# The last path
-
-
-def test_keep_last_path_keeps_only_the_last_continuation() -> None:
-    cache = LogitsCache()
-    write(cache, [1, 2], 5, 6, 7)
-    write(cache, [1, 2], 5, 9, 7)
-    write(cache, [4], 5, 6)
-    write(cache, [1, 2], 5, 9, 8)
-    cache.keep_last_path()
-    assert len(cache) == 3
-    for tokens in ([1, 2], [1, 2, 5], [1, 2, 5, 9]):
-        found = read(cache, tokens)
-        assert found is not None
-        assert torch.equal(found, logits_of(tokens))
-    for tokens in ([4], [1, 2, 5, 6]):
-        assert read(cache, tokens) is None
-    write(cache, [1, 2], 5)
-    cache.keep_last_path()
-    assert (len(cache), read(cache, [1, 2, 5, 9])) == (2, None), "it ends at the node that was used last"
-
-
 # Threads
 
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from paths import ROOT
 
 pytest.importorskip("greenlet")
 
@@ -99,47 +94,3 @@ def test_results_are_written_and_resumed(folder: Path, tmp_path: Path, capsys: A
     assert lines_of(out) == before
     assert cli.main([*command, "--count", "1"]) == 0
     assert capsys.readouterr().out == shown, "the table is that of the folder"
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_problems_and_report_as_one(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    assert cli.main([*SMALL, "--model", str(folder), "-o", str(tmp_path / "one")]) == 0
-    alone = capsys.readouterr().out
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes=2",
-        "--num_machines=1",
-    ]
-    launch += [
-        "--num_machines=1",
-        "--mixed_precision=no",
-        "--dynamo_backend=no",
-        "--main_process_port=0",
-        "-m",
-        "hf_parallel",
-    ]
-    done = subprocess.run(
-        [*launch, *SMALL, "--model", str(folder), "-o", str(tmp_path / "two")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    assert done.returncode == 0, done.stderr
-    both = read_results(tmp_path / "two")
-    assert both == read_results(tmp_path / "one")
-    ranks = [lines_of_rank(tmp_path / "two", rank) for rank in range(2)]
-    assert [{result["index"] for result in found} for found in ranks] == [{0, 1}, {2}]
-    assert done.stdout.count("answered") == 1, "one process prints"
-    assert done.stdout == alone
-    assert table(both) == table(read_results(tmp_path / "one"))
-
-
-def lines_of_rank(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """Return the results that a process has written."""
-    lines = (folder / f"results.rank{rank}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]

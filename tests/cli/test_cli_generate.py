@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import STEPS, WORKERS, Tokenizer, at, interrupt, loading
+from commands import STEPS, WORKERS, Tokenizer, interrupt, loading
 
 from hf_parallel import LogitsCache
 from hf_parallel.cli import main as cli
@@ -137,34 +137,3 @@ def test_a_call_with_an_invalid_argument_keeps_earlier_files(model: Any, capsys:
     assert "num_beams=2" in capsys.readouterr().err
     assert (tmp_path / "run.json").read_text() == "earlier"
     assert not (tmp_path / "logits").exists()
-
-
-def test_results_before_an_error_in_a_later_batch_are_saved(
-    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
-    """Each call puts the prompt and six passes."""
-
-    def fail() -> None:
-        raise RuntimeError("no memory")
-
-    arguments = [*SEVERAL, "--greedy", "--batch-size", "1", "--set", "finisher_tokens=0"]
-    arguments += ["-o", str(tmp_path / "run.json")]
-    model()
-    at(monkeypatch, 10, fail)
-    assert cli.main(arguments) == 2
-    assert capsys.readouterr().err == "hf-parallel: error: RuntimeError: no memory\n"
-    run = json.loads((tmp_path / "run.json").read_text())
-    assert [section["prompt"] for section in run["sections"]] == ["<bos>P"]
-
-
-# Interrupts
-
-
-def test_logits_cached_before_an_interrupt_are_saved(
-    model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    model("a" * 9)
-    interrupt(monkeypatch, 4)
-    arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits")]
-    assert cli.main(["generate", *arguments]) == 130
-    assert len(LogitsCache.load(tmp_path / "logits")) >= 3

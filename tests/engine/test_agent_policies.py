@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -57,17 +56,6 @@ def test_scores_are_those_of_the_equations() -> None:
     assert found["a"].intrinsic == pytest.approx(part(intrinsic, of_b))
     assert found["a"].collaborative == found["b"].collaborative == pytest.approx(0.5)
     assert found["a"].score == pytest.approx(0.3 * part(intrinsic, of_b) + 0.7 * 0.5)
-
-
-def test_the_collaborative_part_weighs_shared_tokens_and_reuse_events() -> None:
-    calls = [call("a"), call("b", a=50), call("c", a=40, b=9), call("b", a=50)]
-    found = scores_of(calls, alpha=0.0).current
-    a_b, a_c, b_c = math.sqrt(100) * math.log(3), math.sqrt(40) * math.log(2), math.sqrt(9) * math.log(2)
-    sums = {"a": a_b + a_c, "b": a_b + b_c, "c": a_c + b_c}
-    middle = sorted(sums.values())[1]
-    assert {agent: one.score for agent, one in found.items()} == pytest.approx(
-        {agent: value / (value + middle) for agent, value in sums.items()}
-    )
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import random
 import threading
@@ -24,7 +23,6 @@ import hf_parallel
 pytest.importorskip("greenlet")
 
 from hf_parallel.cache.pool import Block, Pool
-from hf_parallel.cache.tree import PrefixTree
 from hf_parallel.engine import Engine, KVBudgetError, RequestCancelledError, RequestHandle
 from hf_parallel.engine.request import Request
 from hf_parallel.engine.scheduler import Scheduler
@@ -164,35 +162,6 @@ def test_a_request_that_is_preempted_at_every_step_gets_the_probabilities_of_gen
     np.testing.assert_allclose(output.record.sampled_log_probs(), expected.record.sampled_log_probs(), atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["hogwild", "pdos", "shared_prefix"])
-def test_a_request_that_is_preempted_after_a_pass_continues_with_its_logits(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, rng = enabled("llama", torch.float64), random.Random(4)
-    prefixes = random_prefixes(rng, 2, 30)
-    case = next(case for case in iter(lambda: random_case(rng, prefixes), None) if case.mode == mode)
-    expected = case.alone(model)
-    resume, is_computed_by_other = Request.resume, PrefixTree.is_computed_by_other
-    seldom = itertools.cycle([True, False, False, False, False])
-
-    def preempt_first(request: Request, value: Any = None, computed: Any = None) -> None:
-        if computed is not None and request.has_started and request._rebuilding is None:
-            request.preempt()
-            for node in request._storage.tree.pinned(request):  # as if its prompt were evicted
-                if node.block is not None:
-                    request._storage.pool.release(node.block)
-        resume(request, value, computed)
-
-    def wait_first(tree: PrefixTree, node: Any, owner: Any) -> bool:
-        return next(seldom) or is_computed_by_other(tree, node, owner)
-
-    monkeypatch.setattr(Request, "resume", preempt_first)
-    monkeypatch.setattr(PrefixTree, "is_computed_by_other", wait_first)
-    with Engine(model, TOKENIZER) as engine:
-        assert engine.submit(case.prompt, mode, **case.arguments).result(600).sequences.tolist() == expected
-        assert_nothing_is_held(engine)
-
-
 def test_texts_of_a_request_that_is_preempted_before_its_first_token_are_streamed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -239,19 +208,6 @@ def test_prefixes_of_earlier_and_of_running_requests_are_computed_once() -> None
         engine.submit(longer, max_new_tokens=4).result(600)
         assert engine.stats.prefilled_tokens - prefilled == 3  # the last token of an answer has no keys yet
     assert outputs == [model.generate(prompt, max_new_tokens=8).tolist() for prompt in prompts]
-
-
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "resample"])
-def test_cached_tokens_are_those_of_the_prompt_that_earlier_requests_have_computed(mode: str | None) -> None:
-    model, rng = enabled("llama"), random.Random(7)
-    (prefix, other) = random_prefixes(rng, 2, 50)
-    (case,) = itertools.islice(filter(lambda case: case.mode == mode, iter(lambda: random_case(rng, [prefix]), 0)), 1)
-    settings = {**case.settings, "do_sample": True, "seed": 1, "num_return_sequences": 3}
-    longer = torch.cat((prefix, other))
-    prompts = [prefix, torch.cat((prefix[:30], other)), prefix[:40], longer, longer]
-    with Engine(model, TOKENIZER) as engine:
-        found = [engine.submit(prompt, mode, **settings).result(600).stats.cached_tokens for prompt in prompts]
-    assert found == [0, 30, 40, 50, 100]
 
 
 def test_requests_share_prefixes_with_those_of_their_salt_only() -> None:

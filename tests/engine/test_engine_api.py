@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_parallel
-from hf_parallel.engine import Engine, EngineStats, RequestCancelledError
+from hf_parallel.engine import Engine, EngineStats
 
 TOKENIZER: Any = AsciiTokenizer()
 PROMPT = "Once upon a time"
 IDS: list[int] = TOKENIZER(PROMPT)["input_ids"]
 NEW = 6
-LONG = 400
-"""New tokens of a request that does not end during a test."""
 
 
 @pytest.fixture(scope="module")
@@ -172,20 +170,6 @@ def test_an_error_is_raised_after_the_tokens_before_it(engine: Engine) -> None:
         with pytest.raises(ArithmeticError, match="has failed"):  # noqa: PT012
             read()
     assert isinstance(handle.error, ArithmeticError)
-
-
-def test_prefixes_stay_cached_when_a_request_with_them_fails_or_is_cancelled() -> None:
-    with Engine(twin(), TOKENIZER) as engine:
-        engine.submit(PROMPT, max_new_tokens=NEW).result()
-        held = engine.stats.kv_bytes
-        with pytest.raises(ArithmeticError):
-            engine.submit(PROMPT, max_new_tokens=NEW, logits_processor=failing(after=1)).result()
-        cancelled = engine.submit(PROMPT, max_new_tokens=LONG)
-        next(iter(cancelled))
-        cancelled.cancel()
-        with pytest.raises(RequestCancelledError):
-            cancelled.result()
-        assert engine.stats.kv_bytes == held > 0
 
 
 # Engines

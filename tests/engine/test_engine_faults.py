@@ -401,32 +401,6 @@ def test_cancellation_at_every_stage(model: Any, others: Any) -> None:
         assert engine.stats.cancelled == 4
 
 
-@pytest.mark.parametrize("stage", ["preempted", "rebuilding"])
-def test_preempted_requests_can_be_cancelled(model: Any, token_bytes: int, stage: str) -> None:
-    prompts = [torch.randint(32, 126, (20,), generator=torch.Generator().manual_seed(i)) for i in range(6)]
-    cases = [Case(prompt[None], None, {"max_new_tokens": 40}) for prompt in prompts]
-    expected = [case.alone(model) for case in cases]
-    ended: list[int] = []
-    with Engine(model, max_kv_bytes=token_bytes * 120, max_batch_tokens=16) as engine:
-        handles = [engine.submit(case.prompt, **case.arguments) for case in cases]
-
-        def cancel(module: Any, args: Any) -> None:
-            for request in list(engine._scheduler.running):
-                is_there = request.preempted if stage == "preempted" else request._rebuilding is not None
-                if is_there and len(ended) < 2 and handles.index(request.handle) not in ended:
-                    ended.append(handles.index(request.handle))
-                    request.handle.cancel()
-
-        model.register_forward_pre_hook(cancel)
-        for index, handle in enumerate(handles):
-            try:
-                assert handle.result(600).sequences.tolist() == expected[index]
-            except CancelledError:
-                assert index in ended
-        assert_nothing_is_held(engine)
-        assert engine.stats.cancelled == len(ended) == 2
-
-
 # Callers
 
 

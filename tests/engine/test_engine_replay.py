@@ -70,24 +70,6 @@ def test_equal_requests_of_one_moment_are_computed_once(model: Any) -> None:
     assert steps <= 2 + LENGTH  # no request waits for the end of another
 
 
-def test_samples_of_one_moment_are_those_of_requests_alone(model: Any) -> None:
-    prompt = tiny.make_prompts([20])[0]
-    settings = [{"do_sample": True, "top_k": 0, "temperature": 0.15, "seed": seed} for seed in range(12)]
-    given = {**FIXED, "generation_mode": "resample", "attention_mask": torch.ones_like(prompt[None])}
-    expected = [model.generate(prompt[None], logits_cache=LogitsCache(), **given, **one).tolist() for one in settings]
-    cache = LogitsCache()
-    with Engine(model) as engine:
-        with at_once(engine):
-            handles = [resample(engine, prompt, cache, **one) for one in settings]
-        assert [handle.result().sequences.tolist() for handle in handles] == expected
-        steps = engine.stats.steps
-    distinct = {tuple(sequence[0]) for sequence in expected}
-    assert 1 < len(distinct) < len(settings)
-    whole = sum(handle.stats.replayed_tokens == LENGTH for handle in handles)
-    assert whole == len(settings) - len(distinct)
-    assert steps <= 2 + LENGTH
-
-
 def test_a_request_goes_on_alone_if_the_one_that_it_waits_for_is_cancelled(model: Any) -> None:
     prompt, cache = tiny.make_prompts([20])[0], LogitsCache()
     with Engine(model) as engine:

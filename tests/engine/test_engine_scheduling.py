@@ -71,21 +71,6 @@ def test_submitters_share_the_engine_equally(model: Any) -> None:
     assert gate.order.index("large") < 4
 
 
-def test_an_idle_submitter_gains_no_advantage(model: Any) -> None:
-    """Tokens that others were served before its first request are not made up for."""
-    with Engine(model, max_rows=1) as engine:
-        gate = Gate(engine)
-        early = [gate.submit("early", prompt(i), max_new_tokens=8, submitter="a") for i in range(12)]
-        gate.open()
-        early[5].result(600)
-        late = [gate.submit("late", prompt(20 + i), max_new_tokens=8, submitter="b") for i in range(12)]
-        for handle in (*early, *late):
-            handle.result(600)
-    begins = gate.order.index("late")
-    after = gate.order[begins : begins + 8]
-    assert 2 <= after.count("late") <= 6
-
-
 def test_higher_priorities_run_first(model: Any) -> None:
     with Engine(model, max_rows=1) as engine:
         gate = Gate(engine)
@@ -169,20 +154,6 @@ def test_a_full_queue_raises_and_serves_those_in_it(model: Any) -> None:
         engine.submit(prompt(9), max_new_tokens=2).result(600)
 
 
-def test_a_submitter_that_fills_the_queue_keeps_no_other_out(model: Any) -> None:
-    """The others get equal shares of the full queue, and no more."""
-    with Engine(model, max_rows=1, max_waiting=4) as engine:
-        gate = Gate(engine)
-        handles = [engine.submit(prompt(i), max_new_tokens=2, submitter="many") for i in range(4)]
-        for submitter, share in (("other", 2), ("third", 2), ("many", 0), ("other", 0)):
-            handles += [engine.submit(prompt(9), max_new_tokens=2, submitter=submitter) for _ in range(share)]
-            with pytest.raises(QueueFullError):
-                engine.submit(prompt(9), max_new_tokens=2, submitter=submitter)
-        gate.open()
-        for handle in handles:
-            handle.result(600)
-
-
 def watch(model: Any, engine: Engine) -> None:
     """Check in each forward pass that storage is within the budget, and as large as the statistics say."""
 
@@ -241,37 +212,3 @@ def test_requests_that_compute_prefixes_for_each_other_end(model: Any) -> None:
             for name, handle in handles.items():
                 assert handle.result(600).sequences.tolist() == expected[name]
             assert_nothing_is_held(engine)
-
-
-@pytest.mark.parametrize("priorities", [(0, 0), (1, 0)])
-def test_memory_for_moving_a_step_is_not_taken_from_an_older_request(
-    model: Any, token_bytes: int, priorities: tuple[int, int]
-) -> None:
-    """A request whose own code needs memory, beyond its passes, waits for those that are older or more important."""
-    steps: dict[str, Any] = {"generation_mode": "hogwild", "num_workers": 2, "stop_on_answer": "never"}
-    text = [*map(ord, "x" * 36), 4]  # a step, which is copied to the history when it ends
-    calls, preempted, waited = itertools.count(), set[int](), set[int]()
-
-    def write(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        forced = torch.full_like(scores, float("-inf"))
-        forced[:, text[next(calls) % len(text)]] = 0
-        return forced
-
-    with Engine(model, TOKENIZER, max_kv_bytes=token_bytes * 700) as engine:
-
-        def note(module: Any, args: Any) -> None:
-            for request in engine._scheduler.running:
-                (preempted if request.preempted else waited if request.is_waiting else set()).add(request.number)
-
-        gate = Gate(engine)
-        old = engine.submit(prompt(1, 344), max_new_tokens=120, priority=priorities[0])
-        young = engine.submit(
-            prompt(2, 60), max_new_tokens=110, priority=priorities[1], logits_processor=[write], **steps
-        )
-        model.register_forward_pre_hook(note)
-        gate.open()
-        old.result(600)
-        young.result(600)
-        assert_nothing_is_held(engine)
-    assert waited == {2}
-    assert 1 not in preempted

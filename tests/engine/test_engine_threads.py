@@ -17,7 +17,6 @@ from forked import exit_status
 from mode_cases import small_call
 
 import hf_parallel
-from hf_parallel import LogitsCache
 from hf_parallel.engine import Engine, WeightsChangedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,27 +56,6 @@ def test_a_mode_of_somebody_else_raises_by_name(model: Any) -> None:
         assert running.result(600).sequences.shape[1] == 140
     assert mode().shape[1] == 43
     hf_parallel.disable(model)
-
-
-def test_a_mode_of_another_thread_may_wait(model: Any) -> None:
-    """The thread that opened the engine cannot: it would wait for itself."""
-    hf_parallel.enable(model, wait=True)
-
-    def mode() -> Any:
-        return model.generate(PROMPT, generation_mode="shared_prefix", max_new_tokens=12).tolist()
-
-    expected = mode()
-    with ThreadPoolExecutor(2) as pool:
-        with Engine(model) as engine:
-            waiting = pool.submit(mode)
-            handle = engine.submit(PROMPT, max_new_tokens=12)
-            with pytest.raises(RuntimeError, match=HELD):
-                mode()
-            with pytest.raises(RuntimeError, match=HELD):
-                Engine(model).__enter__()
-            assert handle.result(600).sequences.tolist() == expected
-            assert not waiting.done()
-        assert waiting.result(600) == expected
 
 
 def test_plain_calls_beside_an_engine_give_their_own_tokens(model: Any) -> None:
@@ -238,34 +216,6 @@ def test_no_keys_of_other_weights_are_used(model: Any, change: Callable[[Any], N
         assert engine.submit(PROMPT, **CASE.settings).result(600).sequences.tolist() == after
         assert engine.stats.reused_tokens
         assert_nothing_is_held(engine)
-
-
-def test_no_logits_of_other_weights_are_replayed(model: Any) -> None:
-    changed = copy.deepcopy(model)
-    _load(changed)
-    settings: dict[str, Any] = {"generation_mode": "resample", "seed": 1, **CASE.settings}
-    with Engine(changed) as engine:
-        after = engine.submit(PROMPT, logits_cache=LogitsCache(), **settings).result(600).sequences.tolist()
-    cache = LogitsCache()
-    with Engine(model) as engine:
-        for is_replayed in (False, True):
-            handle = engine.submit(PROMPT, logits_cache=cache, **settings)
-            assert handle.result(600).sequences.tolist() != after
-            assert bool(handle.stats.replayed_tokens) == is_replayed
-        _load(model)
-        handle = engine.submit(PROMPT, logits_cache=cache, **settings)
-        assert handle.result(600).sequences.tolist() == after
-        assert not handle.stats.replayed_tokens
-
-
-def test_no_keys_computed_with_dropout_are_used(model: Any) -> None:
-    expected = CASE.alone(model)
-    model.config.attention_dropout = 0.5
-    with Engine(model) as engine:
-        for is_training in (True, False, True, False):
-            model.train(is_training)
-            result = engine.submit(PROMPT, **CASE.settings).result(600).sequences.tolist()
-        assert result == expected
 
 
 @pytest.mark.parametrize("change", [_load, _scale_data])

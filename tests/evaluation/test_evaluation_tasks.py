@@ -160,32 +160,6 @@ def test_sources_on_the_hub_load(task: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=1800)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "place"),
-    [
-        ("rows.jsonl", b"", "rows.jsonl"),
-        ("rows.jsonl", b'{"question": "q", "answer": "#### 1"}\n{broken\n', "line 2 of .*rows.jsonl"),
-        ("rows.jsonl", b'\n{"question": "\xe9"}\n', "line 2 of .*rows.jsonl"),
-        ("rows.jsonl", b"[1]\n", "line 1 of .*rows.jsonl"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(name: str, content: bytes, place: str, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=place):
-        load_problems("gsm8k", path)
-
-
-def test_five_rows_make_a_problem_and_the_rest_is_left_out(tmp_path: Path) -> None:
-    first, second = load("gsm8kx5", tmp_path)
-    assert first.answer == "1000,1001,1002,1003,1004"
-    assert second.answer == "1005,1006,1007,1008,1009"
-    assert "5. What is 4 + 1000?" in first.prompt
-    with pytest.raises(ValueError, match="gsm8kx5 needs 5 rows for a problem, got 1"):
-        TASKS["gsm8kx5"].from_rows(GSM8K[:1])
-
-
 # Scores
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_tokenizers
-import tiny
 import yaml
 
 pytest.importorskip("lm_eval")
@@ -25,7 +22,6 @@ from lm_eval.tasks import TaskManager
 from transformers import set_seed
 
 import hf_parallel
-from hf_parallel import UnsupportedModelError
 from hf_parallel.evaluation.lm_eval import ParallelLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,32 +125,11 @@ def test_scores_equal_those_of_hf(folder: Path, options: dict[str, Any]) -> None
         assert [own[0] for own, _ in flat] == pytest.approx([other[0] for _, other in flat], rel=1e-6)
 
 
-def test_few_shot_prefixes_and_questions_are_computed_once(folder: Path) -> None:
-    lm = backend(folder)
-    shots = "Question: Which city is colder, Oslo or Rome? Answer:\nOslo.\n" * 3
-    questions = [f"{shots}Question {number}:" for number in range(5)]
-    pairs = [(question, choice) for question in questions for choice in (" Oslo", " Rome, in 2024", " none")]
-    lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs], disable_tqdm=True)
-    rows = [sum(lm._encode_pair(*pair), [])[:-1] for pair in pairs]
-    assert lm.stats.prefilled_tokens == len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
-    assert lm.stats.forward_passes == 1
-
-
 @pytest.mark.parametrize("batch_size", [1, 4, "auto"])
 def test_greedy_texts_equal_those_of_hf(folder: Path, plain: HFLM, batch_size: Any) -> None:
     expected = answers(evaluate(plain, folder, ["writing"]), "writing")
     assert answers(evaluate(backend(folder, batch_size=batch_size), folder, ["writing"]), "writing") == expected
     assert len({str(text) for text in expected}) > 1
-
-
-def test_repeats_of_a_batch_are_one_call_over_one_prompt(folder: Path) -> None:
-    lm = backend(folder, batch_size=8)
-    context = "Question: which city is colder, Oslo or Rome? Answer:"
-    requests = [request(context, do_sample=True, temperature=1.0, max_gen_toks=10)] * 8
-    texts = lm.generate_until(requests, disable_tqdm=True)
-    assert len(set(texts)) > 4
-    assert lm.stats.prefilled_tokens == len(lm.tok_encode(context))
-    assert lm.stats.forward_passes <= 10
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -208,18 +183,6 @@ def test_a_text_ends_at_the_first_stop_text(folder: Path, plain: HFLM) -> None:
     assert lm.stats.decoded_tokens < 48
 
 
-@pytest.mark.slow
-def test_the_command_line_runs_the_backend(folder: Path) -> None:
-    command = f"--model hf-parallel --model_args pretrained={folder / 'model'},max_batch_tokens=100"
-    tasks = f"--tasks cities,writing --include_path {folder} --device cpu --gen_kwargs generation_mode=shared_prefix"
-    call = [sys.executable, "-m", "hf_parallel.evaluation.lm_eval", *command.split(), *tasks.split()]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "hf-parallel" in done.stdout
-    assert re.search(r"\|cities +\|.*\|acc", done.stdout)
-    assert "exact_match" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -232,21 +195,3 @@ def test_the_command_line_runs_the_backend(folder: Path) -> None:
 def test_invalid_settings_raise_before_the_model_is_loaded(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ParallelLM(**{"pretrained": "no/such/model", **options})
-
-
-@pytest.mark.parametrize(
-    ("gen_kwargs", "message"),
-    [
-        ({"generation_mode": "plain"}, "generation_mode must be .*'plain'"),
-        ({"num_workers": 3}, "num_workers"),
-    ],
-)
-def test_invalid_gen_kwargs_raise(folder: Path, gen_kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        backend(folder).generate_until([request("Let us", **gen_kwargs)], disable_tqdm=True)
-
-
-def test_a_model_that_cannot_be_served_raises_with_the_reason() -> None:
-    tokenizer = small_tokenizers.make("byte_level")
-    with pytest.raises(UnsupportedModelError, match="use --model hf: .*RwkvForCausalLM keeps"):
-        ParallelLM(tiny.build("rwkv"), tokenizer=tokenizer)

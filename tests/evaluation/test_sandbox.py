@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import socket
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -44,46 +42,6 @@ def test_a_program_reads_stdin_and_prints() -> None:
     assert (found.returncode, found.stdout, found.stderr) == (0, "first é\n", "more\n")
     assert found.is_isolated
     assert not found.timed_out
-
-
-ORDINARY = {
-    "threads": """
-        import concurrent.futures, queue, sys, threading
-        sys.setrecursionlimit(10**5); threading.stack_size(1 << 26)
-        def depth(n): return n and 1 + depth(n - 1)
-        thread = threading.Thread(target=lambda: print(depth(20000)), name="deep")
-        thread.start(); thread.join(); threading.stack_size(0)
-        with concurrent.futures.ThreadPoolExecutor(8) as pool: print([*pool.map(pow, range(9), range(9))])
-        print(threading.Event().wait(0.01), queue.Queue().qsize())
-    """,
-    "time and signals": """
-        import os, pathlib, platform, resource, selectors, signal, sys, time
-        signal.signal(signal.SIGALRM, lambda *_: print("alarm"))
-        signal.setitimer(signal.ITIMER_REAL, 0.01); time.sleep(0.1); signal.alarm(0); signal.raise_signal(14)
-        resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
-        clocks = time.time(), time.monotonic(), time.process_time(), time.thread_time(), resource.getrusage(0).ru_utime
-        print(all(clocks), time.localtime().tm_year > 2000, platform.system(), platform.machine(), sys.stdin.isatty())
-        read, write = os.pipe(); os.set_blocking(read, False); os.write(write, b"x"); os.set_inheritable(write, True)
-        with selectors.DefaultSelector() as selector: selector.register(read, 1); print(len(selector.select(1)))
-        print(os.getuid(), os.cpu_count() > 0, len(os.urandom(8)), pathlib.Path(".").resolve().is_dir())
-    """,
-    "native code": """
-        import ctypes, os
-        print(ctypes.CDLL(None).getpid() == os.getpid(), ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 5)())
-        import numpy
-        print(numpy.arange(4).sum(), numpy.linalg.inv(numpy.eye(300) * 2)[0, :2], numpy.ones(10**6).mean())
-    """,
-}
-
-
-@pytest.mark.parametrize("name", ORDINARY)
-def test_ordinary_programs_print_the_same_outside(name: str, tmp_path: Path) -> None:
-    code = textwrap.dedent(ORDINARY[name])
-    outside = subprocess.run(
-        [sys.executable, "-I", "-c", code], cwd=tmp_path, input="cab\n", capture_output=True, text=True, check=True
-    )
-    found = run(code, stdin="cab\n", timeout=60, max_memory=1 << 30)
-    assert (found.stdout, found.stderr, found.returncode) == (outside.stdout, "", 0)
 
 
 def test_the_environment_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

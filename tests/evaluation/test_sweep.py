@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from serving import small_model
 from sweeps import PROBLEMS, RUNS, SAMPLING, Letters, Never, lines_of, small_sweep
 
 import hf_parallel
-from hf_parallel.evaluation import Finisher, Run, read_results, table
-from hf_parallel.evaluation.results import ResultStore
+from hf_parallel.evaluation import Finisher, Run, read_results
 from hf_parallel.evaluation.sweep import sweep
 from hf_parallel.generation import MODES
 from hf_parallel.generation.arguments import encode
@@ -165,39 +163,6 @@ def test_results_of_another_sweep_or_model_are_not_mixed_in(tmp_path: Path) -> N
         model.get_input_embeddings().weight.mul_(2)
     with pytest.raises(ValueError, match="fingerprint"):
         sweep(model, tokenizer, **small, output=tmp_path, **sweeps.SAMPLING)
-
-
-HEADER = {"seed": 0}
-RESULT = {
-    **{"task": "t", "index": 0, "problem": "p", "mode": "none", "settings": {}, "budget": 4, "seed": 1, "sample": 0},
-    **{"passes": 4, "tokens": 4, "answered": True, "score": 1.0, "text": "a\u2028b"},
-}
-
-
-@pytest.mark.parametrize("part", [b'{"task": "t', b"\xff", b'{"text": "\xc3'])
-def test_a_broken_last_line_is_cut_off(tmp_path: Path, part: bytes) -> None:
-    store = ResultStore(tmp_path, HEADER)
-    store.add([RESULT])
-    whole = store.path.read_bytes()
-    store.path.write_bytes(whole + part)
-    assert read_results(tmp_path) == [RESULT]
-    assert ResultStore(tmp_path, HEADER).get(RESULT) == RESULT
-    assert store.path.read_bytes() == whole
-
-
-# The table
-
-
-def test_the_error_of_an_accuracy_is_that_of_problems() -> None:
-    scores = {(0, 0): 1.0, (0, 1): 1.0, (1, 0): 0.0, (1, 1): 0.5, (2, 0): 0.0, (2, 1): 0.0}
-    found = [{**RESULT, "index": i, "sample": s, "score": score} for (i, s), score in scores.items()]
-    (row,) = table(found)
-    means = [1.0, 0.25, 0.0]
-    mean = sum(means) / 3
-    assert row["score"] == pytest.approx(mean)
-    assert row["error"] == pytest.approx(math.sqrt(sum((m - mean) ** 2 for m in means) / 2 / 3))
-    assert (row["problems"], row["generations"]) == (3, 6)
-    assert table([RESULT])[0]["error"] is None
 
 
 # Arguments

@@ -127,27 +127,6 @@ def test_a_step_that_is_wrong_raises_an_error(step: str) -> None:
         game24.apply(step, "1 3 3 8")
 
 
-# Debate
-
-
-def speak(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
-    """Answer as a model: an argument, or the judge's decision."""
-    last = messages[-1]["content"]
-    if last.startswith("You are the judge"):
-        return "I think that Cem was better than Ana."
-    return f"{last.split()[2]} argues\n  after {len(messages) - 3} arguments"
-
-
-def test_a_debate_has_an_argument_of_each_in_every_round_and_a_winner() -> None:
-    result = Runtime(ScriptedModel(speak)).run(debate.debate, "Why?", rounds=2)
-    names = [*debate.SIDES]
-    assert result.value == {
-        "arguments": [(name, f"{name} argues after {number} arguments") for number in (0, 3) for name in names],
-        "winner": "Cem",
-    }
-    assert result.stats.agents == 5
-
-
 # Hogwild
 
 

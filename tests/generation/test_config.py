@@ -117,31 +117,6 @@ def test_every_source_overrides_the_preset(echo: type[ParallelConfig], marked: A
     assert torch.equal(marked.generate(IDS, **arguments), repeated(2).flip(1))
 
 
-@pytest.mark.parametrize("where", ["keywords", "generation_config", "model"])
-def test_given_settings_of_generate_override_those_of_the_preset(
-    where: str, echo: type[ParallelConfig], marked: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-    make_run = echo.make_run
-    monkeypatch.setattr(echo, "make_run", lambda self, call: calls.append(call) or make_run(self, call))
-    arguments: dict[str, Any] = {"generation_mode": "echo", "max_new_tokens": 4}
-    for given, expected in (
-        ({}, (True, 0.5, 2)),
-        ({"temperature": 0.9}, (True, 0.9, 2)),
-        ({"temperature": 0.9, "do_sample": False, "no_repeat_ngram_size": 0}, (False, 0.9, 0)),
-    ):
-        if where == "keywords":
-            marked.generate(IDS, **arguments, **given)
-        elif where == "generation_config":
-            made = GenerationConfig(max_new_tokens=4, **given)
-            marked.generate(IDS, generation_mode="echo", generation_config=made)
-        else:
-            marked.generation_config.update(**given)
-            marked.generate(IDS, **arguments)
-        config = calls[-1].generation_config
-        assert (config.do_sample, config.temperature, config.no_repeat_ngram_size) == expected
-
-
 def test_a_copied_a_saved_and_an_exported_model_keep_their_preset(
     echo: type[ParallelConfig], marked: Any, tmp_path: Path
 ) -> None:

@@ -137,20 +137,6 @@ def test_cached_logits_after_images_are_saved_but_never_drafted(tmp_path: Path) 
         assert torch.equal(found[0, -6:], expected)
 
 
-def test_a_saved_logits_cache_knows_its_images_in_another_process(tmp_path: Path) -> None:
-    model, image, cache, path = model_of("qwen3_vl"), prompts("qwen3_vl", [[1]]), LogitsCache(), tmp_path / "logits"
-    settings = GREEDY | {"generation_mode": "resample", "return_dict_in_generate": True}
-    cache.salt = b"of another one"
-    model.generate(**image, **settings, logits_cache=cache)
-    cache.save(path)
-    loaded = LogitsCache.load(path)
-    assert model.generate(**image, **settings, logits_cache=loaded).stats.replayed_tokens == 6
-    loaded.salt = LogitsCache().salt
-    found = model.generate(**image, **settings, logits_cache=loaded)
-    assert found.stats.replayed_tokens == 0, "keys depend on the secret of the process"
-    assert torch.equal(found.sequences[0, -6:], alone("qwen3_vl", [1]))
-
-
 SEES_LATER = {"gemma3": ("sliding_attention", "full_attention"), "gemma4": ("sliding_attention",)}
 """Types of layers in which image tokens see later ones of their image, by type of model."""
 

@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from transformers import (
     EosTokenCriteria,
@@ -27,8 +26,6 @@ from transformers import (
 
 pytest.importorskip("greenlet")
 
-from hf_parallel import enable  # noqa: E402
-from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine import engine as engine_module  # noqa: E402
 from hf_parallel.generation import sampling  # noqa: E402
 from hf_parallel.generation.log_probs import TopLogProbs  # noqa: E402
@@ -146,39 +143,6 @@ def test_calls_that_sample_together_get_the_tokens_and_scores_of_each_alone(seed
             kept, others = getattr(together, name), getattr(by_itself, name)
             assert (kept is None) == (others is None)
             assert all(torch.equal(a, b) for a, b in zip(kept or (), others or (), strict=True))
-
-
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"do_sample": False},
-    {"do_sample": False, "repetition_penalty": 1.3, "output_scores": True},
-    {"do_sample": True, "seed": 1, "top_k": 0},
-    {"do_sample": True, "seed": 2, "temperature": 0.5, "top_p": 0.8, "num_return_sequences": 2},
-    {"do_sample": True, "seed": 3, "min_p": 0.1, "top_k": 7, "output_logits": True},
-    {"do_sample": True, "seed": 4, "typical_p": 0.7},
-)
-
-
-def test_requests_of_different_settings_sample_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = enable(copy.deepcopy(tiny.build("llama")))
-    prompts = tiny.make_prompts([5, 9, 5, 7, 5, 6])
-    joined: list[int] = []
-    sample = sampling.SamplingBatch.sample
-    monkeypatch.setattr(
-        sampling.SamplingBatch, "sample", lambda batch: joined.append(len(batch.tasks)) or sample(batch)
-    )
-    given = [{"max_new_tokens": 8, **settings} for settings in SETTINGS]
-    with Engine(model) as engine:
-        handles = [engine.submit(prompt, **one) for prompt, one in zip(prompts, given, strict=True)]
-        found = [handle.result() for handle in handles]
-    assert max(joined) == len(SETTINGS) - 1  # all but that with `typical_p`
-    for prompt, one, output in zip(prompts, given, found, strict=True):
-        ids = torch.as_tensor(prompt)[None]
-        more = {"return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
-        expected = model.generate(ids, generation_mode="shared_prefix", **more, **one)
-        assert torch.equal(output.sequences, expected.sequences)
-        for name in ("scores", "logits"):
-            for ours, theirs in zip(getattr(output, name) or (), getattr(expected, name) or (), strict=True):
-                torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
 
 def test_rows_that_cannot_be_drawn_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:

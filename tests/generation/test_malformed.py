@@ -587,14 +587,6 @@ def failing(module: nn.Module, at: int, error: BaseException) -> Iterator[None]:
     assert count >= at, f"there were only {count} passes"
 
 
-@pytest.mark.parametrize(("call", "at"), [(SHARED, 1), (SHARED, 4), (HOGWILD, 2), (HOGWILD, 5)])
-def test_an_error_in_a_forward_pass_is_raised_and_changes_nothing(call: dict[str, Any], at: int, bench: Bench) -> None:
-    for error in (SystemExit(3), RuntimeError("out of memory")):
-        with pytest.raises(type(error)) as caught, failing(bench.model.model.layers[-1].mlp, at, error):
-            bench.model.generate(**call)
-        assert caught.value is error
-
-
 @pytest.mark.parametrize("call", [SHARED, HOGWILD], ids=["shared_prefix", "hogwild"])
 def test_a_failed_call_keeps_no_cache_alive(call: dict[str, Any], bench: Bench) -> None:
     caches = []
@@ -609,13 +601,3 @@ def test_a_failed_call_keeps_no_cache_alive(call: dict[str, Any], bench: Bench) 
     gc.collect()
     assert caches
     assert all(cache() is None for cache in caches)
-
-
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_an_interrupted_enable_leaves_the_model_plain(at: int) -> None:
-    model = copy.deepcopy(build("llama"))
-    before = describe(model)
-    with pytest.raises(KeyboardInterrupt), failing(model.model.layers[1], at, KeyboardInterrupt()):
-        hf_parallel.enable(model)
-    assert describe(model) == before
-    assert torch.equal(model.generate(**GREEDY), build("llama").generate(**GREEDY))

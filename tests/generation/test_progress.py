@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 from ascii_tokenizer import AsciiTokenizer
 from mode_cases import BUILT_IN, small_call
-from transformers import LogitsProcessor
 from transformers.utils import logging
 
 from hf_parallel.engine import Engine
@@ -61,27 +59,3 @@ def test_the_last_state_has_the_passes_and_tokens_of_the_call(mode: str, model: 
         given = {name: value for name, value in copy.deepcopy(call).items() if name != "generation_mode"}
         handle = engine.submit(PROMPT, mode, progress=True, **given)
         check(bars, handle.result().record, handle.stats)
-
-
-class Fails(LogitsProcessor):
-    """Raises an error in the third pass."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls > 2:
-            raise RuntimeError("it fails")
-        return scores
-
-
-def test_a_bar_closes_on_errors(model: Any, bars: list[Any]) -> None:
-    given: dict[str, Any] = {"max_new_tokens": 9, "progress": True, "pad_token_id": 0, "eos_token_id": None}
-    with pytest.raises(RuntimeError, match="it fails"):
-        model.generate(PROMPT, generation_mode="shared_prefix", logits_processor=[Fails()], **given)
-    with Engine(model, AsciiTokenizer()) as engine, pytest.raises(RuntimeError, match="it fails"):
-        engine.submit(PROMPT, logits_processor=[Fails()], **given).result()
-    assert [bar.disable for bar in bars] == [True, True]
-    assert [bar.n for bar in bars] == [2, 2]
-    assert all("2 tokens" in last_state(bar) for bar in bars)

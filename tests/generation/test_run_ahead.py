@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_shared_prefix import TokenCount
 from tiny_tokenizer import TOKENIZER
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -60,18 +59,6 @@ def test_results_are_the_same(generate: Callable[..., Any], sampled: bool, ends:
     for ours, theirs in zip(actual.past_key_values.tree.nodes(), expected.past_key_values.tree.nodes(), strict=True):
         assert ours.tokens.tolist() == theirs.tokens.tolist()
         assert ours.block.length == theirs.block.length
-
-
-def test_an_ended_row_is_part_of_one_more_pass(model: PreTrainedModel, generate: Callable[..., Any]) -> None:
-    settings: dict[str, Any] = {"eos_token_id": endings(generate), "pad_token_id": 0}
-    with TokenCount(model) as sequential:
-        generate(False, **settings)
-    with TokenCount(model) as overlapping:
-        generate(True, **settings)
-    prompts, *steps = sequential.passes
-    assert len(set(steps)) > 2, "the rows end together"
-    assert len(steps) < NEW - 1, "a row does not end"
-    assert overlapping.passes == [prompts, len(INPUT_IDS), *steps]
 
 
 class Identity(LogitsProcessor):

@@ -9,12 +9,10 @@ import pytest
 import tiny
 import torch
 from mode_cases import BUILT_IN, small_call
-from test_hogwild_run import BLANKS, EOS, STOP_BLANK
-from workers import SETTINGS, TOKENIZER, WORDY, Listener, Recording, small_model, write
+from workers import SETTINGS, TOKENIZER, WORDY, Listener, small_model
 
 import hf_parallel
 from hf_parallel.generation import MODES, decode, executor
-from hf_parallel.generation.sampling import Sampler
 
 PROMPTS, MASK = tiny.left_pad(tiny.make_prompts([23, 11]))
 
@@ -87,35 +85,6 @@ def test_workers_write_the_same_where_steps_end_often(both: Any, layout: str, wo
     assert sum(step.forward_pass is not None for steps in expected.history for step in steps) > 3
     check_equal(expected, actual)
     assert streamers[0].received == streamers[1].received
-
-
-def test_each_worker_that_stops_or_ends_a_step_makes_one_pass_void(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripts = [["a", STOP_BLANK, "bb.\n\nc"], ["dddddddd.", BLANKS, "e"], ["fffff", EOS]]
-    seen: list[list[list[str]]] = []
-
-    def run() -> Any:
-        recording = Recording()
-        out = write(*scripts, finisher="3}")
-        seen.append([one.seen for one in recording.passes])
-        return out
-
-    monkeypatch.setattr(Sampler, "stays_on_device", True)  # despite the processor of the scripts
-    expected, actual = both(run)
-    check_equal(expected, actual)
-    ends = {step.forward_pass for step in expected.history[0] if step.forward_pass}
-    assert actual.stats.forward_passes == expected.stats.forward_passes + len(ends)
-    later = iter(seen[1])
-    assert all(views in later for views in seen[0]), "the passes without the void ones differ"
-
-
-def test_passes_are_rarely_queued_ahead_while_many_are_void(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "VOID_COST", 8)
-    monkeypatch.setattr(Sampler, "stays_on_device", True)
-    expected, actual = both(lambda: write("a.\n\nb.\n\n" * 40, "c.\n\n" * 80))
-    check_equal(expected, actual)
-    ends = {step.forward_pass for step in expected.history[0] if step.forward_pass}
-    assert len(ends) > 10
-    assert 2 <= actual.stats.forward_passes - expected.stats.forward_passes <= 3 + len(ends) // 8
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 from transformers import PreTrainedModel
 from workers import TOKENIZER
 
-from hf_parallel.generation import prefill
 from hf_parallel.generation.prefill import BATCH_CAPACITY, MIN_CAPACITY, SUFFIX_CAPACITY, initial_capacity
 
 PROMPT = tiny.make_prompts([20], seed=5)[0][None]
@@ -44,16 +42,3 @@ def test_many_completions_that_end_early_reserve_little_despite_max_new_tokens(
     stats = generate(model, 256, mode, max_new_tokens=480, stopping_criteria=early).stats
     per_token = stats.kv_bytes / (PROMPT.shape[1] + 256 * 2)  # the last token of a row is not computed
     assert stats.reserved_bytes <= (BATCH_CAPACITY + PROMPT.shape[1]) * per_token
-
-
-def test_completions_of_full_length_reserve_no_unused_memory(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = {"max_new_tokens": 97, "min_new_tokens": 97}
-    expected = generate(model, 16, **settings).sequences
-    monkeypatch.setattr(prefill, "MIN_CAPACITY", 4)
-    monkeypatch.setattr(prefill, "BATCH_CAPACITY", 256)
-    assert initial_capacity(96, 16) == 12
-    out = generate(model, 16, **settings)
-    assert torch.equal(out.sequences, expected)
-    assert out.stats.reserved_bytes == out.stats.kv_bytes

@@ -80,24 +80,6 @@ def test_of_two_calls_that_start_together_one_raises(model: Any) -> None:
     assert torch.equal(generate(model, PROMPTS[0]), expected[0])
 
 
-def test_calls_of_a_model_that_waits_follow_each_other(model: Any) -> None:
-    hf_parallel.enable(model, wait=True)
-    hf_parallel.enable(model)  # leaves it unchanged
-    expected = [generate(model, prompt) for prompt in PROMPTS]
-    mode = {"generation_mode": "shared_prefix"}
-    calls = [lambda p=prompt: [generate(model, p, **mode) for _ in range(10)] for prompt in PROMPTS * 2]
-    for outcome, tokens in zip(in_threads(*calls), expected * 2, strict=True):
-        assert isinstance(outcome, list), outcome
-        assert all(torch.equal(one, tokens) for one in outcome)
-
-    def again(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(RuntimeError, match="already generating"):  # it would wait for itself
-            generate(model, PROMPTS[0], **mode)
-        return scores
-
-    assert torch.equal(generate(model, PROMPTS[0], logits_processor=[again], **mode), expected[0])
-
-
 def test_plain_calls_beside_modes_are_those_of_the_model_alone(model: Any) -> None:
     """Modes begin and end at any time during forward passes and calls of `generate` in other threads."""
     ids, mask = tiny.left_pad([prompt[0] for prompt in PROMPTS])

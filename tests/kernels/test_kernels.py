@@ -5,10 +5,8 @@ Layouts result from random cache operations (`scenes.py`): prefix trees, workers
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import Features, Scene, rotate_to, scenes
-from torch.overrides import TorchFunctionMode
 
 from hf_parallel.cache import Segment
 from hf_parallel.kernels import (
@@ -31,7 +28,6 @@ from hf_parallel.kernels import (
     select_backend,
 )
 from hf_parallel.kernels import torch_attention as torch_backend
-from hf_parallel.kernels.dense import dense_attention, matmul_attention
 from hf_parallel.kernels.schedule import make_schedule
 
 EXACT = settings(max_examples=30)
@@ -160,40 +156,3 @@ def test_layers_of_different_windows_share_one_plan(monkeypatch: pytest.MonkeyPa
         params = AttentionParams(1, 8**-0.5, window=window)
         out = block_attention(scene.queries, layer.keys, layer.values, plan, params)
         torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-12)
-
-
-# PyTorch's kernels on a GPU
-
-
-class EfficientAttention(TorchFunctionMode):
-    """Computes PyTorch's memory-efficient attention on the CPU, with its conditions, for tensors that seem on a GPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__self__", None) is torch.Tensor.device:
-            return torch.device("cuda")
-        if getattr(func, "__self__", None) is torch.Tensor.is_cuda:
-            return True
-        if func is not torch.ops.aten._scaled_dot_product_efficient_attention:
-            return func(*args, **kwargs)
-        q, k, v, mask = args
-        for name, tensor in zip(("query", "key", "value"), (q, k, v), strict=True):
-            if any(stride * tensor.element_size() % 16 for stride in tensor.stride()[:-1]):
-                raise RuntimeError(f"{name} is not correctly aligned (strideM)")
-        return matmul_attention(q, k, v, mask, kwargs["is_causal"], kwargs["scale"], None)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim"),
-    [(torch.float16, 12), (torch.bfloat16, 100), (torch.float16, 64), (torch.float32, 10)],
-    ids=str,
-)
-def test_fused_kernels_of_a_gpu_get_aligned_heads(dtype: torch.dtype, head_dim: int) -> None:
-    q, k, v = (torch.randn(2, heads, 16, head_dim).to(dtype) for heads in (4, 2, 2))
-    mask = torch.zeros(2, 1, 16, 16, dtype=dtype)
-    mask[..., 9:] = -math.inf
-    with EfficientAttention():
-        out, lse = dense_attention(q, k, v, mask, False, 0.3, None)
-    expected, expected_lse = matmul_attention(q, k, v, mask, False, 0.3, None)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(lse, expected_lse)

@@ -56,20 +56,6 @@ def test_kernel_equals_softmax(tokens: int, heads: int, kv_heads: int, dim: int,
 
 
 @compiled
-@pytest.mark.parametrize("size", [1e-3, 30.0, 300.0])
-def test_kernel_is_exact_for_flat_and_for_peaked_scores(size: float) -> None:
-    """Scores of up to several thousand must neither overflow nor lose the maximum."""
-    q, k, v = torch.randn(7, 6, 64) * size, torch.randn(2, 900, 64), torch.randn(2, 900, 64)
-    k[:, 850:] *= 2  # the maximum comes late
-    out, lse = attend(q, (k[None], v[None]), scale=0.125)
-    expected, expected_lse = softmax(q, k, v, 0.125)
-    # The exponential turns the rounding error of the scores into a relative error of the weights.
-    tolerance = 1e-5 + 4e-6 * float((q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()) * 0.125)
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-6, atol=1e-5)
-
-
-@compiled
 @pytest.mark.parametrize("blocks", [1, 3])  # lanes of rows, lanes of dimensions
 def test_a_key_that_is_not_a_number_is_not_ignored(blocks: int) -> None:
     q, k, v = torch.randn(blocks, 2, 16), torch.randn(blocks, 1, 70, 16), torch.randn(blocks, 1, 70, 16)

@@ -15,11 +15,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scenes import Features, Scene, rotate_to, scenes
+from scenes import Features, Scene, scenes
 
 from hf_parallel.cache import Segment
 from hf_parallel.kernels import (
-    AttentionParams,
     LayerStorage,
     RotarySpec,
     TokenRange,
@@ -111,28 +110,6 @@ def test_head_sizes_and_rotations_equal_oracle(head_dim: int, style: str) -> Non
     check(workers(Features(kv_heads=2, head_dim=head_dim, value_dim=head_dim, rotary=STYLES[style]), 2, 2))
 
 
-@pytest.mark.parametrize("window", [1, 12, 30, 100, None])
-def test_long_blocks_under_a_window_equal_oracle(window: int | None) -> None:
-    """Tiles that all rows see completely, tiles that some rows see in part, and several items of one block."""
-    scene = Scene(Features(groups=2, window=window, softcap=2.0))
-    root, own = scene.cache.pool.new_block(), scene.cache.pool.new_block()
-    scene.step([Segment([root], 150)])
-    scene.step([Segment([root, own], 21)])
-    check(scene)
-
-
-def test_the_keys_of_a_block_are_split_among_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs get equal parts of 700 keys; there are more partial results than are merged at once."""
-    monkeypatch.setattr(launches, "num_processors", lambda device: 30)
-    scene = Scene(Features(groups=8))
-    root, own = scene.cache.pool.new_block(), scene.cache.pool.new_block()
-    scene.step([Segment([root], 700)])
-    scene.step([Segment([root, own], 1)])
-    check(scene)
-    parts = attention(scene).buffers["merge_start"][1]
-    assert parts > triton_backend.PARTS_PER_STEP
-
-
 @pytest.mark.parametrize(("heads", "sinks"), [(1, False), (8, True), (11, False), (11, True)])
 def test_many_queries_are_merged_several_heads_per_program(
     monkeypatch: pytest.MonkeyPatch, heads: int, sinks: bool
@@ -152,59 +129,11 @@ def test_many_queries_are_merged_several_heads_per_program(
     assert len(tape) == 2, "few queries are merged one head per program"
 
 
-# Padding
-
-
-def test_padded_queries_are_zero_and_change_no_other() -> None:
-    scene = workers(Features(kv_heads=2, groups=2, sinks=True), 2, 1)
-    expected = attend(scene)
-
-    def padded(q: torch.Tensor, *args: Any) -> torch.Tensor:
-        return TRITON.attend(torch.cat((q, q.new_full((5, *q.shape[1:]), math.nan))), *args)
-
-    out = scene.attend(padded, torch.float32)
-    assert torch.equal(out[:2], expected)
-    assert torch.equal(out[2:], torch.zeros(5, 4, 8))
-
-
 # Following decode steps
-
-
-@pytest.fixture
-def short_horizon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work items are made for two following steps."""
-    monkeypatch.setattr(AttendLaunch, "horizon", 2)
 
 
 def decoding(scene: Scene) -> list[Segment]:
     return [Segment(segment.view, 1) for segment in scene.forward.segments if segment.write]
-
-
-@pytest.mark.parametrize(
-    ("style", "window", "common", "chunk"),
-    [
-        ("none", None, 9, None),
-        ("half", None, 9, None),
-        ("half", 3, 9, None),
-        ("half", 90, 100, None),
-        ("interleaved", 14, 9, None),
-        ("half", None, 9, 8),
-    ],
-)
-@pytest.mark.usefixtures("short_horizon")
-def test_following_steps_are_right_within_the_horizon_and_after_it(
-    style: str, window: int | None, common: int, chunk: int | None
-) -> None:
-    """Under windows, and in chunks that begin between two steps and into which other blocks grow."""
-    scene = workers(Features(rotary=STYLES[style], window=window, chunk=chunk), 2, 2, common)
-    segments = decoding(scene)
-    scene.cache.pool.reserve([(segment.view[-1], 30) for segment in segments])
-    steps = []
-    for _ in range(4):
-        scene.step(segments)
-        torch.testing.assert_close(attend(scene), scene.truth().float(), rtol=0, atol=1e-5)
-        steps.append(attention(scene).step)
-    assert steps == [0, 1, 2, 0]
 
 
 @few(3)
@@ -240,50 +169,6 @@ class Captured:
             self.tape[-1]()
 
         return launch
-
-
-@pytest.mark.usefixtures("short_horizon")
-@pytest.mark.parametrize("window", [None, 6])
-def test_captured_kernels_compute_following_steps_and_other_plans(
-    monkeypatch: pytest.MonkeyPatch, window: int | None
-) -> None:
-    """Three workers decode, one leaves, and a common block grows by a token; always padded to five rows."""
-    scene = workers(Features(groups=2, rotary=ROTARY, window=window), 3, 2)
-    segments = decoding(scene)
-    scene.cache.pool.reserve([(block, 30) for block in segments[0].view])
-    tape: list[Callable[[], None]] = []
-    for name in ("attend_kernel", "merge_kernel"):
-        monkeypatch.setattr(triton_backend, name, Captured(getattr(triton_backend, name), tape))
-    params = AttentionParams(1, 8**-0.5, ROTARY, window=window)
-    query, target = torch.empty(5, 2, 8), storage(scene)
-    out: torch.Tensor | None = None
-    launch: AttendLaunch | None = None
-    steps = []
-    for step in range(8):
-        if step == 4:
-            segments.pop(1)
-        if step == 6:
-            scene.step([Segment(segments[0].view[:1], 1)])
-        scene.step(segments)
-        layer, plan = scene.cache.pool.arena.layers[0], scene.forward.plan
-        rows = plan.num_queries
-        rotated = rotate_to(scene.queries.transpose(0, 1), scene.forward.position_ids, ROTARY).transpose(0, 1)
-        query[:rows], query[rows:] = rotated, math.nan
-        target.keys.copy_(layer.keys)
-        target.values.copy_(layer.values)
-        if out is None or launch is None:
-            out = TRITON.attend(query, target.keys, target.values, plan, params)
-            launch = attention(scene)
-        else:
-            assert launch.update(plan)
-            out.fill_(math.nan)
-            for replay in tape:
-                replay()
-        torch.testing.assert_close(out[:rows], scene.truth().float(), rtol=0, atol=1e-5)
-        assert not out[rows:].any()
-        steps.append(launch.step)
-    assert len(tape) == 2
-    assert steps == [0, 1, 2, 0, 0, 1, 0, 1]
 
 
 # Storing and moving

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import Features, Scene, scenes
 
@@ -68,21 +67,6 @@ def test_items_cover_every_visible_key_exactly_once(scene: Scene, partitions: li
     work = make_work(plan, partitions, *limits)
     assert keys_by_items(work, plan, *limits) == keys_by_plan(plan, *limits)
     assert (work.items[:, ITEM_FIELDS.index("start")] < work.items[:, ITEM_FIELDS.index("stop")]).all()
-
-
-@QUICK
-@given(scene=scenes(), partitions=partitions(), horizon=st.integers(1, 9))
-def test_items_cover_the_following_steps(scene: Scene, partitions: list[Partition], horizon: int) -> None:
-    segments = [Segment(segment.view, 1) for segment in scene.forward.segments if segment.write]
-    assume(segments)
-    scene.cache.pool.reserve([(segment.view[-1], segment.view[-1].length + horizon + 1) for segment in segments])
-    scene.step(segments)
-    limits = scene.features.window, scene.features.chunk
-    work = make_work(scene.forward.plan, partitions, *limits, horizon)
-    for _ in range(horizon + 1):
-        plan = scene.forward.plan
-        assert keys_by_items(work, plan, *limits) == keys_by_plan(plan, *limits)
-        scene.forward = replace(scene.forward, plan=plan.next_step())
 
 
 @QUICK

@@ -17,7 +17,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
-    GenerationMixin,
     LlamaForCausalLM,
     PreTrainedModel,
 )
@@ -163,16 +162,6 @@ def test_enable_and_disable_are_idempotent_and_restore_the_model() -> None:
     assert torch.equal(generate(model), expected)
     with pytest.raises((ValueError, TypeError)):  # unknown argument
         generate(model, "shared_prefix")
-
-
-def test_nothing_global_is_patched() -> None:
-    generate_before = GenerationMixin.generate
-    model, other = hf_parallel.enable(a_copy("llama")), a_copy("llama")
-    generate(model, "shared_prefix")
-    assert GenerationMixin.generate is generate_before is LlamaForCausalLM.generate
-    assert type(other) is LlamaForCausalLM
-    assert type(AutoModelForCausalLM.from_config(model.config)) is LlamaForCausalLM
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_enabled_model_is_saved_with_its_own_class(tmp_path: Path) -> None:

@@ -132,25 +132,6 @@ def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "FUSING_DEVICES", ("cpu",))
 
 
-def num_storages(model: PreTrainedModel) -> int:
-    return len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
-
-
-@pytest.mark.usefixtures("fusing")
-@pytest.mark.parametrize(
-    "name", ["qwen2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "phi3", "gpt2"))]
-)
-def test_fused_projections_generate_the_same_tokens_without_a_second_copy(name: str) -> None:
-    model = enabled(name)
-    expected, state, before = generate(model, compile=False).sequences, weights(model), num_storages(model)
-    assert torch.equal(generate(model, compile=True).sequences, expected)
-    assert (num_storages(model) < before) == name.startswith("qwen")
-    assert_equal(weights(model), state)
-    hf_parallel.disable(model)
-    assert num_storages(model) == before
-    assert_equal(weights(model), state)
-
-
 @pytest.mark.usefixtures("fusing")
 @pytest.mark.parametrize("change", ["replaced", *(pytest.param(n, marks=pytest.mark.slow) for n in ("set", "dtype"))])
 def test_fused_projections_follow_weights_that_are_replaced_or_changed(change: str) -> None:
@@ -165,12 +146,3 @@ def test_fused_projections_follow_weights_that_are_replaced_or_changed(change: s
         model.double()
     out = generate(model, compile=True)
     assert torch.equal(out.sequences, generate(model, compile=False).sequences)
-
-
-def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)

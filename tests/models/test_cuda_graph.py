@@ -109,20 +109,6 @@ def test_one_graph_is_replayed_for_all_steps(graphs: Graphs, model: PreTrainedMo
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_finished_rows_lead_to_smaller_graphs(
-    graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, ahead: bool
-) -> None:
-    monkeypatch.setattr(executor, "ASYNC_DEVICES", ("cpu",) if ahead else ())
-    plain = generate(model, None).sequences[:, INPUT_IDS.shape[1] :]
-    eos = [int(plain[0, 1]), int(plain[2, 2])]
-    settings: dict[str, Any] = {"eos_token_id": eos}
-    expected = generate(model, None, **settings).sequences
-    assert torch.equal(generate(model, **settings).sequences, expected)
-    assert graphs.captures == sorted(graphs.captures, reverse=True)
-    assert len(graphs.captures) < graphs.replays
-
-
-@pytest.mark.parametrize("ahead", [False, True])
 def test_steps_moved_into_the_history_need_no_new_capture(
     graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
@@ -210,19 +196,6 @@ def test_synchronizing_operations_raise_before_a_capture(
                 function(torch.tensor([1.0, -2.0, 3.0]))
         else:
             function(torch.tensor([1.0, -2.0, 3.0]))
-
-
-def test_prefill_chunks_of_one_token_per_row_keep_their_logits(graphs: Graphs, model: PreTrainedModel) -> None:
-    """Prompts that differ in their last token, in chunks of two rows: the next replay overwrites the output."""
-    ids = torch.cat((ROOT.expand(4, -1), torch.tensor([[20], [30], [40], [50]])), dim=1)
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "pad_token_id": 0}
-    expected = model.generate(ids, generation_mode=None, **settings)  # type: ignore[operator]
-    cache = hf_parallel.SharedPrefixCache()
-    settings |= {"generation_mode": "shared_prefix", "past_key_values": cache}
-    model.generate(ROOT[None], **(settings | {"max_new_tokens": 1}))  # type: ignore[operator]
-    assert torch.equal(model.generate(ids, prefill_chunk_size=2, **settings), expected)  # type: ignore[operator]
-    assert graphs.captures == [2, 4]
-    assert graphs.replays == 3
 
 
 def test_graphs_are_released_with_their_call(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -18,8 +17,7 @@ from transformers import PreTrainedModel
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache, UnsupportedModelError
-from hf_parallel.engine import Engine, KVBudgetError
-from hf_parallel.generation.replay import drafts
+from hf_parallel.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EACH = [("lfm2", 1), ("qwen3_5_text", 1)] + [pytest.param(name, 4, marks=pytest.mark.slow) for name in hybrids.SETTINGS]
@@ -175,34 +173,6 @@ def test_a_part_of_a_completion_is_continued_from_the_last_state_within_it(name:
 
 
 @pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
-def test_drafts_in_an_engine_change_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "STATE_COST", 0.0)  # verify drafts although tiny models save no time by them
-    model, ids, stats = enabled(name), torch.tensor([[*range(3, 13)] * 2]), list[Any]()
-    settings: dict[str, Any] = {"generation_mode": "resample", "do_sample": True, "temperature": 0.3, "top_k": 0}
-    settings |= {"max_new_tokens": 24, "eos_token_id": NEVER, "num_return_sequences": 2}
-    no_drafts = {**settings, "draft_tokens": 0}
-    alone = [model.generate(ids, **no_drafts, seed=seed, logits_cache=LogitsCache()) for seed in range(4)]
-    for budget in (20_000, None):  # the memory that a request may need, or all
-        cache = LogitsCache()
-        if budget is not None:
-            small = Engine(model, max_kv_bytes=budget, state_interval=16)
-            with small as engine, pytest.raises(KVBudgetError) as raised:
-                engine.submit(ids, **settings, logits_cache=cache)
-            budget = int(re.findall(r"may need (\d+) bytes", str(raised.value))[0])
-        with Engine(model, max_kv_bytes=budget, max_batch_tokens=64, state_interval=16) as engine:
-            if budget is None:
-                fail_sometimes(engine, random.Random(name), 4)
-            for seeds in ((0, 1), (2, 3)):  # two at once, then two that draft what the first ones have sampled
-                handles = [engine.submit(ids, **settings, seed=seed, logits_cache=cache) for seed in seeds]
-                for seed, handle in zip(seeds, handles, strict=True):
-                    assert torch.equal(handle.result(timeout=600).sequences, alone[seed])
-                    stats.append(handle.stats)
-            if budget is None:
-                check_preempted_and_idle(engine)
-    assert sum(one.drafted_tokens for one in stats) > sum(one.accepted_tokens for one in stats) > 0
-
-
-@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
 def test_prompts_whose_states_a_failed_pass_has_half_written_are_computed_again(name: str) -> None:
     model, alone, rng, broken = enabled(name), Alone(name), random.Random(name), list[Any]()
     settings = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": NEVER}
@@ -240,60 +210,8 @@ def test_modes_without_one_sequence_per_row_raise() -> None:
         model(ids, past_key_values=SharedPrefixCache(), use_cache=True)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
-def test_a_state_that_is_not_finite_is_not_kept(name: str) -> None:
-    model, kept, prompt = enabled(name), SharedPrefixCache(), [5, 6, 7, 8]
-    (rows, _), broken = completions(model, [prompt], past_key_values=kept), []
-
-    def break_once(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        broken.append(output)
-        return output * torch.nan if len(broken) == 1 else output
-
-    mixer = model.get_submodule(model._parallel.capabilities.mixers[-1].name)
-    handle = mixer.in_proj.register_forward_hook(break_once)  # NaN reaches the state of the last layer
-    try:
-        completions(model, [[*prompt[:3], 9, 10, 11]], past_key_values=kept)
-    finally:
-        handle.remove()
-    assert broken
-    again, _ = completions(model, [prompt, [*prompt[:3], 9, 10, 11]], past_key_values=kept)
-    assert again[0] == rows[0]
-    assert again[1] == Alone(name).tokens([*prompt[:3], 9, 10, 11])
-
-
 def test_a_prompt_has_one_state_however_many_rows_start_from_it() -> None:
     model, kept = enabled("lfm2"), SharedPrefixCache()
     completions(model, [list(range(3, 40))] * 5, past_key_values=kept, keep_completions=False)
     assert kept.pool.states.num_used == 2  # at its end and before its last token, whose logits a later call needs
     assert kept.state_bytes == 2 * 3 * 64 * 3 * 4  # three layers, 64 channels, kernel of 3, float32
-
-
-@pytest.mark.parametrize("name", ["lfm2", pytest.param("mamba", marks=pytest.mark.slow)])
-def test_max_bytes_bounds_keys_and_states_of_a_kept_cache(name: str) -> None:
-    model, kept, limit = enabled(name), SharedPrefixCache(max_bytes=30_000), 30_000
-    for prompt in tiny.make_prompts([12] * 6):
-        model.generate(prompt[None], generation_mode="shared_prefix", past_key_values=kept, max_new_tokens=4)
-        own = SharedPrefixCache()
-        model.generate(prompt[None], generation_mode="shared_prefix", past_key_values=own, max_new_tokens=4)
-        # A call's own tokens come on top, and a state where the prompt leaves another one.
-        assert kept.kv_bytes + kept.state_bytes <= limit + 2 * (own.kv_bytes + own.state_bytes)
-
-
-def test_a_request_that_fails_ends_alone_in_an_engine() -> None:
-    """States of its batch may be half written: the other requests are preempted and computed again."""
-    model = copy.deepcopy(tiny.build("lfm2"))
-    prompts = [prompt.tolist() for prompt in tiny.make_prompts([5, 7, 6, 9])]
-    expected = [Alone("lfm2").tokens(prompt) for prompt in prompts]
-    used = {token for prompt, tokens in zip(prompts, expected, strict=True) for token in prompt + tokens}
-    bad = next(token for token in range(3, tiny.VOCAB_SIZE) if token not in used)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[bad] = torch.nan
-        if model.config.tie_word_embeddings:
-            model.lm_head.weight = torch.nn.Parameter(tiny.build("lfm2").lm_head.weight.clone())
-    with Engine(hf_parallel.enable(model)) as engine:
-        settings = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": NEVER}
-        handles = [engine.submit(prompt, **settings) for prompt in (prompts[0], prompts[1], [5, bad, 7], *prompts[2:])]
-        with pytest.raises(RuntimeError, match="not finite"):
-            handles.pop(2).result()
-        rows = [handle.result().sequences[0, len(p) :].tolist() for handle, p in zip(handles, prompts, strict=True)]
-    assert rows == expected

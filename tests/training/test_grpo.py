@@ -20,7 +20,7 @@ from hf_parallel.training import teacher_forced_logits
 
 trl, peft, datasets = (pytest.importorskip(name) for name in ("trl", "peft", "datasets"))
 
-from hf_parallel.training import SharedPrefixGRPOTrainer, SharedPrefixLossMixin, make_rollout_func  # noqa: E402
+from hf_parallel.training import SharedPrefixGRPOTrainer, make_rollout_func  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -132,17 +132,6 @@ def test_steps_equal_those_of_trl(name: str, checkpoint: Path) -> None:
     for step in found:
         assert (DIFFERENCE in step) == ("generation_kwargs" in settings and "reward" in step)
         assert "off_policy_mask_threshold" in settings or step.get(DIFFERENCE, 0) < 1e-4
-
-
-def test_the_mixin_computes_trees_in_the_rloo_trainer(checkpoint: Path) -> None:
-    class SharedPrefixRLOOTrainer(SharedPrefixLossMixin, trl.RLOOTrainer):
-        """Nothing else is needed."""
-
-    runs = [
-        steps(make_trainer(cls, checkpoint, config=trl.RLOOConfig, beta=0.0))
-        for cls in (SharedPrefixRLOOTrainer, trl.RLOOTrainer)
-    ]
-    assert_equal_steps(*runs)
 
 
 def test_several_prompts_of_a_micro_batch_are_rows_and_each_is_computed_once(checkpoint: Path) -> None:

@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,12 @@ from ascii_tokenizer import AsciiTokenizer
 from mode_cases import small_call
 from small_tokenizers import make
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_mask
 
 import hf_parallel
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.executor import LocalExecutor
 from hf_parallel.generation.sampling import SamplingTask
-from hf_parallel.kernels import AttentionParams, RotarySpec
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.training import (
     DataCollatorForParallel,
@@ -34,10 +31,9 @@ from hf_parallel.training import (
     teacher_forced_logits,
     tree_logprobs,
 )
-from hf_parallel.training.attention import LayoutBatch
 from hf_parallel.training.dialects import Dialect
 from hf_parallel.training.layout import make_views
-from hf_parallel.training.masks import block_mask, stock_mask
+from hf_parallel.training.masks import stock_mask
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -240,50 +236,6 @@ def test_masks_give_the_same_logits_to_every_stock_attention(name: str) -> None:
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("window", [None, pytest.param(9, marks=pytest.mark.slow)])
-def test_a_mask_for_flex_attention_is_that_for_sdpa(window: int | None) -> None:
-    """Its tiles, too: outside of them nothing is seen, and a full one is seen completely."""
-    branches, _ = run(enabled(), "pdos", **{**PDOS, "branch_max_new_tokens": 60, "max_new_tokens": 250})
-    config = SimpleNamespace(sliding_window=window, model_type="any", max_position_embeddings=512)
-    config.get_text_config = lambda decoder: config
-    tree = ParallelExample.from_tree([[5] * 200] * 2, [[6] * 200, [7] * 200])
-    for examples in ([branches], [tree], [tree, branches]):
-        config._attn_implementation = "sdpa"
-        dense = stock_mask(examples, config, torch.float32)
-        config._attn_implementation = "flex_attention"
-        mask = stock_mask(examples, config, torch.float32)
-        seen = create_mask(mask.mask_mod, len(dense), 1, *mask.seq_lengths, device="cpu")
-        for row, length in enumerate(map(len, examples)):
-            assert torch.equal(seen[row, :, :length], dense[row, :, :length])
-        some = F.max_pool2d(seen.float(), 128, ceil_mode=True).int()
-        tiles = mask.to_dense()
-        assert ((tiles == 1) | (some == 0)).all()
-        assert tiles.float().mean() < 1
-    view = make_views(tree)[0]
-    mask = block_mask([view], (len(tree), len(tree)), None, "cpu")
-    full = [
-        (row, int(tile))
-        for row, number in enumerate(mask.full_kv_num_blocks[0, 0].tolist())
-        for tile in mask.full_kv_indices[0, 0, row, :number]
-    ]
-    assert full
-    assert all(view.mask()[128 * row : 128 * row + 128, 128 * tile : 128 * tile + 128].all() for row, tile in full)
-
-
-def test_what_stock_attention_cannot_compute_raises() -> None:
-    model = tiny.build("llama")
-    moved, _ = hogwild(enabled())
-    with pytest.raises(ValueError, match="has tokens that move"):
-        stock_mask(moved, model.config, torch.float32)
-    config = copy.deepcopy(model.config)
-    config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="attn_implementation must be one of .* got 'flash_attention_2'"):
-        stock_mask(TREE, config, torch.float32)
-    long = [5] * (model.config.max_position_embeddings + 1)
-    with pytest.raises(ValueError, match=r"needs 513 positions, but the model has 512 \(max_position_embeddings\)"):
-        tree_logprobs(model, long, [[5]])
-
-
 # Batches
 
 TOKENIZER = make("split_marker")
@@ -397,20 +349,6 @@ def test_texts_of_a_dialect_become_batches(embedded: tuple[Any, Any]) -> None:
 def test_features_that_cannot_be_read_raise_with_their_index(feature: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="feature 1 of the batch"):
         DataCollatorForParallel(TOKENIZER, **{"dialect": "pdos", **settings})([TREE, feature])
-
-
-def test_gradients_of_the_merged_attention() -> None:
-    example, _ = hogwild(enabled(), max_new_tokens=6)
-    layout = LayoutBatch([example])
-    shape = (1, 2, len(example), 4)
-    query, key, value = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
-    spec = RotarySpec((1.0, 0.1))
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-        return layout.attend(query, key, value, AttentionParams(2, 0.5, spec, softcap=3.0, sinks=sinks, window=20))
-
-    assert torch.autograd.gradcheck(attend, (query, key, value, sinks), fast_mode=True)
 
 
 # Dialects

@@ -12,7 +12,6 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -126,29 +125,6 @@ def test_answers_equal_generate(server: Served, loaded: tuple[Any, Any, Any], ki
     assert answer.choices[0].message.content == expected
     streamed = client.chat.completions.create(**arguments, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == expected
-
-
-def test_clients_at_the_same_time_share_the_features_of_an_image(server: Served, loaded: tuple[Any, Any, Any]) -> None:
-    calls: list[Any] = []
-    hook = loaded[0].model.vision_tower.register_forward_hook(lambda *_: calls.append(1))
-    images = [shown(seed) for seed in (1, 2, 2, 1, 2, 1)]
-    with ThreadPoolExecutor(len(images)) as pool:
-        texts = [f"Question {number}" for number in range(len(images))]
-        found = list(pool.map(lambda words, one: ask(server, text(words), one), texts, images))
-    hook.remove()
-    assert len(calls) <= len(images)
-    assert len(set(found)) > 3, "texts and images change the answer"
-    for words, seed, answer in zip(texts, (1, 2, 2, 1, 2, 1), found, strict=True):
-        assert answer == generated(loaded, [text(words), {"type": "image", "image": image(seed)}], 12)
-
-
-@pytest.mark.parametrize("mode", ["hogwild", "pdos"])
-def test_modes_prepend_their_instructions_to_parts(server: Served, mode: str) -> None:
-    messages = [{"role": "user", "content": [text("What?"), shown(1)]}]
-    for more in ([], [{"role": "system", "content": "Be brief."}]):
-        body = {"messages": more + messages, "max_tokens": 4}
-        plain, found = (server.chat(**body, generation_mode=one)["usage"]["prompt_tokens"] for one in (None, mode))
-        assert found > plain + 20
 
 
 def ask(server: Served, *content: dict[str, Any]) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,7 +26,7 @@ from serving import MODEL, Served, served, small_model  # noqa: E402
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
 from hf_parallel.engine.server.schema import ChatBody, CompletionBody  # noqa: E402
-from hf_parallel.engine.server.submission import COMMON, UNSUPPORTED, Translator  # noqa: E402
+from hf_parallel.engine.server.submission import COMMON, UNSUPPORTED  # noqa: E402
 from hf_parallel.generation import MODES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -213,30 +211,3 @@ def test_text_that_cannot_fit_into_the_context_is_not_tokenized(
     error = server.post(CHAT if "messages" in body else COMPLETION, **body).json()["error"]
     assert str(positions) in error["message"]
     assert (error["param"], error["code"]) == (next(iter(body)), "context_length_exceeded")
-
-
-# Threads that read bodies
-
-
-def test_large_bodies_delay_neither_small_ones_nor_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large body is being tokenized until all other requests are answered."""
-    stop, translate = threading.Event(), Translator.translate
-
-    def blocking(self: Any, body: Any, prompt: Any, name: str) -> Any:
-        if body.user == "slow":
-            stop.wait(600)
-        return translate(self, body, prompt, name)
-
-    monkeypatch.setattr(Translator, "translate", blocking)
-    large = {"prompt": "a", "max_tokens": 2, "metadata": {"a": "x" * 50_000}}
-    with Engine(*small_model()) as engine, served(engine, api_keys=["one", "two"]) as running:
-        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
-        with ThreadPoolExecutor(3) as clients:
-            slow = [clients.submit(running.post, COMPLETION, one, **large, user="slow") for _ in range(3)]
-            try:
-                for headers, body in ((one, {"prompt": "a", "max_tokens": 2}), (two, large)):
-                    assert running.post(COMPLETION, headers, **body).status_code == 200
-                assert not any(future.done() for future in slow)
-            finally:
-                stop.set()
-            assert {future.result().status_code for future in slow} == {200}

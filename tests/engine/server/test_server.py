@@ -32,10 +32,9 @@ httpx = pytest.importorskip("httpx2")
 from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
 
 from hf_parallel.cli.main import main  # noqa: E402
-from hf_parallel.detokenizer import IncrementalDetokenizer, token_bytes  # noqa: E402
+from hf_parallel.detokenizer import token_bytes  # noqa: E402
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
-from hf_parallel.engine.server.responses import Writer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -145,18 +144,6 @@ def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(server: Served) -> No
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected
 
 
-def test_a_bias_forces_and_bans_tokens(server: Served, small: tuple[Any, Any]) -> None:
-    token = small[1]("A", add_special_tokens=False)["input_ids"][0]
-    forced = server.chat(logit_bias={str(token): 100}, max_tokens=4)["choices"][0]["message"]["content"]
-    assert forced == "AAAA"
-    (choice,) = server.post("/v1/completions", prompt="A", max_tokens=1, temperature=0, logprobs=2).json()["choices"]
-    first, second = choice["logprobs"]["top_logprobs"][0]
-    (token,) = small[1](first, add_special_tokens=False)["input_ids"]
-    banned = {"prompt": "A", "max_tokens": 1, "temperature": 0, "logprobs": 0, "logit_bias": {str(token): -100}}
-    (choice,) = server.post("/v1/completions", **banned).json()["choices"]
-    assert choice["logprobs"]["tokens"] == [second] != [first]
-
-
 def test_no_alternative_of_a_token_is_lost_or_changed_by_settings(server: Served, small: tuple[Any, Any]) -> None:
     """Tokens of one text and parts of characters have names of their own. A bias and penalties change no value."""
     model, tokenizer = small
@@ -188,28 +175,6 @@ def is_text(own: bytes) -> bool:
     return "\ufffd" not in own.decode(errors="replace")
 
 
-@pytest.mark.parametrize("stop", [None, "€"])
-def test_text_offsets_are_the_characters_before_each_token(server: Served, stop: str | None) -> None:
-    """Also of tokens that end inside a character, in streams, and before a stop text."""
-    pytest.importorskip("llguidance")
-    written = '"aé1 😀€2b€ç"'
-    settings = {"prompt": "Hello", "max_tokens": 40, "logprobs": 0, "stop": stop, "temperature": 1, "seed": 1}
-    settings["response_format"] = response_format({"enum": [json.loads(written)]})
-    (choice,) = server.post("/v1/completions", **settings).json()["choices"]
-    assert choice["text"] == (written if stop is None else written[: written.index(stop)])
-    found = choice["logprobs"]
-    pairs = list(zip(found["text_offset"], found["tokens"], strict=True))
-    assert any(token.startswith("bytes:") for token in found["tokens"])  # the bytes of é are two tokens
-    for offset, token in pairs:
-        shown = token.replace("</s>", "")
-        assert written.startswith(shown, offset) or (token.startswith("bytes:") and written[offset] in "é😀€ç"), pairs
-    assert [offset for offset, _ in pairs] == sorted(found["text_offset"])
-    assert {offset for offset, _ in pairs} >= set(range(4))
-    chunks = [chunk["choices"][0] for chunk in stream(server, "/v1/completions", **settings)[:-1]]
-    streamed = [offset for chunk in chunks if chunk["logprobs"] for offset in chunk["logprobs"]["text_offset"]]
-    assert streamed == found["text_offset"]
-
-
 def test_a_prompt_that_was_seen_before_counts_as_cached(server: Served) -> None:
     text = "A prompt of its own."
     first, second = (server.chat(text)["usage"] for _ in range(2))
@@ -228,24 +193,6 @@ def test_the_code_of_the_page_runs(server: Served, capsys: pytest.CaptureFixture
 
 
 # Modes
-
-
-def test_a_mode_that_merges_rows_gives_one_choice(client: Any) -> None:
-    arguments = {"model": MODEL, "messages": CHAT, "max_tokens": 16, "seed": 1}
-    extra = {"generation_mode": "hogwild", "num_workers": 3}
-    answer = client.chat.completions.create(**arguments, extra_body=extra)
-    (choice,) = answer.choices
-    workers = choice.mode_output["workers"]
-    assert len(workers) == 3
-    assert choice.message.content == choice.mode_output["transcript"] != ""
-    texts, content = dict.fromkeys(("Alice", "Bob", "Carol"), ""), ""
-    for chunk in client.chat.completions.create(**arguments, extra_body=extra, stream=True):
-        (delta,) = chunk.choices
-        content += delta.delta.content or ""
-        if row_text := getattr(delta.delta, "row_content", None):
-            texts[delta.row] += row_text
-    assert content == choice.message.content
-    assert [*texts.values()] == workers
 
 
 @pytest.mark.parametrize("mode", ["best_of", "shared_prefix", "self_consistency", "skeleton_of_thought"])
@@ -281,27 +228,6 @@ def test_each_of_several_answers_matches_the_json_schema(server: Served) -> None
     assert len(found) == 4
     assert all(value["size"] in (1, 22, 333) and value.keys() == {"name", "size"} for value in found)
     assert len({value["name"] for value in found}) > 1
-
-
-UNSUPPORTED: list[dict[str, Any]] = [
-    *({"type": "nothing"}, {"$ref": "#"}, {"allOf": [{"$ref": "#/$defs/b"}]}),
-    *({"$ref": "http://example.com/schema.json"}, {"$ref": "file:///etc/passwd"}),
-]
-COSTLY: list[dict[str, Any]] = [
-    {"type": "integer", "multipleOf": 1234567},
-    {"$defs": {"a": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}}] * 200}}, "$ref": "#/$defs/a"},
-    {"allOf": [{"type": "string", "pattern": f".*a.{{{50 + i}}}.*"} for i in range(20)]},
-]
-
-
-@pytest.mark.parametrize("schemas", [UNSUPPORTED, pytest.param(COSTLY, marks=pytest.mark.slow)])
-def test_a_schema_that_is_not_supported_or_would_block_the_server_is_rejected(
-    server: Served, schemas: list[dict[str, Any]]
-) -> None:
-    pytest.importorskip("llguidance")
-    for schema in schemas:
-        response = server.post("/v1/chat/completions", messages=CHAT, response_format=response_format(schema))
-        assert check_error(response, 400)["param"] == "response_format", schema
 
 
 # Limits
@@ -424,28 +350,6 @@ def test_a_client_that_disconnects_frees_its_memory(server: Served, streaming: b
     assert after.decoded_tokens < before.decoded_tokens + LONG
     tokens = (after.kv_bytes - before.kv_bytes) // server.engine._storage.arena.bytes_per_token
     assert tokens < 1200, "keys and values of the answer are held"  # the prompt may stay cached
-
-
-@pytest.mark.parametrize(("kind", "name"), [(IncrementalDetokenizer, "add"), (Writer, "whole")])
-def test_the_server_answers_others_while_it_decodes_an_answer(
-    server: Served, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
-) -> None:
-    real, begun, answered = getattr(kind, name), threading.Event(), threading.Event()
-    in_time = []
-
-    def decode(*arguments: Any) -> Any:
-        begun.set()
-        in_time.append(answered.wait(600))
-        return real(*arguments)
-
-    monkeypatch.setattr(kind, name, decode)
-    with ThreadPoolExecutor() as threads:
-        answer = threads.submit(server.chat, max_tokens=2, logprobs=True)
-        assert begun.wait(600)
-        assert httpx.get(f"{server.url}/health", timeout=600).status_code == 200
-        answered.set()
-        assert answer.result()["choices"]
-    assert all(in_time)
 
 
 def test_an_error_in_the_midst_of_a_stream_is_sent_as_an_event(server: Served, small: tuple[Any, Any]) -> None:

@@ -17,7 +17,6 @@ from workers import TOKENIZER, Listener, Script, Scripted, encode, small_model
 import hf_parallel
 from hf_parallel import (
     BlockCache,
-    SharedPrefixCache,
 )
 from hf_parallel.generation.modes import final_answers
 from hf_parallel.generation.modes.final_answers import find_answer, majority, normal_form
@@ -180,19 +179,6 @@ def test_the_conclusion_equals_generate_on_the_same_text(name: str) -> None:
         assert conclusion == "So \\boxed{" + TOKENIZER.decode(written.tolist())
         ours = torch.stack([step[row] for step in out.logits])
         torch.testing.assert_close(ours, torch.stack(plain.logits)[:, 0], atol=1e-4, rtol=1e-4)
-
-
-# Caches
-
-
-def test_a_kept_cache_holds_prompts_and_answers() -> None:
-    cache = SharedPrefixCache()
-    settings = {"num_answers": 2, "past_key_values": cache, "seed": 1}
-    first = answer(small_model(), PROMPTS[0][None], **settings)
-    assert first.past_key_values is cache
-    assert answer(small_model(), PROMPTS[0][None], **settings).stats.prefilled_tokens == 1
-    more = torch.cat((first.sequences[0], PROMPTS[1]))[None]
-    assert answer(small_model(), more, **settings).stats.prefilled_tokens == 1 + len(PROMPTS[1])
 
 
 # Streaming

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation.streamers import BaseStreamer
 
 from hf_parallel import LogitsCache
-from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
-from hf_parallel.generation.sampling import Sampler
+from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.generation.warpers import STAGES
 
 NEW = 12
@@ -103,28 +100,6 @@ def test_a_replay_computes_no_distribution_that_was_prefetched(
     assert computed == []
 
 
-@pytest.mark.usefixtures("not_host")
-def test_nodes_are_visited_in_order_of_decreasing_probability(model: PreTrainedModel) -> None:
-    visited: list[TrieNode] = []
-
-    class Recording(LogitsCache):
-        def store_distribution(self, node: TrieNode, distribution: CachedDistribution) -> bool:
-            if threading.current_thread() in workers():
-                visited.append(node)
-            return super().store_distribution(node, distribution)
-
-    cache = Recording()
-    for seed in range(8):
-        sample(model, cache, seed=seed, temperature=1.0, top_k=8)
-    before = set(with_logits(cache))
-    pause = Pause(lambda: len(visited) > 20)
-    sample(model, cache, seed=99, temperature=1.0, top_k=7, prefetch=True, streamer=pause)
-    probs = [probability(node) for node in visited if node in before]
-    assert len(probs) > 10
-    assert all(b <= a * (1 + 1e-5) for a, b in itertools.pairwise(probs))
-    assert min(probs) > 0, "nodes that cannot be sampled any more are not visited"
-
-
 def probability(node: TrieNode) -> float:
     """Return the probability of a node given the last ancestor without a distribution."""
     parent = node.parent
@@ -189,23 +164,6 @@ def test_distributions_that_depend_on_more_than_logits_are_not_cached(
 
 
 # Threads, errors, memory
-
-
-@pytest.mark.usefixtures("not_host")
-def test_an_error_in_the_background_is_logged_once_and_changes_no_sample(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(self: Sampler, logits: torch.Tensor, length: int) -> torch.Tensor:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(Sampler, "distribution_ahead", fail)
-    with caplog.at_level(logging.WARNING):
-        pause = Pause(lambda: "out of memory" in caplog.text)
-        ours = sample(model, LogitsCache(), prefetch=True, streamer=pause, **CUT)
-    assert [record.message for record in caplog.records if "out of memory" in record.message] == [
-        "prefetch has stopped; replays compute their distributions themselves: out of memory"
-    ]
-    assert torch.equal(ours, sample(model, None, **CUT))
 
 
 @pytest.mark.usefixtures("not_host")

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from transformers import PreTrainedModel
 
-from hf_parallel import Hotspot, LogitsCache, ReplayPolicy
-from hf_parallel.generation.replay.policies import POLICIES, uncertainty_of
+from hf_parallel import Hotspot
+from hf_parallel.generation.replay.policies import uncertainty_of
 
 NEW = 12
 PROMPT = tiny.make_prompts([24], seed=8)[0][None]
-
-
-def sample(model: PreTrainedModel, cache: LogitsCache | None, **settings: Any) -> Any:
-    defaults: dict[str, Any] = {"generation_mode": "resample", "logits_cache": cache, "do_sample": True, "seed": 0}
-    defaults |= {"max_new_tokens": NEW, "min_new_tokens": NEW, "return_dict_in_generate": True}
-    return model.generate(PROMPT, **(defaults | settings))  # type: ignore[operator]
 
 
 def score_by_definition(logits: torch.Tensor, step: int, decay: float) -> float:
@@ -65,24 +57,3 @@ def test_hotspots_are_the_steps_of_the_equations(policy: Hotspot, start: int) ->
     draws = policy.draws(np.array([uncertainty_of(row) for row in logits]), start)
     assert set(np.flatnonzero(draws)) == expected
     assert 0 < len(expected) <= 30
-
-
-# Names and settings
-
-
-def test_a_custom_policy_is_found_by_its_name(model: PreTrainedModel) -> None:
-    class Early(ReplayPolicy):
-        name = "early"
-
-        def draws(self, uncertainty: np.ndarray, start: int) -> np.ndarray:
-            return start + np.arange(len(uncertainty)) < 4
-
-    try:
-        cache = LogitsCache()
-        first = sample(model, cache).sequences
-        replayed = [sample(model, cache, replay="early", seed=seed) for seed in range(1, 9)]
-    finally:
-        del POLICIES["early"]
-    for other in replayed:
-        same = (first == other.sequences)[0].tolist()
-        assert all(same) or same.index(False) < PROMPT.shape[1] + 4

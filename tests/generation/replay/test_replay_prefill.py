@@ -11,7 +11,6 @@ from stateful import EndRow
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from hf_parallel import LogitsCache, SharedPrefixCache
-from hf_parallel.generation.runner import Runner
 
 PROMPT = tiny.make_prompts([24], seed=8)[0][None]
 NEW = 24
@@ -58,28 +57,3 @@ def test_a_row_whose_prompt_includes_the_replayed_token_of_another_row_attends_t
     assert torch.equal(out.sequences, sample(model, "shared_prefix", ids=ids, **settings).sequences)
     assert out.stats.replayed_tokens > 0
     assert_no_uncached_tokens(kv_cache)
-
-
-def test_a_failing_first_pass_leaves_the_prefix_tree_unchanged(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, kv_cache = LogitsCache(), SharedPrefixCache()
-    for seed in range(3):
-        sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed)
-    run, failed = Runner.run, 0
-
-    def failing(self: Runner, *given: Any) -> torch.Tensor:
-        raise MemoryError("injected")
-
-    monkeypatch.setattr(Runner, "run", failing)
-    for seed in range(3, 9):
-        try:
-            sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed)
-        except MemoryError:  # unless all tokens are replayed, which needs no pass
-            failed += 1
-        assert_no_uncached_tokens(kv_cache)
-    assert failed > 0
-    monkeypatch.setattr(Runner, "run", run)
-    for seed in range(3, 9):
-        out = sample(model, logits_cache=cache, past_key_values=kv_cache, seed=seed)
-        assert torch.equal(out.sequences, sample(model, "shared_prefix", seed=seed).sequences)

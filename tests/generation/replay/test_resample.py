@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from stateful import Alternate, EndRow, FollowOthers
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 
 EVERY_SETTING, SMALL_CALL = test_shared_prefix.EVERY_SETTING, test_shared_prefix.SMALL_CALL
@@ -75,32 +73,3 @@ def test_stateful_processors_and_criteria_act_as_without_a_cache(
         assert torch.equal(out.sequences, plain.sequences)
         replayed += out.stats.replayed_tokens
     assert replayed > out.stats.replayed_tokens == out.stats.decoded_tokens
-
-
-# Models
-
-
-def scaled(model: PreTrainedModel) -> PreTrainedModel:
-    """Change the config, not the weights."""
-    model.config.rms_norm_eps *= 100
-    return model
-
-
-OTHERS: dict[str, Any] = {
-    "other weights": lambda: tiny.build("llama", seed=1),
-    "another architecture": lambda: tiny.build("qwen2"),
-    "a setting": lambda: scaled(copy.deepcopy(tiny.build("llama"))),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_logits_of_another_model_are_not_replayed(model: PreTrainedModel, other: str) -> None:
-    cache = LogitsCache()
-    first = sample(model, logits_cache=cache).sequences
-    changed = hf_parallel.enable(copy.deepcopy(OTHERS[other]()))
-    out = sample(changed, logits_cache=cache)
-    assert out.stats.replayed_tokens == 0
-    assert torch.equal(out.sequences, sample(changed, "shared_prefix").sequences)
-    again = sample(model, logits_cache=cache)
-    assert again.stats.forward_passes == 0
-    assert torch.equal(again.sequences, first)
