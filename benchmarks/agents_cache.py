@@ -3,7 +3,7 @@
 - `workflow`: the five agents of the paper, in 7 and 21 rounds, at the budget where LRU has the hotspot hit rate of the
   paper's baseline: 0.903 and 0.935.
 - `budgets`: the same with other budgets.
-- `robustness`: agents that exchange their parts half-way, agents that inflate their score, random agents.
+- `robustness`: agents that exchange their parts half-way, agents that inflate their score.
 """
 
 from __future__ import annotations
@@ -94,33 +94,6 @@ class FiveAgents:
             report = (f"{name}: report {number}", length(self.report))
             kept = [add("Summary", [*kept, report, documents], self.summary)]
         return Trace(tuple(requests))
-
-
-def random_trace(seed: int, num_agents: int = 8, num_requests: int = 300) -> Trace:
-    """Return random requests of random agents.
-
-    Agents differ in how often they send requests, in the length of their rules, and in the probability that they
-    continue their conversation. Some read long texts once. The quarter that sends the most requests are the hotspots.
-    """
-    rng = random.Random(seed)
-    names = [f"agent {index}" for index in range(num_agents)]
-    weights = [1 / (1 + index) for index in range(num_agents)]
-    rules = {name: (f"{seed}: {name}", rng.randint(50, 1500)) for name in names}
-    continues = {name: rng.choice([0.0, 0.5, 0.8, 0.95]) for name in names}
-    texts = {name: rng.choice([20, 50, 100, 500]) for name in names}
-    task: PromptSegment = (f"{seed}: task", rng.randint(1, 300))
-    talks: dict[str, list[PromptSegment]] = {name: [] for name in names}
-    requests = []
-    for index in range(num_requests):
-        agent = rng.choices(names, weights)[0]
-        talk = talks[agent] if rng.random() < continues[agent] and len(talks[agent]) < 16 else []
-        text: PromptSegment = (f"{seed}: text {index}", rng.randint(1, 2 * texts[agent]))
-        output: PromptSegment = (f"{seed}: answer {index}", rng.randint(1, 100))
-        talks[agent] = [*talk, text, output]
-        _ = rng.random() < 0.5 and rng.random(), rng.random()  # published figures have these draws
-        is_hotspot = agent in names[: max(1, num_agents // 4)]
-        requests.append(TraceRequest(agent, (task, rules[agent], *talk, text), output, str(seed), is_hotspot))
-    return Trace(tuple(requests))
 
 
 def with_adversary(trace: Trace, seed: int = 0, requests: int = 2, *, imitates: bool = False) -> Trace:
@@ -227,7 +200,6 @@ def robustness(seeds: int) -> list[dict[str, Any]]:
         "alone": (honest, 8200),
         "flood": ([with_adversary(trace, seed) for seed, trace in enumerate(honest)], 8200),
         "imitation": ([with_adversary(trace, seed, imitates=True) for seed, trace in enumerate(honest)], 8200),
-        **{f"random_{budget}": ([random_trace(seed) for seed in range(seeds)], budget) for budget in (12000, 24000)},
     }
     return [
         {"trace": name, "budget": budget, **entry}

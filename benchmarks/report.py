@@ -28,8 +28,6 @@ RESULTS = Path(__file__).parent / "results"
 HIDDEN = {"machine", "model", "quick", "settings", "stats", "steps", "targets", "answers", "flops", "limit_seconds"}
 HIDDEN |= {"error", "not_measured", "traceback"}
 """Entries that are not printed."""
-WIDEST = 16
-"""Figures of a line; entries with more figures get lines of their own."""
 
 Report = dict[str, Any]
 Limit = tuple[str, str, float, str]
@@ -158,51 +156,19 @@ def _version(name: str) -> str:
 
 
 def show(title: str, part: Any) -> None:
-    """Print the figures of a part of a report: a line per entry, under their own title where entries hold entries."""
-    entries = part.items() if isinstance(part, Mapping) else enumerate(part)
-    rows: dict[str, dict[str, str]] = {}
-    for name, entry in entries:
-        if name in HIDDEN:
-            continue
-        found = cells(entry) if isinstance(entry, Mapping) else cells({"": entry})
-        is_row = isinstance(part, list) or not any(isinstance(value, Mapping | list) for value in _values(entry))
-        if is_row and len(found) <= WIDEST:
-            rows[str(name)] = found
-        elif isinstance(entry, Mapping | list):
-            show(f"{title}: {name}", entry)
-    if any(rows.values()):
-        print(f"\n{title}")
-    for name, row in rows.items():
-        print(f"  {name}: {', '.join(' '.join(pair) for pair in row.items())}")
-
-
-def _values(entry: Any) -> Iterable[Any]:
-    """Return the entries of a part of a report; numbers of a list count as one."""
-    values = entry.values() if isinstance(entry, Mapping) else entry if isinstance(entry, list) else ()
-    return [0 if _is_numbers(value) else value for value in values]
-
-
-def _is_numbers(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, int | float) for one in value)
-
-
-def cells(entry: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Return the headings and cells of a row. Of several numbers, it has the median."""
-    found: dict[str, str] = {}
-    for name, value in entry.items():
-        if _is_numbers(value):
+    """Print the figures of a part of a report: a line for each part of it that has figures; of several, the median."""
+    figures = []
+    for name, value in part.items() if isinstance(part, Mapping) else enumerate(part):
+        if isinstance(value, list) and value and all(isinstance(one, int | float) for one in value):
             value = statistics.median(value)
-        if name in HIDDEN or value is None or isinstance(value, list):
+        if name in HIDDEN or value is None:
             continue
-        if isinstance(value, Mapping):
-            found |= cells(value, f"{before}{name} ")
-        elif isinstance(value, float) and name.endswith("seconds"):
-            found[before + name] = f"{value * 1e6:.1f} us" if value < 1e-3 else f"{value * 1e3:.2f} ms"
-        elif isinstance(value, int | float) and name.endswith("_bytes"):
-            found[before + name] = f"{value * 1e-6:.1f} MB"
+        if isinstance(value, Mapping | list):
+            show(f"{title}: {name}", value)
         else:
-            found[before + name] = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return found
+            figures.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    if figures:
+        print(f"  {title}: {', '.join(figures)}")
 
 
 def compare(ratios: Mapping[str, float], limits: Iterable[Limit]) -> list[Report]:

@@ -50,7 +50,7 @@ from hf_parallel.kernels import (
     reference,
 )
 from hf_parallel.kernels.sampling import sample
-from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model, tree_logprobs
+from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model
 from hf_parallel.training.attention import LayoutBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread")]
@@ -312,19 +312,4 @@ def test_flex_attention_gives_loss_and_gradients_of_masks(name: str) -> None:
         loss.backward()
         found.append((loss, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-3, atol=1e-4)
-    assert (found[1][1] - found[0][1]).norm() < 1e-2 * found[0][1].norm()
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_stock_flex_attention_takes_the_mask_of_a_tree(name: str) -> None:
-    model = copy.deepcopy(tiny.build(name)).to(DEVICE)
-    tokens = [list(range(5, 105)) * 2, [list(range(6, 70)), list(range(9, 99))]]
-    found = []
-    for implementation in ("sdpa", "flex_attention"):
-        model.set_attn_implementation(implementation)
-        model.zero_grad()
-        log_probs = torch.cat(tree_logprobs(model, *tokens))
-        log_probs.sum().backward()
-        found.append((log_probs, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=2e-3)
     assert (found[1][1] - found[0][1]).norm() < 1e-2 * found[0][1].norm()

@@ -79,20 +79,6 @@ def test_a_config_becomes_a_repository(tmp_path: Path) -> None:
     assert (tmp_path / "new" / REQUIREMENTS).read_text() == f"hf_parallel>={hf_parallel.__version__}\n"
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_model_is_exported_with_its_configs(enabled: bool, model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    if enabled:
-        hf_parallel.enable(model)
-    export(model, tmp_path)
-    assert names(tmp_path) == OF_MODEL
-    stored = GenerationConfig.from_pretrained(tmp_path)
-    assert (stored.generation_mode, stored.parallel_config) == ("hogwild", SETTINGS)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
-    export(model, tmp_path / "other", tokenizer=tokenizer)
-    assert names(tmp_path / "other") > OF_MODEL
-
-
 @pytest.mark.parametrize("mode", BUILT_IN)
 def test_every_setting_is_restored(mode: str, model: Any, tmp_path: Path) -> None:
     config = MODES[mode](**every_setting(mode))

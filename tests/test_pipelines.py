@@ -202,25 +202,6 @@ def test_a_mode_stored_with_the_model_is_used(model: Any, tokenizer: Any) -> Non
     assert "workers" not in pipe(PROMPTS[0], generation_mode=None)[0]
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"generation_mode": "fast"}, "generation_mode must be one of"),
-        ({"generation_mode": "hogwild", "num_workers": 0}, "num_workers must be an int of at least 1"),
-        ({"parallel_config": {"num_workers": 2}}, "without a generation_mode"),
-        ({"generation_mode": "hogwild", "prompt_helper": "no"}, "prompt_helper must be True or False"),
-        ({"generation_mode": "hogwild", "num_worker": 2}, "did you mean 'num_workers'"),
-    ],
-)
-def test_invalid_settings_raise_and_change_nothing(given: Any, named: str, model: Any, tokenizer: Any) -> None:
-    pipe = make(model, tokenizer, max_new_tokens=4)
-    with pytest.raises(ValueError, match=named):
-        pipe(PROMPTS[0], **given)
-    with pytest.raises(ValueError, match=named):
-        make(model, tokenizer, max_new_tokens=4, **given)(PROMPTS[0])
-    assert pipe(PROMPTS[0], generation_mode="hogwild", num_workers=2)[0]["workers"]
-
-
 # The stock pipeline
 
 

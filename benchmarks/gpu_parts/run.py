@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.report import cells, machine, show
+from benchmarks.report import machine, show
 from hf_parallel.kernels import BACKEND_VARIABLE, select_backend
 from hf_parallel.models import compiled
 
@@ -120,14 +121,9 @@ def show_stage(name: str, stage: dict[str, Any]) -> None:
     cases = stage["cases"]
     measured = [case for case in cases if not {"error", "not_measured"} & set(case)]
     show(f"{name}: {len(measured)} of {len(cases)} measured in {stage['seconds']:.0f} s", measured)
-    reasons: dict[str, list[dict[str, Any]]] = {}
-    for case in cases:
-        if case not in measured:
-            reason = case.get("error") or case["not_measured"]
-            reasons.setdefault(reason.strip().partition("\n")[0][:140], []).append(case)
-    for reason, missing in reasons.items():
-        settings = ", ".join(f"{key} {value}" for key, value in cells(missing[0]).items())
-        print(f"not measured ({reason}): {len(missing)} configurations, the first being {settings}")
+    missing = [case for case in cases if case not in measured]
+    for reason, count in Counter(case.get("error") or case["not_measured"] for case in missing).items():
+        print(f"not measured: {count} of {name}: {reason.strip()[:140]}")
 
 
 def show_target(target: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -79,26 +78,6 @@ def test_latents_windows_sinks_and_own_attention_read_blocks_in_8_bits(
 ) -> None:
     other = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
     assert_equals_rounding_in_place(lambda: generate(other, cache_dtype="int8").sequences.tolist(), monkeypatch)
-
-
-def test_a_kept_block_is_split_copied_and_evicted_in_8_bits(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt that diverges inside a block shares the rounded numbers before it."""
-    other = torch.cat((IDS[:, :17], IDS.flip(1)), dim=1)
-
-    def run() -> Any:
-        cache = SharedPrefixCache(cache_dtype="int8")
-        outputs = [generate(model, ids, past_key_values=cache) for ids in (IDS, other, IDS)]
-        cache = pickle.loads(pickle.dumps(cache))
-        outputs.append(generate(model, other, past_key_values=cache))
-        assert [output.stats.reused_tokens for output in outputs] == [0, 17, IDS.shape[1], other.shape[1]]
-        cache.max_bytes = 1
-        outputs.append(generate(model, past_key_values=cache))
-        assert outputs[-1].stats.reused_tokens == 0
-        return [output.sequences.tolist() for output in outputs]
-
-    assert_equals_rounding_in_place(run, monkeypatch)
 
 
 @given(st.sampled_from(["int8", "fp8"]), st.integers(0, 1000), st.sampled_from([1e-20, 1e-3, 1.0, 1e4]))

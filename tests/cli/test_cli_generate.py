@@ -124,16 +124,3 @@ def test_cached_logits_are_saved_and_loaded(model: Any, capsys: pytest.CaptureFi
     assert [record["stats"]["replayed_tokens"] for record in outputs] == [0, 5]
     assert outputs[0]["generated_text"] == outputs[1]["generated_text"]
     assert LogitsCache.load(tmp_path / "logits")
-
-
-# Output that cannot be printed, and errors
-
-
-def test_a_call_with_an_invalid_argument_keeps_earlier_files(model: Any, capsys: Any, tmp_path: Path) -> None:
-    model()
-    (tmp_path / "run.json").write_text("earlier")
-    arguments = ["P", "--raw", "--mode", "resample", "--logits-cache", str(tmp_path / "logits"), "--set", "num_beams=2"]
-    assert cli.main(["generate", *arguments, "-o", str(tmp_path / "run.json")]) == 2
-    assert "num_beams=2" in capsys.readouterr().err
-    assert (tmp_path / "run.json").read_text() == "earlier"
-    assert not (tmp_path / "logits").exists()

@@ -13,9 +13,7 @@ pytest.importorskip("greenlet")
 from hf_parallel.engine import (
     ContributionPolicy,
     Engine,
-    LeastRecentlyUsed,
     RequestObserver,
-    StepsToExecution,
 )
 from hf_parallel.engine.policies import ContributionScores
 from hf_parallel.engine.policies.agents import Call, Member
@@ -104,11 +102,6 @@ def small_engine(model: Any, token_bytes: int) -> Iterator[Any]:
         engine.close()
 
 
-def text(first: int, length: int) -> list[int]:
-    """Return a prompt of `length` tokens that shares no token with those of another `first`."""
-    return [first + 3, *[first + 4] * (length - 1)]
-
-
 def test_a_policy_learns_from_requests_what_they_use(small_engine: Any) -> None:
     seen: list[Any] = []
 
@@ -132,14 +125,3 @@ def test_a_policy_learns_from_requests_what_they_use(small_engine: Any) -> None:
         *(("use", "a", [4]), ("use", "a", [1]), ("end", 2, [4, 1])),
         *(("split", 2, 2), ("use", "b", [2, 1]), ("use", "b", [1]), ("end", 2, [2, 1, 1])),
     ]
-
-
-def test_steps_to_execution_keeps_the_prefix_of_the_agent_that_is_next(small_engine: Any) -> None:
-    graph = {"plan": ["write"], "write": ["review"], "review": ["publish"], "publish": ["plan"]}
-    reused = {}
-    for name, policy in {"lru": LeastRecentlyUsed(), "steps": StepsToExecution(graph)}.items():
-        agents = small_engine(policy)
-        for _ in range(2):
-            reused[name] = [agents.ask(agent, text(10 * i, 28)) for i, agent in enumerate(graph)]
-    assert reused["lru"] == [0] * 4
-    assert sum(map(bool, reused["steps"])) >= 2

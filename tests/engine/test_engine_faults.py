@@ -29,9 +29,8 @@ from mode_cases import small_call
 
 from hf_parallel.cache.arena import Arena
 from hf_parallel.engine import Engine, RequestCancelledError
-from hf_parallel.generation import MODES, sampling
+from hf_parallel.generation import MODES
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig, SharedPrefixRun
-from hf_parallel.generation.sampling import SamplingBatch
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:nothing was generated")]
 
@@ -421,39 +420,4 @@ def test_a_request_whose_handle_was_dropped_ends(model: Any, others: Any) -> Non
             time.sleep(0.01)
         assert [one() for one in dropped] == [None, None]
         assert engine.submit(case.prompt, case.mode, **case.arguments).result(600).sequences.tolist() == tokens
-        assert_nothing_is_held(engine)
-
-
-# At random
-
-
-@pytest.mark.parametrize("part", ["_can_fuse", "_softmax", "_draw", "_finish"])
-def test_an_engine_goes_on_where_joint_sampling_runs_out_of_memory(
-    model: Any, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    """Before the draw, each request samples by itself; after it, those that were sampled together fail."""
-    place = sampling if part == "_softmax" else SamplingBatch
-    plain, calls = vars(place)[part], 0
-
-    def fail(given: Any, *more: Any) -> Any:
-        nonlocal calls
-        calls += len(given if part == "_softmax" else given.tasks) == 3
-        if calls == 4:
-            calls += 1
-            raise torch.OutOfMemoryError("injected")
-        return plain(given, *more)
-
-    settings = {"generation_mode": "shared_prefix", "do_sample": True, "max_new_tokens": 10, "eos_token_id": -1}
-    prompt = torch.arange(40, 50)
-    expected = [model.generate(prompt[None], seed=seed, **settings)[0].tolist() for seed in range(3)]
-    monkeypatch.setattr(place, part, fail)
-    with Engine(model) as engine:
-        handles = [engine.submit(prompt, seed=seed, **settings) for seed in range(3)]
-        for handle, tokens in zip(handles, expected, strict=True):
-            if part in ("_can_fuse", "_softmax"):
-                assert handle.result(600).sequences[0].tolist() == tokens
-            else:
-                with pytest.raises(torch.OutOfMemoryError):
-                    handle.result(600)
-        assert engine.submit(prompt, seed=0, **settings).result(600).sequences[0].tolist() == expected[0]
         assert_nothing_is_held(engine)

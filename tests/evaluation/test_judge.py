@@ -57,13 +57,3 @@ def test_an_unreadable_reply_is_asked_again() -> None:
     complete, _ = replies("a", "b", "Score: nine")
     with pytest.raises(UnreadableReplyError, match="3 replies.*nine"):
         judge("text", complete)
-
-
-@pytest.mark.parametrize(
-    ("transcript", "settings", "name"),
-    [("text", {"votes": 0}, "votes"), ("text", {"attempts": 0}, "attempts")]
-    + [(one, {}, "transcript") for one in ({}, " \n", {"Alice": ""}, ["I add."], {"Alice": None})],
-)
-def test_invalid_arguments_raise(transcript: Any, settings: dict[str, int], name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be"):
-        judge(transcript, lambda _: "Score: 4", **settings)

@@ -125,20 +125,3 @@ def test_any_rows_in_any_batches_equal_plain_passes(llama: Any, data: st.DataObj
     contexts, continuations = [context for context, _ in pairs], [continuation for _, continuation in pairs]
     found = loglikelihoods(llama, contexts, continuations, max_batch_tokens=data.draw(st.integers(1, 40)))
     assert_equal(found, plain(llama, contexts, continuations), 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("contexts", "continuations", "more", "message"),
-    [
-        ([[5]], [], {}, "got 1 contexts, but 0 continuations"),
-        ([[]], [[5]], {}, r"contexts\[0\] must be a 1-D tensor or list of at least one token id, got \[\]"),
-        ([[5], [5]], [[5], []], {}, r"continuations\[1\] must be"),
-        ([[0.5]], [[5]], {}, r"contexts\[0\] must be"),
-        ([[5]], [[tiny.VOCAB_SIZE]], {}, r"continuations\[0\] holds 128, outside the vocabulary of 128"),
-        ([[-1]], [[5]], {}, r"contexts\[0\] holds -1"),
-        ([[5]], [[5]], {"max_batch_tokens": 0}, "max_batch_tokens must be"),
-    ],
-)
-def test_invalid_arguments_are_named(llama: Any, contexts: Any, continuations: Any, more: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        loglikelihoods(llama, contexts, continuations, **more)

@@ -24,37 +24,17 @@ Positions = Literal["rotary", "learned", "relative", "none"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A tiny model: its config and facts that tests need.
+    """A tiny model: its config and facts that tests need. `notes`: where it is unusual or transformers disagrees."""
 
-    Parameters
-    ----------
-    name : str
-        Key in `ARCHITECTURES` or `REFUSED`: the `model_type`, with a suffix for a RoPE variant (`llama-yarn`).
-    config : callable
-        Returns a new tiny config.
-    positions : {"rotary", "learned", "relative", "none"}
-        Kind of position information.
-    sliding_window : int or None
-        Window in tokens of the layers that have one; None if all layers have full attention.
-    attn_implementation : str or None
-        Stock implementation of the model that is exact for this architecture; None: the default of its class.
-    attention_gain, embedding_std, head_gain : float
-        Scales of the random weights: see `draw_weights`.
-    seed : int
-        Added to the seed of `build` if the weights of seed 0 are degenerate.
-    notes : str
-        Unusual properties, and where transformers disagrees with itself.
-    """
-
-    name: str
+    name: str  # the `model_type`, with a suffix for a RoPE variant (`llama-yarn`)
     config: ConfigFactory
     positions: Positions = "rotary"
-    sliding_window: int | None = None
-    attn_implementation: str | None = "sdpa"
-    attention_gain: float = 2.0
+    sliding_window: int | None = None  # tokens, of the layers that have one
+    attn_implementation: str | None = "sdpa"  # exact for this architecture; None: the default of its class
+    attention_gain: float = 2.0  # scales of the random weights: see `draw_weights`
     embedding_std: float = 0.5
     head_gain: float = 2.0
-    seed: int = 0
+    seed: int = 0  # added to that of `build` if the weights of seed 0 are degenerate
     notes: str = ""
 
 

@@ -48,14 +48,9 @@ class _Positions(Cache):
 
 
 class DenseOracle:
-    """A model whose rows attend to pieces of one memory.
+    """A model, whose attention is replaced while a pass runs: rows attend to pieces of one memory.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Its attention implementation is replaced while a pass runs.
-    rotary : dict of int to RotarySpec or None
-        Rotary embedding of each layer.
+    `rotary`: rotary embedding of each layer.
     """
 
     def __init__(self, model: PreTrainedModel, rotary: dict[int, RotarySpec | None]) -> None:

@@ -57,26 +57,9 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pr
     """Build a tiny model, or return the one built earlier with the same arguments.
 
     The model is shared by all tests of a process: undo changes (attention implementation, mixin, weights), or deep-copy
-    it first. Another `dtype` has the same weights, rounded.
-
-    Parameters
-    ----------
-    name : str
-        A key of `ARCHITECTURES`, `REFUSED` or `hybrids.ARCHITECTURES`, or one of `mapping.NAMES`.
-    seed : int
-        Of the weights. `tests/models/test_tiny.py` checks seed 0 in float32 only.
-    dtype : torch.dtype
-        Of the parameters; rotary frequencies stay float32, as in `from_pretrained`.
-
-    Returns
-    -------
-    PreTrainedModel
-        In eval mode, on the CPU.
-
-    Raises
-    ------
-    KeyError
-        For an unknown architecture.
+    it first. Another `dtype` has the same weights, rounded; rotary frequencies stay float32, as in `from_pretrained`.
+    `name`: a key of `ARCHITECTURES`, `REFUSED` or `hybrids.ARCHITECTURES`, or one of `mapping.NAMES`.
+    `tests/models/test_tiny.py` checks seed 0 in float32 only.
     """
     if (name, seed, dtype) not in _built:
         _built[name, seed, dtype] = _build(name, seed, dtype)
@@ -91,36 +74,13 @@ def each(names: Iterable[str] = ARCHITECTURES) -> list[Any]:
 
 
 def make_prompts(lengths: Sequence[int], *, seed: int = 0) -> list[torch.Tensor]:
-    """Return random prompts without pad, bos and eos tokens.
-
-    Parameters
-    ----------
-    lengths : sequence of int
-        Length of each prompt, in tokens.
-    seed : int
-
-    Returns
-    -------
-    list of torch.Tensor
-        int64, each `[length]`.
-    """
+    """Return random prompts of these lengths without pad, bos and eos tokens: int64, each `[length]`."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(EOS + 1, VOCAB_SIZE, (length,), generator=generator) for length in lengths]
 
 
 def left_pad(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad prompts of different lengths to one batch.
-
-    Parameters
-    ----------
-    prompts : sequence of torch.Tensor
-        int64, each of shape `[length]`.
-
-    Returns
-    -------
-    input_ids, attention_mask : torch.Tensor
-        int64, both `[len(prompts), longest]`.
-    """
+    """Pad prompts to one batch: `input_ids` and `attention_mask`, int64 `[len(prompts), longest]`."""
     longest = max(len(prompt) for prompt in prompts)
     input_ids = torch.full((len(prompts), longest), PAD)
     attention_mask = torch.zeros_like(input_ids)

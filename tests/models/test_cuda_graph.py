@@ -18,10 +18,8 @@ import pytest
 import tiny
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
-from workers import SETTINGS
 
 import hf_parallel
-from hf_parallel.generation import executor
 from hf_parallel.kernels import BACKEND_VARIABLE
 from hf_parallel.models import cuda_graph as graph
 from hf_parallel.models.cuda_graph import CapturedGraph, DecodeGraphs, NoSyncMode
@@ -106,33 +104,6 @@ def test_one_graph_is_replayed_for_all_steps(graphs: Graphs, model: PreTrainedMo
     assert torch.equal(out.sequences, expected)
     assert (graphs.captures, graphs.replays) == ([len(TAILS)], NEW - 1)
     assert out.stats.graph_bytes == 1000
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_steps_moved_into_the_history_need_no_new_capture(
-    graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, ahead: bool
-) -> None:
-    settings: dict[str, Any] = {**SETTINGS, "max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-    settings |= {
-        "generation_mode": "hogwild",
-        "step_prefix": "{name}",
-        "worker_names": ["A", "B"],
-        "sentence_ends": [chr(code) for code in range(32, 127)],
-    }
-    settings |= dict.fromkeys(("history_header", "others_header", "own_header", "step_gap"), "") | {
-        "finisher_tokens": 0
-    }
-    ids = TAILS[0][None]
-    written = model.generate(ids, cuda_graph=False, **settings).texts[0]  # type: ignore[operator]
-    settings["separator"] = written[2]  # its second token ends a step
-    without = model.generate(ids, cuda_graph=False, **settings)  # type: ignore[operator]
-    assert graphs.replays == 0  # `cuda_graph=False` disables them
-    monkeypatch.setattr(executor, "ASYNC_DEVICES", ("cpu",) if ahead else ())
-    with_graphs = model.generate(ids, **settings)  # type: ignore[operator]
-    assert (with_graphs.stats.forward_passes > without.stats.forward_passes) == ahead  # void ones
-    assert with_graphs.history == without.history
-    assert any(step.forward_pass for step in with_graphs.history[0])
-    assert graphs.replays > len(graphs.captures)
 
 
 def test_reallocated_storage_needs_a_new_capture(

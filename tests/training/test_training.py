@@ -115,19 +115,6 @@ def test_logits_of_a_run_of_each_mode_are_computed_again(mode: str, settings: di
         assert len(make_views(example)) <= 1 + settings["num_workers"]
 
 
-@pytest.mark.parametrize("mode", ["shared_prefix", "resample"])
-def test_logits_of_completions(mode: str) -> None:
-    model, cache = enabled(), hf_parallel.SharedPrefixCache()
-    settings = {"max_new_tokens": 12, "num_return_sequences": 3, "do_sample": True, "return_dict_in_generate": True}
-    call = {**small_call(mode), **settings, "past_key_values": cache}
-    for _ in range(2):  # the second time parts of it are cached
-        output = model.generate(IDS, **call, output_logits=True)
-    example = ParallelExample.from_output(output)
-    expected = torch.stack([output.logits[n][row] for row in range(3) for n in range(12)])
-    assert example.target_ids.tolist() == output.sequences[:, 9:].flatten().tolist()
-    assert difference(model, example, expected) < 1e-6
-
-
 def test_an_example_survives_a_dataset() -> None:
     datasets = pytest.importorskip("datasets")
     example, _ = hogwild(enabled())

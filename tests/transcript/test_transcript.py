@@ -13,7 +13,7 @@ from stories import tell
 from test_self_consistency import vote
 from workers import encode, small_model, write
 
-from hf_parallel import LogitsCache, ParallelOutput
+from hf_parallel import ParallelOutput
 from hf_parallel.transcript.sections import FORMAT, VERSION
 
 EOS = tiny.EOS
@@ -105,22 +105,6 @@ def test_completions_of_one_prompt_are_columns_and_need_the_tokenizer() -> None:
     for row, card in enumerate(card for section in sections for card in section["cards"]):
         assert text_of(card) == Tokenizer().decode(out.sequences[row, 4:].tolist(), skip_special_tokens=True)
         assert [piece[0] for piece in card["pieces"]] == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize("replay", ["stepwise", "hotspot"])
-def test_replayed_tokens_need_no_pass_and_are_marked(replay: str) -> None:
-    cache = LogitsCache()
-    for seed in (0, 1, 2):
-        out = completions(["Some"], generation_mode="resample", logits_cache=cache, seed=seed, replay=replay,
-                          num_return_sequences=4)  # fmt: skip
-    cards = one_section(out, Tokenizer())["cards"]
-    replayed = [piece for card in cards for piece in card["pieces"] if piece[2] != "m"]
-    assert len(replayed) == out.stats.replayed_tokens > 0
-    assert {at for at, _, _ in replayed} == {0}
-    assert {origin for _, _, origin in replayed} <= ({"r"} if replay == "stepwise" else {"r", "h"})
-    for card in cards:
-        computed = [at for at, _, origin in card["pieces"] if origin == "m"]
-        assert computed == list(range(1, len(computed) + 1))
 
 
 def test_a_transcript_is_json_with_the_settings_that_json_can_hold() -> None:

@@ -18,7 +18,6 @@ from workers import TOKENIZER, Listener
 
 import hf_parallel
 from hf_parallel import SharedPrefixCache
-from hf_parallel.engine import Engine
 
 EVERY_SETTING: dict[str, Any] = {
     "seed": [1, 2, 3],
@@ -161,22 +160,6 @@ def test_streams_transcripts_and_scores_follow_the_order_of_the_output(tmp_path:
         for step, token in enumerate(tokens):
             assert out.scores[step][row, token].isfinite()
     assert len(out.scores) == out.sequences.shape[1] - BATCH.shape[1]
-
-
-def test_an_engine_returns_the_same_and_keeps_no_block_of_pruned_rows() -> None:
-    expected = best_of(**PRUNING)
-    with Engine(copy.deepcopy(tiny.build("llama")), TOKENIZER) as engine:
-        handles = []
-        for seed in (3, 4):
-            arguments = COMMON | PRUNING | {"generation_mode": "best_of", "seed": seed, "num_candidates": N}
-            mask = arguments.pop("attention_mask")
-            handles.append(engine.submit({"input_ids": BATCH, "attention_mask": mask}, **arguments))
-        found = handles[0].result()
-        handles[1].result()
-        nodes = list(engine._storage.tree.nodes())
-        assert engine._storage.pool.blocks == {node.block for node in nodes}
-    assert torch.equal(found.sequences, expected.sequences)
-    assert (found.order, found.pruned) == (expected.order, expected.pruned)
 
 
 def shortest(candidate: Any) -> float:

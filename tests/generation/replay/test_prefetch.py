@@ -100,14 +100,6 @@ def test_a_replay_computes_no_distribution_that_was_prefetched(
     assert computed == []
 
 
-def probability(node: TrieNode) -> float:
-    """Return the probability of a node given the last ancestor without a distribution."""
-    parent = node.parent
-    if parent is None or parent.distribution is None:
-        return 1.0
-    return probability(parent) * parent.distribution.prob(node.token)
-
-
 # Samples do not change
 
 

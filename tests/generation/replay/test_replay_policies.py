@@ -6,14 +6,10 @@ import math
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
 from hf_parallel import Hotspot
 from hf_parallel.generation.replay.policies import uncertainty_of
-
-NEW = 12
-PROMPT = tiny.make_prompts([24], seed=8)[0][None]
 
 
 def score_by_definition(logits: torch.Tensor, step: int, decay: float) -> float:
