@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from paths import HELPERS, ROOT
 
+import hf_parallel
 from hf_parallel.generation import MODES
 
 SCHEMA = (ROOT / "hf_parallel/engine/server/schema.py").read_text(encoding="utf-8")
