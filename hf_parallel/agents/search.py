@@ -186,12 +186,8 @@ async def _value(supervisor: Supervisor, state: State) -> float:
     assert supervisor.value is not None
     found = supervisor.value(state)
     found = await found if inspect.isawaitable(found) else found
-    if isinstance(found, str):
+    if not hasattr(found, "__float__"):
         raise TypeError(f"the value function must return a number, got {found!r}")
-    try:
-        value = float(found)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"the value function must return a number, got {found!r}") from error
-    if not math.isfinite(value):
+    if not math.isfinite(value := float(found)):
         raise ValueError(f"the value of {state!r} must be a finite number, got {value!r}")
     return value
