@@ -12,14 +12,15 @@ import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
 from mode_cases import small_call
+from test_fork_join import random_call
 from transformers import PreTrainedModel
 
 from hf_parallel import LogitsCache
 from hf_parallel.engine import Engine
 
 TOKENIZER: Any = AsciiTokenizer()
-MODES = ("hogwild", "pdos", "resample", "self_consistency", "shared_prefix", "skeleton_of_thought", None)
-STATE_MODES = MODES[1:]  # those that work on layers with states
+MODES = ("fork_join", "hogwild", "pdos", "resample", "self_consistency", "shared_prefix", "skeleton_of_thought", None)
+STATE_MODES = MODES[2:]  # those that work on layers with states
 
 
 @dataclass
@@ -54,7 +55,9 @@ def random_case(rng: random.Random, prefixes: list[torch.Tensor], modes: Sequenc
     prefix = rng.choice(prefixes)
     prompt = torch.cat((prefix[: rng.randint(0, len(prefix))], text))[None]
     settings = {} if mode is None else {k: v for k, v in small_call(mode).items() if k != "generation_mode"}
-    settings["max_new_tokens"] = settings.get("max_new_tokens", 12) + rng.randint(0, 8)
+    if mode == "fork_join":
+        settings = {**random_call(rng), "pad_token_id": tiny.PAD}
+    settings["max_new_tokens"] = min(settings.get("max_new_tokens", 12), 60) + rng.randint(0, 8)
     if rng.random() < 0.5:
         settings |= {"do_sample": True, "seed": rng.randrange(1000), "top_k": 0, "temperature": rng.choice([0.7, 1.0])}
     if mode in (None, "shared_prefix") and rng.random() < 0.5:

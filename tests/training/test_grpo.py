@@ -152,6 +152,7 @@ def test_several_prompts_of_a_micro_batch_are_rows_and_each_is_computed_once(che
 RUNS: dict[str, dict[str, Any]] = {
     "hogwild": {"num_workers": 2, "collaboration_prompt": "{names}", "finisher_tokens": 0},
     "pdos": {"format_prompt": "Go", "opening": "", "titles": ["a", "b"], "branch_max_new_tokens": 5},
+    "fork_join": {"dialect": {"region": ["[", "]"], "branch": ["(", ")"]}, "opening": "[", "path_max_new_tokens": 5},
 }
 
 
@@ -189,6 +190,14 @@ def test_gradients_of_runs_are_those_of_their_layouts(mode: str, checkpoint: Pat
     expected.backward()
     for gradient, parameter in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_answers_with_forks_train(checkpoint: Path) -> None:
+    trainer, _ = rollouts("fork_join", checkpoint, max_completion_length=30)
+    for step in steps(trainer):
+        assert step[DIFFERENCE] < 1e-4
+        assert 0 < step["grad_norm"] < 1e3
 
 
 def test_trainers_that_cannot_compute_runs_raise(checkpoint: Path) -> None:

@@ -97,12 +97,25 @@ def test_logits_of_a_run_of_workers_are_computed_again_in_one_pass(name: str) ->
     assert len(make_views(example)) == 3
 
 
+def fork_join(positions: str) -> dict[str, Any]:
+    """Return settings in whose dialect a random model opens forks, nested ones too."""
+    dialect = {"region": ["a", "b"], "branch": ["c", "d"], "positions": positions, "gap": "\n"}
+    return {
+        "dialect": dialect,
+        "opening": "a",
+        "sequence_bias": {(ord("a"),): 4.0, (ord("d"),): 4.0},
+        "max_new_tokens": 100,
+        "seed": 3,
+    }
+
+
 PDOS = {"opening": "", "titles": ["a", "b"], "branch_max_new_tokens": 6, "max_new_tokens": 80}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     **{layout: ("hogwild", {"layout": layout, "num_workers": 3, "max_new_tokens": 60}) for layout in LAYOUTS},
     "early finisher": ("hogwild", {"num_workers": 2, "max_new_tokens": 12, "finisher_tokens": 5}),
     **{join: ("pdos", {**PDOS, "join": join}) for join in ("reencode", "rotate")},
     **{mode: (mode, {}) for mode in ("self_consistency", "skeleton_of_thought")},
+    **{f"forks, {name}": ("fork_join", fork_join(name)) for name in ("depth", "overlap", "reencode")},
 }
 
 
@@ -279,6 +292,7 @@ def test_packed_examples_do_not_see_each_other() -> None:
     [
         ("hogwild", {"num_workers": 2, "finisher_tokens": 6, "max_new_tokens": 14}),
         ("pdos", PDOS),
+        ("fork_join", fork_join("depth")),
         ("self_consistency", {}),
         ("skeleton_of_thought", {}),
     ],

@@ -324,12 +324,14 @@ class BranchRun:
         return True
 
     def _replace(self, lane: Lane, tokens: Sequence[Token]) -> None:
-        """Replace the tokens of a lane since its last fork, as processors and criteria see them."""
-        table = self.loop.table
+        """Replace the tokens of a lane since its last fork, as processors and criteria see them; stream what is new."""
+        table, shown = self.loop.table, lane.text
         start = table.lengths[lane.index] - len(lane.own)
         same = lane.replace(tokens, self.cache.pool)
         table.truncate(lane.index, start + same)
         table.extend(lane.index, ids(tokens[same:]))
+        if len(lane.text) > len(shown) and lane.text.startswith(shown):
+            self.show(lane, lane.text[len(shown) :], "inject")
 
     def _end(self, lane: Lane, cause: str, end: int | None = None) -> None:
         """End a lane, and cut the text of a path at byte `end`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -16,6 +17,8 @@ class Path:
 
     number: str
     """Its number, as the region's outline names it."""
+    index: int
+    """Its place among all paths of the answer, in the order in which they begin; streams name it `Path {index}`."""
     text: str
     """Its text, tags included, with the paths of its own forks in order."""
     tokens: list[int]
@@ -60,3 +63,17 @@ class ForkJoinOutput(ParallelOutput):
     critical_path: list[int] = ALWAYS
     fallback: list[str | None] = ALWAYS
     stages: dict[str, StageStats] = ALWAYS
+
+    def columns(self, prompt: int) -> list[str]:
+        names: dict[int, str] = {}
+        counts: Counter[str] = Counter()
+
+        def add(forks: list[Fork], before: str) -> None:
+            for path in (path for fork in forks for path in fork.paths):
+                number = path.number if path.number.startswith(before) else before + path.number
+                counts[number] += 1
+                names[path.index] = f"Path {number}" + f" ({counts[number]})" * (counts[number] > 1)
+                add(path.forks, f"{number}.")
+
+        add(self.forks[prompt], "")
+        return [name for _, name in sorted(names.items())]

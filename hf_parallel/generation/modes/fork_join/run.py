@@ -67,14 +67,13 @@ class ForkJoinRun(BranchRun):
 
     def record(self, lane: Lane, start: int, end: int) -> Fork:
         """See `BranchRun.record`."""
-        return Fork(start, end, [_record(path) for path in lane.paths])
+        return Fork(start, end, [self._path(path) for path in lane.paths])
 
     def output(self, **fields: Any) -> tuple[type[ForkJoinOutput], dict[str, Any]]:
         """See `BranchRun.output`."""
         forks, steps = [root.forks for root in self.roots], [root.steps for root in self.roots]
         return ForkJoinOutput, {"forks": forks, "critical_path": steps, **fields}
 
-
-def _record(path: Lane) -> Path:
-    text = text_of(path.tokens).decode(errors="replace")
-    return Path(path.name, text, ids(path.tokens), path.ended_by, path.forks)
+    def _path(self, path: Lane) -> Path:
+        text, index = text_of(path.tokens).decode(errors="replace"), path.output_row // self.call.num_rows
+        return Path(path.name, index, text, ids(path.tokens), path.ended_by, path.forks)

@@ -1,0 +1,43 @@
+"""fork_join over HTTP: the answer and each of its paths stream under their names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from test_server import CHAT, served, small_model, stream
+
+from hf_parallel.engine import Engine
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+PLAN = "<Parallel>\n<Goal>\n<Outline>\n1: Cats\n</Outline>\n<Outline>\n2: Dogs\n</Outline>\n</Goal>"
+BRACKETS = {"region": ["[", "]"], "branch": ["(", ")"]}
+
+
+@pytest.mark.parametrize("settings", [{"opening": PLAN}, {"dialect": BRACKETS, "opening": "["}], ids=["name", "object"])
+def test_a_request_over_http_streams_the_answer_and_each_path_under_its_name(settings: dict[str, Any]) -> None:
+    settings = settings | {
+        "generation_mode": "fork_join",
+        "path_max_new_tokens": 6,
+        "max_tokens": 150,
+        "temperature": 0,
+    }
+    with Engine(*small_model()) as engine, served(engine) as server:
+        whole = server.chat(**settings)
+        body = {"messages": CHAT, "stream_options": {"include_usage": True}}
+        *chunks, usage = stream(server, **body, **settings)
+    (choice,) = whole["choices"]
+    rows, content = defaultdict(str), ""
+    for chunk in chunks:
+        for part in chunk["choices"]:
+            content += part["delta"].get("content", "")
+            rows[part.get("row")] += part["delta"].get("row_content", "")
+    paths = choice["mode_output"]["forks"][0]["paths"]
+    assert content == rows["Answer"] == choice["message"]["content"] == choice["mode_output"]["transcript"]
+    for name, path in zip(("Path 1", "Path 2"), paths, strict=True):
+        assert path["text"].startswith(rows[name])  # without the closing tag, which the path did not write
+    generated = whole["usage"]["completion_tokens"]
+    assert generated == usage["usage"]["completion_tokens"]
+    assert generated == choice["mode_output"]["critical_path"] + 6  # both paths are written at the same time
