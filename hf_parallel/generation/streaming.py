@@ -36,7 +36,7 @@ class ParallelStreamer(Protocol):
             New text of the row.
         event : str
             `begin` (a step begins; the text is its prefix, or the title of a branch), `token`, `step` (the step ended),
-            `end` (the row ended), `inject` (a session added text to the row) or `join` (the text of the joined
+            `end` (the row ended), `inject` (text that the row did not generate) or `join` (the text of the joined
             branches, which replaces the skeleton that the row generated).
         """
 

@@ -131,13 +131,12 @@ def test_random_requests_get_their_tokens_from_blocks_in_other_storage(
     assert set(compressed) == {True, False}  # with and without memory for them
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode])
+@pytest.mark.parametrize("mode", ["fork_join", *filter(None, MODES)])
 def test_a_request_that_is_preempted_at_every_step_gets_the_probabilities_of_generate(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, rng = enabled("llama", torch.float64), random.Random(3)
-    prefixes = random_prefixes(rng, 2, 30)
-    case = next(case for case in iter(lambda: random_case(rng, prefixes), None) if case.mode == mode)
+    case = random_case(rng, random_prefixes(rng, 2, 30), (mode,))
     case.settings["num_return_sequences"] = 1
     run_step = Engine._step
 

@@ -19,8 +19,8 @@ from hf_parallel import LogitsCache
 from hf_parallel.engine import Engine
 
 TOKENIZER: Any = AsciiTokenizer()
-MODES = ("fork_join", "hogwild", "pdos", "resample", "self_consistency", "shared_prefix", "skeleton_of_thought", None)
-STATE_MODES = MODES[2:]  # those that work on layers with states
+MODES = ("hogwild", "pdos", "resample", "self_consistency", "shared_prefix", "skeleton_of_thought", None)
+STATE_MODES = MODES[1:]  # those that work on layers with states
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +70,7 @@ def play(player: Player, pieces: Sequence[Piece], begun: str) -> str:
     return begun
 
 
-def run(dialect: str, answers: Sequence[Sequence[Piece]], **settings: Any) -> ForkJoinOutput:
+def run(dialect: str | Dialect, answers: Sequence[Sequence[Piece]], **settings: Any) -> ForkJoinOutput:
     """Return the output of a model that writes answers to prompts, given as pieces."""
     player = Player()
     for prompt, pieces in zip(PROMPTS, answers, strict=False):
@@ -224,6 +224,29 @@ def test_an_answer_of_pdos_is_written_as_it_is_and_stands_where_the_mode_places_
     trained = placed(ParallelExample.from_text("I look.\n" + joined, TOKENIZER, "pdos", PROMPTS[0]))
     after = (SKELETON.removeprefix("I look.\n"), *PARTS, joined)
     assert trained == sum((places(text, len(before)) for text in after), places(before))
+
+
+def test_a_transcript_has_a_column_for_each_path_named_by_its_number() -> None:
+    dialect = Dialect(("[", "]"), ("(", ")"), outline="#", fork=";", opening="({number}:")
+    text = "So[#1: #2: ;(1:x[#1.1: #1.2: ;(1.1:aa)(1.2:b)]y)(2:c)]z[#1: ;(1:d)]."
+    out = run(dialect, [parse(text, dialect)])
+    (section,) = out.to_dict(TOKENIZER)["sections"]
+    written = defaultdict(str)
+    for card in section["cards"]:
+        written[card["column"]] += (
+            card["given"] + "".join(piece for _, piece, _ in card["pieces"]) + f" {card['ended']} "
+        )
+    names = {name: written[index].split() for index, name in enumerate(section["columns"])}
+    assert names == {
+        "Path 1": ["(1:x[#1.1:", "#1.2:", ";", "join", "y)", "end"],
+        "Path 2": ["(2:c)", "end"],
+        "Path 1.1": ["(1.1:aa)", "end"],
+        "Path 1.2": ["(1.2:b)", "end"],
+        "Path 1 (2)": ["(1:d)", "end"],
+    }
+    assert written[None].split() == ["So[#1:", "#2:", ";", "join", "z[#1:", ";", "join", ".", "end"]
+    assert [path.index for path in all_paths(out.forks[0])] == [1, 3, 4, 2, 5]
+    assert "Path 1.2" in out.to_html(TOKENIZER)
 
 
 BRACKETS = {"region": ["[", "]"], "branch": ["(", ")"], "gap": "|"}

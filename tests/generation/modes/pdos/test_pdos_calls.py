@@ -190,7 +190,7 @@ def test_a_parallel_streamer_receives_skeletons_branches_and_joins() -> None:
     end = [("S", "token"), ("o", "token"), (".", "token"), ("", "token"), ("", "end")]
     assert listener.rows[0] == [*skeleton, (joined, "join"), *end]
     assert listener.rows[1] == [("####A:", "begin"), *((c, "token") for c in "aa\n####"), ("", "end")]
-    assert listener.rows[2] == [("####B:", "begin"), ("b", "token"), ("", "token"), ("", "end")]
+    assert listener.rows[2] == [("####B:", "begin"), ("b", "token"), ("", "token"), ("\n", "inject"), ("", "end")]
     assert [token for tokens in listener.tokens for token in tokens] == [encode("Tell: "), *answer(out)]
     assert listener.ended == 1
 
