@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import tiny
 import torch
+from block_oracle import exact_attention
 from gpu_problems import PROBLEMS, TOLERANCE, check, oracle, poisoned_memory
 from hypothesis import HealthCheck, Phase, given, settings
 from pages import EXECUTABLE, random_stand_in, run_on
@@ -38,8 +39,8 @@ import hf_parallel
 from benchmarks.gpu_parts.baselines import Cascade
 from benchmarks.gpu_parts.layer import Features, Layer, shared_prefix
 from hf_parallel.cache.hogwild import LAYOUTS
+from hf_parallel.generation.processors import split_warpers
 from hf_parallel.generation.rng import exponential_noise
-from hf_parallel.generation.warpers import split_warpers
 from hf_parallel.kernels import (
     BACKEND_VARIABLE,
     AttentionParams,
@@ -47,7 +48,6 @@ from hf_parallel.kernels import (
     backends,
     block_attention,
     dense,
-    reference,
 )
 from hf_parallel.kernels.sampling import sample
 from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model
@@ -92,7 +92,7 @@ def exactly(scene: Scene, dtype: torch.dtype) -> torch.Tensor:
     """Compute the oracle in float64 from the same rounded numbers."""
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return reference.ReferenceBackend().attend(query.double(), keys.double(), values.double(), *rest)
+        return exact_attention(query.double(), keys.double(), values.double(), *rest)
 
     return scene.attend(attend, dtype)
 

@@ -76,7 +76,7 @@ def row_sums(words: torch.Tensor, out: torch.Tensor) -> None:
     """Write the sums of words, int32 `[rows, 1024]`, to `out`, int64 `[rows, 2]`; both contiguous."""
     device, numbers = words.device, _multipliers(words.device)
     if select_backend(device) == "triton":
-        importlib.import_module(".triton.checksum", __package__).row_sums(words, numbers, out)
+        importlib.import_module(".triton.storage_kernels", __package__).row_sums(words, numbers, out)
     elif device.type == "cpu" and native.supports_row_sums():
         native.row_sums(words, numbers, out)
     else:

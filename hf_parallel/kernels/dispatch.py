@@ -1,6 +1,6 @@
 """Selection of the backend of block attention, once per layer's storage.
 
-`HF_PARALLEL_BACKEND` (`torch`, `triton` or `reference`) overrides the choice; the backend it names must be available.
+`HF_PARALLEL_BACKEND` (`torch` or `triton`) overrides the choice; the backend it names must be available.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_parallel.kernels.backend import AttentionBackend
 from hf_parallel.kernels.dense import flash_package
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
-from hf_parallel.kernels.reference import ReferenceBackend
 from hf_parallel.kernels.storage import CompactStorage
 from hf_parallel.kernels.torch_attention import TorchBackend
 
 BACKEND_VARIABLE = "HF_PARALLEL_BACKEND"
 
-_NAMES = ("reference", "torch", "triton")
+_NAMES = ("torch", "triton")
 _LEAST_CAPABILITY = (8, 0)
 _logger = logging.get_logger(__name__)
 
@@ -49,7 +47,6 @@ def backends() -> tuple[Backend, ...]:
         Backend("triton", not no_triton, no_triton or "decode steps and short appends on a GPU"),
         Backend("flash", not no_flash, no_flash or "long prefills on a GPU, by the flash-attn package"),
         Backend("torch", True, "any device, by PyTorch's own attention and the compiled CPU kernel"),
-        Backend("reference", True, f"the oracle of the tests, slow: only if {BACKEND_VARIABLE} selects it"),
     )
 
 
@@ -112,17 +109,15 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def backend_for(keys: Tensor, values: Tensor) -> AttentionBackend:
+def backend_for(keys: Tensor, values: Tensor) -> TorchBackend:
     """Return the backend for a layer's storage, by its device, dtype and head sizes."""
     name = select_backend(keys.device)
-    if name == "reference":
-        return ReferenceBackend()
     if name == "triton":
         triton_attention = importlib.import_module(".triton.attention", __package__)
         reason = triton_attention.unsupported_reason(keys, values)
         if not reason:
-            prefills = None if os.environ.get(BACKEND_VARIABLE) else TorchBackend()
-            return triton_attention.TritonBackend(prefills)  # type: ignore[no-any-return]
+            is_chosen = bool(os.environ.get(BACKEND_VARIABLE))
+            return triton_attention.TritonBackend(is_chosen)  # type: ignore[no-any-return]
         _logger.warning_once(f"block attention uses PyTorch's kernels instead of Triton's: {reason}")
     return TorchBackend()
 

@@ -101,9 +101,13 @@ class _Writes(Derived):
 
 
 class TorchBackend:
-    """Block attention on any device."""
+    """Block attention on any device. Other backends derive from it.
+
+    Methods read and write the storage of a layer, `keys` and `values` `[slots * kv_heads, head_dim]`.
+    """
 
     capturable = False
+    """Whether a CUDA graph can capture the kernels: all inputs that change are in device memory."""
 
     def attend(
         self,
@@ -114,7 +118,7 @@ class TorchBackend:
         params: AttentionParams,
         compact: CompactStorage | None = None,
     ) -> Tensor:
-        """See `AttentionBackend`."""
+        """Return the attention of packed queries; see `hf_parallel.kernels.block_attention`."""
         plan = plan.windowed(params.window, params.chunk)
         rotary, latent = params.rotary if plan.rotates else None, params.latent
         dims = query.shape[1], params.num_kv_heads, keys.shape[1], values.shape[1]
@@ -154,13 +158,9 @@ class TorchBackend:
         return _merge(outs, lses, calls.schedule, params.sinks, query)
 
     def append(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, plan: AttentionPlan) -> None:
-        """See `AttentionBackend`."""
-        num_kv_heads = new_keys.shape[0]
-        writes: _Writes | None = plan.derived.get(("writes", num_kv_heads, keys.device))
-        if writes is None:
-            writes = plan.cached(
-                ("writes", num_kv_heads, keys.device), lambda: _writes(plan, num_kv_heads, keys.device)
-            )
+        """Store the new keys and values `[kv_heads, T, head_dim]` of a pass at the locations that its plan gives."""
+        key = "writes", new_keys.shape[0], keys.device
+        writes: _Writes = plan.derived.get(key) or plan.cached(key, lambda: _writes(plan, *key[1:]))
         if writes.tokens is not None:
             new_keys, new_values = new_keys.index_select(1, writes.tokens), new_values.index_select(1, writes.tokens)
         for storage, new in ((keys, new_keys), (values, new_values)):
@@ -181,7 +181,10 @@ class TorchBackend:
         delta: int = 0,
         rotary: RotarySpec | None = None,
     ) -> None:
-        """See `AttentionBackend`."""
+        """Copy tokens to a range of the same length that does not overlap; rotate their keys by `delta` positions.
+
+        Without `rotary` (a layer without RoPE), keys are not rotated.
+        """
         from_rows, to_rows = (tokens.rows(num_kv_heads, keys.device).reshape(-1) for tokens in (source, target))
         moved = keys[from_rows]
         keys[to_rows] = rotate_by(moved, delta, rotary) if delta and rotary is not None else moved
@@ -193,12 +196,7 @@ def _writes(plan: AttentionPlan, num_kv_heads: int, device: torch.device) -> _Wr
     stored = None if len(plan.write_query) == plan.num_queries else torch.from_numpy(plan.write_query).to(device)
     rows = storage_row(plan.write_origin, plan.write_capacity, plan.write_index, num_kv_heads)
     steps = np.diff(rows) if len(rows) > 1 else np.ones(1, np.int64)
-    if (
-        len(rows)
-        and steps[0] > 0
-        and (steps == steps[0]).all()
-        and (plan.write_capacity == plan.write_capacity[0]).all()
-    ):
+    if len(rows) and steps[0] > 0 and (steps == steps[0]).all() and len(set(plan.write_capacity.tolist())) == 1:
         spacing = int(steps[0]), int(plan.write_capacity[0])
         return _Writes(stored, int(rows[0]), spacing, torch.empty(0, dtype=torch.int64))
     return _Writes(stored, 0, None, write_rows(plan, num_kv_heads, device))

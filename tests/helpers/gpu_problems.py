@@ -7,20 +7,18 @@ including its output and its partial results.
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import numpy as np
 import torch
+from block_oracle import exact_attention
 
-from benchmarks.gpu_parts import layer as layers
 from benchmarks.gpu_parts.layer import Features, Layer, hogwild, new_blocks, rotary_of, shared_prefix
 from hf_parallel.cache import Segment
-from hf_parallel.kernels import BACKEND_VARIABLE, AttentionParams, rotate
+from hf_parallel.kernels import AttentionParams, rotate
 from hf_parallel.kernels.torch_attention import write_rows
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
@@ -127,9 +125,8 @@ def oracle(layer: Layer) -> torch.Tensor:
     f, storage = layer.features, layer.cache.pool.arena.layers[0]
     sinks = None if layer.sinks is None else layer.sinks.double()
     params = AttentionParams(f.kv_heads, f.scale, f.rotary, f.softcap, sinks, f.window)
-    with patch.dict(os.environ, {BACKEND_VARIABLE: "reference"}):
-        numbers = layer.query.double(), storage.keys.double(), storage.values.double()
-        return layers.block_attention(*numbers, layer.forward.plan, params)
+    numbers = layer.query.double(), storage.keys.double(), storage.values.double()
+    return exact_attention(*numbers, layer.forward.plan, params)
 
 
 def _poison(layer: Layer) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from block_oracle import exact_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import Features, Scene, rotate_to, scenes
@@ -22,7 +23,6 @@ from hf_parallel.kernels import (
     RotarySpec,
     block_attention,
     native,
-    reference,
     rotate,
     rotate_by,
     select_backend,
@@ -40,16 +40,14 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-2, tor
 @EXACT
 @given(scenes())
 def test_oracle_equals_softmax_over_the_view_at_true_positions(scene: Scene) -> None:
-    torch.testing.assert_close(
-        scene.attend(reference.ReferenceBackend().attend, torch.float64), scene.truth(), rtol=0, atol=1e-12
-    )
+    torch.testing.assert_close(scene.attend(exact_attention, torch.float64), scene.truth(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @EXACT
 @given(scene=scenes())
 def test_torch_backend_equals_oracle(dtype: torch.dtype, scene: Scene) -> None:
-    expected = scene.attend(reference.ReferenceBackend().attend, dtype)
+    expected = scene.attend(exact_attention, dtype)
     actual = scene.attend(torch_backend.TorchBackend().attend, dtype)
     assert actual.dtype == dtype
     # Both round the output to `dtype`, so a difference of one unit in the last place is allowed.
@@ -60,7 +58,7 @@ def test_torch_backend_equals_oracle(dtype: torch.dtype, scene: Scene) -> None:
 @given(scene=scenes())
 def test_torch_backend_equals_oracle_without_its_compiled_kernel(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
     monkeypatch.setattr(native, "supports", lambda *_: False)
-    expected = scene.attend(reference.ReferenceBackend().attend, torch.float32)
+    expected = scene.attend(exact_attention, torch.float32)
     actual = scene.attend(torch_backend.TorchBackend().attend, torch.float32)
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[torch.float32])
 
@@ -139,16 +137,12 @@ def test_backend_variable_selects_and_an_unknown_name_raises(monkeypatch: pytest
     assert select_backend("cpu") == "torch"
     monkeypatch.setenv(BACKEND_VARIABLE, "")
     assert select_backend("cpu") == "torch"
-    monkeypatch.setenv(BACKEND_VARIABLE, "reference")
-    assert select_backend() == select_backend("cpu") == "reference"
     monkeypatch.setenv(BACKEND_VARIABLE, "cudnn")
-    with pytest.raises(ValueError, match=r"HF_PARALLEL_BACKEND must be one of .*reference.*torch.*'cudnn'"):
+    with pytest.raises(ValueError, match=r"HF_PARALLEL_BACKEND must be one of .*torch.*triton.*'cudnn'"):
         select_backend()
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_layers_of_different_windows_share_one_plan(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    monkeypatch.setenv(BACKEND_VARIABLE, backend)
+def test_layers_of_different_windows_share_one_plan() -> None:
     scene = _row(Features(), 40)
     layer, plan = scene.cache.pool.arena.layers[0], scene.forward.plan
     for window in (None, 3, 17, 3, None):  # as layers of both kinds alternate

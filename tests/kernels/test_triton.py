@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_oracle import exact_attention
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scenes import Features, Scene, scenes
@@ -22,7 +23,6 @@ from hf_parallel.kernels import (
     LayerStorage,
     RotarySpec,
     TokenRange,
-    reference,
 )
 from hf_parallel.kernels.torch_attention import TorchBackend
 
@@ -68,7 +68,7 @@ def attend(scene: Scene, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def check(scene: Scene, dtype: torch.dtype = torch.float32) -> None:
-    expected = scene.attend(reference.ReferenceBackend().attend, dtype)
+    expected = scene.attend(exact_attention, dtype)
     torch.testing.assert_close(attend(scene, dtype), expected, rtol=torch.finfo(dtype).eps, atol=TOLERANCE[dtype])
 
 
@@ -239,7 +239,7 @@ def test_move_does_what_the_torch_backend_does(style: str, delta: int, length: i
 
 @pytest.mark.parametrize(("length", "by_torch"), [(64, False), (65, True)])
 def test_the_torch_backend_serves_long_prefills_without_soft_capping(length: int, by_torch: bool) -> None:
-    backend = triton_backend.TritonBackend(TORCH)
+    backend = triton_backend.TritonBackend(is_chosen=False)
     for softcap in (None, 2.0):
         scene = Scene(Features(softcap=softcap))
         scene.step([Segment([scene.cache.pool.new_block()], length)])

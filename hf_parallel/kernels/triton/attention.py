@@ -6,17 +6,14 @@ for all layers of one shape. docs/kernels.md explains the kernels and their cons
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from triton import knobs
 
-from hf_parallel.kernels.backend import AttentionBackend
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec
 from hf_parallel.kernels.storage import CompactStorage, TokenRange, storage_row
+from hf_parallel.kernels.torch_attention import TorchBackend
 from hf_parallel.kernels.triton.kernels import attend_kernel, merge_heads_kernel, merge_kernel
 from hf_parallel.kernels.triton.launch import (
     AttendLaunch,
@@ -53,13 +50,13 @@ def unsupported_reason(keys: Tensor, values: Tensor) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class TritonBackend:
-    """Block attention on a GPU."""
+class TritonBackend(TorchBackend):
+    """Block attention on a GPU. `is_chosen`: it also serves passes with a run of more than `MAX_RUN` new tokens."""
 
-    prefills: AttentionBackend | None = None
-    """Backend that serves passes with a run of more than `MAX_RUN` new tokens; None: this one."""
-    capturable: ClassVar[bool] = True
+    capturable = True
+
+    def __init__(self, is_chosen: bool = True) -> None:
+        self.is_chosen = is_chosen
 
     def attend(
         self,
@@ -70,9 +67,11 @@ class TritonBackend:
         params: AttentionParams,
         compact: CompactStorage | None = None,
     ) -> Tensor:
-        """See `AttentionBackend`. Queries after the plan's are padding, whose output is zero."""
-        if self.prefills is not None and _is_prefill(keys, values, plan, params):
-            return self.prefills.attend(query, keys, values, plan, params, compact)
+        """Queries after the plan's are padding, whose output is zero."""
+        # FlashAttention, which has no soft-capping, computes long runs of new tokens faster.
+        is_fused = params.softcap is None and (keys.shape == values.shape or params.latent is not None)
+        if not self.is_chosen and is_fused and plan.longest_run > MAX_RUN:
+            return super().attend(query, keys, values, plan, params, compact)
         latent, leads, lead = params.latent, keys, 0
         if latent is not None:
             query, values, leads, lead = latent.absorb(query), keys, values, values.shape[-1]
@@ -112,7 +111,7 @@ class TritonBackend:
         return out if latent is None else latent.project(out)
 
     def append(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, plan: AttentionPlan) -> None:
-        """See `AttentionBackend`. Tokens after the plan's are padding, not stored."""
+        """Tokens after the plan's are padding, not stored."""
         device, num_kv_heads = keys.device, new_keys.shape[0]
         buffers = launch_for(plan, ("writes", device), lambda: WriteLaunch(plan, device)).buffers
         writes = [buffers[name] for name in ("query", "origin", "capacity", "index", "count", "step")]
@@ -135,7 +134,6 @@ class TritonBackend:
         delta: int = 0,
         rotary: RotarySpec | None = None,
     ) -> None:
-        """See `AttentionBackend`."""
         if not source.length:
             return
         rotary = rotary if delta else None
@@ -148,9 +146,3 @@ class TritonBackend:
                 source.length, delta, **dim_constants(keys.shape[-1], values.shape[-1]), BLOCK_T=_TOKENS_PER_PROGRAM,
                 HALF=half, INTERLEAVED=interleaved,
             )  # fmt: skip
-
-
-def _is_prefill(keys: Tensor, values: Tensor, plan: AttentionPlan, params: AttentionParams) -> bool:
-    """Whether a pass has a run of new tokens so long that FlashAttention, which has no soft-capping, is faster."""
-    is_fused = params.softcap is None and (keys.shape == values.shape or params.latent is not None)
-    return is_fused and plan.longest_run > MAX_RUN
