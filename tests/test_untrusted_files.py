@@ -24,7 +24,7 @@ from hf_parallel.agents import ReplayError, ToolError
 from hf_parallel.agents.models import Completion
 from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.trace import RunTrace
-from hf_parallel.cache.logits_file import digest_of
+from hf_parallel.cache.logits_trie import digest_of
 from hf_parallel.evaluation.results import KEY, MEASURED, format_table, read_results, table
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
 

@@ -152,16 +152,15 @@ class BlockCache(Cache):
         self._pass, self.dense.batch = forward, None
         return forward
 
-    @property
-    def plan(self) -> AttentionPlan:
-        """Attention plan of the prepared pass."""
-        if self._pass is None:
+    def plan_of(self, layer_idx: int = -1) -> AttentionPlan:
+        """Return the attention plan of a layer in the prepared pass. Each layer calls it once."""
+        step = self._pass
+        if step is None:
             raise RuntimeError("no forward pass is prepared: was the model called from a processor or a streamer?")
-        return self._pass.plan
+        in_order = step.in_order
+        return step.plan if in_order is None or layer_idx in step.images[0].image.ahead else in_order
 
-    def plan_of(self, layer_idx: int) -> AttentionPlan:
-        """Attention plan of a layer in the prepared pass."""
-        return self.plan if self._pass is None else self._pass.plan_of(layer_idx)
+    plan = property(plan_of)
 
     def positions_in_rows(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Return the position `int64 [T]` of each packed token of the prepared pass in its row's view.
@@ -321,21 +320,13 @@ class BlockCache(Cache):
 
     max_batch_size = batch_size
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Select the rows `beam_idx`, int64 `[rows]`; repeated rows get a copy of the block that they append to."""
-        self.dense.select(beam_idx.tolist())
+    def _refuse_rows(self, *args: object, **kwargs: object) -> Any:
+        raise ValueError(
+            "the rows of a block cache cannot be selected, repeated or cropped: use a DynamicCache for beam search and "
+            "prompt lookup"
+        )
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`, int64 `[rows]`."""
-        self.dense.select(indices.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
-        self.dense.select([row for row in range(len(self.rows)) for _ in range(repeats)])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of every row; a positive number is the new length of all rows."""
-        self.dense.crop(int(tokens_to_remove))  # some versions of transformers pass a tensor
+    reorder_cache = batch_select_indices = batch_repeat_interleave = crop = _refuse_rows
 
     def __len__(self) -> int:
         return len(self.pool.arena.layers)

@@ -52,10 +52,6 @@ class ForwardPass:
     images: Sequence[ImageRun] = ()  # image tokens, `at` packed indices
     in_order: AttentionPlan | None = None  # for layers in which image tokens see earlier tokens only, as text does
 
-    def plan_of(self, layer_idx: int) -> AttentionPlan:
-        """Return the plan of a layer."""
-        return self.plan if self.in_order is None or layer_idx in self.images[0].image.ahead else self.in_order
-
     @property
     def last_tokens(self) -> list[int]:
         """Index of each segment's last packed token."""

@@ -6,7 +6,7 @@ once. Serves models whose attention cannot read blocks, plain `generate` over a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -175,33 +175,3 @@ class DenseRows:
                 "its position_ids and the cache's attention_mask() to the model"
             )
         return [Segment(view, length) for view in self.views]
-
-    def select(self, chosen: Sequence[int]) -> None:
-        """Keep the chosen rows; repeated rows get a copy of the block that they append to."""
-        self._check_rows()
-        views = [self.views[row] for row in chosen]
-        seen = {block for view in views for block in view}
-        for view in self.views:
-            if view[-1] not in seen:
-                self.pool.free(view[-1])
-        for index, view in enumerate(views):
-            if chosen[index] in chosen[:index]:
-                own = view[-1]
-                views[index] = [*view[:-1], self.pool.copy(own, own.free_slots)]
-        self.views = views
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens of every row; a positive number is the new length of all rows."""
-        self._check_rows()
-        lengths = list(map(view_length, self.views))
-        for view, length in zip(self.views, lengths, strict=True):
-            left = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
-            for block in view:
-                self.pool.truncate(block, min(block.length, max(left, 0)))
-                left -= block.length
-            if not view[-1].length:
-                view[-1].base = view_length(view)
-
-    def _check_rows(self) -> None:
-        if self.pool.blocks and not self.views:
-            raise ValueError("this cache has blocks but no rows; only rows under stock attention can be changed")

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,8 +25,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from hf_parallel.cache.images import SALT
-from hf_parallel.cache.logits_file import check_arrays, digest_of, logits_at, read_keys, read_metadata, to_arrays
-from hf_parallel.cache.logits_trie import CachedDistribution, CachedLogits, TrieNode
+from hf_parallel.cache.logits_trie import (
+    CachedDistribution,
+    CachedLogits,
+    TrieNode,
+    check_arrays,
+    digest_of,
+    logits_at,
+    read_keys,
+    read_metadata,
+    to_arrays,
+)
 from hf_parallel.files import atomic_file, read_file, warn_on_other_version
 
 _FORMAT = "hf_parallel.LogitsCache/2"
@@ -63,7 +72,7 @@ class LogitsCache:
         self._roots: dict[str, TrieNode] = {}
         self._vocabularies: dict[str, int] = {}  # of loaded logits
         self._clock = 0
-        self._computing: dict[TrieNode, Any] = {}  # nodes whose logits the model computes, with the call that does
+        self.computing: dict[TrieNode, Any] = {}  # nodes whose logits the model computes, with the call that does
         self.lock = threading.RLock()
         self._queue: list[tuple[int, int, TrieNode]] = []  # heap of leaves by last use; entries may be outdated
 
@@ -251,22 +260,6 @@ class LogitsCache:
                     self.num_bytes += cached.num_bytes
             return node.logits is not None
 
-    def start_computing(self, node: TrieNode, owner: object) -> None:
-        """Note that a call computes the logits of a node, unless another one does."""
-        with self.lock:
-            self._computing.setdefault(node, owner)
-
-    def stop_computing(self, node: TrieNode, owner: object) -> None:
-        """Note that a call computes the logits of a node no more."""
-        with self.lock:
-            if self._computing.get(node) is owner:
-                del self._computing[node]
-
-    def computed_by(self, node: TrieNode) -> Any | None:
-        """Return the call that computes a node's missing logits, or None."""
-        with self.lock:
-            return self._computing.get(node) if node.logits is None else None
-
     def evict(self, num_bytes: int = 0) -> bool:
         """Evict the least recently used leaves until `num_bytes` more fit the budget; returns whether they do."""
         while self.num_bytes + num_bytes > self.max_bytes and self._queue:
@@ -318,28 +311,30 @@ class Cursors:
             self._cache.misses += not found
             return found
 
-    def has_logits(self, row: int) -> bool:
-        """Return whether the row's node has logits."""
-        return self._nodes[row].logits is not None
-
     def store(self, row: int, logits: torch.Tensor) -> bool:
         """Store logits `[vocabulary]` at the row's node; see `LogitsCache.store`."""
         return self._cache.store(self._nodes[row], logits)
 
-    def start_computing(self, row: int, owner: object) -> None:
-        """Note that the model computes the logits of the row's node, and then of those that it moves to."""
-        self._owners[row] = owner
-        self._cache.start_computing(self._nodes[row], owner)
+    def start_computing(self, rows: Iterable[int], owner: object) -> None:
+        """Note that a call computes the logits of the rows' nodes, unless another one does, and of those after them."""
+        with self._cache.lock:
+            for row in rows:
+                self._owners[row] = owner
+                self._cache.computing.setdefault(self._nodes[row], owner)
 
-    def stop_computing(self, row: int) -> None:
-        """Note that the model computes no more logits for a row."""
-        owner, node = self._owners.pop(row, None), self._nodes.get(row)
-        if owner is not None and node is not None:
-            self._cache.stop_computing(node, owner)
+    def stop_computing(self, rows: Iterable[int]) -> None:
+        """Note that no more logits are computed for rows: other calls wait for them no more."""
+        with self._cache.lock:
+            for row in rows:
+                owner, node = self._owners.pop(row, None), self._nodes.get(row)
+                if node is not None and self._cache.computing.get(node) is owner:
+                    self._cache.computing.pop(node, None)
 
     def computed_by(self, row: int) -> Any | None:
         """Return the call that computes the row's missing logits, or None."""
-        return self._cache.computed_by(self._nodes[row])
+        with self._cache.lock:
+            node = self._nodes[row]
+            return self._cache.computing.get(node) if node.logits is None else None
 
     def node(self, row: int) -> TrieNode:
         """Return the row's node."""
@@ -358,11 +353,11 @@ class Cursors:
             self._unpin(row)
         self._nodes[row] = node
         if row in self._owners:
-            self._cache.start_computing(node, self._owners[row])
+            self._cache.computing.setdefault(node, self._owners[row])
         self._cache.touch(node)
 
     def _unpin(self, row: int) -> None:
         node = self._nodes.pop(row)
-        if row in self._owners:
-            self._cache.stop_computing(node, self._owners[row])
+        if row in self._owners and self._cache.computing.get(node) is self._owners[row]:
+            del self._cache.computing[node]
         self._cache.unpin(node)

@@ -197,7 +197,9 @@ class SharedPrefixCache(BlockCache):
 
     def _evict(self) -> None:
         """Remove the least recently used nodes, leaves first, until at most `max_bytes` are held."""
-        eviction = self.tree.evict(lambda node: node.last_used)
-        while self.max_bytes is not None and self.kv_bytes + self.state_bytes > self.max_bytes:
-            if next(eviction, None) is None:
+        if self.max_bytes is None or (excess := self.kv_bytes + self.state_bytes - self.max_bytes) <= 0:
+            return
+        for _, size in self.tree.evict(lambda node: node.last_used):
+            excess -= size
+            if excess <= 0:
                 return

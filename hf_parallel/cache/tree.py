@@ -136,7 +136,7 @@ class PrefixTree:
         self.pins: dict[Node, set[Owner]] = {}  # owners that use a node, by node
         self.leaves: dict[Owner, list[Node]] = {}  # nodes at which the rows of an owner begin or end, by owner
         self.computing: dict[Node, Owner] = {}  # the owner that computes the uncached tokens of a node
-        self._uncompressed: dict[Node, None] = {}  # with blocks to be rounded to 8 bits, in order of insertion
+        self._uncompressed: dict[Node, None] = {}  # with blocks to be rounded to 8 bits, in order; with `cache_dtype`
         self.observer.on_reset()
 
     # Nodes
@@ -181,7 +181,8 @@ class PrefixTree:
         held = tokens if block is None else tokens[: block.length]
         node = Node(np.asarray(held, np.int64), parent, block, last_used=self.clock)
         node.shift = self.pool.images.shift(node.tokens)
-        self._uncompressed[node] = None
+        if self.pool.arena.compact is not None:
+            self._uncompressed[node] = None
         parent.children.setdefault(int(node.tokens[0]), []).append(node)
         return node
 
@@ -221,7 +222,8 @@ class PrefixTree:
         """Return nodes with uncached tokens, parents before children, and allocate their blocks."""
         nodes = [node for node in self._nodes_of(owner) if len(node.uncached)]
         for node in nodes:
-            self._uncompressed[node] = None  # again, if it was evicted
+            if self.pool.arena.compact is not None:
+                self._uncompressed[node] = None  # again, if it was evicted
             if node.block is None:
                 capacity = len(node.tokens) if owner is None else 0
                 assert node.parent is not None, "the root has no tokens"
@@ -339,10 +341,10 @@ class PrefixTree:
 
     # Eviction
 
-    def evict(self, priority: Callable[[Node], float | tuple[float, ...]]) -> Iterator[int]:
+    def evict(self, priority: Callable[[Node], float | tuple[float, ...]]) -> Iterator[tuple[int, int]]:
         """Delete keys and values that no running owner uses, least priority first and children before parents.
 
-        Yields the number of tokens of each node. Nodes that preempted owners will need again stay, without memory.
+        Yields the numbers of tokens and bytes of each node. Nodes that preempted owners will need again stay, empty.
         """
         count = itertools.count()
         queue = [(priority(node), next(count), node) for node in self.nodes() if self._is_evictable(node)]
@@ -351,6 +353,8 @@ class PrefixTree:
             _, _, node = heapq.heappop(queue)
             tokens, parent = node.num_cached, node.parent
             assert node.block is not None
+            size = self.pool.bytes_of(node.block)
+            size += self.pool.states.bytes_per_slot if node.block.state >= 0 else 0
             assert parent is not None
             self.observer.on_evict(node)
             if self.pins.get(node) or node.all_children():
@@ -359,7 +363,7 @@ class PrefixTree:
                 self._remove(node)
             if self._is_evictable(parent):
                 heapq.heappush(queue, (priority(parent), next(count), parent))
-            yield tokens
+            yield tokens, size
 
     def _is_evictable(self, node: Node) -> bool:
         if not node.num_cached or self.is_used(node):

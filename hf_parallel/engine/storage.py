@@ -132,7 +132,7 @@ class KVStorage:
     def evict(self, size: int) -> bool:
         """Evict unused nodes, keys and states, until `size` more bytes are free. Return whether a node was evicted."""
         before, target = self.evicted_tokens, self.pool.free_bytes + size
-        for tokens in self.tree.evict(self.policy.priority):
+        for tokens, _ in self.tree.evict(self.policy.priority):
             self.evicted_tokens += tokens
             if self.pool.free_bytes >= target:
                 break

@@ -42,6 +42,19 @@ def cache(model: PreTrainedModel) -> SharedPrefixCache:
     return cache
 
 
+def test_eviction_deletes_parents_after_their_children(model: PreTrainedModel, cache: SharedPrefixCache) -> None:
+    other = torch.cat((IDS[:, :20], IDS[:, :5]), dim=1)  # splits the first prompt
+    generate(model, cache, ids=other)
+    nodes = list(cache.tree.nodes())
+    assert any(node.all_children() for node in nodes)
+    lengths, held = sorted(node.num_cached for node in nodes), cache.kv_bytes + cache.state_bytes
+    evicted = list(cache.tree.evict(lambda node: node.last_used))
+    assert sorted(tokens for tokens, _ in evicted) == lengths
+    assert sum(size for _, size in evicted) == held
+    assert not list(cache.tree.nodes())
+    assert cache.kv_bytes == 0
+
+
 @pytest.mark.parametrize("common", [0, 12], ids=["distinct", "shared start"])
 def test_max_bytes_limits_the_memory_kept_between_calls(common: int, model: PreTrainedModel) -> None:
     """The least recently used prompt is evicted; a prompt that every other call uses stays."""

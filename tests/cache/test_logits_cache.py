@@ -209,7 +209,7 @@ def test_a_pinned_node_is_not_evicted() -> None:
         cursors.store("mine", logits_of([7, 7]))
         for prompt in range(20):
             write(cache, [prompt], 1, 2)
-        assert cursors.has_logits("mine")
+        assert cursors.node("mine").logits is not None
         cursors.advance("mine", 3)
         assert isinstance(cursors, Cursors)
     assert cache.num_bytes <= cache.max_bytes

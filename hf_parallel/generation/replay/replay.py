@@ -73,18 +73,14 @@ class Replayer:
     @contextmanager
     def tracking(self, prompts: Sequence[list[int]] = ()) -> Iterator[None]:
         """Place the cursors of rows 0, 1, ... on their prompts; nodes under a cursor are not evicted."""
-        with self.cache.cursors() as self._cursors:
+        with self.cache.cursors() as self.cursors:
             for row, prompt in enumerate(prompts):
-                self._cursors.start(row, self.model_key, prompt)
+                self.cursors.start(row, self.model_key, prompt)
                 self._tracked.add(row)
-            roots = {self._cursors.node(row): self.sampler.table.lengths[row] for row in self._tracked}
+            roots = {self.cursors.node(row): self.sampler.table.lengths[row] for row in self._tracked}
             self.prompts = list(roots)
             with nullcontext() if self._prefetcher is None else self._prefetcher.open(roots):
                 yield
-
-    def node(self, row: int) -> TrieNode:
-        """Return the trie node of a row."""
-        return self._cursors.node(row)
 
     def replayable(self, rows: Sequence[int]) -> list[int]:
         """Return the rows whose next logits are cached; with stateful processors or criteria all or none."""
@@ -96,26 +92,16 @@ class Replayer:
         """Advance cursors of rows by the keys from `RowGroup.advance`. Return whether the logits of all are cached."""
         for row, key in zip(rows, keys, strict=True):
             if row in self._tracked:
-                self._cursors.advance(row, key)
+                self.cursors.advance(row, key)
             else:
-                self._cursors.start(row, self.model_key, [key])
+                self.cursors.start(row, self.model_key, [key])
                 self._tracked.add(row)
         return self._lookup(rows)
 
     def is_computed_by_other(self, row: int, executor: Executor) -> bool:
         """Return whether another call computes the next logits of a row now."""
-        other = self._cursors.computed_by(row)
+        other = self.cursors.computed_by(row)
         return other is not None and other is not executor and not (other.preempted or other.is_done)
-
-    def start_computing(self, rows: Sequence[int], executor: Executor) -> None:
-        """Note that a call computes the logits of rows from now on."""
-        for row in rows:
-            self._cursors.start_computing(row, executor)
-
-    def stop_computing(self, rows: Sequence[int]) -> None:
-        """Note that rows have ended: other calls wait for them no more."""
-        for row in rows:
-            self._cursors.stop_computing(row)
 
     def start_prefetch(self) -> None:
         """Start the prefetcher, if there is one."""
@@ -160,7 +146,7 @@ class Replayer:
 
     def _lookup(self, rows: Sequence[int]) -> bool:
         """Whether the next logits of all rows are cached; if so, their next tokens are sampled from these."""
-        found = [self._cursors.lookup(row, *self._required) for row in rows]
+        found = [self.cursors.lookup(row, *self._required) for row in rows]
         if all(found):
             self._cached.update(rows)
         return all(found)
@@ -181,26 +167,26 @@ class Replayer:
         """Return the cached distributions of rows, if no other is needed, and no dense one."""
         if self.policy.looks_ahead or not self._cached.issuperset(rows):
             return None
-        return self.distributions.candidates(rows, [self._cursors.node(row) for row in rows])
+        return self.distributions.candidates(rows, [self.cursors.node(row) for row in rows])
 
     def _distribution(self, rows: Sequence[int], logits: torch.Tensor | None) -> torch.Tensor:
         """Return the distributions of rows; `logits` are those of the rows without cached ones."""
         cached = [i for i, row in enumerate(rows) if row in self._cached]
         if len(cached) == len(rows):
-            return self.distributions.compute(rows, [self._cursors.node(row) for row in rows])
+            return self.distributions.compute(rows, [self.cursors.node(row) for row in rows])
         assert logits is not None, "the model has run for rows without cached logits"
         if not cached:
             distribution = self.sampler.distribution(rows, logits)
-            self.distributions.store_new(rows, [self._cursors.node(row) for row in rows], distribution)
+            self.distributions.store_new(rows, [self.cursors.node(row) for row in rows], distribution)
             return distribution
         combined = logits.new_empty(len(rows), logits.shape[-1], dtype=torch.float32)
-        combined[cached] = torch.stack([dense(self._cursors.node(rows[i])) for i in cached]).to(combined)
+        combined[cached] = torch.stack([dense(self.cursors.node(rows[i])) for i in cached]).to(combined)
         combined[[i for i, row in enumerate(rows) if row not in self._cached]] = logits
         return self.sampler.distribution(rows, combined)
 
     def _log_probs(self, rows: Sequence[int], tokens: Sequence[int], logits: torch.Tensor | None) -> LogProbs:
         """Return the log-probabilities of the next tokens of rows; see `sample`."""
-        nodes, device = [self._cursors.node(row) for row in rows], self.sampler.table.device
+        nodes, device = [self.cursors.node(row) for row in rows], self.sampler.table.device
         sampling = torch.full((len(rows),), torch.nan, device=device)
         if logits is None and not self.sampler.top_log_probs:
             cached = [node.logits.log_prob(token) for node, token in zip(nodes, tokens, strict=True) if node.logits]
@@ -214,22 +200,22 @@ class Replayer:
         return LogProbs(found.model, sampling, found.top)
 
     def _store(self, rows: Sequence[int], logits: torch.Tensor) -> None:
-        new = [i for i, row in enumerate(rows) if not self._cursors.has_logits(row)]
+        new = [i for i, row in enumerate(rows) if self.cursors.node(row).logits is None]
         if new:
             missing = logits if len(new) == len(rows) else logits[new]
             for i, row_logits in zip(new, missing.cpu(), strict=True):
-                self._cursors.store(rows[i], row_logits)
+                self.cursors.store(rows[i], row_logits)
 
     def _advance(self, row: int, token: int, drafted: bool) -> None:
         is_cached, path = row in self._cached, self._paths.get(row)
         if self._prefetcher is not None and not is_cached:
-            self._prefetcher.add(self._cursors.node(row))
+            self._prefetcher.add(self.cursors.node(row))
         origin = DRAFTED if drafted else COMPUTED
         if is_cached:
             token_before, draws = (None, False) if path is None else path.step
             origin = HOTSPOT if draws and token_before is not None else REPLAYED
         self.origins.setdefault(row, []).append(origin)
-        self._cursors.advance(row, token)
+        self.cursors.advance(row, token)
         if is_cached:
             self.stats.replayed_tokens += 1
             self._num_replayed[row] = self._num_replayed.get(row, 0) + 1
@@ -237,7 +223,7 @@ class Replayer:
                 path.position += 1
 
     def _path(self, row: int) -> _CachedPath:
-        node, path = self._cursors.node(row), self._paths.get(row)
+        node, path = self.cursors.node(row), self._paths.get(row)
         if path is None or path.position >= len(path.nodes) or path.nodes[path.position] is not node:
             nodes, tokens, uncertainty = last_continuation(self.cache, node)
             draws = self.policy.draws(np.array(uncertainty), self._num_replayed.get(row, 0))

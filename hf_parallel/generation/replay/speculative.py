@@ -38,7 +38,7 @@ class SpeculativeDecoder:
             return False
         settings = (replayer.model_key, replayer.policy.name, replayer.distributions.settings)
         predict = None
-        if loop.sampler.do_sample and loop.sampler.has_own_rngs:
+        if loop.sampler.do_sample and loop.sampler.rngs is not None:
             temperature = loop.call.generation_config.temperature
             predict = DraftSampler(loop.sampler, replayer.distributions, 1.0 if temperature is None else temperature)
         eos = frozenset(loop.call.eos_token_ids)
@@ -51,7 +51,7 @@ class SpeculativeDecoder:
 
     def step(self, rows: Sequence[R]) -> list[R]:
         """Verify drafts until no row has one. Return the active rows, with their pending tokens."""
-        active, node_of, executor = list(rows), self.replayer.node, self.loop.call.executor
+        active, node_of, executor = list(rows), self.replayer.cursors.node, self.loop.call.executor
         for row in active:
             self._drafter.observe(row.index, node_of(row.index))
         while active:
@@ -92,7 +92,7 @@ class SpeculativeDecoder:
             continuing = set(self.loop.append(sampling, tokens, ended, is_pass=step == 0, log_probs=log_probs))
             accepted = []
             for i, token in zip(verifying, tokens, strict=True):
-                row, node = rows[i], self.replayer.node(rows[i].index)
+                row, node = rows[i], self.replayer.cursors.node(rows[i].index)
                 drafter.observe(row.index, node)
                 if row in continuing and drafts[i][step : step + 1] == [token]:
                     drafter.add(node)
