@@ -30,7 +30,6 @@ from hf_parallel.generation.prompts import build_prompt, check_unused_template_k
 from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.rng import mix
 from hf_parallel.generation.validation import is_int, suggestion
-from hf_parallel.models.capabilities import embedded_capabilities
 from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import check_model_folder, load_model
 from hf_parallel.transcript.page import render
@@ -113,7 +112,7 @@ def generate(options: argparse.Namespace) -> int:
     if config is not None:
         arguments = {"generation_mode": config.mode, "parallel_config": config}
         config = take_parallel_config(model.generation_config, arguments)  # adds the settings stored with the model
-        enable(model, None if options.model else embedded_capabilities(model))
+        enable(model)
     elif options.seed is not None:
         torch.manual_seed(options.seed)
     settings |= {"return_dict_in_generate": True, "tokenizer": tokenizer}

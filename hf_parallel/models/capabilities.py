@@ -2,23 +2,17 @@
 
 What layers read, and their rotary embeddings, are measured in forward passes over one token, not inferred from the
 model's class. Finally the logits over blocks are compared with those over a plain sequence.
-
-Probing takes as long as several decode steps, so the capabilities of the embedded model are saved in the cache folder.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -31,7 +25,6 @@ from transformers.cache_utils import (
 
 from hf_parallel.cache import LayerReads
 from hf_parallel.cache.placement import execution_device
-from hf_parallel.files import cache_folder, write_atomically
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
 from hf_parallel.models.check import OwnAttentionError, check_dense_logits, check_logits
@@ -110,28 +103,6 @@ class Capabilities:
                 f"which needs none, may have at most {self.num_positions + 1}, got {longest}"
             )
 
-    def to_json(self) -> str:
-        """Serialize to JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Capabilities:
-        """Deserialize the output of `to_json`; other text raises one of several built-in errors."""
-        fields = json.loads(text)
-        if fields["rotary"] is not None:
-            rotary = {
-                int(layer): spec and RotarySpec(**spec | {"inv_freq": tuple(spec["inv_freq"])})
-                for layer, spec in fields["rotary"].items()
-            }
-            shared = {spec: spec for spec in rotary.values()}  # layers share equal embeddings, as after probing
-            fields["rotary"] = {layer: shared[spec] for layer, spec in rotary.items()}
-        fields["image_ahead"] = tuple(fields["image_ahead"])
-        fields["mixers"] = tuple(
-            Mixer(**{**mixer, "attributes": tuple(mixer["attributes"])}) for mixer in fields["mixers"]
-        )
-        fields["reads"] = {int(layer): LayerReads(**read) for layer, read in fields["reads"].items()}
-        return cls(**fields)
-
 
 def probe_capabilities(model: PreTrainedModel) -> Capabilities:
     """Probe a model in a few forward passes over single tokens, and some over at most ten tokens.
@@ -209,25 +180,6 @@ def _block_capabilities(model: PreTrainedModel) -> Capabilities:
         *(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads), mixers, reads, scaled),
         image_ahead=image_ahead,
     )
-
-
-def embedded_capabilities(model: PreTrainedModel) -> Capabilities:
-    """Return the capabilities of a model that `load_embedded_model` has just returned; probe it unless they are saved.
-
-    The saved file is keyed by the model's config and dtype, the versions of torch and transformers, and the source of
-    the probing code. Any other model may have been modified and must be probed.
-    """
-    code = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
-    known = (code, torch.__version__, transformers.__version__, str(model.dtype), model.config.to_json_string())
-    path = cache_folder() / f"capabilities-{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.json"
-    try:
-        return Capabilities.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
-        found = probe_capabilities(model)
-    with suppress(OSError):  # the next process probes again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, found.to_json())
-    return found
 
 
 class _LongCache(StockCache):

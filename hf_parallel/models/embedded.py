@@ -24,11 +24,12 @@ from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 
 from hf_parallel.files import cache_folder
-from hf_parallel.models.preset_mark import mark_preset
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PRESET = "embedded"
 """Name of the model's presets."""
+PRESET_MARK = "parallel_preset"
+"""Entry of a generation config or a tokenizer with the name of the presets; it is saved and copied with its object."""
 FORMAT_VERSION = 1
 """Must be increased when the output of `_convert` changes; folders of older formats are then ignored."""
 
@@ -80,7 +81,8 @@ def load_embedded_model(
             _convert_once(gguf_file, folder, progress)
         model, tokenizer = _load(folder, dtype)
     if preset:
-        mark_preset(PRESET, model, tokenizer)
+        tokenizer.init_kwargs[PRESET_MARK] = PRESET
+        setattr(model.generation_config, PRESET_MARK, PRESET)
     if device is not None:
         model.to(device)  # type: ignore[arg-type]
     return model, tokenizer

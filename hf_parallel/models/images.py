@@ -9,14 +9,12 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
-import struct
-import zlib
+import io
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_parallel.cache.images import KEY_BITS, MAX_TOKENS, Image, ImageRun, ImageTable
@@ -154,20 +152,16 @@ def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
 def _thumbnail(inputs: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> str:
     """Return a `data:` URL of a small PNG of an image, with its contrast stretched; empty if its layout is unknown."""
     try:
-        picture = _picture(inputs, config)[None].float()
-    except (AttributeError, LookupError, RuntimeError, TypeError):
+        from PIL import Image as Picture
+
+        picture = _picture(inputs, config).float()
+    except (AttributeError, ImportError, LookupError, RuntimeError, TypeError):
         return ""
-    scale = min(1, THUMBNAIL / max(picture.shape[2:]))
-    picture = F.interpolate(picture, size=[max(1, round(scale * side)) for side in picture.shape[2:]], mode="area")[0]
     picture = 255 * (picture - picture.min()) / (picture.max() - picture.min()).clamp(min=1e-6)
-    height, width = picture.shape[1:]
-    pixels = picture.byte().permute(1, 2, 0).reshape(height, -1).numpy()
-    rows = np.insert(pixels, 0, 0, axis=1)  # each begins with its filter, none
-    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits per colour, RGB
-    content = b"\x89PNG\r\n\x1a\n"
-    for chunk in (b"IHDR" + size, b"IDAT" + zlib.compress(rows.tobytes()), b"IEND"):
-        content += struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
-    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    image, content = Picture.fromarray(picture.byte().permute(1, 2, 0).numpy()), io.BytesIO()
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    image.save(content, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
 def _picture(inputs: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> torch.Tensor:

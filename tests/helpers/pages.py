@@ -24,8 +24,7 @@ from paths import ROOT
 import hf_parallel
 from hf_parallel.generation import MODES, ParallelGenerationMixin, mixin
 from hf_parallel.generation.replay.policies import POLICIES
-from hf_parallel.models.embedded import PRESET
-from hf_parallel.models.preset_mark import mark_preset
+from hf_parallel.models.embedded import PRESET, PRESET_MARK
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_TOOLS = ROOT / "docs" / "other_tools.md"
@@ -127,7 +126,7 @@ def random_stand_in(folder: Path, device: torch.device | str = "cpu") -> tuple[A
     ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     config = transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends)
     model = transformers.LlamaForCausalLM(config).eval()
-    mark_preset(PRESET, model, tokenizer)
+    tokenizer.init_kwargs[PRESET_MARK] = model.generation_config.parallel_preset = PRESET
     model.save_pretrained(folder)
     model.name_or_path = model.config._name_or_path = str(folder)  # adapters name it
     return model.to(device), tokenizer  # type: ignore[arg-type]
