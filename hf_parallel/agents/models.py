@@ -12,7 +12,7 @@ from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine, QueueFullError, RequestHandle
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.policies import ContributionPolicy
-from hf_parallel.engine.policies.scores import Contribution
+from hf_parallel.engine.policies.contribution import Contribution
 from hf_parallel.generation.prompts import Message
 
 Settings: TypeAlias = Mapping[str, Any]

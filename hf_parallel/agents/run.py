@@ -18,7 +18,7 @@ from hf_parallel.agents.search import Search
 from hf_parallel.agents.state import END, State, derive_seed, digest
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.engine.hints import AgentHints
-from hf_parallel.engine.policies.scores import Contribution
+from hf_parallel.engine.policies.contribution import Contribution
 from hf_parallel.generation.prompts import Message
 
 T = TypeVar("T")

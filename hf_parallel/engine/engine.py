@@ -25,10 +25,9 @@ from hf_parallel.engine.passes import JoinedPasses, join_passes
 from hf_parallel.engine.policies.base import EvictionPolicy
 from hf_parallel.engine.request import NonFiniteLogitsError, Request, record_passes
 from hf_parallel.engine.scheduler import BATCH_TOKENS, QueueFullError, Scheduler
-from hf_parallel.engine.stats import EngineStats, Work, engine_stats
+from hf_parallel.engine.stats import EngineStats, engine_stats
 from hf_parallel.engine.storage import STATE_INTERVAL, KVStorage, WeightsChangedError
-from hf_parallel.generation.claim import ENGINE_OPEN, Claim
-from hf_parallel.generation.enabled import enabled
+from hf_parallel.generation.enabled import ENGINE_OPEN, Claim, enabled
 from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.sampling import sample_together
@@ -107,7 +106,7 @@ class Engine:
         self._process = os.getpid()
         self._closing = self._draining = False
         self._error: BaseException | None = None
-        self._work = Work()
+        self._work = EngineStats()
         self._decode_run: DecodeRun | None = None  # of the last pass
 
     def __enter__(self) -> Self:
@@ -327,7 +326,8 @@ class Engine:
             self._compute(batch)
         if not self._sample_waiting() and not batch and scheduler.is_busy:
             time.sleep(0.001)  # requests wait for each other
-        self._work.step_seconds += time.perf_counter() - began
+        self._work.step_seconds += (elapsed := time.perf_counter() - began)
+        self._work.overhead_seconds += elapsed
 
     def _check_weights(self, new: Sequence[Request]) -> None:
         """End the requests that run, except new ones, and delete all prefixes, if the model's weights have changed."""
@@ -346,7 +346,7 @@ class Engine:
             function(*arguments)
         finally:
             self._current = None
-            self._work.request_seconds += time.perf_counter() - began
+            self._work.overhead_seconds -= time.perf_counter() - began
         if tokens := request.num_tokens - before:
             self._scheduler.charge(request, tokens)
         if request.is_done:
@@ -400,7 +400,7 @@ class Engine:
                 self._storage.pool.clear_unused()  # where the pass has written
             if len(batch) == 1 or isinstance(raised, MissingStateError):  # a defect, which a second try would hide
                 error = raised
-        self._work.model_seconds += time.perf_counter() - began
+        self._work.overhead_seconds -= time.perf_counter() - began
         if logits is None and (error is not None or self._storage.pool.states.in_use):
             for request in batch if error is not None else ():
                 self._call(request, request.fail, error)
@@ -429,7 +429,7 @@ class Engine:
             began = time.perf_counter()
             tasks, logits = zip(*[r.sampling for r in waiting if r.sampling is not None], strict=True)
             sampled = sample_together(tasks, logits)
-            self._work.request_seconds += time.perf_counter() - began
+            self._work.overhead_seconds -= time.perf_counter() - began
             for request, result in zip(waiting, sampled, strict=True):
                 request.sampling = None
                 if isinstance(result, BaseException):

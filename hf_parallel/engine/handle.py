@@ -6,8 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence, Sized
-from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -65,14 +64,6 @@ class TokenDecoder:
                 yield RowText(row, text, "token")
 
 
-@dataclass(frozen=True, eq=False)
-class _Waiter:
-    """One that waits for a handle: `wake` is called once `condition` holds."""
-
-    condition: Callable[[], bool]
-    wake: Callable[[], object]
-
-
 class RequestHandle:
     """A submitted request.
 
@@ -94,7 +85,7 @@ class RequestHandle:
         self.stats = GenerationStats()
         self._on_cancel, self._check_wait, self._decoder = on_cancel, check_wait, decoder
         self._lock = threading.Lock()
-        self._waiters: list[_Waiter] = []
+        self._waiting: list[tuple[Callable[[], bool], Future[None]]] = []
         self._tokens: list[int] = []
         self._rows: list[int] = []  # of the tokens
         self._texts: list[RowText] = []
@@ -188,30 +179,24 @@ class RequestHandle:
 
     def _wait(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until a condition holds, which stays true from then on; return whether it was in time."""
-        event = threading.Event()
-        with self._waiter(condition, event.set):
-            return condition() or event.wait(timeout)
+        future = self._future(condition)
+        try:
+            return bool(wait([future], timeout).done)
+        finally:
+            future.cancel()
 
     async def _wait_async(self, condition: Callable[[], bool]) -> None:
         """Wait in asyncio; see `_wait`."""
-        event = asyncio.Event()
-        with self._waiter(condition, partial(asyncio.get_running_loop().call_soon_threadsafe, event.set)):
-            if not condition():
-                await event.wait()
+        await asyncio.wrap_future(self._future(condition))
 
-    @contextmanager
-    def _waiter(self, condition: Callable[[], bool], wake: Callable[[], object]) -> Iterator[None]:
-        """Within the context, the engine calls `wake` once the condition holds."""
+    def _future(self, condition: Callable[[], bool]) -> Future[None]:
+        """Return a future that ends once a condition holds."""
         self._check_wait()
-        waiter = _Waiter(condition, wake)
+        future: Future[None] = Future()
         with self._lock:
-            self._waiters.append(waiter)
-        try:
-            yield
-        finally:
-            with self._lock:
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
+            self._waiting.append((condition, future))
+        self.notify()  # it may hold already
+        return future
 
     def _finished(self) -> Any:
         if self._error is not None:
@@ -232,17 +217,15 @@ class RequestHandle:
         self._texts.append(RowText(row, text, event))
 
     def notify(self) -> None:
-        """Wake those whose conditions hold."""
-        if not self._waiters:  # one that waits from now on checks its condition first
+        """End the futures whose conditions hold."""
+        if not self._waiting:
             return
         with self._lock:
-            ready = [waiter for waiter in self._waiters if waiter.condition()]
-            self._waiters = [waiter for waiter in self._waiters if waiter not in ready]
-        for waiter in ready:
-            try:
-                waiter.wake()
-            except RuntimeError:  # its event loop is closed
-                continue
+            ready = [one for one in self._waiting if one[0]() or one[1].cancelled()]
+            self._waiting = [one for one in self._waiting if one not in ready]
+        for _, future in ready:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
 
     def end(self, output: object = None, error: BaseException | None = None) -> None:
         """End the request with its output or an error."""

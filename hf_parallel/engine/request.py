@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -120,6 +121,9 @@ class Request(Executor):
         cache.record(self.log)
         self._caches.append(cache)
         return cache
+
+    def running(self, cache: BlockCache) -> AbstractContextManager[None]:  # type: ignore[override] # not a generator's
+        return nullcontext()  # the engine has prepared the model
 
     def prefill_chunk(self, asked: int | None) -> int:
         return min(asked or PREFILL_CHUNK, self.chunk_size)

@@ -2,8 +2,7 @@
 
 from hf_parallel.cache.tree import RequestObserver
 from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed
-from hf_parallel.engine.policies.contribution import ContributionPolicy
-from hf_parallel.engine.policies.scores import Contribution, ContributionScores
+from hf_parallel.engine.policies.contribution import Contribution, ContributionPolicy, ContributionScores
 from hf_parallel.engine.policies.steps import StepsToExecution
 
 __all__ = [

@@ -1,13 +1,152 @@
-"""ContributionPolicy: keep prefixes that agents with a high contribution will probably reuse (Hive, section 7)."""
+"""ContributionPolicy: keep prefixes that agents with a high contribution will probably reuse (Hive, section 7).
+
+ContributionScores: contribution of each agent to a workflow (section 7.1, equations 5 to 8).
+"""
 
 from __future__ import annotations
 
-from hf_parallel.cache.tree import Node
-from hf_parallel.engine.policies.agents import AgentPolicy, Call
-from hf_parallel.engine.policies.scores import ContributionScores
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from statistics import median
 
+from hf_parallel.cache.tree import Node
+from hf_parallel.engine.policies.base import AgentPolicy, Call
+from hf_parallel.generation.validation import check_int
+
+MAX_HISTORY = 512
+"""Maximum number of rounds in the history."""
 PATIENCE = 64
 """Turns of other agents after which a silent agent counts less and less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """Score of an agent and its terms, each between 0 and 1; the median agent of the window has 0.5.
+
+    `activity`: number of requests. `workload`: their prompt and answer tokens. `efficiency`: cached fraction of the
+    prompts. `concurrency`: mean of the average and the maximum number of simultaneous requests.
+    """
+
+    score: float
+    intrinsic: float
+    collaborative: float
+    activity: float
+    workload: float
+    efficiency: float
+    concurrency: float
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Consecutive requests of one agent."""
+
+    agent: str
+    counts: Counter[str] = field(default_factory=Counter)
+    peak: int = 0  # concurrency
+    tokens: Counter[str] = field(default_factory=Counter)  # reused, by the agent that computed them
+    events: Counter[str] = field(default_factory=Counter)  # requests that reused them
+
+
+class ContributionScores:
+    """Scores of agents over a sliding window.
+
+    The score of agent i is `alpha * U_i + (1 - alpha) * V_i`. `U_i` is the product of activity, workload, efficiency
+    and concurrency. `V_i` is the sum of `w_ij + w_ji` over all other agents j, with `w_ij = sqrt(T_ij) ln(1 + R_ij)`:
+    T_ij are the tokens computed by i that j reused, and R_ij is the number of such requests of j. Reuse of an agent's
+    own tokens counts only for its efficiency.
+
+    The paper does not say how terms are normalised. Here, `x` becomes `x / (x + m)`, where m is the median of the
+    positive values. An agent that inflates a count reaches at most 1 and does not lower the values of others, unlike
+    with a maximum or a sum. The window counts turns: consecutive requests of an agent are one turn, so a flood of
+    requests does not displace those of others.
+
+    Parameters
+    ----------
+    alpha : float
+        Weight of the intrinsic term, between 0 and 1. Below 0.5, sharing counts more, as in the paper.
+    window : int
+        Number of rounds in the window.
+    round_turns : int
+        Turns per round. Scores are computed at the end of a round.
+    """
+
+    def __init__(self, alpha: float = 0.4, window: int = 8, round_turns: int = 16) -> None:
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 <= alpha <= 1:
+            raise ValueError(f"alpha must be between 0 and 1, got {alpha!r}")
+        check_int("window", window, at_least=1)
+        check_int("round_turns", round_turns, at_least=1)
+        self.alpha, self.window, self.round_turns = alpha, window, round_turns
+        self.current: Mapping[str, Contribution] = {}
+        """Scores by agent after the last round."""
+        self.history: deque[Mapping[str, Contribution]] = deque(maxlen=MAX_HISTORY)
+        """Scores by agent after each of the last rounds, oldest first."""
+        self._neutral = 0.5
+        self._turns: deque[_Turn] = deque(maxlen=window * round_turns)
+        self._since_round = 0  # turns
+
+    def add(self, call: Call) -> None:
+        """Count a finished request; compute the scores if it completes a round."""
+        agent = call.member.agent
+        if not self._turns or self._turns[-1].agent != agent:
+            self._turns.append(_Turn(agent))
+            self._since_round += 1
+        turn = self._turns[-1]
+        turn.counts.update(
+            calls=1,
+            prompt_tokens=call.prompt_tokens,
+            reused_tokens=sum(call.reused.values()),
+            new_tokens=call.new_tokens,
+            concurrency=call.concurrency,
+        )
+        turn.peak = max(turn.peak, call.concurrency)
+        turn.tokens.update(call.reused)
+        turn.events.update(call.reused.keys())
+        if self._since_round >= self.round_turns:
+            self._since_round = 0
+            self.compute()
+
+    def of(self, agent: str) -> float:
+        """Return the score of an agent; of one that is new since the last round, the median score."""
+        return self.current[agent].score if agent in self.current else self._neutral
+
+    def compute(self) -> None:
+        """Compute the scores of all agents in the window."""
+        totals: dict[str, Counter[str]] = defaultdict(Counter)
+        peaks: Counter[str] = Counter()
+        tokens: Counter[tuple[str, str]] = Counter()  # by owner and user
+        events: Counter[tuple[str, str]] = Counter()
+        for turn in self._turns:
+            totals[turn.agent].update(turn.counts)
+            peaks[turn.agent] = max(peaks[turn.agent], turn.peak)
+            for owner, number in turn.tokens.items():
+                tokens[owner, turn.agent] += number
+                events[owner, turn.agent] += turn.events[owner]
+        shared: Counter[str] = Counter()
+        for (owner, user), number in tokens.items():
+            if owner != user:
+                weight = math.sqrt(number) * math.log1p(events[owner, user])
+                shared.update({owner: weight, user: weight})  # type: ignore[dict-item]
+        columns = [
+            _normalised([one["calls"] for one in totals.values()]),
+            _normalised([one["prompt_tokens"] + one["new_tokens"] for one in totals.values()]),
+            _normalised([one["reused_tokens"] / max(one["prompt_tokens"], 1) for one in totals.values()]),
+            _normalised([(one["concurrency"] / one["calls"] + peaks[agent]) / 2 for agent, one in totals.items()]),
+        ]
+        intrinsic = _normalised([math.prod(factors) for factors in zip(*columns, strict=True)])
+        collaborative = _normalised([shared[agent] for agent in totals])
+        self.current = {
+            agent: Contribution(self.alpha * u + (1 - self.alpha) * v, u, v, *factors)
+            for agent, u, v, *factors in zip(totals, intrinsic, collaborative, *columns, strict=True)
+        }
+        self._neutral = median(one.score for one in self.current.values())
+        self.history.append(self.current)
+
+
+def _normalised(values: Collection[float]) -> list[float]:
+    middle = median([value for value in values if value > 0] or [1.0])
+    return [value / (value + middle) for value in values]
 
 
 class ContributionPolicy(AgentPolicy):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from hf_parallel.cache.tree import Node
-from hf_parallel.engine.policies.agents import AgentPolicy, Call, Member
+from hf_parallel.engine.policies.base import AgentPolicy, Call, Member
 
 MAX_STEPS = 1024
 """Maximum numbers of learned steps and of workflows."""

@@ -6,11 +6,12 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -20,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 from hf_parallel.engine import Engine, KVBudgetError
 from hf_parallel.engine.server.answers import Answers, Delta
 from hf_parallel.engine.server.errors import APIError, api_error, json_response, to_json
-from hf_parallel.engine.server.fair_pool import FairPool
 from hf_parallel.engine.server.limits import Gate, Limits, check_keys
 from hf_parallel.engine.server.metrics import Metrics
 from hf_parallel.engine.server.responses import Writer, usage_of
@@ -230,6 +230,29 @@ class _Server:
         elif not isinstance(error, APIError):
             error = APIError(500, "the server failed to answer this request", code="internal_error")
         return error.response()
+
+
+class FairPool:
+    """Runs jobs in threads, and one job of each submitter at a time: the others of it queue behind other submitters."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="hf_parallel-submit")
+        self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
+
+    async def run(self, submitter: Hashable, job: Callable[[], T], abandon: Callable[[Future[T]], None]) -> T:
+        """Run a job and return its result. If the caller is cancelled, `abandon` receives the future when it ends."""
+        turn = self._turns.setdefault(submitter, asyncio.Lock())
+        async with turn:
+            future = self._threads.submit(job)
+            try:
+                return await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                future.add_done_callback(abandon)
+                raise
+
+    def shutdown(self) -> None:
+        """Cancel what waits, and wait for what runs."""
+        self._threads.shutdown(cancel_futures=True)
 
 
 def _cancel_submitted(submission: Future[tuple[Body, list[Answers]]]) -> None:
