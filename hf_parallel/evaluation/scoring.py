@@ -24,8 +24,7 @@ from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Node, common_prefix
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import vocabulary_size
-from hf_parallel.generation.claim import Claim
-from hf_parallel.generation.enabled import enabled
+from hf_parallel.generation.enabled import Claim, enabled
 from hf_parallel.generation.mixin import ParallelGenerationMixin, unwrap
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int

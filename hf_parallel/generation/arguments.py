@@ -72,15 +72,7 @@ _BOOLS = ("do_sample", "return_dict_in_generate", "output_scores", "output_logit
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool | int | np.bool_) and value in (0, 1)
-
-
-def _is_token(value: object) -> bool:
-    return is_int(value) or (_is_int_tensor(value) and value.numel() == 1)
+    return isinstance(value, Real)
 
 
 def _are_tokens(value: object) -> bool:
@@ -88,31 +80,35 @@ def _are_tokens(value: object) -> bool:
     return is_array or _is_int_tensor(value) or (isinstance(value, list | tuple) and all(map(is_int, value)))
 
 
-def _is_penalty(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(item, Real) for item in value)
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value))
-
-
 _TYPES: tuple[tuple[Sequence[str], Callable[[object], bool], str], ...] = (
-    ((*_NUMBERS, "repetition_penalty"), _is_number, "a number"),
-    (_BOOLS, _is_bool, "True or False"),
-    (("bos_token_id", "pad_token_id", "forced_bos_token_id"), _is_token, "a token id"),
+    ((*_NUMBERS, "repetition_penalty"), lambda value: _is_number(value) and not isinstance(value, bool), "a number"),
+    (_BOOLS, lambda value: isinstance(value, bool | int | np.bool_) and value in (0, 1), "True or False"),
+    (
+        ("bos_token_id", "pad_token_id", "forced_bos_token_id"),
+        lambda value: is_int(value) or (_is_int_tensor(value) and value.numel() == 1),
+        "a token id",
+    ),
     (
         ("eos_token_id", "forced_eos_token_id", "decoder_start_token_id"),
         lambda value: is_int(value) or _are_tokens(value),
         "a token id or a list of them",
     ),
     (("suppress_tokens", "begin_suppress_tokens"), _are_tokens, "a list of token ids"),
-    (("exponential_decay_length_penalty",), _is_penalty, "a pair (index of the first penalized token, factor)"),
+    (
+        ("exponential_decay_length_penalty",),
+        lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value)),
+        "a pair (index of the first penalized token, factor)",
+    ),
     (
         ("watermarking_config",),
         lambda value: isinstance(value, BaseWatermarkingConfig | Mapping),
         "a WatermarkingConfig, a SynthIDTextWatermarkingConfig or a dict",
     ),
-    (("stop_strings",), _are_texts, "a string or a list of strings"),
+    (
+        ("stop_strings",),
+        lambda value: all(isinstance(one, str) for one in (value if isinstance(value, list | tuple) else [value])),
+        "a string or a list of strings",
+    ),
 )
 """Settings, a check of their values, and what the values must be."""
 

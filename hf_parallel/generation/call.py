@@ -18,9 +18,8 @@ from hf_parallel.cache.images import FIRST_ID, Image, ImageTable
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.arguments import check_model_inputs, encode
-from hf_parallel.generation.claim import Claim
-from hf_parallel.generation.enabled import enabled
-from hf_parallel.generation.executor import C, Executor, LocalExecutor
+from hf_parallel.generation.enabled import Claim, enabled
+from hf_parallel.generation.executor import C, Executor
 from hf_parallel.generation.progress import Progress
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
@@ -197,7 +196,7 @@ def make_call(
     is_usable = isinstance(cache, BlockCache) and not has_dropout(model, "past_key_values")
     prepared["past_key_values"] = cache if is_usable else None  # else an empty DynamicCache
     ids, stats = input_ids.to(execution_device(model), torch.int64), GenerationStats()
-    prepared["executor"] = LocalExecutor(model, capabilities, stats, cuda_graph, compile, new_tokens)
+    prepared["executor"] = Executor(model, capabilities, stats, cuda_graph, compile, new_tokens)
     return GenerationCall(
         model, capabilities, ids, prompts, gaps, tokenizer=tokenizer, record=record, stats=stats, **prepared
     )

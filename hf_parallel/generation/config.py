@@ -143,7 +143,7 @@ class ParallelConfig(Settings, Generic[OutputT]):
 
     Parameters
     ----------
-    seed : int, torch.Generator or a list of either, optional
+    seed : int or list of int, optional
         Source of each row's randomness. An int gives every row an RNG of its own, keyed by the int and the row's
         index, so that a row's tokens depend neither on its batch nor on the kind of device. A list gives one seed per
         row. Default: PyTorch's global generator, used as `generate` uses it.
@@ -163,7 +163,7 @@ class ParallelConfig(Settings, Generic[OutputT]):
     mode: ClassVar[str] = ""
     traits: ClassVar[ModeTraits] = ModeTraits()
 
-    seed: int | torch.Generator | Sequence[int | torch.Generator] | None = None
+    seed: int | Sequence[int] | None = None
     cuda_graph: bool = True
     compile: bool | None = None
     cache_dtype: str | None = field(default=None, metadata=NOT_REMOTE)
@@ -173,8 +173,8 @@ class ParallelConfig(Settings, Generic[OutputT]):
     def validate(self) -> None:
         """Check every setting; raise a `ValueError` that names the setting, the value and what is allowed."""
         seeds = self.seed if isinstance(self.seed, list | tuple) else [] if self.seed is None else [self.seed]
-        if not all(isinstance(seed, torch.Generator) or is_int(seed) for seed in seeds):
-            raise ValueError(f"seed must be an int, a torch.Generator or a list of them, got {self.seed!r}")
+        if not all(map(is_int, seeds)):
+            raise ValueError(f"seed must be an int or a list of ints, got {self.seed!r}")
         check_bool("cuda_graph", self.cuda_graph)
         if self.compile is not None:
             check_bool("compile", self.compile)

@@ -19,13 +19,12 @@ from hf_parallel.cache.pass_log import PassLog
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
-from hf_parallel.generation.ahead import PassAhead
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.log_probs import LogProbs, spread
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import Row
-from hf_parallel.generation.runner import Runner
+from hf_parallel.generation.runner import PassAhead, Runner
 from hf_parallel.generation.sampling import NextTokens, Sampled, Sampler, SamplingTask
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.models.signature import CACHE
@@ -205,7 +204,7 @@ class DecodeLoop:
                     active.append(row)
         if self.replayer is not None and len(active) < len(rows):
             kept = {row.index for row in active}
-            self.replayer.stop_computing([row.index for row in rows if row.index not in kept])
+            self.replayer.cursors.stop_computing([row.index for row in rows if row.index not in kept])
         return [row for row in active if row.is_active()]
 
     def start(self, rows: Sequence[Row], leaves: Sequence[Node], capacity: int) -> None:
@@ -238,7 +237,7 @@ class DecodeLoop:
         self.call.record.end_reasons[row.output_row] = reason
         self.cache.pool.free(row.view[-1])
         if self.replayer is not None:
-            self.replayer.stop_computing([row.index])
+            self.replayer.cursors.stop_computing([row.index])
         if row in self._texts:
             self.call.show(row.output_row, "", "end")
 
@@ -277,7 +276,7 @@ class DecodeLoop:
             indices = list(active)
         if active:
             if executor.is_shared:
-                self.replayer.start_computing(list(active), executor)
+                self.replayer.cursors.start_computing(active, executor)
             self.replayer.start_prefetch()
         self.stats.decode_seconds += time.perf_counter() - began
         return [active[index] for index in sorted(active)]

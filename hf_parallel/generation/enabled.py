@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.cache.images import ImageTable
-from hf_parallel.generation.claim import Claim
 from hf_parallel.models.capabilities import Capabilities
+
+BUSY = (
+    "this model is already generating in parallel: generate was called again from a processor, a streamer or another "
+    "thread; enable(model, wait=True) lets threads wait for each other"
+)
+"""Error of a thread that finds the model in use."""
+ENGINE_OPEN = (
+    "an open Engine holds this model: submit requests to it, or close it first; enable(model, wait=True) lets other "
+    "threads wait for that"
+)
+"""The same where an engine uses it."""
+
+
+class Claim:
+    """Hold of a thread on a model for one call of a mode, or of an engine.
+
+    Others that find the model in use raise `busy`. `threads` are those that cannot wait for the end.
+    `active = False` in a `finally` releases it: a single store, before which no Ctrl-C can be raised, unlike before a
+    function or a context manager of Python.
+    """
+
+    def __init__(self, busy: str = BUSY, *threads: threading.Thread) -> None:
+        self.busy, self.threads, self.process = busy, (threading.current_thread(), *threads), os.getpid()
+        self.active = False
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the model is free
+
+
+class Preparation(threading.local):
+    """The calls that a thread lets transformers prepare: the model, config and claim of each.
+
+    The last one is the innermost: a streamer that receives the prompt of a call may prepare another one.
+    """
+
+    calls: tuple[tuple[Any, Any, Claim], ...] = ()
+
+
+preparation = Preparation()
 
 
 @dataclass(eq=False)

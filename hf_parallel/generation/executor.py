@@ -1,14 +1,14 @@
 """Executor: what computes a call. It allocates caches, runs forward passes and samples.
 
-A call of `generate` has one of its own, `LocalExecutor`. In an engine, a request is the executor of its call: its
-passes run together with passes of other requests, over shared storage.
+In an engine, a request is the executor of its call: its passes run together with passes of other requests, over shared
+storage.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -34,67 +34,16 @@ ASYNC_DEVICES = ("cuda",)
 
 
 class Executor:
-    """Base class: allocates caches, runs forward passes and samples for one call."""
+    """Computes one call that has the model to itself. `cuda_graph`, `compile` and `steps` as in `CachedModel`."""
 
     is_shared = False
     """Whether other calls use the same storage, and may compute what this call needs."""
-    runs_ahead = False
-    """Whether a pass can be queued before the tokens of the pass before it are read."""
     batch_rows = 0
     """Rows of all calls in the last pass; 0 if unknown."""
     preempted = False
     """Whether the call has lost its keys and values, and continues later."""
     is_done = False
     """Whether the call has ended."""
-
-    def running(self, cache: BlockCache) -> AbstractContextManager[None]:
-        """Return the context in which the call runs the model over a cache."""
-        return nullcontext()
-
-    def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
-        """Return an empty cache of the call."""
-        raise NotImplementedError
-
-    def prefill_chunk(self, asked: int | None) -> int:
-        """Return the maximum number of new tokens in a pass of a prefill; `asked` is the caller's setting."""
-        raise NotImplementedError
-
-    def run(
-        self,
-        cache: BlockCache,
-        passes: Sequence[Sequence[Segment]],
-        ids: Part,
-        ends: Sequence[int] | None,
-        sampling: SamplingTask | None = None,
-    ) -> NextTokens:
-        """Run consecutive passes over packed tokens `ids`, `int64 [T]`, as one forward pass.
-
-        Return the logits `[len(ends), vocabulary]` after the segments with these indices (None: after all tokens). The
-        next pass may overwrite them. `sampling` says what the caller will sample from them. An executor that samples
-        for several calls at once may do it now, and returns what it has sampled instead.
-        """
-        raise NotImplementedError
-
-    def sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
-        """Sample one token for each row, given their logits `[rows, vocabulary]`, and append it to the table."""
-        raise NotImplementedError
-
-    def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Receive the tokens that rows have got in a step; rows as `ParallelStreamer.write_row` numbers them."""
-
-    def release(self) -> None:
-        """Free what the executor holds besides the caches: captured decode steps."""
-
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the model. Offloaded weights do not count."""
-        raise NotImplementedError
-
-    def wait(self) -> None:
-        """Let the other calls, if there are any, run for one step."""
-
-
-class LocalExecutor(Executor):
-    """Executor of a call that has the model to itself. `cuda_graph`, `compile` and `steps` as in `CachedModel`."""
 
     def __init__(
         self,
@@ -105,24 +54,27 @@ class LocalExecutor(Executor):
         compile: bool | None,  # noqa: A002 (the name of the setting)
         steps: int,
     ) -> None:
-        self.model, self.stats, self.device = model, stats, execution_device(model)
+        self.model, self._stats, self.device = model, stats, execution_device(model)
         self.runs_ahead = self.device.type in ASYNC_DEVICES
+        """Whether a pass can be queued before the tokens of the pass before it are read."""
         self.cuda_graph, self._capabilities, self._compile, self._steps = cuda_graph, capabilities, compile, steps
         self._cached_model: CachedModel | None = None  # over the cache of the last pass
 
     @contextmanager
     def running(self, cache: BlockCache) -> Iterator[None]:
-        """Enable fast linear layers, and record the memory of CUDA graphs at the end."""
+        """Let the call run the model over a cache: enable fast linear layers, and record the memory of CUDA graphs."""
         self.model_over(cache)  # before any pass is timed
         with gradient_checkpointing_disabled(self.model), linear_layers(self.model):
             yield
         graphs = None if self._cached_model is None else self._cached_model.graphs
-        self.stats.graph_bytes = 0 if graphs is None else graphs.num_bytes
+        self._stats.graph_bytes = 0 if graphs is None else graphs.num_bytes
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
+        """Return an empty cache of the call."""
         return cls(rotary, self.device)
 
     def prefill_chunk(self, asked: int | None) -> int:
+        """Return the maximum number of new tokens in a pass of a prefill; `asked` is the caller's setting."""
         return asked or prefill_chunk(self.model, self.device)
 
     def model_over(self, cache: BlockCache) -> CachedModel:
@@ -142,8 +94,14 @@ class LocalExecutor(Executor):
         passes: Sequence[Sequence[Segment]],
         ids: Part,
         ends: Sequence[int] | None,
-        sampling: SamplingTask | None = None,  # not used: the caller samples
-    ) -> torch.Tensor:
+        sampling: SamplingTask | None = None,
+    ) -> NextTokens:
+        """Run consecutive passes over packed tokens `ids`, `int64 [T]`, as one forward pass.
+
+        Return the logits `[len(ends), vocabulary]` after the segments with these indices (None: after all tokens). The
+        next pass may overwrite them. `sampling` says what the caller will sample from them. An executor that samples
+        for several calls at once may do it now, and returns what it has sampled instead.
+        """
         model, tokens = self.model_over(cache), ids.tensor
         began = time.perf_counter()
         try:
@@ -151,20 +109,28 @@ class LocalExecutor(Executor):
             if ends is not None and len(ends) != len(tokens):
                 last = forward.last_tokens
                 keep = [last[end] for end in ends]
-            self.stats.plan_seconds += time.perf_counter() - began
+            self._stats.plan_seconds += time.perf_counter() - began
             logits = model.logits(forward, tokens, keep)
         except BaseException:
             cache.rollback()
             raise
         cache.commit()
-        self.stats.compiled_passes += keep is None and model.compiles(forward)
+        self._stats.compiled_passes += keep is None and model.compiles(forward)
         if cache.log is not None:
             cache.log.add_pass(passes, forward, tokens)
         return logits
 
     def sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
+        """Sample one token for each row, given their logits `[rows, vocabulary]`, and append it to the table."""
         (sampled,) = SamplingBatch([task], [Part(logits)]).sample()
         return sampled
 
+    def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Receive the tokens that rows have got in a step; rows as `ParallelStreamer.write_row` numbers them."""
+
     def fingerprint(self) -> str:
+        """Return the fingerprint of the model. Offloaded weights do not count."""
         return fingerprint(self.model)
+
+    def wait(self) -> None:
+        """Let the other calls, if there are any, run for one step."""

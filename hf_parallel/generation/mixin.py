@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import cache
 from numbers import Real
 from typing import Any, TypeVar
@@ -33,15 +33,15 @@ from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import GenerationCall, make_call, vocabulary_size
-from hf_parallel.generation.claim import BUSY, Claim, preparation
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
-from hf_parallel.generation.enabled import Enabled
+from hf_parallel.generation.enabled import BUSY, Claim, Enabled, preparation
 from hf_parallel.generation.image_prompts import take_images
 from hf_parallel.generation.presets import add_preset, preset_of
-from hf_parallel.generation.progress import closing_progress, take_progress
+from hf_parallel.generation.progress import Progress
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.streaming import report_errors
+from hf_parallel.generation.validation import check_bool
 from hf_parallel.models.capabilities import Capabilities, probe_capabilities
 from hf_parallel.models.compiled import forget
 from hf_parallel.models.images import image_inputs
@@ -121,8 +121,10 @@ class ParallelGenerationMixin:
         claim = claim or Claim()
         with torch.no_grad(), cpu_as_default():
             self._check_call(config, kwargs)
-            with self.claimed(claim), closing_progress(self._prepare_call(config, kwargs, claim)) as call:
-                yield call
+            with self.claimed(claim):
+                call = self._prepare_call(config, kwargs, claim)
+                with nullcontext() if call.progress is None else closing(call.progress):
+                    yield call
 
     def prepare_call(self, config: ParallelConfig, kwargs: Arguments, claim: Claim) -> GenerationCall:
         """Let transformers prepare a call of a model that `claim` holds; `kwargs` is modified."""
@@ -141,7 +143,8 @@ class ParallelGenerationMixin:
         arguments.move_padding_left(kwargs)
 
     def _prepare_call(self, config: ParallelConfig, kwargs: Arguments, claim: Claim) -> GenerationCall:
-        progress = take_progress(config.mode, kwargs)
+        check_bool("progress", shown := kwargs.pop("progress", False))
+        progress = Progress(config.mode) if shown else None
         outer = preparation.calls
         try:
             preparation.calls = *outer, (self, config, claim)
@@ -369,21 +372,18 @@ def enable(
         execution_device(inner)
     with _ENABLE_LOCK:
         if not isinstance(inner, ParallelGenerationMixin):
-            _add_mixin(inner, known)
+            with cpu_as_default():
+                inner._parallel = Enabled(probe_capabilities(inner) if known is None else known)
+            inner.__class__ = _enabled_class(type(inner))
+            if mode := getattr(inner.generation_config, "generation_mode", None):
+                _logger.warning_once(
+                    f"generate uses generation_mode={mode!r}, which the model's generation_config names"
+                )
     if seconds is not None:
         inner._parallel.wait = seconds
     if tokenizer is not None:
         inner._parallel.tokenizer = tokenizer
     return model
-
-
-def _add_mixin(model: Any, known: Capabilities | None) -> None:
-    with cpu_as_default():
-        found = probe_capabilities(model) if known is None else known
-    model._parallel = Enabled(found)
-    model.__class__ = _enabled_class(type(model))  # type: ignore[arg-type]
-    if mode := getattr(model.generation_config, "generation_mode", None):
-        _logger.warning_once(f"generate uses generation_mode={mode!r}, which the model's generation_config names")
 
 
 def is_enabled(model: object) -> bool:

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_text
-from hf_parallel.models.preset_mark import PRESET_MARK, marked_preset
+from hf_parallel.models.embedded import PRESET_MARK
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def preset_of(mode: object, marked: GenerationConfig | PreTrainedTokenizerBase) 
 
     `marked` is the model's generation config or its tokenizer. Raises `ValueError` if the mark is not a string.
     """
-    name = marked_preset(marked)
+    name = getattr(marked, PRESET_MARK, None) or getattr(marked, "init_kwargs", {}).get(PRESET_MARK)
     if name is None or not isinstance(mode, str) or mode not in MODES:
         return Preset()
     check_text(PRESET_MARK, name)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from transformers.utils import logging
-
-from hf_parallel.generation.settings import Arguments
-from hf_parallel.generation.validation import check_bool
 
 
 class Progress:
@@ -34,20 +29,3 @@ class Progress:
         """Show the last state, and close the bar. A bar that was not opened stays closed."""
         if self._bar is not None:
             self._bar.close()
-
-
-def take_progress(mode: str, kwargs: Arguments) -> Progress | None:
-    """Remove `progress` from the arguments of `generate`. Raises `ValueError` unless it is a bool."""
-    shown = kwargs.pop("progress", False)
-    check_bool("progress", shown)
-    return Progress(mode) if shown else None
-
-
-@contextmanager
-def closing_progress(call: Any) -> Iterator[Any]:
-    """Close the bar of a call, if it has one, however the context ends."""
-    try:
-        yield call
-    finally:
-        if call.progress is not None:
-            call.progress.close()

@@ -34,38 +34,26 @@ class CannotDrawError(RuntimeError):
 
 
 class RowRNG:
-    """Random number generator of one row: a seed, or the caller's generator on the device where tokens are sampled."""
+    """Random number generator of one row."""
 
-    def __init__(self, source: int | torch.Generator) -> None:
-        self._source, self._count = source, 0
-        self.is_own = not isinstance(source, torch.Generator)  # no other row shares it
-
-    def next(self) -> int | torch.Generator:
-        """Return the RNG key of the next token and advance; or the caller's generator."""
-        if isinstance(self._source, torch.Generator):
-            return self._source
-        key = self.key(0)
-        self._count += 1
-        return key
+    def __init__(self, seed: int) -> None:
+        self.seed, self.count = seed, 0
 
     def key(self, ahead: int) -> int:
         """Return the RNG key of the token `ahead` positions after the next one, without advancing."""
-        assert not isinstance(self._source, torch.Generator), "a torch.Generator has no keys"
-        return mix(self._source, self._count + ahead)
+        return mix(self.seed, self.count + ahead)
 
     def skip(self) -> None:
         """Skip the random noise of one token."""
-        self._count += 1
+        self.count += 1
 
     def fork(self, count: int) -> list[RowRNG]:
-        """Return generators for `count` continuations of the row; the caller's generator is shared."""
-        if isinstance(self._source, torch.Generator):
-            return [self] * count
-        seed = mix(self._source, self._count)
+        """Return generators for `count` continuations of the row."""
+        seed = mix(self.seed, self.count)
         return [RowRNG(mix(seed, number + 1)) for number in range(count)]
 
 
-Seed: TypeAlias = "int | torch.Generator | RowRNG | Sequence[int | torch.Generator | RowRNG] | None"
+Seed: TypeAlias = "int | Sequence[int | RowRNG] | None"
 """`seed` of `ParallelConfig`, or RNGs of other rows that rows continue."""
 
 
@@ -73,25 +61,20 @@ def make_rngs(seed: Seed, num_rows: int) -> list[RowRNG] | None:
     """Return one generator per row, or None for PyTorch's global generator."""
     if seed is None:
         return None
-    if isinstance(seed, torch.Generator | RowRNG):
-        seed = [seed] * num_rows
-    elif not isinstance(seed, Sequence):
+    if not isinstance(seed, Sequence):
         seed = [mix(int(seed), row) for row in range(num_rows)]
     if len(seed) != num_rows:
         raise ValueError(f"seed must have one entry per row ({num_rows}), got {len(seed)}")
-    return [
-        one if isinstance(one, RowRNG) else RowRNG(one if isinstance(one, torch.Generator) else int(one))
-        for one in seed
-    ]
+    return [one if isinstance(one, RowRNG) else RowRNG(int(one)) for one in seed]
 
 
 def next_keys(rngs: Sequence[RowRNG], device: torch.device) -> torch.Tensor:
-    """Return the RNG keys `int64 [rows]` of the next tokens of rows that have their own RNGs, and advance these."""
+    """Return the RNG keys `int64 [rows]` of the next tokens of rows, and advance their RNGs."""
     seeds, numbers = [], []
     for rng in rngs:
-        seeds.append(rng._source % 2**64)  # type: ignore[operator]  # no generator
+        seeds.append(rng.seed % 2**64)
         rng.skip()
-        numbers.append(rng._count)
+        numbers.append(rng.count)
     increment, factor = map(np.uint64, _SPLITMIX[:2])
     bits = _finalise(np.array(seeds, np.uint64) * increment + np.array(numbers, np.uint64) * factor)  # as `mix`
     return to_device((bits & np.uint64(2**63 - 1)).astype(np.int64), device)
@@ -116,16 +99,7 @@ def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
         best = probs.detach().numpy().max(axis=-1)
         if not ((best > 0) & (best < np.inf)).all():
             raise CannotDrawError(f"cannot draw: the highest probabilities of the rows are {best.tolist()}")
-    if all(rng.is_own for rng in rngs):
-        return _race(probs, next_keys(rngs, probs.device))
-    sources = [rng.next() for rng in rngs]
-    tokens = [
-        _race(row, to_device([source], row.device))
-        if isinstance(source, int)
-        else torch.multinomial(row, 1, generator=source)[0]
-        for row, source in zip(probs[:, None], sources, strict=True)
-    ]
-    return torch.cat(tokens)
+    return _race(probs, next_keys(rngs, probs.device))
 
 
 def draw_among_each(candidates: Sequence[Candidates], rngs: Sequence[RowRNG]) -> torch.Tensor:

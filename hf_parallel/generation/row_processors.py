@@ -1,4 +1,7 @@
-"""RowProcessors: the logits processors of a call, over rows of unequal length; several calls apply theirs together."""
+"""The logits processors and stopping criteria of a call, over rows of unequal length.
+
+Several calls apply their processors together.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,26 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)
 
-from hf_parallel.generation.processors import MinLengthProcessor, RowPenalty, check_signature, is_stateful, needs_batch
+from hf_parallel.generation.processors import (
+    MinLengthProcessor,
+    RowPenalty,
+    RowWise,
+    Step,
+    check_signature,
+    is_stateful,
+    needs_batch,
+    split_warpers,
+    stage_of,
+)
 from hf_parallel.generation.token_table import TokenTable, group_by
-from hf_parallel.generation.warpers import RowWise, Step, split_warpers, stage_of
 from hf_parallel.kernels import to_device
 from hf_parallel.kernels.sampling import Warpers
 
@@ -23,9 +41,9 @@ _OTHERS = (-1, -1)
 class RowProcessors(list[LogitsProcessor]):
     """Processors of the rows in a table, in their order.
 
-    Row-wise ones (`warpers.STAGES`) run over all rows at once. Others of Transformers receive `rows`, the active ones,
-    in groups of equal length. If one of the caller's may keep state per row, those that are not row-wise receive the
-    whole batch at every step, as under `generate`.
+    Row-wise ones (`STAGES`) run over all rows at once. Others of Transformers receive `rows`, the active ones, in
+    groups of equal length. If one of the caller's may keep state per row, those that are not row-wise receive the whole
+    batch at every step, as under `generate`.
     """
 
     def __init__(self, given: Iterable[LogitsProcessor], table: TokenTable) -> None:
@@ -157,3 +175,56 @@ def _call(processors: Sequence[LogitsProcessor], ids: torch.Tensor, scores: torc
         got = list(processed.shape) if isinstance(processed, torch.Tensor) else type(processed).__name__
         raise ValueError(f"a logits_processor must return scores of the shape {list(scores.shape)}, got {got}")
     return processed
+
+
+class RowCriteria:
+    """Criteria of the rows in a table.
+
+    If `is_row_wise`, rows end by a token in `end_tokens` or at a maximum length. Else the criteria are called with the
+    rows in groups of equal length, or with the whole batch if one of them may keep state per row.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, table: TokenTable) -> None:
+        self.criteria, self.table = criteria, table
+        self.needs_batch = any(needs_batch(criterion) for criterion in criteria)
+        self.is_row_wise = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria)
+        self._limits = [criterion for criterion in criteria if type(criterion) is MaxLengthCriteria]
+        ends = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
+        self.end_tokens = frozenset(token for tokens in ends for token in tokens)
+
+    def full(self, rows: Sequence[int]) -> list[int]:
+        """Return the indices of rows that have the maximum length."""
+        found, lengths = [], self.table.lengths
+        for criterion in self._limits:
+            limit, warned = criterion.max_length, criterion.max_position_embeddings
+            for index, row in enumerate(rows):
+                if lengths[row] >= limit:
+                    found.append(index)
+                elif warned is not None and lengths[row] > warned:
+                    criterion(self.table.ids[:1, : lengths[row]], None)  # logs a warning
+        return found
+
+    def ended(self, rows: Sequence[int], scores: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
+        """Return whether the criteria end each row, `bool [len(rows)]`; `scores` as `generate` passes them."""
+        lengths = [self.table.lengths[row] for row in rows]
+        if len(set(lengths)) == 1:
+            if not self.needs_batch:
+                return self._judge(self.table.left_padded(rows), scores)
+            return self._judge(self.table.whole_batch(rows), scores)[self.table.index(rows)]
+        ended = torch.empty(len(rows), dtype=torch.bool, device=self.table.device)
+        for same in group_by(range(len(rows)) if self.needs_batch else lengths):
+            index = to_device(same, ended.device)  # a list would be copied while the host waits
+            ended[index] = self._judge(self.table.left_padded([rows[i] for i in same]), scores)
+        return ended
+
+    def _judge(self, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for criterion in self.criteria:
+            result: object = criterion(ids, scores)
+            if isinstance(result, bool):
+                result = torch.full_like(ended, result)
+            if not isinstance(result, torch.Tensor) or result.shape not in ((), ended.shape):
+                got = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+                raise ValueError(f"stopping_criteria must return one bool per row ({len(ids)}), got {got}")
+            ended = ended | result.bool()
+        return ended

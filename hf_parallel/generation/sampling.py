@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from hf_parallel.generation.criteria import RowCriteria
 from hf_parallel.generation.log_probs import Drawn, LogProbs, TopLogProbs, model_log_probs
 from hf_parallel.generation.parts import Part, join
 from hf_parallel.generation.processors import is_stateful
@@ -27,7 +26,7 @@ from hf_parallel.generation.rng import (
     make_rngs,
     next_keys,
 )
-from hf_parallel.generation.row_processors import RowProcessors, Rows, process
+from hf_parallel.generation.row_processors import RowCriteria, RowProcessors, Rows, process
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.kernels import HostCopy, to_device
 from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, sample
@@ -111,12 +110,7 @@ class Sampler:
     @property
     def is_order_independent(self) -> bool:
         """Whether a row's tokens do not depend on the order in which the tokens of several rows are sampled."""
-        return not self.is_stateful and (not self.do_sample or self.has_own_rngs or self.num_rows == 1)
-
-    @property
-    def has_own_rngs(self) -> bool:
-        """Whether each row has an RNG of its own."""
-        return self.rngs is not None and all(rng.is_own for rng in self.rngs)
+        return not self.is_stateful and (not self.do_sample or self.rngs is not None or self.num_rows == 1)
 
     @property
     def num_rows(self) -> int:
@@ -145,7 +139,7 @@ class Sampler:
         return _softmax(self.processors.ahead(scores, length))[0]
 
     def draw(self, rows: Sequence[int], distribution: torch.Tensor | Sequence[Candidates]) -> Sampled:
-        """Sample one token for each row and append it to the table; `Candidates` if rows have RNGs of their own."""
+        """Sample one token for each row and append it to the table; `Candidates` if rows have RNGs."""
         if not isinstance(distribution, torch.Tensor):
             tokens = draw_among_each(distribution, self.rngs_of(rows))
         elif not self.do_sample:
@@ -185,12 +179,8 @@ class Sampler:
     @cached_property
     def can_join(self) -> bool:
         """Whether it can sample together with other calls: row by row, and without a generator that they share."""
-        has_generators = self.rngs is not None or not self.do_sample
-        return has_generators and self.row_criteria.is_row_wise and self.processors.is_row_wise
-
-    def can_fuse(self, rows: Sequence[int]) -> bool:
-        """Whether one operation may apply the last warpers and draw; scores that are returned need each warper."""
-        return self.scores is None and (self.rngs is None or all(self.rngs[row].is_own for row in rows))
+        has_rngs = self.rngs is not None or not self.do_sample
+        return has_rngs and self.row_criteria.is_row_wise and self.processors.is_row_wise
 
     def rngs_of(self, rows: Sequence[int]) -> list[RowRNG]:
         """Return the RNGs of rows, which are not PyTorch's global generator."""
@@ -312,8 +302,8 @@ class SamplingBatch:
         return self._finish(logits, scores, tokens, marks, log_probs)
 
     def _can_fuse(self, drawing: Sequence[SamplingTask]) -> bool:
-        """Whether one operation applies the warpers of the tasks that draw, and draws."""
-        if not can_race(self.device) or not all(task.sampler.can_fuse(task.rows) for task in drawing):
+        """Whether one operation applies the last warpers and draws. Scores that are returned need each warper."""
+        if not can_race(self.device) or not all(task.sampler.scores is None for task in drawing):
             return False
         warpers = [task.sampler.processors.fused[1] for task in drawing]
         return can_sample(self.device, warpers, sum(len(task.rows) for task in drawing))

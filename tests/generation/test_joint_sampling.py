@@ -80,8 +80,7 @@ def random_sampler(rng: random.Random, do_sample: bool) -> Sampler:
     config.output_scores, config.output_logits = rng.random() < 0.4, rng.random() < 0.4
     processors = LogitsProcessorList(random_processors(rng, prompts))
     criteria = StoppingCriteriaList([EosTokenCriteria(EOS), MaxLengthCriteria(length + rng.randint(1, 4))])
-    generator = torch.Generator().manual_seed(rng.randrange(100))
-    seed = rng.choice([rng.randrange(100), generator])
+    seed = rng.randrange(100)
     sampler: Any = Sampler(config, processors, criteria, TokenTable(prompts, 0, 8), seed)
     sampler.given = processors
     if count > 1 and rng.random() < 0.5:  # rows of unequal length

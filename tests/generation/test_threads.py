@@ -14,7 +14,7 @@ import tiny
 import torch
 
 import hf_parallel
-from hf_parallel.generation.claim import Claim
+from hf_parallel.generation.enabled import Claim
 
 PROMPTS = [prompt[None] for prompt in tiny.make_prompts([30, 20], seed=2)]
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import hf_parallel
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.executor import LocalExecutor
+from hf_parallel.generation.executor import Executor
 from hf_parallel.generation.sampling import SamplingTask
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.training import (
@@ -57,14 +57,14 @@ def enabled(name: str = "llama") -> Any:
 def computed_logits() -> Iterator[list[torch.Tensor]]:
     """Collect the logits from which tokens are sampled, in the model's dtype, unlike `output.logits`."""
     computed: list[torch.Tensor] = []
-    plain = LocalExecutor.sample
+    plain = Executor.sample
 
-    def spy(executor: LocalExecutor, task: SamplingTask, logits: torch.Tensor) -> Any:
+    def spy(executor: Executor, task: SamplingTask, logits: torch.Tensor) -> Any:
         computed.append(logits)
         return plain(executor, task, logits)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalExecutor, "sample", spy)
+        patch.setattr(Executor, "sample", spy)
         yield computed
 
 

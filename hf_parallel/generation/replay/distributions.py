@@ -76,7 +76,7 @@ class DistributionCache:
 
     def candidates(self, rows: Sequence[int], nodes: Sequence[TrieNode]) -> list[Candidates] | None:
         """Return the tokens of non-zero probability of each row, if all are cached and can be drawn from."""
-        if not self.enabled or self._device.type not in HOST or not self.sampler.has_own_rngs:
+        if not self.enabled or self._device.type not in HOST or self.sampler.rngs is None:
             return None
         found = [self.find(node, self.sampler.table.lengths[row]) for row, node in zip(rows, nodes, strict=True)]
         cached = [distribution for distribution in found if distribution is not None]

@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_parallel import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
-from hf_parallel.generation.warpers import STAGES
+from hf_parallel.generation.processors import STAGES
 
 NEW = 12
 INPUT_IDS, ATTENTION_MASK = tiny.left_pad(tiny.make_prompts([24, 20, 11], seed=8))

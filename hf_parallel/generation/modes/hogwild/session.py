@@ -19,8 +19,8 @@ from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.files import warn_on_other_version
 from hf_parallel.generation.arguments import check_objects, encode
 from hf_parallel.generation.call import vocabulary_size
-from hf_parallel.generation.claim import Claim
 from hf_parallel.generation.config import make_config
+from hf_parallel.generation.enabled import Claim
 from hf_parallel.generation.mixin import ParallelGenerationMixin, enable, unwrap
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig
 from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal

@@ -19,8 +19,7 @@ from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.files import JSONObject
 from hf_parallel.generation.arguments import check_inputs
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.claim import Claim
-from hf_parallel.generation.enabled import enabled
+from hf_parallel.generation.enabled import Claim, enabled
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
 from hf_parallel.generation.modes.hogwild.output import COMMON
