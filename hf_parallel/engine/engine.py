@@ -71,6 +71,11 @@ class Engine:
     ...     print([handle.result().sequences for handle in handles])
     """
 
+    error: BaseException | None = None
+    """The error that has stopped the engine; None: it runs, or was closed."""
+    is_closing = False
+    """Whether the engine accepts no more requests."""
+
     def __init__(
         self,
         model: Any,
@@ -104,9 +109,9 @@ class Engine:
         self._claim: Claim | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
-        self._closing = self._draining = False
-        self._error: BaseException | None = None
+        self._draining = False
         self._work = EngineStats()
+        self._known_seconds = 0.0  # of the running step, in the model and in the code of requests
         self._decode_run: DecodeRun | None = None  # of the last pass
 
     def __enter__(self) -> Self:
@@ -120,8 +125,8 @@ class Engine:
         try:
             self._thread.start()
             started.wait()
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             atexit.register(self.close, drain=False)  # a thread that computes while the process ends would abort it
         except BaseException:  # also Ctrl-C: the thread gives the model back before the process may end
             self.close(drain=False)
@@ -141,7 +146,7 @@ class Engine:
             return
         atexit.unregister(self.close)
         with self._changed:
-            self._closing, self._draining = True, drain
+            self.is_closing, self._draining = True, drain
             self._changed.notify_all()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
@@ -209,9 +214,9 @@ class Engine:
 
     def check_open(self) -> None:
         """Raise `RuntimeError` if the engine accepts no requests."""
-        if self._error is not None:
-            raise RuntimeError("the engine has stopped") from self._error
-        if self._thread is None or self._closing:
+        if self.error is not None:
+            raise RuntimeError("the engine has stopped") from self.error
+        if self._thread is None or self.is_closing:
             raise RuntimeError("the engine is not open: use it as `with Engine(...) as engine:`")
         self._check_process()
 
@@ -219,16 +224,6 @@ class Engine:
     def stats(self) -> EngineStats:
         """State of the engine, and its work so far."""
         return engine_stats(self._scheduler, self._work, len(self._submitted))
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that has stopped the engine; None: it runs, or was closed."""
-        return self._error
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether the engine accepts no more requests."""
-        return self._closing
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
@@ -255,7 +250,7 @@ class Engine:
                 started.set()
                 self._run()
         except BaseException as error:
-            self._error = error
+            self.error = error
             if started.is_set():
                 logging.getLogger(__name__).error("the engine has stopped", exc_info=error)
         finally:
@@ -276,10 +271,10 @@ class Engine:
         while True:
             with self._changed:
                 while not self._submitted and not self._scheduler.is_busy:
-                    if self._closing:
+                    if self.is_closing:
                         return
                     self._changed.wait()
-                closing = self._closing and not self._draining
+                closing = self.is_closing and not self._draining
                 while self._submitted:
                     self._scheduler.add(self._submitted.popleft())
                 cancelled, self._cancelled = self._cancelled, []
@@ -293,13 +288,13 @@ class Engine:
     def _abandon(self) -> None:
         """End all requests, as the engine ends."""
         with self._changed:
-            self._closing = True
+            self.is_closing = True
             requests = [*self._scheduler.waiting, *self._scheduler.running, *self._submitted]
         for request in [request for request in requests if not request.is_done]:
             error: BaseException = RequestCancelledError("the engine was closed")
-            if self._error is not None:
+            if self.error is not None:
                 error = RuntimeError("the engine has stopped")
-                error.__cause__ = self._error
+                error.__cause__ = self.error
             try:
                 request.fail(error)
             except BaseException:  # the state that the error has left
@@ -308,7 +303,7 @@ class Engine:
 
     def _step(self) -> None:
         """Resume what waits, admit requests, and run one forward pass."""
-        began = time.perf_counter()
+        began, self._known_seconds = time.perf_counter(), 0.0
         scheduler = self._scheduler
         self._storage.tree.clock += 1
         for request in list(scheduler.running):
@@ -327,7 +322,7 @@ class Engine:
         if not self._sample_waiting() and not batch and scheduler.is_busy:
             time.sleep(0.001)  # requests wait for each other
         self._work.step_seconds += (elapsed := time.perf_counter() - began)
-        self._work.overhead_seconds += elapsed
+        self._work.overhead_seconds += elapsed - self._known_seconds
 
     def _check_weights(self, new: Sequence[Request]) -> None:
         """End the requests that run, except new ones, and delete all prefixes, if the model's weights have changed."""
@@ -346,7 +341,7 @@ class Engine:
             function(*arguments)
         finally:
             self._current = None
-            self._work.overhead_seconds -= time.perf_counter() - began
+            self._known_seconds += time.perf_counter() - began
         if tokens := request.num_tokens - before:
             self._scheduler.charge(request, tokens)
         if request.is_done:
@@ -400,7 +395,7 @@ class Engine:
                 self._storage.pool.clear_unused()  # where the pass has written
             if len(batch) == 1 or isinstance(raised, MissingStateError):  # a defect, which a second try would hide
                 error = raised
-        self._work.overhead_seconds -= time.perf_counter() - began
+        self._known_seconds += time.perf_counter() - began
         if logits is None and (error is not None or self._storage.pool.states.in_use):
             for request in batch if error is not None else ():
                 self._call(request, request.fail, error)
@@ -429,7 +424,7 @@ class Engine:
             began = time.perf_counter()
             tasks, logits = zip(*[r.sampling for r in waiting if r.sampling is not None], strict=True)
             sampled = sample_together(tasks, logits)
-            self._work.overhead_seconds -= time.perf_counter() - began
+            self._known_seconds += time.perf_counter() - began
             for request, result in zip(waiting, sampled, strict=True):
                 request.sampling = None
                 if isinstance(result, BaseException):

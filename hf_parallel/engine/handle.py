@@ -74,6 +74,8 @@ class RequestHandle:
 
     done = False
     """Whether the request has ended: finished, failed or cancelled."""
+    error: BaseException | None = None
+    """The error that ended the request; None: it runs or has finished."""
 
     def __init__(
         self,
@@ -90,7 +92,6 @@ class RequestHandle:
         self._rows: list[int] = []  # of the tokens
         self._texts: list[RowText] = []
         self._output: Any = None
-        self._error: BaseException | None = None
 
     # Reading
 
@@ -110,11 +111,6 @@ class RequestHandle:
         if not self.done:
             await self._wait_async(lambda: self.done)
         return self._finished()
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error that ended the request; None: it runs or has finished."""
-        return self._error
 
     def cancel(self) -> None:
         """End the request at the next step and free its memory. Does nothing if it has ended."""
@@ -199,8 +195,8 @@ class RequestHandle:
         return future
 
     def _finished(self) -> Any:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._output
 
     # Writing, by the engine
@@ -230,7 +226,7 @@ class RequestHandle:
     def end(self, output: object = None, error: BaseException | None = None) -> None:
         """End the request with its output or an error."""
         self.times.ended = time.perf_counter()
-        self._output, self._error, self.done = output, error, True
+        self._output, self.error, self.done = output, error, True
         self._on_cancel = lambda: None  # it holds the request, and the features of its images
         self.notify()
 

@@ -13,8 +13,8 @@ import torch
 
 from hf_parallel.cache import Segment
 from hf_parallel.cache.pool import parts_of
-from hf_parallel.generation.parts import Part, join
-from hf_parallel.generation.sampling import SamplingTask
+from hf_parallel.generation.executor import AskedPasses
+from hf_parallel.generation.parts import join
 
 MAX_DECODED = 4
 """Most new tokens of a row in a decode pass, such as draft tokens; passes with more are prefills."""
@@ -22,28 +22,21 @@ _PARTS = attrgetter("parts")
 
 
 class PendingPass:
-    """A forward pass that a request waits for: consecutive passes over packed tokens `ids`, `int64 [T]`.
+    """A forward pass that a request waits for; see `AskedPasses`.
 
     `original` are the passes with the views that the mode made, and `passes` with the parts of blocks that were split.
-    `ends` and `sampling`: see `Executor.run`.
     """
 
     __slots__ = ("ends", "ids", "is_prefill", "keeps_all", "num_tokens", "original", "passes", "sampling")
 
-    def __init__(
-        self,
-        passes: Sequence[Sequence[Segment]],
-        ids: Part,
-        ends: Sequence[int] | None,
-        sampling: SamplingTask | None = None,
-    ) -> None:
-        self.original = self.passes = passes
-        self.ids, self.ends, self.sampling = ids, ends, sampling
-        self.num_tokens, is_single = ids.size, len(passes) == 1
-        self.keeps_all = is_single and (ends is None or len(ends) == self.num_tokens)
+    def __init__(self, asked: AskedPasses) -> None:
+        self.passes, self.ids, self.ends, self.sampling = asked
+        self.original = self.passes
+        self.num_tokens, is_single = self.ids.size, len(self.passes) == 1
+        self.keeps_all = is_single and (self.ends is None or len(self.ends) == self.num_tokens)
         """Whether the logits of all tokens of a single pass are wanted, in their order."""
         self.is_prefill = self.num_tokens > MAX_DECODED and (
-            not is_single or any(segment.num_tokens > MAX_DECODED for segment in passes[0])
+            not is_single or any(segment.num_tokens > MAX_DECODED for segment in self.passes[0])
         )
         """Whether it may wait for another step: a row has many new tokens, or passes that were missed are computed."""
 

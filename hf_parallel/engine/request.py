@@ -29,7 +29,7 @@ from hf_parallel.engine.passes import JoinedPasses, PendingPass
 from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
-from hf_parallel.generation.executor import C, Executor
+from hf_parallel.generation.executor import AskedPasses, C, Executor
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.sampling import Sampled, SamplingTask
 from hf_parallel.generation.stats import GenerationStats
@@ -128,15 +128,8 @@ class Request(Executor):
     def prefill_chunk(self, asked: int | None) -> int:
         return min(asked or PREFILL_CHUNK, self.chunk_size)
 
-    def run(
-        self,
-        cache: BlockCache,  # not used: the engine runs the passes over its storage
-        passes: Sequence[Sequence[Segment]],
-        ids: Part,
-        ends: Sequence[int] | None,
-        sampling: SamplingTask | None = None,
-    ) -> Any:
-        return self._wait_for(PendingPass(passes, ids, ends, sampling))
+    def run(self, cache: BlockCache, asked: AskedPasses) -> Any:
+        return self._wait_for(asked)  # the engine runs the passes over its storage
 
     def sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
         self.sampling, self.has_started = (task, Part(logits)), True
@@ -167,8 +160,8 @@ class Request(Executor):
                 self._fill()
                 is_own = True
 
-    def _wait_for(self, pending: PendingPass) -> Any:
-        self.pending = pending
+    def _wait_for(self, asked: AskedPasses) -> Any:
+        self.pending = PendingPass(asked)
         try:
             return self._hub.switch()
         finally:
@@ -330,7 +323,7 @@ class Request(Executor):
                     size = tree.pool.images.chunk(tokens, self.chunk_size)
                     given = Segment(node.view, size), tokens[:size].tolist()
                     segment, ids = find_images(*given, tree.pool.images, self.call.placeholder)
-                    self._wait_for(PendingPass([[segment]], Part(to_device(ids, self.call.input_ids.device)), [0]))
+                    self._wait_for(AskedPasses([[segment]], Part(to_device(ids, self.call.input_ids.device)), [0]))
 
     def _missing(self, node: Node) -> np.ndarray:
         """Return the tokens of a node, int64, that were computed before the request was preempted and are not now."""
@@ -360,7 +353,7 @@ class Request(Executor):
 
     def _run_again(self, passes: list[list[Segment]], ids: torch.Tensor) -> None:
         self._storage.pool.touch()  # the log sets the lengths of blocks
-        self._wait_for(PendingPass(passes, Part(ids), [-1]))
+        self._wait_for(AskedPasses(passes, Part(ids), [-1]))
 
     def _copy(self, event: BlockCopy) -> None:
         pool, count = self._storage.pool, event.stop - event.start

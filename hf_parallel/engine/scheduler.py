@@ -64,7 +64,7 @@ class Scheduler:
 
     def check_budget(self, request: Request) -> None:
         """Raise `KVBudgetError` if a request alone does not fit into memory."""
-        budget, prompt = self.storage.budget, request.call.prompt_tokens
+        budget, prompt = self.storage.pool.budget, request.call.prompt_tokens
         if budget is None:
             return
         interval, states = self.storage.tree.state_interval, 0
@@ -121,7 +121,7 @@ class Scheduler:
             return []
         is_busy = any(request.pending is not None for request in self.running)
         resumed: list[Request] = []
-        needed, budget = 0, self.storage.budget
+        needed, budget = 0, self.storage.pool.budget
         for request in preempted:
             if budget is not None:
                 needed += _cost(budget, request.missing_lengths) + budget.cost(request.num_rows * EXPECTED_TOKENS, 0)
@@ -209,7 +209,7 @@ class Scheduler:
         return budget.bytes - budget.held([*own, *self.storage.used_blocks(resumed)])
 
     def _fits(self, requests: list[Request]) -> bool:
-        budget, tree = self.storage.budget, self.storage.tree
+        budget, tree = self.storage.pool.budget, self.storage.tree
         if budget is None:
             return True
         needed = _cost(budget, [len(node.uncached) for node in tree.pins])

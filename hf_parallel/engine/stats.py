@@ -73,7 +73,5 @@ def engine_stats(scheduler: Scheduler, work: EngineStats, num_submitted: int) ->
         reserved_bytes=storage.arena.reserved_bytes + storage.pool.states.reserved_bytes,
         evicted_tokens=storage.evicted_tokens,
         preemptions=scheduler.preemptions,
-        # seconds of a step are added at its end, those of its parts are subtracted before
-        overhead_seconds=max(0.0, work.overhead_seconds),
         **{name: getattr(work, name) + sum(getattr(one.stats, name) for one in running) for name in _TOKENS},
     )

@@ -112,11 +112,6 @@ class KVStorage:
             compact_bytes = 0 if self.arena.compact is None else self.arena.compact.bytes_per_token
             self.pool.set_budget(Budget(self.max_bytes, bytes_per_token, state_bytes, compact_bytes))
 
-    @property
-    def budget(self) -> Budget | None:
-        """The budget, once the sizes are known."""
-        return self.pool.budget
-
     def _make_room(self, wanted: Wanted, slots: int) -> None:
         """Free memory for blocks that grow by packing, evicting or preempting; raise `KVBudgetError` if that fails."""
         pool, budget = self.pool, self.pool.budget

@@ -17,6 +17,7 @@ from hf_parallel.cache.fingerprint import active_dropout
 from hf_parallel.cache.images import FIRST_ID, Image, ImageTable
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.cache.tree import common_prefix
 from hf_parallel.generation.arguments import check_model_inputs, encode
 from hf_parallel.generation.enabled import Claim, enabled
 from hf_parallel.generation.executor import C, Executor
@@ -78,7 +79,7 @@ class GenerationCall:
     def prompt_tokens(self) -> int:
         """Number of distinct prompt tokens: prefixes that the prompts share count once."""
         prompts = sorted(map(with_gaps, self.prompts, self.gaps))
-        shared = sum(_common_length(a, b) for a, b in zip(prompts, prompts[1:], strict=False))
+        shared = sum(common_prefix(np.array(a), np.array(b)) for a, b in zip(prompts, prompts[1:], strict=False))
         return sum(map(len, prompts)) - shared
 
     @property
@@ -220,11 +221,6 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     weight: Any = getattr(model.get_input_embeddings(), "weight", None)  # None: another rank has the embeddings
     size: int = model.config.get_text_config(decoder=True).vocab_size if weight is None else weight.shape[0]
     return size
-
-
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    length = min(len(a), len(b))
-    return next((i for i in range(length) if a[i] != b[i]), length)
 
 
 def with_gaps(prompt: np.ndarray, gaps: Mapping[int, int]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -31,6 +31,19 @@ C = TypeVar("C", bound=SharedPrefixCache)
 
 ASYNC_DEVICES = ("cuda",)
 """Device types that run asynchronously, so that the next pass can be queued before the sampled tokens are read."""
+
+
+class AskedPasses(NamedTuple):
+    """Consecutive passes over packed tokens `ids`, `int64 [T]`, that are computed as one forward pass.
+
+    The logits after the segments with the indices `ends` are wanted (None: after all tokens), and `sampling` says what
+    the caller will sample from them.
+    """
+
+    passes: Sequence[Sequence[Segment]]
+    ids: Part
+    ends: Sequence[int] | None = None
+    sampling: SamplingTask | None = None
 
 
 class Executor:
@@ -88,20 +101,12 @@ class Executor:
         """Drop the captured decode steps."""
         self._cached_model = None
 
-    def run(
-        self,
-        cache: BlockCache,
-        passes: Sequence[Sequence[Segment]],
-        ids: Part,
-        ends: Sequence[int] | None,
-        sampling: SamplingTask | None = None,
-    ) -> NextTokens:
-        """Run consecutive passes over packed tokens `ids`, `int64 [T]`, as one forward pass.
+    def run(self, cache: BlockCache, asked: AskedPasses) -> NextTokens:
+        """Run passes over a cache. Return the logits `[len(ends), vocabulary]`, which the next pass may overwrite.
 
-        Return the logits `[len(ends), vocabulary]` after the segments with these indices (None: after all tokens). The
-        next pass may overwrite them. `sampling` says what the caller will sample from them. An executor that samples
-        for several calls at once may do it now, and returns what it has sampled instead.
+        An executor that samples for several calls at once may sample now, and returns what it has sampled instead.
         """
+        passes, ids, ends, _ = asked
         model, tokens = self.model_over(cache), ids.tensor
         began = time.perf_counter()
         try:

@@ -275,7 +275,7 @@ class ParallelGenerationMixin:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Pickle as the plain model and enable again: the subclass exists in this process only."""
-        return _restore, (_plain_class(type(self)),), self.__dict__
+        return _restore, (type(self).__bases__[1],), self.__dict__
 
 
 def take_parallel_config(own: GenerationConfig, kwargs: Arguments) -> ParallelConfig | None:
@@ -374,7 +374,7 @@ def enable(
         if not isinstance(inner, ParallelGenerationMixin):
             with cpu_as_default():
                 inner._parallel = Enabled(probe_capabilities(inner) if known is None else known)
-            inner.__class__ = _enabled_class(type(inner))
+            inner.__class__ = _enabled_class(type(inner))  # type: ignore[arg-type] # types are hashable
             if mode := getattr(inner.generation_config, "generation_mode", None):
                 _logger.warning_once(
                     f"generate uses generation_mode={mode!r}, which the model's generation_config names"
@@ -407,7 +407,7 @@ def disable(model: _Model) -> _Model:
     if isinstance(inner, ParallelGenerationMixin):
         if (claim := inner._active_claim()) is not None:
             raise RuntimeError(claim.busy)
-        inner.__class__ = _plain_class(type(inner))
+        inner.__class__ = type(inner).__bases__[1]
         forget(inner)
         unwrap_mixers(inner)
         del inner._parallel
@@ -439,10 +439,6 @@ def _enabled_class(plain: type) -> type:
     """Return the subclass of a model's class, under the same name: `save_pretrained` writes it."""
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     return type(plain.__name__, (ParallelGenerationMixin, plain), names)
-
-
-def _plain_class(enabled: type) -> type:
-    return enabled.__bases__[1]
 
 
 def _restore(plain: type) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -89,7 +90,7 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
             kept = {name: value for name, value in config.given().items() if name not in config.not_stored()}
             values["record"] = dataclasses.replace(self.record, config=type(config)(**kept))
         others = {name: value for name, value in vars(self).items() if name not in names}
-        return _unpickle, (type(self), values), others
+        return partial(type(self), **values), (), others
 
     def to_dict(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Arguments:
         """Return the transcript of the call as plain data: which row generated which text at which forward pass.
@@ -180,10 +181,6 @@ def grouped(items: list[T], count: int) -> list[list[T]]:
     """Return the items in `count` consecutive groups of equal length."""
     size = len(items) // count
     return [items[i * size : (i + 1) * size] for i in range(count)]
-
-
-def _unpickle(cls: type[ParallelOutput], values: Arguments) -> ParallelOutput:
-    return cls(**values)
 
 
 def _plain(value: object) -> Any:

@@ -8,7 +8,6 @@ with independent E_v ~ Exp(1). The noise is counter-based, so the CPU computes i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -21,7 +20,6 @@ _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SPLITMIX_INT64 = tuple(bits - 2**64 for bits in _SPLITMIX)
 _MAX_NOISE = 23.0  # -log of half a step of a 32-bit number, rounded up
 _MIN_NOISE = 2.0**-33
-_INVALID = 2  # mark of a row that cannot be drawn
 _NEGLIGIBLE = _MIN_NOISE / _MAX_NOISE / 2  # a token with this fraction of the highest probability cannot win the race
 
 
@@ -80,13 +78,6 @@ def next_keys(rngs: Sequence[RowRNG], device: torch.device) -> torch.Tensor:
     return to_device((bits & np.uint64(2**63 - 1)).astype(np.int64), device)
 
 
-def check_drawn(flags: Sequence[int]) -> None:
-    """Raise a `RuntimeError` if `hf_parallel.kernels.sampling.sample` has marked a row."""
-    if max(flags) >= _INVALID:
-        rows = [row for row, flag in enumerate(flags) if flag >= _INVALID]
-        raise RuntimeError(f"cannot draw: the probabilities of rows {rows} are not finite, or all are zero")
-
-
 def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
     """Sample one token for each row, `int64 [rows]`, from `probs`, `float32 [rows, vocabulary]`.
 
@@ -114,7 +105,8 @@ def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     if can_race(probs.device):
         return race(probs, keys)
     if probs.device.type != "cpu":
-        return (probs / exponential_noise(keys[:, None], _arange(probs.shape[1], probs.device))).argmax(dim=-1)
+        every = torch.arange(probs.shape[1], device=probs.device)
+        return (probs / exponential_noise(keys[:, None], every)).argmax(dim=-1)
     # In NumPy, row by row: waking a second thread for a row takes longer than the work.
     rates = probs.detach().numpy()
     winners = []
@@ -161,11 +153,6 @@ def exponential_noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def _shift_right(bits: torch.Tensor, places: int) -> torch.Tensor:
     # The shift of int64 is arithmetic.
     return (bits >> places) & ((1 << (64 - places)) - 1)
-
-
-@lru_cache(maxsize=8)
-def _arange(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(count, device=device)
 
 
 def mix(seed: int, number: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.batch import find_images
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.executor import AskedPasses
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import PassInputs, Row, RowGroup, collect_inputs
@@ -42,7 +43,7 @@ class Runner:
         """
         if not rows or rows[0].group is None:
             inputs, ends = collect_inputs(rows)
-            return self.run(*self._packed([inputs]), ends, sampling)
+            return self.run(self._packed([inputs], ends, sampling))
         groups: dict[RowGroup, list[Row]] = {}
         for row in rows:
             assert row.group is not None
@@ -68,7 +69,7 @@ class Runner:
         if backlog:
             logits: NextTokens = self._catch_up([*backlog, inputs], ends)
         else:
-            logits = self.run(*self._packed([inputs]), ends, sampling)
+            logits = self.run(self._packed([inputs], ends, sampling))
         self.stats.prefilled_tokens += inserted
         for group in computed:
             group.backlog.clear()
@@ -126,24 +127,20 @@ class Runner:
         if ends is not None and len(passes) > 1:
             first = sum(len(inputs) for inputs in passes[:-1])
             ends = [first + end for end in ends]
-        logits = self.run(*self._packed(passes), ends)
+        logits = self.run(self._packed(passes, ends))
         assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
         return logits
 
-    def run(
-        self,
-        passes: Sequence[Sequence[Segment]],
-        ids: Part,
-        ends: Sequence[int] | None,
-        sampling: SamplingTask | None = None,
-    ) -> NextTokens:
-        """Run one forward pass over packed tokens `ids`, `int64 [T]` on the device; see `Executor.run`."""
-        logits = self.executor.run(self.cache, passes, ids, ends, sampling)
+    def run(self, asked: AskedPasses) -> NextTokens:
+        """Run one forward pass; see `Executor.run`."""
+        logits = self.executor.run(self.cache, asked)
         self.stats.forward_passes += 1
         return logits
 
-    def _packed(self, passes: Sequence[PassInputs]) -> tuple[list[list[Segment]], Part]:
-        """Return the segments of passes, and their tokens on the device."""
+    def _packed(
+        self, passes: Sequence[PassInputs], ends: Sequence[int] | None, sampling: SamplingTask | None = None
+    ) -> AskedPasses:
+        """Return passes with their tokens on the device."""
         tokens: list[int] = []
         segments: list[list[Segment]] = []
         if len(table := self.cache.pool.images):
@@ -153,9 +150,8 @@ class Runner:
             for segment, own in inputs:
                 segments[-1].append(segment)
                 tokens += own
-        if tokens == self.sampled[0]:
-            return segments, self.sampled[1]
-        return segments, Part(to_device(tokens, self.device))
+        ids = self.sampled[1] if tokens == self.sampled[0] else Part(to_device(tokens, self.device))
+        return AskedPasses(segments, ids, ends, sampling)
 
     def _take_backlog(self, groups: Sequence[RowGroup]) -> list[PassInputs]:
         """Return the skipped passes of groups, after their prompts have been computed."""
@@ -196,7 +192,7 @@ class PassAhead:
         self._rows, self._ids, self._cache = rows, ids, runner.cache
         self._segments = [Segment(row.current_view(), 1) for row in rows]
         log, self._cache.log = self._cache.log, None  # `confirm` records the pass
-        logits = runner.run([self._segments], ids, range(len(rows)))
+        logits = runner.run(AskedPasses([self._segments], ids, range(len(rows))))
         assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
         self._cache.log, self._logits = log, logits
         self._step = self._cache.take_back()

@@ -20,7 +20,6 @@ from hf_parallel.generation.rng import (
     CannotDrawError,
     RowRNG,
     Seed,
-    check_drawn,
     draw,
     draw_among_each,
     make_rngs,
@@ -58,7 +57,8 @@ class Sampled:
         ended = list(map(self._criteria.end_tokens.__contains__, tokens))
         if has_marks:
             marks = values[1][part]
-            check_drawn(marks)
+            if invalid := [row for row, mark in enumerate(marks) if mark >= 2]:  # see `kernels.sampling.sample`
+                raise RuntimeError(f"cannot draw: the probabilities of rows {invalid} are not finite, or all are zero")
             ended = [end or mark != 0 for end, mark in zip(ended, marks, strict=True)]
         for place in self._full:
             ended[place] = True

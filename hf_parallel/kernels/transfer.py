@@ -34,13 +34,9 @@ class HostCopy:
             self._copy = source.to("cpu", non_blocking=True)  # into pinned memory
             self._done = torch.cuda.current_stream(source.device).record_event()
 
-    def tolist(self) -> list[Any]:
-        """Wait for the copy and return its values as nested lists."""
+    @cached_property
+    def values(self) -> list[Any]:
+        """The values as nested lists. Waits for the copy."""
         if self._done is not None:
             self._done.synchronize()
         return self._copy.tolist()
-
-    @cached_property
-    def values(self) -> list[Any]:
-        """The result of `tolist`, for several readers."""
-        return self.tolist()

@@ -113,14 +113,10 @@ class DecodeGraphs:
         layers = self._cache.pool.arena.layers.values()
         return [address for layer in layers for address in layer.addresses]
 
-    def _capturable(self) -> bool:
-        """Return whether every layer has storage, which a replay cannot allocate, and kernels that can be captured."""
-        layers = self._cache.pool.arena.layers.values()
-        return bool(layers) and all(layer.backend.capturable for layer in layers)
-
     def _capture(self, run_model: RunModel, step: ForwardPass, rows: int) -> _DecodeStep | None:
         """Capture the prepared step for up to `rows` rows; padding rows write nothing and attend to nothing."""
-        if self._failed or not self._capturable():
+        layers = self._cache.pool.arena.layers.values()  # all have storage, which a replay cannot allocate
+        if self._failed or not layers or not all(layer.backend.capturable for layer in layers):
             return None
         ids, positions = step.position_ids.new_zeros(2, rows)
         parts = sum(1 + len(m._forward_hooks) + len(m._forward_pre_hooks) for m in all_modules(self._model))

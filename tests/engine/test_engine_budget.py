@@ -111,7 +111,7 @@ def test_a_request_on_layers_with_states_ends_within_the_memory_that_it_may_need
 
         def note(module: Any, args: Any) -> None:
             nonlocal peak
-            peak = max(peak, stored.budget.held(stored.pool.blocks))  # type: ignore[union-attr]
+            peak = max(peak, stored.pool.budget.held(stored.pool.blocks))  # type: ignore[union-attr]
 
         hook = model.register_forward_pre_hook(note)
         engine.submit(ids, logits_processor=[Writer(text)], **settings).result(600)
@@ -139,5 +139,5 @@ def test_a_storage_keeps_its_limit_where_everything_is_deleted() -> None:
     storage = KVStorage(None, torch.device("cpu"), max_bytes=1000)
     storage.set_token_size(10)
     storage.reset()
-    assert storage.budget is not None
-    assert storage.budget.max_tokens(states=0) == storage.arena.max_slots == 100
+    assert storage.pool.budget is not None
+    assert storage.pool.budget.max_tokens(states=0) == storage.arena.max_slots == 100
