@@ -7,7 +7,7 @@ continues with the logits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -67,8 +67,7 @@ class Request(Executor):
     ) -> None:
         self.config, self.handle, self.priority, self.submitter = config, handle, priority, submitter
         self.hints, self.identity = hints, cache_salt
-        self.streamer = _Streamer(call.streamer, self._on_text)
-        self.call = replace(call, executor=self, streamer=self.streamer)  # instead of the call's own executor
+        self.call = replace(call, executor=self)  # instead of the call's own
         handle.stats = call.stats
         self.chunk_size = self.batch_rows = 0
         self.number = -1  # in the order of submission
@@ -142,6 +141,10 @@ class Request(Executor):
         self.num_tokens += len(tokens)
         self.has_started = True
         self.handle.add_tokens(rows, tokens)
+
+    def add_text(self, row: int, text: str, event: str) -> None:
+        self.has_started = True
+        self.handle.add_text(row, text, event)
 
     def fingerprint(self) -> str:
         return self._storage.fingerprint
@@ -235,7 +238,7 @@ class Request(Executor):
     def _end(self, output: Any = None, error: BaseException | None = None) -> None:
         self._release(keep=not isinstance(error, NonFiniteLogitsError))
         if error is not None:
-            fail = getattr(self.streamer.given, "fail", None)
+            fail = getattr(self.call.streamer, "fail", None)
             if callable(fail):
                 try:
                     fail(error)
@@ -365,12 +368,6 @@ class Request(Executor):
         event.target.length = event.at + count
         pool.move_state(event.source, event.target)
 
-    # Streaming
-
-    def _on_text(self, row: int, text: str, event: str) -> None:
-        self.has_started = True
-        self.handle.add_text(row, text, event)
-
 
 def record_passes(
     requests: Sequence[Request],
@@ -397,27 +394,6 @@ def record_passes(
             request.log.add_run(one.original, DecodeRun([one.ids.tensor]))
         begin += one.num_tokens
     return run
-
-
-class _Streamer:
-    """Streams text to the handle, and everything to the streamer that the caller gave, if any."""
-
-    def __init__(self, given: Any, on_text: Callable[[int, str, str], None]) -> None:
-        self.given, self._on_text = given, on_text
-        if hasattr(given, "put"):
-            self.put: Callable[[Any], None] = given.put
-
-    def write_row(self, row: int, text: str, event: str) -> None:
-        """See `ParallelStreamer.write_row`."""
-        self._on_text(row, text, event)
-        write = getattr(self.given, "write_row", None)
-        if write is not None:
-            write(row, text, event)
-
-    def end(self) -> None:
-        """See `ParallelStreamer.end`."""
-        if self.given is not None:
-            self.given.end()
 
 
 def _throw(coroutine: greenlet.greenlet, error: BaseException) -> None:

@@ -147,6 +147,8 @@ class GenerationCall:
     def show(self, row: int, text: str, event: str) -> None:
         """Record text of a row and stream it. Events as in `ParallelStreamer.write_row`."""
         self.record.write(row, text, event)
+        if self.executor.is_shared:  # its caller reads the text from a handle
+            self.executor.add_text(row, text, event)
         write = getattr(self.streamer, "write_row", None)
         if write is not None:
             write(row, text, event)

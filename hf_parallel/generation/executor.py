@@ -133,6 +133,9 @@ class Executor:
     def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Receive the tokens that rows have got in a step; rows as `ParallelStreamer.write_row` numbers them."""
 
+    def add_text(self, row: int, text: str, event: str) -> None:
+        """Receive text of a row, in modes that stream text; see `ParallelStreamer.write_row`."""
+
     def fingerprint(self) -> str:
         """Return the fingerprint of the model. Offloaded weights do not count."""
         return fingerprint(self.model)

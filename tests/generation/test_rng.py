@@ -37,20 +37,13 @@ WRITERS = {
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The keys with which tokens were drawn."""
     keys: list[int] = []
-    one, several = RowRNG.next, noise.next_keys
-
-    def noted(self: RowRNG) -> Any:
-        key = one(self)
-        assert isinstance(key, int)
-        keys.append(key)
-        return key
+    several = noise.next_keys
 
     def all_noted(*given: Any) -> torch.Tensor:
         found = several(*given)
         keys.extend(found.tolist())
         return found
 
-    monkeypatch.setattr(RowRNG, "next", noted)
     monkeypatch.setattr(noise, "next_keys", all_noted)
     return keys
 
