@@ -35,6 +35,11 @@ class Block:
     state_at: int = -1
 
     @property
+    def free_slots(self) -> int:
+        """Number of tokens that can be appended without growing the extent."""
+        return self.extent.capacity - self.first - self.length
+
+    @property
     def has_state(self) -> bool:
         """Whether the state at its end is kept."""
         return self.state_at == self.length

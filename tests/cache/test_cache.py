@@ -48,7 +48,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(target=blocks, block=blocks, extra=st.integers(0, 5))
     def fork(self, block: Block, extra: int) -> Block:
         made = self.cache.pool.copy(block, extra)
-        assert made.extent.capacity - made.first - made.length >= extra
+        assert made.free_slots >= extra
         self.tokens[made] = list(self.tokens[block])
         return made
 
@@ -88,7 +88,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(block=blocks, more=st.integers(0, 20))
     def reserve(self, block: Block, more: int) -> None:
         self.cache.pool.reserve([(block, block.length + more)])
-        assert block.extent.capacity - block.first - block.length >= more
+        assert block.free_slots >= more
 
     @rule(into=st.lists(blocks, min_size=1, max_size=3))
     def roll_back(self, into: list[Block]) -> None:
