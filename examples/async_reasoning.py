@@ -15,7 +15,7 @@ import hf_parallel
 MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
 TASK = "Plan a picnic in the park."
 ARRIVES = {12: "The user adds: we have no car."}  # pass: a message that arrives before it
-TOKENS = 48  # maximum of the thoughts, and of the answer
+TOKENS = 32  # maximum of the thoughts, and of the answer
 
 if MODEL is None:
     model, tokenizer = hf_parallel.load_embedded_model()

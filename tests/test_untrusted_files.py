@@ -26,7 +26,7 @@ from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.cache.logits_trie import digest_of
 from hf_parallel.evaluation.results import KEY, MEASURED, format_table, read_results, table
-from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
+from hf_parallel.generation.modes.hogwild.stepping import read_journal, write_journal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -34,14 +34,11 @@ class AsyncReasoningConfig(HogwildConfig):
         f"\n\n[More thoughts will appear here.]\n{END_THINK}",
     )
     step_prefix: str = "\n\n"
-    sentence_ends: Sequence[str] = ()
-    redundancy_prompt: str = ""
     control_prompt: str = (
         "\n\nWait: are my thoughts far enough ahead of the answer above to write one more paragraph of it (yes/no)?\n"
     )
     answer_pattern: str = field(default="", metadata=NOT_REMOTE)
     stop_on_answer: str = "never"
-    finisher_tokens: int = 0
     collaboration_prompt: str = (
         "You think and answer at the same time: your private thoughts and your answer to the user grow side by side. "
         "Think step by step in short paragraphs, first about what the answer needs first, and check what it says "

@@ -92,7 +92,7 @@ class HogwildConfig(HogwildSettings):
         A question, to be answered by yes or no, whether the first worker's text suffices for more text of the others.
         They pause at first and after each paragraph, and write on when the model prefers "yes". It is asked after each
         paragraph of the first worker and each `control_interval` of its tokens, and is not kept. When the first worker
-        has stopped (also by `</think>`), the others write to their end. Texts then are not split into steps that move.
+        has stopped (also by `</think>`), the others write to their end. Texts then are not split into steps.
         Empty: all workers write all the time.
     control_interval : int
         See `control_prompt`.

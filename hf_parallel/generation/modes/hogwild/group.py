@@ -47,7 +47,6 @@ class WorkerGroup(RowGroup):
         self.num_tokens = len(prompt) + sum(lengths)  # prompt, headers and steps, which share the model's positions
         self.control = self.encode(config.control_prompt)
         self.question = cache.pool.new_block(len(self.control))  # holds `control` while it is asked
-        self.is_due = False  # whether it is asked after this pass
         self.others_write = not config.control_prompt  # whether workers other than the first one write
         self._last_check = 0  # `num_generated` at the last redundancy prompt
         self._append_headers()

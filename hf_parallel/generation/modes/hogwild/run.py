@@ -126,14 +126,16 @@ class HogwildRun:
             thinker, *writers = self.workers[first : first + self.config.num_workers]
             if all(writer.stopped for writer in writers):
                 thinker.stop(finished=False)
+            if any(writer.ends_paragraph for writer in writers):
+                thinker.group.others_write = False
             if thinker.stopped:
                 thinker.group.others_write = True
-            elif thinker.group.is_due:
+            elif thinker.ends_paragraph or (thinker.passes and thinker.passes % self.config.control_interval == 0):
                 asked.append(thinker)
-            thinker.group.is_due = False
-        if asked:
-            for thinker, answer in zip(asked, self.ask(asked) if answers is None else answers, strict=True):
-                thinker.group.others_write = answer
+        if asked and answers is None:
+            answers = self.ask(asked)
+        for thinker, answer in zip(asked, answers or (), strict=True):
+            thinker.group.others_write = answer
         rows = [worker for worker in self.workers if not worker.stopped and worker.is_active()]
         return [worker for worker in rows if worker.number == 0 or worker.group.others_write]
 
@@ -142,17 +144,18 @@ class HogwildRun:
 
         Source: `check_if_should_continue_writing` in the same file. As there, the worker's last token is not seen.
         """
-        groups = [thinker.group for thinker in thinkers]
-        views = [[*thinker.current_view(), thinker.group.question] for thinker in thinkers]
-        inputs: PassInputs = [(Segment(v, len(g.control)), g.control) for v, g in zip(views, groups, strict=True)]
-        yes, no = (groups[0].encode(text)[0] for text in YES_NO)
+        inputs: PassInputs = []
+        for worker in thinkers:
+            view, tokens = [*worker.current_view(), worker.group.question], worker.group.control
+            inputs.append((Segment(view, len(tokens)), tokens))
+        yes, no = (thinkers[0].group.encode(text)[0] for text in YES_NO)
         log, self.cache.log = self.cache.log, None  # the question is no text of a worker
         try:
             logits = self.loop.runner.prefill(inputs)
         finally:
             self.cache.log = log
-            for group in groups:
-                self.cache.pool.truncate(group.question, 0)
+            for thinker in thinkers:
+                self.cache.pool.truncate(thinker.group.question, 0)
         return (logits[:, yes] > logits[:, no]).tolist()
 
     def finish(self) -> None:
@@ -206,10 +209,9 @@ class HogwildRun:
 
     def fields(self) -> Arguments:
         """Return the current values of the fields of `HogwildOutput`."""
-        workers = [[worker for worker in self.workers if worker.group is group] for group in self.groups]
         history = [
-            [*group.history, *(worker.current_step() for worker in members if not worker.stopped)]
-            for group, members in zip(self.groups, workers, strict=True)
+            [*group.history, *(w.current_step() for w in self.workers if w.group is group and not w.stopped)]
+            for group in self.groups
         ]
         return {
             "history": history,
@@ -217,7 +219,7 @@ class HogwildRun:
             "transcripts": [join_steps(steps) for steps in history],
             "answers": [group.answer for group in self.groups],
             "conclusions": [group.conclusion for group in self.groups],
-            "names": [[worker.name for worker in members] for members in workers],
+            "names": [self.config.names for _ in self.groups],
         }
 
     def _prefill(self, loop: DecodeLoop, rows: Sequence[Row]) -> torch.Tensor:

@@ -23,10 +23,8 @@ from hf_parallel.generation.config import make_config
 from hf_parallel.generation.enabled import Claim
 from hf_parallel.generation.mixin import ParallelGenerationMixin, enable, unwrap
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig
-from hf_parallel.generation.modes.hogwild.journal import read_journal, write_journal
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
-from hf_parallel.generation.modes.hogwild.stepping import open_run
-from hf_parallel.generation.modes.hogwild.worker import Worker
+from hf_parallel.generation.modes.hogwild.stepping import open_run, read_journal, write_journal
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int, check_text
 
@@ -197,7 +195,9 @@ class HogwildSession:
         encoded, and for `common` in the layout `contiguous`, which has no history.
         """
         self._check_open()
-        worker = None if to == COMMON else self._find(to)
+        worker = next((worker for worker in self._run.workers if worker.name == to), None)
+        if worker is None and to != COMMON:
+            raise ValueError(f"there is no worker {to!r}, only {self.names}")
         if worker is None and self.config.layout == "contiguous":
             raise ValueError("the layout 'contiguous' has no history")
         if worker is not None and worker.stopped:
@@ -208,7 +208,10 @@ class HogwildSession:
             text = worker.on_new_line(text)
         elif not text.endswith(self.config.separator):
             text += self.config.separator
-        tokens = self._encode("text", text)
+        check_text("text", text)
+        tokens, vocabulary = encode(self._call.tokenizer, text), vocabulary_size(self._model)
+        if not tokens or max(tokens) >= vocabulary:
+            raise ValueError(f"text must be text in the model's vocabulary, got {text!r} (tokens {tokens})")
         with cpu_as_default(), self._run.transaction():
             self._run.inject(None if worker is None else worker.number, text, tokens)
 
@@ -267,12 +270,6 @@ class HogwildSession:
             raise ValueError(f"{path} {message}: {error}") from error
         return session
 
-    def _find(self, name: object) -> Worker:
-        found = [worker for worker in self._run.workers if worker.name == name]
-        if not found:
-            raise ValueError(f"there is no worker {name!r}, only {self.names}")
-        return found[0]
-
     def _check_open(self) -> None:
         if self._ended_by:
             raise RuntimeError(f"this session has been {self._ended_by}")
@@ -281,13 +278,6 @@ class HogwildSession:
     def _check_idle(self) -> None:
         if self._is_running:
             raise RuntimeError("this session is in a step: it was called again from a processor or a streamer")
-
-    def _encode(self, name: str, text: str) -> list[int]:
-        check_text(name, text)
-        tokens, vocabulary = encode(self._call.tokenizer, text), vocabulary_size(self._model)
-        if not tokens or max(tokens) >= vocabulary:
-            raise ValueError(f"{name} must be text in the model's vocabulary, got {text!r} (tokens {tokens})")
-        return tokens
 
     def _with_model(self, function: Callable[[], None]) -> None:
         """Call a function while the session holds the model, if the model has not changed since the session began."""

@@ -21,11 +21,6 @@ LATE_STEP = 1234567890
 """Step number for checks of step prefixes: it has every digit, and more digits than any step of a call."""
 
 
-def default_name(index: int) -> str:
-    """Return the default name of a worker."""
-    return NAMES[index] if index < len(NAMES) else f"Worker {index + 1}"
-
-
 class _Names(list[str]):
     """Names in a template: `{names}` lists them, `{names[i]}` is one of them for any `i`."""
 
@@ -116,9 +111,8 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
     @property
     def names(self) -> list[str]:
         """Names of the workers."""
-        if self.worker_names is not None:
-            return list(self.worker_names)
-        return [default_name(i) for i in range(self.num_workers)]
+        default = (NAMES[i] if i < len(NAMES) else f"Worker {i + 1}" for i in range(self.num_workers))
+        return list(self.worker_names or default)
 
     @property
     def headers(self) -> list[str]:

@@ -6,9 +6,12 @@ Its journal lists the tokens of every pass and every injected text, in order; `r
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ import transformers
 from transformers import GenerationConfig, MaxTimeCriteria, PreTrainedTokenizerBase
 
 from hf_parallel.cache.fingerprint import fingerprint
-from hf_parallel.files import JSONObject
+from hf_parallel.files import JSONObject, read_json, write_atomically
 from hf_parallel.generation.arguments import check_inputs
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.enabled import Claim, enabled
@@ -33,6 +36,8 @@ from hf_parallel.models.rotary import max_positions
 RESTORED_TOGETHER = 256
 """Passes of a journal that are computed in one forward pass, unless their tokens exceed a prefill chunk."""
 
+HEAD = {"format": "hf_parallel.HogwildSession", "version": 1}
+"""Beginning of the file of a saved session."""
 _UNSAVED = ("max_length", "max_new_tokens", "num_return_sequences", "transformers_version")
 """Fields of a prepared GenerationConfig that follow from others or are saved separately."""
 
@@ -276,3 +281,22 @@ def _set_default_length(model: Any, settings: Arguments) -> None:
         positions = max_positions(model.config) or 2**20
         longest = min(positions, enabled(model).capabilities.max_length or positions)
         settings["max_new_tokens"] = max(longest - settings["input_ids"].shape[1], 1)
+
+
+def write_journal(path: str | Path, state: JSONObject) -> None:
+    """Write the state of a session, plain data, to a JSON file, atomically."""
+    write_atomically(path, json.dumps({**HEAD, "digest": _digest(state), **state}))
+
+
+def read_journal(path: str | Path) -> JSONObject:
+    """Read a file of `write_journal`. Raise `OSError` if it is missing, `ValueError` if it is damaged or outdated."""
+    state = read_json(path)
+    if not isinstance(state, dict) or {name: state.pop(name, None) for name in HEAD} != HEAD:
+        raise ValueError(f"{path} is not a saved session: it must be a JSON object with {HEAD}")
+    if state.pop("digest", None) != _digest(state):
+        raise ValueError(f"{path} is damaged: its content does not match its digest")
+    return state
+
+
+def _digest(state: JSONObject) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -37,6 +37,11 @@ class Worker(Row):
         rule = self.group.config.stop_on_answer
         return not ((rule == "any" and self.group.answer is not None) or (rule == "all" and self.answered))
 
+    @property
+    def ends_paragraph(self) -> bool:
+        """Whether the generated text of the current step ends with the separator."""
+        return self._generated.endswith(self.group.config.separator)
+
     def advance(self, token: int, ended: bool) -> bool:
         """Append a generated token; `ended`: a stopping criterion is met. Return whether the worker continues."""
         group, config = self.group, self.group.config
@@ -47,9 +52,11 @@ class Worker(Row):
         self._generated += added
         self.answered = self.answered or group.find_answer(self._generated)
         self.pending = [] if is_eos else [token]
-        if config.control_prompt:
-            ended = self._report(added) or ended
-        complete = ends_step(self._generated, added, config.separator, config.sentence_ends, config.code_fence)
+        if config.control_prompt and not self.number and END_THINK in self._generated:
+            ended, self.pending = True, []  # the headers of the others say that the thoughts have ended
+        complete = not config.control_prompt and ends_step(
+            self._generated, added, config.separator, config.sentence_ends, config.code_fence
+        )
         answer_stops = not self.is_active()
         if ended or answer_stops or self.passes >= group.max_passes or group.is_full():
             if not (ended or complete or answer_stops):
@@ -111,25 +118,11 @@ class Worker(Row):
         """Move the step to the history. The next pass computes the KV of its last token."""
         group = self.group
         self._record(finished=True)
-        if not group.config.has_steps:
-            self._begin_step(self.pending)
-            return
-        group.writes.add(group.space.workers[self.number], self.pending)
-        group.cache.end_step(group.space, self.number)
-        self._begin_step()
-
-    def _report(self, added: str) -> bool:
-        """Tell the group of the end of a paragraph or an interval. Return whether it ends the thoughts."""
-        group, config = self.group, self.group.config
-        is_paragraph = bool(added) and self.current.text.endswith(config.separator)
-        if self.number:
-            group.others_write &= not is_paragraph
-            return False
-        group.is_due = is_paragraph or self.passes % config.control_interval == 0
-        if END_THINK not in self._generated:
-            return False
-        self.pending = []  # the headers of the others say that the thoughts have ended
-        return True
+        if group.config.has_steps:
+            group.writes.add(group.space.workers[self.number], self.pending)
+            group.cache.end_step(group.space, self.number)
+            self.pending = []
+        self._begin_step(self.pending)
 
     def _record(self, finished: bool) -> None:
         self.group.history.append(self.current_step(finished))
@@ -140,7 +133,7 @@ class Worker(Row):
         added = self.current.add(tokens)
         self.text += added
         self.group.num_tokens += len(tokens)
-        self.group.call.show(self.index, added, event)
+        self._show(added, event)
         return added
 
     def _show(self, text: str, event: str) -> None:

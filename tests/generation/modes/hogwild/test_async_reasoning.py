@@ -18,6 +18,7 @@ from workers import TOKENIZER, Recording, Scripted, check_against, encode, small
 
 import hf_parallel
 from hf_parallel import AsyncReasoningConfig, HogwildConfig, HogwildSession
+from hf_parallel.engine import Engine
 from hf_parallel.models.capabilities import probe_capabilities
 
 EVERY_SETTING: dict[str, Any] = test_hogwild.EVERY_SETTING
@@ -155,7 +156,7 @@ def test_the_writer_goes_on_alone_when_the_thoughts_have_ended(end: Any) -> None
     assert passes_of(talk("ab", ["U", tiny.EOS], max_new_tokens=3), 9) == "TTTWW"
 
 
-def test_a_call_of_the_mode_equals_a_session_for_each_of_its_prompts() -> None:
+def test_a_call_of_the_mode_equals_a_session_and_a_request_for_each_of_its_prompts() -> None:
     prompts, settings = (
         [torch.tensor(encode(text)) for text in ("P", "Question")],
         {**MODE, **TEXTS, "tokenizer": TOKENIZER},
@@ -163,10 +164,13 @@ def test_a_call_of_the_mode_equals_a_session_for_each_of_its_prompts() -> None:
     settings |= {"max_new_tokens": 15, "control_interval": 4, "do_sample": False, "min_new_tokens": 9}
     ids, mask = tiny.left_pad(prompts)
     out = small_model().generate(ids, attention_mask=mask, return_dict_in_generate=True, **settings)
-    for index, prompt in enumerate(prompts):
-        session = HogwildSession(small_model(), prompt=prompt[None], **settings)
+    sessions = [HogwildSession(small_model(), prompt=prompt[None], **settings) for prompt in prompts]
+    for session in sessions:
         session.run()
-        assert list(session.texts.values()) == out.texts[2 * index : 2 * index + 2]
+    with Engine(small_model()) as engine:
+        handles = [engine.submit(prompt[None], return_dict_in_generate=True, **settings) for prompt in prompts]
+        assert [text for handle in handles for text in handle.result(600).texts] == out.texts
+    assert [text for session in sessions for text in session.texts.values()] == out.texts
     assert out.names == [["Thinker", "Writer"]] * 2
 
 
