@@ -167,5 +167,15 @@ DIALECTS = {
         is_nested=False,
     ),
 }
-"""Dialects of Multiverse (Yang et al., 2025), Native Parallel Reasoner (NPR), Parallel-R1 and ThreadWeaver (Lian et
-al., 2025), as the code that their authors published runs them; docs/fork_join.md cites it."""
+"""Dialects as the authors' code runs them: forks, inserted texts and positions (docs/modes/fork_join.md).
+
+- `multiverse` (Yang et al., 2025): Multiverse-Engine, sglang/python/sglang/srt/managers/schedule_batch.py:1560-1593 and
+  scheduler.py:1541-1598. The training of Multiverse, train/utils.py:217-233, places paths one position earlier, and the
+  text after them two.
+- `npr` (Native Parallel Reasoner): the same engine in npr-rl/verl/workers/rollout, managers/schedule_batch.py:1624 and
+  scheduler.py:1609; the block ends at `<takeaway>`, npr-rl/verl/workers/actor/mv_utils.py:222-232.
+- `parallel_r1` (Unseen): verl/utils/dataset/parallel_thinking_sft_dataset.py:322-361, and inserted texts of
+  verl/parallel_thinking_generation_v3/parallel_thinking_loop_v3.py:343,387-395.
+- `threadweaver` (Lian et al., 2025): threadweaver_sft/src/simple_eval.py:493,650-661; positions in training as in
+  prefix_tree_utils_v1.py:186-192.
+"""

@@ -171,6 +171,20 @@ def test_any_mode_gives_one_text_per_request(folder: Path, mode: str, settings: 
     assert first == by_request.generate_until(requests[:2], disable_tqdm=True)
 
 
+@pytest.mark.parametrize(
+    ("dialect", "opening", "joined"),
+    [
+        ("parallel_r1", "<Parallel>", "<Parallel><Path>.+</Path><Path>.+</Path></Parallel>\n<Summary>"),
+        ('{"region": ["[", "]"], "branch": ["(", ")"]}', "[", r"\[\(.+\)\(.+\)\]"),
+    ],
+)
+def test_the_text_of_an_answer_with_forks_has_its_paths(folder: Path, dialect: str, opening: str, joined: str) -> None:
+    settings = {"dialect": dialect, "opening": opening, "path_max_new_tokens": 5}
+    lm = backend(folder, generation_mode="fork_join", **settings)
+    (text,) = lm.generate_until([request("Let us look at", max_gen_toks=70, do_sample=False)], disable_tqdm=True)
+    assert re.match(joined, text, re.DOTALL)
+
+
 def test_a_text_ends_at_the_first_stop_text(folder: Path, plain: HFLM) -> None:
     contexts = ["Let us look at", "Question: which city"]
     whole = plain.generate_until([request(context, max_gen_toks=24) for context in contexts], disable_tqdm=True)
