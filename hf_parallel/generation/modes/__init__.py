@@ -12,8 +12,7 @@ from hf_parallel.generation.modes.branches.output import StageStats
 from hf_parallel.generation.modes.final_answers import BOXED, find_answer, normal_form
 from hf_parallel.generation.modes.final_answers import find_matches as find_matches
 from hf_parallel.generation.modes.final_answers import majority as majority
-from hf_parallel.generation.modes.fork_join.config import ForkJoinConfig
-from hf_parallel.generation.modes.fork_join.output import Fork, ForkJoinOutput, Path
+from hf_parallel.generation.modes.fork_join import Fork, ForkJoinConfig, ForkJoinOutput, Path
 from hf_parallel.generation.modes.hogwild.async_reasoning import AsyncReasoningConfig
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, Step

@@ -82,11 +82,16 @@ class Replayer:
             with nullcontext() if self._prefetcher is None else self._prefetcher.open(roots):
                 yield
 
+    def place(self, row: int, tokens: Sequence[int]) -> None:
+        """Place the cursor of a row on the node of its tokens, prompt included. Negative numbers are keys."""
+        self.cursors.start(row, self.model_key, tokens)
+        self._tracked.add(row)
+
     def replayable(self, rows: Sequence[int]) -> list[int]:
         """Return the rows whose next logits are cached; with stateful processors or criteria all or none."""
         if self.sampler.is_stateful:
-            return list(rows) if rows and self._lookup(rows) else []
-        return [row for row in rows if self._lookup([row])]
+            return list(rows) if rows and self.lookup(rows) else []
+        return [row for row in rows if self.lookup([row])]
 
     def skip_pass(self, rows: Sequence[int], keys: Sequence[int]) -> bool:
         """Advance cursors of rows by the keys from `RowGroup.advance`. Return whether the logits of all are cached."""
@@ -96,7 +101,7 @@ class Replayer:
             else:
                 self.cursors.start(row, self.model_key, [key])
                 self._tracked.add(row)
-        return self._lookup(rows)
+        return self.lookup(rows)
 
     def is_computed_by_other(self, row: int, executor: Executor) -> bool:
         """Return whether another call computes the next logits of a row now."""
@@ -144,7 +149,7 @@ class Replayer:
         self._cached.difference_update(rows)
         return tokens, [sampled[row][1] for row in rows], log_probs
 
-    def _lookup(self, rows: Sequence[int]) -> bool:
+    def lookup(self, rows: Sequence[int]) -> bool:
         """Whether the next logits of all rows are cached; if so, their next tokens are sampled from these."""
         found = [self.cursors.lookup(row, *self._required) for row in rows]
         if all(found):

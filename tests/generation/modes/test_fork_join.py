@@ -27,6 +27,8 @@ EVERY_SETTING: dict[str, Any] = {
     "cuda_graph": False,
     "compile": False,
     "cache_dtype": "int8",
+    "replay": "hotspot",
+    "prefetch": True,
     "dialect": {"region": ["<A>", "</A>"], "branch": ["<B>", "</B>"], "positions": "reencode"},
     "opening": "So",
     "paths": 3,
@@ -230,6 +232,29 @@ def check_random_call(model: Any, seed: int) -> int:
 def test_random_calls_keep_their_budgets_and_equal_the_training_mask() -> None:
     model = hf_parallel.enable(small_model())
     assert sum(check_random_call(model, seed) for seed in range(12)) > 20
+
+
+def test_cached_logits_are_replayed_with_the_same_tokens() -> None:
+    """All of a call, and then calls with other seeds, which leave the cached contexts somewhere."""
+    model, replayed = hf_parallel.enable(small_model()), 0
+    for case in range(3):
+        settings, cache = random_call(random.Random(case)), hf_parallel.LogitsCache()
+        ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in PROMPTS[: 1 + case % 3]])
+        given = {"attention_mask": mask, "generation_mode": "fork_join", "tokenizer": TOKENIZER, **settings}
+        given |= {"pad_token_id": tiny.PAD, "return_dict_in_generate": True, "top_k": 3}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            for seed in (5, 5, 6):
+                plain = model.generate(ids, **given | {"seed": seed})
+                out = model.generate(ids, **given | {"seed": seed}, logits_cache=cache)
+                assert torch.equal(out.sequences, plain.sequences)
+                assert out.forks == plain.forks
+                torch.testing.assert_close(out.log_probs, plain.log_probs, atol=1e-4, rtol=1e-4, equal_nan=True)
+                if seed == 5 and out.stats.replayed_tokens:
+                    assert out.stats.forward_passes == 0
+                    assert out.stats.replayed_tokens == plain.stats.decoded_tokens
+                replayed += seed > 5 and 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
+    assert replayed
 
 
 @pytest.mark.slow

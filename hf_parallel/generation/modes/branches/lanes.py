@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +73,9 @@ class Lane(Row):
         self.text, self.text_from = text_of(opening), 0  # text since the last fork, and the index of its first token
         self.num_samples: int = 0 if parent is None else parent.num_samples
         self.steps = 0  # of its critical path
-        self.again = 0  # sampled tokens among the uncached ones that count as prefilled
+        self.fresh: list[Token] = []  # tokens that were sampled last, of joined paths after a join
+        self.before: list[int] = []  # keys, in the cache of logits, of what it sees before `own`
+        self.context: list[int] | None = None  # keys of all that it saw when it last changed by more than a token
         self.num_computed = 0  # tokens of an ended path with keys and values
         self.plan: Plan | None = None  # of the open fork
         self.paths: list[Lane] = []  # of the open fork
@@ -134,7 +137,7 @@ class Lane(Row):
             if not pool.continues(self.block, kept):
                 pool.truncate(self.block, 0)
         self.tokens[self.text_from :] = tokens
-        self.text = text_of(tokens)
+        self.text, self.context = text_of(tokens), None
         self.pending = ids(self.uncached)
         return same
 
@@ -162,7 +165,7 @@ class Lane(Row):
         self.tokens += tokens
         self.view, self.block_from, self._attached = view, block_from, None
         self.text, self.text_from = b"", len(self.tokens)
-        self.paths, self.plan = [], None
+        self.paths, self.plan, self.context = [], None, None
         self.pending = ids(self.uncached)
         self.decoder.reset()
 
@@ -203,3 +206,9 @@ def aligned(samples: list[torch.Tensor] | None, answers: Sequence[Sequence[Token
                 values[index] = samples[token.draw][token.row]
         found.append(values)
     return found
+
+
+def key_of(positions: str, contexts: Sequence[Sequence[int]]) -> int:
+    """Return the key of joined paths in the cache of logits, which differs from all tokens."""
+    digest = hashlib.sha256(repr((positions, contexts)).encode()).digest()
+    return -(1 << 56) - int.from_bytes(digest[:7], "big")

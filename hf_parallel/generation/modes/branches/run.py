@@ -19,11 +19,12 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_parallel.cache import Segment
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
-from hf_parallel.generation.call import GenerationCall, vocabulary_size
+from hf_parallel.cache.tree import Node
+from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_gaps
 from hf_parallel.generation.caller import warn_sequential
 from hf_parallel.generation.config import Generated
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.modes.branches.lanes import Answer, Lane, Plan, aligned, answer_log_probs
+from hf_parallel.generation.modes.branches.lanes import Answer, Lane, Plan, aligned, answer_log_probs, key_of
 from hf_parallel.generation.modes.branches.output import BRANCHES, CONTINUATION, STAGES, StageStats
 from hf_parallel.generation.modes.branches.settings import BranchSettings
 from hf_parallel.generation.modes.branches.token_text import (
@@ -36,10 +37,10 @@ from hf_parallel.generation.modes.branches.token_text import (
 )
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prefill import initial_capacity, prefill_leaves
+from hf_parallel.generation.replay.config import replaying
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.streaming import FinalTokens
 from hf_parallel.generation.token_table import TokenTable
-from hf_parallel.models.attention import UnsupportedModelError
 
 PATH_CAPACITY = 64
 """Maximum initial capacity of a path in tokens. Attention reads paths of equal capacity in one batched call."""
@@ -75,11 +76,11 @@ class BranchRun:
         if call.past_key_values is not None:
             raise ValueError(f"{config.mode} makes its own cache; past_key_values cannot be given")
         self.positions = config.positions
-        if reason := _why_not(call, self.positions):
-            raise UnsupportedModelError(f"{config.positions_setting} {reason}: use 'reencode'")
+        config.check_model(call)
         for processor in call.logits_processor:
             if name := BATCH_DEPENDENT.get(type(processor).__name__):
                 raise ValueError(f"{name} cannot be honoured by {config.mode}: branches are rows, but not prompts")
+        self.config: BranchSettings = config
         self.call, self.ends, self.limit = call, ends, limit
         self.vocabulary = get_vocabulary(call.tokenizer, vocabulary_size(call.model)).without_text(call.eos_token_ids)
         self._known: dict[str, list[Token]] = {"": []}
@@ -97,6 +98,7 @@ class BranchRun:
         self.stream = FinalTokens(streamer, call.num_rows, call.pad_token_id)
         self.stages = {name: StageStats() for name in STAGES}
         self.roots: list[Lane] = []
+        self.leaves: list[Node] = []  # of the prompts, if they are not computed yet
 
     # What a mode defines
 
@@ -137,22 +139,26 @@ class BranchRun:
     def generate(self) -> Generated:
         """Generate. Return a tensor `int64 [batch, length]` or the mode's output."""
         call, cache, loop = self.call, self.cache, self.loop
-        with loop.running():
-            leaves = list(map(cache.insert_prompt, call.prompts, call.gaps))
-            spare = cache.pool.new_block(self.capacity * call.num_rows)  # so that storage need not grow for paths
-            blocks = cache.pool.new_blocks(len(leaves), self.capacity)
-            logits = prefill_leaves(loop, cache, leaves)
-            cache.pool.free(spare)
-            for index, (leaf, block) in enumerate(zip(leaves, blocks, strict=True)):
+        with loop.running(), replaying(loop, self.config):
+            self.leaves = list(map(cache.insert_prompt, call.prompts, call.gaps))
+            cache.nodes_to_prefill()  # allocates blocks
+            blocks = cache.pool.new_blocks(len(self.leaves), self.capacity)
+            for index, (leaf, block) in enumerate(zip(self.leaves, blocks, strict=True)):
                 block.base = leaf.next_position
-                self.roots.append(Lane(Answer(index, call.max_new_tokens), index, [*leaf.view, block]))
-                self.roots[-1].reader = self.new_reader()
-            rows = self.roots
-            if self.opening:
-                rows, logits = self._prefill_opening()
-            else:
-                self._begin_pass(rows, is_decoding=False)
+                root = Lane(Answer(index, call.max_new_tokens), index, [*leaf.view, block])
+                root.before, root.reader = with_gaps(call.prompts[index], call.gaps[index]), self.new_reader()
+                self.roots.append(root)
+            for root in self.roots if self.opening else ():
+                self.insert(root, self.opening)
+                self.read(root, root.text, False)
+                self._fork(root, 0)
+            rows = self._replay(self._active_rows())
+            logits = None if all(row.pending for row in rows) else self._fill()
+            self._begin_pass(rows, is_decoding=logits is None)
             loop.decode(rows, logits, self._on_token, schedule=self._schedule)
+            cache.discard_uncached()  # prompts, if all tokens were replayed
+        if loop.replayer is not None:
+            call.record.trace = None  # passes do not say after which token a replayed one was sampled
         sampler, answers = loop.sampler, [root.tokens for root in self.roots]
         sampler.scores, sampler.logits = (aligned(kept, answers) for kept in (sampler.scores, sampler.logits))
         fallback = [root.answer.fallback for root in self.roots]
@@ -167,18 +173,15 @@ class BranchRun:
         warn_sequential([None if root.forks else reason or self.none for root, reason in pairs])
         return output
 
-    def _prefill_opening(self) -> tuple[list[Lane], torch.Tensor]:
-        """Start every answer with the opening, which may fork. Return the active rows and the logits that follow."""
-        began = time.perf_counter()
-        for root in self.roots:
-            self.insert(root, self.opening)
-            self.read(root, root.text, False)
-            self._fork(root, 0)
-        rows = self._active_rows()
-        self._begin_pass(rows, is_decoding=False)
-        logits = self.loop.step(rows)
-        self.loop.stats.prefill_seconds += time.perf_counter() - began
-        return rows, logits
+    def _fill(self) -> torch.Tensor | None:
+        """Compute the prompts, unless that is done. Return the logits after each."""
+        leaves, self.leaves = self.leaves, []
+        if not leaves:
+            return None
+        spare = self.cache.pool.new_block(self.capacity * len(leaves))  # so that storage need not grow for paths
+        logits = prefill_leaves(self.loop, self.cache, leaves)
+        self.cache.pool.free(spare)
+        return logits
 
     def tokens(self, text: str, name: str = "") -> list[Token]:
         """Return the tokens of a text of the format. Raises `ValueError` if there are none."""
@@ -192,6 +195,7 @@ class BranchRun:
     def insert(self, lane: Lane, tokens: Sequence[Token]) -> None:
         """Append tokens that are not sampled to a lane."""
         lane.append(tokens)
+        lane.context = None
         lane.answer.left -= len(tokens)
         self.loop.table.extend(lane.index, ids(tokens))
         self.show(lane, text_of(tokens))
@@ -204,7 +208,8 @@ class BranchRun:
 
     def _on_token(self, lane: Lane, token: int, ended: bool) -> bool:
         text = self.vocabulary.texts[token]
-        lane.append([Token(token, text, lane.num_samples, lane.index)])
+        lane.fresh = [Token(token, text, lane.num_samples, lane.index)]
+        lane.append(lane.fresh)
         lane.num_samples, lane.steps = lane.num_samples + 1, lane.steps + 1
         lane.answer.left -= 1
         self.show(lane, text)
@@ -228,17 +233,44 @@ class BranchRun:
             self.stages[stage].seconds += (now - self._pass_began) * count / total
         for stage in self._pass_stages:
             self.stages[stage].decoded_tokens += 1
-        rows = self._active_rows()
-        self.stream.flush()
+        rows = self._replay(self._active_rows())
         self._begin_pass(rows)
+        return rows
+
+    def _replay(self, rows: list[Lane]) -> list[Lane]:
+        """Append tokens that are sampled from cached logits, while all rows of an answer have them.
+
+        Return the rows that need the model. They compute what was replayed in their next pass.
+        """
+        replayer, computing = self.loop.replayer, set[int]()  # answers that need the model
+        while replayer is not None:
+            for row in rows:
+                if row.context is None:
+                    row.context = [*row.before, *ids(row.own)]
+                    replayer.place(row.index, row.context)
+            is_joint = replayer.sampler.is_stateful or not all(root.tokens for root in self.roots)
+            answers: dict[int, list[int]] = {}
+            for row in rows:
+                answers.setdefault(0 if is_joint else row.answer.output_row, []).append(row.index)
+            hits = [n for n, indices in answers.items() if n not in computing and replayer.lookup(indices)]
+            computing |= answers.keys() - set(hits)
+            sampled = [row for row in rows if hits and (is_joint or row.answer.output_row in hits)]
+            if not sampled:
+                break
+            tokens, ended, found = replayer.sample([row.index for row in sampled])
+            self.loop.append(sampled, tokens, ended, self._on_token, is_pass=False, log_probs=found)
+            rows = self._active_rows()
+        self.stream.flush()
         return rows
 
     def _begin_pass(self, rows: Sequence[Lane], is_decoding: bool = True) -> None:
         self._pass_began, self._pass_stages = time.perf_counter(), [row.stage for row in rows]
         self._pass_tokens: Counter[str] = Counter()
+        if rows:
+            self._fill()
         for row in rows:
             self._pass_tokens[row.stage] += max(len(row.pending), 1)
-            self._count(row.uncached, row)
+            self._count(row.uncached, row.fresh)
             self._prefill(row)
         for stage in self._pass_tokens:
             self.stages[stage].forward_passes += is_decoding
@@ -278,12 +310,9 @@ class BranchRun:
             self.stages[lane.stage].forward_passes += 1
         self.loop.stats.prefill_seconds += time.perf_counter() - began
 
-    def _count(self, tokens: Iterable[Token], lane: Lane | None = None) -> None:
-        """Count tokens that the next pass computes, apart from those that were sampled last."""
-        self.loop.stats.prefilled_tokens += sum(token.draw < 0 for token in tokens)
-        if lane is not None:
-            self.loop.stats.prefilled_tokens += lane.again
-            lane.again = 0
+    def _count(self, tokens: Sequence[Token], fresh: Iterable[Token]) -> None:
+        """Count tokens that the next pass computes as prefilled, apart from those that were sampled last."""
+        self.loop.stats.prefilled_tokens += len(tokens) - sum(token in tokens for token in fresh)
 
     # Forks
 
@@ -306,8 +335,7 @@ class BranchRun:
         self._replace(lane, plan.head)
         tail, lane.plan = lane.uncached, plan
         answer.write(lane, tail)
-        self._count(tail)
-        self.loop.stats.prefilled_tokens += sum(token.draw >= 0 and id(token) in computed for token in tail)
+        self._count(tail, lane.fresh)
         capacity = min(max(left // count, 1), PATH_CAPACITY)
         blocks = self.cache.pool.new_blocks(count, capacity, lane.position)
         rows = self.loop.sampler.fork(lane.index, count)
@@ -315,7 +343,7 @@ class BranchRun:
             answer.num_paths += 1
             path = Lane(answer, row, [*lane.view, block], first, lane)
             path.name, path.output_row = name, answer.output_row + answer.num_paths * self.call.num_rows
-            path.again = sum(token.draw >= 0 for token in first)
+            path.before = [*lane.before, *ids(lane.own), -2 - len(lane.paths)]
             lane.paths.append(path)
             self.loop.table.extend(row, path.pending)
             self.show(path, path.text, "begin")
@@ -383,10 +411,13 @@ class BranchRun:
                 pool.forget_state(lane.block)
             view, block_from = list(first.view), start + first.block_from
             self.stages[CONTINUATION].computed_again += sum(path.num_computed for path in others)
-            again = sum(t.draw >= 0 for path in others for t in path.tokens[: path.num_computed])
+            lane.before = [*lane.before, *ids([*lane.own, *text, *plan.joined])]
+            lane.fresh = [token for path in paths for token in path.fresh]
         else:
-            view, block_from, again = self._placed(lane), start + len(text), 0
-        lane.again = again + sum(token.draw >= 0 for token in plan.joined)
+            view, block_from = self._placed(lane), start + len(text)
+            contexts = [[*path.before[len(lane.before) :], *ids(path.own)] for path in paths]
+            lane.before = [*lane.before, *ids(lane.own), key_of(self.positions, contexts), *ids(plan.joined)]
+            lane.fresh = []
         text += plan.joined
         lane.steps += max(path.steps for path in paths)
         lane.stage = CONTINUATION if lane.parent is None else BRANCHES
@@ -402,7 +433,7 @@ class BranchRun:
         longest = max(advances) if self.positions == "depth" else sum(advances)
         for path, advance in zip(paths, advances, strict=True):
             lane.answer.write(path, path.uncached)
-            self._count(path.uncached)
+            self._count(path.uncached, path.fresh)
             if self.positions == "depth":
                 path.block.shift -= advance if path is not paths[-1] else advance - longest
             view += path.own_blocks()
@@ -411,17 +442,3 @@ class BranchRun:
     def _transcript(self, root: Lane) -> str:
         kept = [token for token in ids(root.tokens) if token not in self.call.eos_token_ids]
         return self.call.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _why_not(call: GenerationCall, positions: str) -> str:
-    """Return why a model cannot place paths in this way; empty if it can."""
-    name, found = type(call.model).__name__, call.capabilities
-    if positions == "overlap" and found.rotary is None:
-        return f"rotates keys to other positions ({found.why_no_rotation})"
-    if positions != "reencode" and found.mixers:
-        return f"gives rows more than one sequence in order, but {name} keeps a state in {found.mixers[0].name}"
-    if positions == "depth" and found.has_window:
-        return f"lets paths share positions, but the sliding windows of {name} count tokens"
-    if positions == "depth" and found.dense:
-        return f"lets paths share positions, but {name} counts tokens in its own attention"
-    return ""

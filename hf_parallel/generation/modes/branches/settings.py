@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import ConfigT, ModeRows, OutputT, ParallelConfig, RowPlace
+from hf_parallel.generation.config import ConfigT, ModeRows, OutputT, RowPlace
+from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_text
+from hf_parallel.models.attention import UnsupportedModelError
 
 
 class BranchRows(ModeRows[ConfigT]):
@@ -25,7 +27,7 @@ class BranchRows(ModeRows[ConfigT]):
 
 
 @dataclass
-class BranchSettings(ParallelConfig[OutputT]):
+class BranchSettings(ReplayConfig[OutputT]):
     """Settings of an answer with branches: see the configs of the modes."""
 
     opening: str = ""
@@ -48,6 +50,23 @@ class BranchSettings(ParallelConfig[OutputT]):
     def positions_setting(self) -> str:
         """The setting that gives the positions, in error messages."""
         return f"positions={self.positions!r}"
+
+    def check_model(self, call: GenerationCall) -> None:
+        """Raise `UnsupportedModelError` if a model cannot place branches in this way."""
+        if reason := self._why_not(call, self.positions):
+            raise UnsupportedModelError(f"{self.positions_setting} {reason}: use 'reencode'")
+
+    def _why_not(self, call: GenerationCall, positions: str) -> str:
+        name, found = type(call.model).__name__, call.capabilities
+        if positions == "overlap" and found.rotary is None:
+            return f"rotates keys to other positions ({found.why_no_rotation})"
+        if positions != "reencode" and found.mixers:
+            return f"gives rows more than one sequence in order, but {name} keeps a state in {found.mixers[0].name}"
+        if positions == "depth" and found.has_window:
+            return f"lets paths share positions, but the sliding windows of {name} count tokens"
+        if positions == "depth" and found.dense:
+            return f"lets paths share positions, but {name} counts tokens in its own attention"
+        return ""
 
     @property
     def max_open_forks(self) -> int:

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
-from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.config import ModePrompt, ModeTraits
 from hf_parallel.generation.dialects import SkeletonDialect
-from hf_parallel.generation.modes.branches.settings import BranchRows
-from hf_parallel.generation.modes.pdos.run import PDOSRun, TrunkFormatProcessor
-from hf_parallel.generation.modes.pdos.settings import PDOSSettings
+from hf_parallel.generation.modes.branches.lanes import Lane, Plan
+from hf_parallel.generation.modes.branches.output import SKELETON
+from hf_parallel.generation.modes.branches.run import BranchRun
+from hf_parallel.generation.modes.branches.settings import BranchRows, BranchSettings
+from hf_parallel.generation.modes.branches.token_text import (
+    WHITESPACE,
+    get_vocabulary,
+    ids,
+    slice_tokens,
+    text_of,
+    tokens_of,
+    widen_span,
+)
+from hf_parallel.generation.modes.pdos.format_processor import force, get_block_mask
+from hf_parallel.generation.modes.pdos.output import Branch, ParallelBlock, PDOSOutput
+from hf_parallel.generation.modes.pdos.parser import BROKEN, DONE, OUTSIDE, BlockFormat, SkeletonParser
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.settings import Arguments
+from hf_parallel.generation.validation import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_template,
+    check_text,
+    check_texts,
+)
 from hf_parallel.transcript.sections import TranscriptStyle
 
 
@@ -37,12 +59,12 @@ class PDOSPrompt(ModePrompt["PDOSConfig"]):
 
 
 @dataclass
-class PDOSConfig(PDOSSettings):
+class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
     r"""Answers whose independent parts are generated in parallel.
 
     `max_new_tokens` is the budget of the returned answer, branches joined; a skeleton counts until its branches start.
     The branches of a block share the rest of the budget: each pass takes one token per branch, and if too few are left,
-    later branches end.
+    later branches end. With a `logits_cache`, an answer is replayed while logits are cached for all of its branches.
 
     Parameters
     ----------
@@ -88,6 +110,94 @@ class PDOSConfig(PDOSSettings):
         ),
     )
 
+    join: str = "reencode"
+    parallel_hint: bool = True
+    fill_in: bool = True
+    max_blocks: int | None = None
+    branch_max_new_tokens: int | None = None
+    branch_stops: Sequence[str] = ()
+    branch_separator: str = "\n"
+    titles: Sequence[str] = ()
+    format_prompt: str = (
+        "Often an answer has parts that can be worked out without each other: items to check one after the other, "
+        "aspects to look at, separate questions. Write such parts as one block. Each part is a line that begins with "
+        "{branch_marker}, followed by a short title of its own and {title_end}. Behind the last part write "
+        "{terminator}, and only then say what follows from the parts.\n\n"
+        "First example. Task: Which of the three parcels, A of 4 kg, B of 9 kg and C of 6 kg, may be sent as a small "
+        "parcel of at most 5 kg?\n"
+        "Answer: I check each parcel.\n"
+        "{branch_marker}Parcel A{title_end}{ellipsis}\n"
+        "{branch_marker}Parcel B{title_end}{ellipsis}\n"
+        "{branch_marker}Parcel C{title_end}{ellipsis}\n"
+        "{terminator}\n"
+        "So only parcel A may be sent as a small parcel.\n\n"
+        "Second example. Task: Should our town build a tram line? Think of cost, noise and travel time.\n"
+        "Answer: There are three aspects.\n"
+        "{branch_marker}Cost{title_end}{ellipsis}\n"
+        "{branch_marker}Noise{title_end}{ellipsis}\n"
+        "{branch_marker}Travel time{title_end}{ellipsis}\n"
+        "{terminator}\n"
+        "All in all, the line is worth its cost.\n\n"
+        "Third example. Task: Letters 1 and 2 are given above. Which of them says when the shop opens?\n"
+        "Answer: I read both letters.\n"
+        "{branch_marker}Letter 1{title_end}{ellipsis}\n"
+        "{branch_marker}Letter 2{title_end}{ellipsis}\n"
+        "{terminator}\n"
+        "It is letter 2: the shop opens at nine.\n\n"
+        "In these examples {ellipsis} stands for text that was left out. Where {ellipsis} follows a title, the part "
+        "is written by somebody else: go on with the next title at once. Where nothing follows it, write the whole "
+        "part, and no dots. Use titles that fit the task, leave no part out, and begin no other line with "
+        "{branch_marker}."
+    )
+
+    def validate(self) -> None:
+        BranchSettings.validate(self)
+        BlockFormat.validate(self)
+        check_choice("join", self.join, ("reencode", "rotate"))
+        check_bool("parallel_hint", self.parallel_hint)
+        check_bool("fill_in", self.fill_in)
+        for name in ("max_blocks", "branch_max_new_tokens"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=1)
+        check_texts("branch_stops", self.branch_stops)
+        check_text("branch_separator", self.branch_separator)
+        check_texts("titles", self.titles)
+        self._check_block()
+        check_template("format_prompt", self.format_prompt, **self.markers)
+
+    def _check_block(self) -> None:
+        """Raise `ValueError` unless the titles, if there are any, form a block."""
+        parser, text = SkeletonParser(self), self.beginning.encode()
+        parser.feed(text)
+        complete = parser.phase == DONE and parser.offset == len(text)
+        if self.titles and not (complete and parser.titles == tuple(self.titles)):
+            why = parser.error or f"with opening={self.opening!r}, the titles would be {list(parser.titles)}"
+            raise ValueError(f"titles must form one block after opening, got {self.titles!r}: {why}")
+
+    @property
+    def beginning(self) -> str:
+        """First text of every answer: `opening`, and the block of `titles`, each on a line of its own."""
+        if not self.titles:
+            return self.opening
+        gap = "\n" if self.opening and not self.opening[-1].isspace() else ""
+        parts = "".join(f"{self.branch_marker}{title}{self.title_end}{self.ellipsis}\n" for title in self.titles)
+        return f"{self.opening}{gap}{parts}{self.terminator}"
+
+    @property
+    def positions(self) -> str:
+        """See `BranchSettings.positions`."""
+        return "overlap" if self.join == "rotate" else "reencode"
+
+    @property
+    def positions_setting(self) -> str:
+        """See `BranchSettings.positions_setting`."""
+        return f"join={self.join!r}"
+
+    @property
+    def max_rows_per_prompt(self) -> int:
+        """Maximum number of branches at the same time."""
+        return self.max_branches
+
     def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer, and add a processor that forces the format after the caller's processors."""
         super().prepare(kwargs)
@@ -109,3 +219,121 @@ def pdos_prompt(
     `chat_template_kwargs` included, return value and errors: see `build_prompt`.
     """
     return build_prompt(PDOSConfig, task, tokenizer, config, **settings)
+
+
+class PDOSRun(BranchRun):
+    """One call of the mode."""
+
+    none = "the model opened no block; pass titles=[...]"
+
+    def __init__(self, config: PDOSConfig, call: GenerationCall) -> None:
+        self.config: PDOSConfig
+        ends = [(marker.encode(), 0, "marker") for marker in (config.branch_marker, config.terminator)]
+        ends += [(stop.encode(), len(stop.encode()), "stop") for stop in config.branch_stops]
+        opening = config.beginning, "titles" if config.titles else "opening"
+        super().__init__(config, call, ends, config.branch_separator, config.branch_max_new_tokens, *opening)
+        for name, text in config.markers.items():
+            self.tokens(text, name)
+        vocabulary = get_vocabulary(call.tokenizer, vocabulary_size(call.model))
+        banned = [call.pad_token_id, *call.eos_token_ids]
+        self.mask = get_block_mask(config, vocabulary, banned) if config.parallel_hint else None
+        for processor in call.logits_processor:
+            if isinstance(processor, TrunkFormatProcessor):
+                processor.run = self
+
+    def new_reader(self) -> SkeletonParser:
+        """See `BranchRun.new_reader`."""
+        return SkeletonParser(self.config)
+
+    def read(self, lane: Lane, text: bytes, ended: bool) -> None:
+        """Parse text of an answer, and append the text that is forced after it."""
+        if lane.parent is not None or not self._is_parsing(lane):
+            return
+        lane.reader.feed(text)
+        if lane.reader.is_open:
+            lane.stage = SKELETON
+            if self.config.parallel_hint and self.config.fill_in and not ended:
+                self._fill_in(lane)
+        if lane.reader.phase == BROKEN:
+            lane.answer.fallback = lane.reader.error
+
+    def _fill_in(self, lane: Lane) -> None:
+        separator = self.config.branch_separator.encode()
+        text = lane.reader.forced(b"" if separator.strip(WHITESPACE) else separator)
+        try:
+            tokens = tokens_of(text, self.vocabulary)
+        except ValueError:  # generate the text instead
+            return
+        if len(tokens) < lane.answer.left:
+            self.insert(lane, tokens)
+            lane.reader.feed(text)
+
+    def end_answer(self, lane: Lane, cause: str) -> None:
+        """See `BranchRun.end_answer`."""
+        if self._is_parsing(lane) and (lane.reader.is_open or lane.reader.phase == DONE):
+            lane.answer.fallback = f"the {'budget' if cause == 'budget' else 'answer'} ended inside a block"
+
+    def _is_parsing(self, lane: Lane) -> bool:
+        """Whether further blocks of an answer are recognized."""
+        limit = self.config.max_blocks
+        return lane.answer.fallback is None and (limit is None or len(lane.forks) < limit)
+
+    def may_change(self, lane: Lane) -> bool:
+        """See `BranchRun.may_change`."""
+        return self._is_parsing(lane) and (lane.reader.phase != OUTSIDE or len(lane.reader.matched) > 0)
+
+    def force_format(self, scores: torch.Tensor) -> torch.Tensor:
+        """Forbid tokens that would break an open block, in scores `[rows, vocabulary]` of sampled rows or of all."""
+        rows = self.loop.sampler.processors.rows
+        masks: list[torch.Tensor | None] = []
+        for row in rows if len(scores) == len(rows) else range(len(scores)):
+            lane = self.roots[row] if row < len(self.roots) else None
+            if self.mask is None or lane is None or lane.paths or not self._is_parsing(lane):
+                masks.append(None)
+            else:
+                masks.append(self.mask.allowed(lane.reader))
+        return force(scores, masks)
+
+    def find_fork(self, lane: Lane, known: int) -> Plan | None:
+        """See `BranchRun.find_fork`. The branches of a closed block replace its skeleton."""
+        if lane.parent is not None or not self._is_parsing(lane) or lane.reader.phase != DONE:
+            return None
+        parser, vocabulary, block = lane.reader, self.vocabulary, lane.own
+        spans = [widen_span(block, *span) for span in parser.spans]
+        end, _ = widen_span(block, parser.terminator_start, parser.terminator_start)
+        head = slice_tokens(block, vocabulary, 0, spans[0][0])
+        prefixes = [slice_tokens(block, vocabulary, *span) for span in spans]
+        source = lane.text[spans[0][0] :].decode(errors="replace")
+        lane.answer.num_paths = 0  # branches are numbered in each block
+        paths = list(zip(parser.titles, prefixes, strict=True))
+        return Plan(head, paths, slice_tokens(block, vocabulary, end), source)
+
+    def path_end(self, text: bytes, end: int, cause: str) -> tuple[int, str]:
+        """See `BranchRun.path_end`."""
+        separator = self.config.branch_separator
+        return end, "" if text[:end].endswith(separator.encode()) else separator
+
+    def record(self, lane: Lane, start: int, end: int) -> ParallelBlock:
+        """See `BranchRun.record`."""
+        assert lane.plan is not None, "the lane has forked"
+        return ParallelBlock(lane.plan.source, start, end + len(lane.plan.joined), list(map(_record, lane.paths)))
+
+    def output(self, **fields: Any) -> tuple[type[PDOSOutput], dict[str, Any]]:
+        """See `BranchRun.output`."""
+        return PDOSOutput, {"blocks": [root.forks for root in self.roots], **fields}
+
+
+class TrunkFormatProcessor(LogitsProcessor):
+    """Forces blocks that the trunks of a run open to be well-formed."""
+
+    keeps_rows = False
+    run: PDOSRun
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See `PDOSRun.force_format`."""
+        return self.run.force_format(scores)
+
+
+def _record(path: Lane) -> Branch:
+    text = path.kept[len(text_of(path.opening)) :].decode(errors="replace")
+    return Branch(path.name, ids(path.opening), text, path.sampled, path.ended_by)

@@ -27,6 +27,8 @@ EVERY_SETTING: dict[str, Any] = {
     "cuda_graph": False,
     "compile": False,
     "cache_dtype": "int8",
+    "replay": "hotspot",
+    "prefetch": True,
     "branch_marker": "@@",
     "title_end": "=",
     "ellipsis": "...",

@@ -1,0 +1,253 @@
+"""`generation_mode="fork_join"`: models that were trained to think in parallel, in stock Transformers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.config import ModeTraits
+from hf_parallel.generation.dialects import DIALECTS, Dialect
+from hf_parallel.generation.modes.branches.lanes import Lane, Plan
+from hf_parallel.generation.modes.branches.output import StageStats
+from hf_parallel.generation.modes.branches.run import BranchRun
+from hf_parallel.generation.modes.branches.settings import BranchRows, BranchSettings
+from hf_parallel.generation.modes.branches.token_text import ids, slice_tokens, text_of
+from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
+from hf_parallel.generation.validation import check_choice, check_int
+from hf_parallel.transcript.sections import TranscriptStyle
+
+
+@dataclass
+class Path:
+    """A path of a fork."""
+
+    number: str
+    """Its number, as the region's outline names it."""
+    index: int
+    """Its place among all paths of the answer, in the order in which they begin; streams name it `Path {index}`."""
+    text: str
+    """Its text, tags included, with the paths of its own forks in order."""
+    tokens: list[int]
+    """The tokens of this text."""
+    ended_by: str
+    """`tag` (its closing tag), `eos`, `criterion` or `budget`. The closing tag is appended to what ended otherwise."""
+    forks: list[Fork] = field(default_factory=list)
+
+
+@dataclass
+class Fork:
+    """A fork in an answer or in a path."""
+
+    start: int
+    end: int
+    """Slice of the paths' tokens in the tokens of the answer or path."""
+    paths: list[Path]
+
+
+@dataclass
+class ForkJoinOutput(ParallelOutput):
+    """Output of `generation_mode="fork_join"`.
+
+    Attributes
+    ----------
+    forks : list of list of Fork
+        The forks of each answer.
+    transcripts : list of str
+        Text of each answer, the paths of its forks in order.
+    critical_path : list of int
+        Decode steps that each answer needs: its own tokens, and for each fork those of its longest path.
+    fallback : list of str or None
+        Why the last region that an answer opened has not forked; None if all have.
+    stages : dict of StageStats
+        Cost of `skeleton` (the text up to the first fork), `branches` (the paths) and `continuation`.
+    """
+
+    item_names: ClassVar[Mapping[str, str]] = {"transcripts": "transcript"}
+
+    forks: list[list[Fork]] = ALWAYS
+    transcripts: list[str] = ALWAYS
+    critical_path: list[int] = ALWAYS
+    fallback: list[str | None] = ALWAYS
+    stages: dict[str, StageStats] = ALWAYS
+
+    def columns(self, prompt: int) -> list[str]:
+        names: dict[int, str] = {}
+        counts: Counter[str] = Counter()
+
+        def add(forks: list[Fork], before: str) -> None:
+            for path in (path for fork in forks for path in fork.paths):
+                number = path.number if path.number.startswith(before) else before + path.number
+                counts[number] += 1
+                names[path.index] = f"Path {number}" + f" ({counts[number]})" * (counts[number] > 1)
+                add(path.forks, f"{number}.")
+
+        add(self.forks[prompt], "")
+        return [name for _, name in sorted(names.items())]
+
+
+class ForkJoinRows(BranchRows["ForkJoinConfig"]):
+    """An answer and its paths."""
+
+    style = TranscriptStyle("path", "answer")
+
+
+@dataclass
+class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
+    """Answers of models that open parallel paths by themselves.
+
+    The model writes an answer until it opens a fork in the format of its dialect. The paths of the fork are decoded at
+    the same time and then joined, as the model was trained to see them, and the answer goes on. Text that is not
+    well-formed stays text. `max_new_tokens` is the budget of the whole answer, paths and inserted tags included; if too
+    few tokens are left, later paths end. With a `logits_cache`, an answer is replayed while logits are cached for all
+    of its paths.
+
+    Parameters
+    ----------
+    dialect : str or Dialect
+        `multiverse`, `npr`, `parallel_r1`, `threadweaver`, or a format of your own.
+    opening : str
+        First text of every answer, for models that do not open a fork. If it contains one, its paths start at once.
+    paths : int
+        Number of paths of a fork in dialects without an outline, such as `parallel_r1`.
+    path_max_new_tokens : int, optional
+        Maximum number of tokens that a path generates. Default: the answer's.
+    max_paths : int
+        Maximum number of paths of an answer that are written at the same time; a fork with more stays text.
+    max_depth : int
+        Maximum depth of forks within paths; a deeper one stays text.
+    """
+
+    mode: ClassVar[str] = "fork_join"
+    traits = ModeTraits(
+        rows=ForkJoinRows,
+        keeps_states=True,
+        streams_text=True,
+        streams_tokens="when_final",
+        dialect=lambda config: config.format,
+    )
+
+    dialect: str | Mapping[str, Any] | Dialect = "multiverse"
+    paths: int = 2
+    path_max_new_tokens: int | None = None
+    max_paths: int = 32
+    max_depth: int = 6
+
+    def validate(self) -> None:
+        """Check every setting; see `ParallelConfig.validate`."""
+        super().validate()
+        if isinstance(self.dialect, Dialect):
+            self.dialect = asdict(self.dialect)  # as it is stored
+        elif isinstance(self.dialect, str) and self.dialect.startswith("{"):  # of a command line
+            try:
+                self.dialect = json.loads(self.dialect)
+            except ValueError as error:
+                raise ValueError(f"dialect must be a name or JSON, got {self.dialect!r}: {error}") from error
+        if not isinstance(self.dialect, Mapping):
+            check_choice("dialect", self.dialect, sorted(DIALECTS))
+        elif unknown := [name for name in self.dialect if name not in Dialect.__dataclass_fields__]:
+            raise ValueError(f"dialect has no {unknown[0]!r}, only {sorted(Dialect.__dataclass_fields__)}")
+        elif missing := [name for name in ("region", "branch") if name not in self.dialect]:
+            raise ValueError(f"dialect must have region and branch, {missing[0]} is missing in {self.dialect!r}")
+        if self.format.positions == "concatenated":
+            raise ValueError("positions='concatenated' is for training: a path cannot start where another will end")
+        for name in ("paths", "max_paths", "max_depth", "path_max_new_tokens"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), at_least=1)
+
+    @property
+    def format(self) -> Dialect:
+        """The dialect."""
+        if isinstance(self.dialect, Dialect):
+            return self.dialect
+        return DIALECTS[self.dialect] if isinstance(self.dialect, str) else Dialect(**self.dialect)
+
+    @property
+    def positions(self) -> str:
+        """Positions of the dialect."""
+        return self.format.positions
+
+    @property
+    def max_open_forks(self) -> int:
+        """Maximum number of forks of an answer that are open at the same time."""
+        return self.max_paths * self.max_depth if self.format.is_nested else 1
+
+    @property
+    def max_rows_per_prompt(self) -> int:
+        """Maximum number of paths at the same time."""
+        return self.max_paths
+
+    def make_run(self, call: GenerationCall) -> ForkJoinRun:
+        """See `ParallelConfig.make_run`."""
+        return ForkJoinRun(self, call)
+
+
+class ForkJoinRun(BranchRun):
+    """One call of the mode."""
+
+    def __init__(self, config: ForkJoinConfig, call: GenerationCall) -> None:
+        self.config: ForkJoinConfig
+        self.dialect = config.format
+        self.none = f"the model has not written {self.dialect.fork_text!r}"
+        tag = self.dialect.branch[1].encode()
+        closing = self.dialect.branch[1] + self.dialect.gap
+        limit = config.path_max_new_tokens
+        super().__init__(config, call, [(tag, len(tag), "tag")], closing, limit, config.opening)
+        for text in (self.dialect.fork_text, *self.dialect.branch, self.dialect.joined_text):
+            self.tokens(text, "tags of the dialect")
+
+    def find_fork(self, lane: Lane, known: int) -> Plan | None:
+        """See `BranchRun.find_fork`."""
+        tag = self.dialect.fork_text.encode()
+        at = lane.text.find(tag, max(known - len(tag) + 1, 0))
+        end = at + len(tag)
+        before = lane.text[:end].decode(errors="replace")
+        begin = before.rfind(self.dialect.region[0])
+        if at < 0 or begin < 0:
+            return None
+        numbers = self.dialect.numbers(before[begin:], self.config.paths)
+        if reason := self._why_not(lane, len(numbers)):
+            lane.answer.fallback = reason
+            return None
+        gap = self.dialect.first_text("")[0]
+        if lane.text[end:].startswith(gap.encode()):
+            end, gap = end + len(gap.encode()), ""
+        head = slice_tokens(lane.own, self.vocabulary, 0, end) + self.tokens(gap)
+        paths = [(number, self.tokens(self.dialect.first_text(number)[1])) for number in numbers]
+        return Plan(head, paths, self.tokens(self.dialect.joined_text))
+
+    def _why_not(self, lane: Lane, count: int) -> str:
+        """Return why a lane may not fork; empty if it may."""
+        if lane.parent is not None and not self.dialect.is_nested:
+            return "a path may not fork in this dialect"
+        if lane.depth >= self.config.max_depth:
+            return f"a fork would be deeper than max_depth={self.config.max_depth}"
+        if not count:
+            return "the region announces no path"
+        at_once = len(self.roots[lane.answer.output_row].writing()) - 1 + count
+        if at_once > self.config.max_paths:
+            return f"{at_once} paths at once are more than max_paths={self.config.max_paths}"
+        return ""
+
+    def path_end(self, text: bytes, end: int, cause: str) -> tuple[int, str]:
+        """See `BranchRun.path_end`. A path without its closing tag gets it, and each the gap after it."""
+        following = ("" if cause == "tag" else self.dialect.branch[1]) + self.dialect.gap
+        if text[end:].startswith(following.encode()):
+            return end + len(following.encode()), ""
+        return end, following
+
+    def record(self, lane: Lane, start: int, end: int) -> Fork:
+        """See `BranchRun.record`."""
+        return Fork(start, end, [self._path(path) for path in lane.paths])
+
+    def output(self, **fields: Any) -> tuple[type[ForkJoinOutput], dict[str, Any]]:
+        """See `BranchRun.output`."""
+        forks, steps = [root.forks for root in self.roots], [root.steps for root in self.roots]
+        return ForkJoinOutput, {"forks": forks, "critical_path": steps, **fields}
+
+    def _path(self, path: Lane) -> Path:
+        text, index = text_of(path.tokens).decode(errors="replace"), path.output_row // self.call.num_rows
+        return Path(path.name, index, text, ids(path.tokens), path.ended_by, path.forks)

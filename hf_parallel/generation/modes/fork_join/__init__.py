@@ -1,1 +1,0 @@
-"""`generation_mode="fork_join"`: see `config.py`."""
