@@ -18,7 +18,7 @@ import pytest
 import tiny
 import torch
 from block_oracle import exact_attention
-from gpu_problems import PROBLEMS, TOLERANCE, check, oracle, poisoned_memory
+from gpu_problems import PROBLEMS, TOLERANCE, check, poisoned_memory
 from hypothesis import HealthCheck, Phase, given, settings
 from pages import EXECUTABLE, random_stand_in, run_on
 from pages import name_of as name_of_path
@@ -36,8 +36,6 @@ from transformers import (
 from workers import SETTINGS
 
 import hf_parallel
-from benchmarks.gpu_parts.baselines import Cascade
-from benchmarks.gpu_parts.layer import Features, Layer, shared_prefix
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.processors import split_warpers
 from hf_parallel.generation.rng import exponential_noise
@@ -47,7 +45,6 @@ from hf_parallel.kernels import (
     AttentionPlan,
     backends,
     block_attention,
-    dense,
 )
 from hf_parallel.kernels.sampling import sample
 from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model
@@ -115,36 +112,6 @@ SIZES = [("bfloat16", 128), ("float16", 128), ("float32", 128), ("bfloat16", 64)
 def test_large_problems_equal_the_oracle(problem: str, dtype: str, head_dim: int) -> None:
     """Uses the backend that dispatch selects: FlashAttention for long prefills, from its package if installed."""
     assert check(problem, dtype, DEVICE, head_dim) <= TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_cudnn_computes_prefills_as_the_oracle(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """With all calls long enough for it: keys before a run, whose number is no multiple of the run's, and its own."""
-    chosen = []
-
-    def is_preferred(*args: Any) -> bool:
-        chosen.append(preferred(*args))
-        return chosen[-1]
-
-    preferred = dense._cudnn_is_preferred
-    monkeypatch.setattr(dense, "CUDNN_SCORES", 0)
-    monkeypatch.setattr(dense, "_cudnn_is_preferred", is_preferred)
-    assert check("prefill", dtype, DEVICE) <= TOLERANCE[dtype]
-    if not any(chosen):
-        pytest.skip("PyTorch prefers another kernel on this GPU")
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_flashinfers_cascade_equals_the_oracle(dtype: str) -> None:
-    """The baseline of the benchmark computes the same problem."""
-    pytest.importorskip("flashinfer")
-    layer = Layer(Features(8, 2, 128, getattr(torch, dtype)), DEVICE)
-    segments = shared_prefix(layer, 48, [31, 31, 31])  # the new tokens fill the pages exactly
-    layer.step(segments)
-    layer.fill()
-    cascade = Cascade(layer, segments[0].view[0], [segment.view[-1] for segment in segments])
-    for out in (layer.attend(), cascade.attend(layer.query)):
-        torch.testing.assert_close(out.double(), oracle(layer), rtol=0, atol=TOLERANCE[dtype])
 
 
 # Whole calls, in float32

@@ -70,15 +70,6 @@ def written(folder: Path) -> ParallelConfig:
 # Export
 
 
-def test_a_config_becomes_a_repository(tmp_path: Path) -> None:
-    assert export(HogwildConfig(**SETTINGS), tmp_path / "new") == tmp_path / "new"
-    assert names(tmp_path / "new") == OF_CONFIG
-    assert written(tmp_path / "new") == HogwildConfig(**SETTINGS)
-    card = (tmp_path / "new" / CARD).read_text(encoding="utf-8")
-    assert card.startswith("---\nlibrary_name: transformers\ntags:\n- custom_generate\n---\n")
-    assert (tmp_path / "new" / REQUIREMENTS).read_text() == f"hf_parallel>={hf_parallel.__version__}\n"
-
-
 @pytest.mark.parametrize("mode", BUILT_IN)
 def test_every_setting_is_restored(mode: str, model: Any, tmp_path: Path) -> None:
     config = MODES[mode](**every_setting(mode))

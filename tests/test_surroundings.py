@@ -8,7 +8,6 @@ import inspect
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -72,30 +71,6 @@ def test_a_model_whose_forward_is_wrapped_in_autocast_can_be_enabled(model: PreT
         assert out.shape == (3, 21)
     finally:
         kind.forward = forward
-
-
-@pytest.mark.parametrize("first", [torch.inference_mode, nullcontext])
-@pytest.mark.parametrize("second", [torch.inference_mode, nullcontext])
-def test_a_kept_cache_works_in_and_out_of_inference_mode(
-    model: PreTrainedModel, first: type[AbstractContextManager], second: type[AbstractContextManager]
-) -> None:
-    ids, cache = torch.stack(PROMPTS), hf_parallel.SharedPrefixCache()
-    expected = model.generate(ids, **GREEDY)
-    for context in (first, second, first):
-        with context():
-            out = model.generate(ids, generation_mode="shared_prefix", past_key_values=cache, **GREEDY)
-        assert out.tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("mode", BUILT_IN)
-def test_modes_do_not_depend_on_the_default_device(model: PreTrainedModel, mode: str) -> None:
-    def generate() -> list[list[int]]:
-        settings = {**GREEDY, "tokenizer": AsciiTokenizer(), **small_call(mode)}
-        return model.generate(torch.stack(PROMPTS), **settings).tolist()
-
-    expected = generate()
-    with torch.device("meta"):
-        assert generate() == expected
 
 
 class Adapted(torch.nn.Module):

@@ -211,24 +211,6 @@ def test_an_agent_that_catches_all_errors_cannot_hide_a_departure_from_its_log()
         assert isinstance(caught.value.__cause__, ReplayError)
 
 
-def test_code_that_cleans_up_after_a_path_is_dropped_does_not_end_the_run() -> None:
-    times = []
-
-    @agent(supervisor=BestOfN(3, value=lambda state: 1.0))
-    async def cleans_up() -> Any:
-        try:
-            for _ in range(3):
-                await Chat().user("q").gen()
-                yield "a value"
-        finally:
-            with suppress(ReplayError):
-                times.append(now())
-            times.append(0.0)
-
-    assert scripted().run(cleans_up).values == ["a value"] * 3
-    assert times.count(0.0) > 1, "also on the paths that were dropped"
-
-
 def test_tools_fail_and_time_out() -> None:
     @agent
     async def uses() -> Any:
@@ -328,14 +310,3 @@ def test_a_recording_is_not_used_for_other_inputs_and_other_files_stay_as_they_a
     path.write_text("\n".join([*lines[:1], json.dumps({**json.loads(lines[1]), "value": {"text": 3}}), ""]))
     with pytest.raises(ValueError, match="line 2"):
         scripted().run(research, "KV", record=path)
-
-
-def test_asyncio_tasks_within_an_agent_raise() -> None:
-    @agent
-    async def wrong() -> Any:
-        chat = Chat()
-        chat.user("q")
-        yield await asyncio.gather(chat.gen(), chat.gen())
-
-    with pytest.raises(AgentError, match="gather of hf_parallel.agents"):
-        scripted().run(wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -316,23 +316,6 @@ def test_results_do_not_depend_on_when_requests_end(supervisor: Supervisor) -> N
     expected = run(None)
     for delays in range(3):
         assert run(delays) == expected
-
-
-INVALID: list[tuple[Callable[[], Any], str]] = [
-    (lambda: BestOfN(0), "n .* got 0"),
-    (lambda: BestOfN(2, value=3), "value .* got 3"),  # type: ignore[arg-type]
-    (lambda: BeamSearch(2, 2), "value .* got None"),
-    (lambda: SelfRefine(0), "rounds .* got 0"),
-    (lambda: TreeOfThoughts(search="a", value=number), "search .* got 'a'"),
-    (lambda: MCTS(2, 0, value=number), "expand .* got 0"),
-    (lambda: Single(max_tokens=0), "max_tokens .* got 0"),
-]
-
-
-def test_invalid_settings_raise() -> None:
-    for make, message in INVALID:
-        with pytest.raises(ValueError, match=message):
-            make()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -139,21 +138,6 @@ def test_keys_of_another_model_raise() -> None:
 
 
 # Blocks
-
-
-def evenly_spaced(blocks: Sequence[Block]) -> bool:
-    origins = torch.tensor([block.extent.origin for block in blocks])
-    return len(origins.diff().unique()) == 1 and len({block.extent.capacity for block in blocks}) == 1
-
-
-def test_blocks_that_grow_together_stay_evenly_spaced() -> None:
-    cache = new_cache()
-    first, *blocks = cache.pool.new_blocks(6, 8)
-    append(cache, ([first], [7] * 8))
-    for _ in range(40):
-        append(cache, *(([block], [7]) for block in blocks))
-        assert evenly_spaced(blocks)
-    assert cache.pool.new_blocks(5, 8)[0].extent.origin == 8 + 5 * 64  # no hole: they grew over their old extents
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["first pass", "following step"])

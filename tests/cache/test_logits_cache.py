@@ -200,16 +200,3 @@ def test_concurrent_threads_read_correct_logits_and_keep_the_byte_count() -> Non
     assert cache.num_bytes <= 400_000
     assert cache.num_bytes == counted(cache)
     assert all(node.pins == 0 for _, node in cache.nodes())
-
-
-def test_a_pinned_node_is_not_evicted() -> None:
-    cache = LogitsCache(4 * (VOCABULARY * 4 + NODE_BYTES + TENSOR_BYTES))
-    with cache.cursors() as cursors:
-        cursors.start("mine", "model", [7, 7])
-        cursors.store("mine", logits_of([7, 7]))
-        for prompt in range(20):
-            write(cache, [prompt], 1, 2)
-        assert cursors.node("mine").logits is not None
-        cursors.advance("mine", 3)
-        assert isinstance(cursors, Cursors)
-    assert cache.num_bytes <= cache.max_bytes

@@ -61,20 +61,6 @@ def test_json_lines_have_the_fields_of_the_modes_output(model: Any, capsys: pyte
 SEVERAL = ["generate", "P", "QRS", "TU", "--raw", "--no-preset", "--max-new-tokens", "6"]
 
 
-@pytest.mark.parametrize("mode", ["shared_prefix", "hogwild"])
-def test_the_batch_size_does_not_change_greedy_output(
-    model: Any, capsys: pytest.CaptureFixture[str], mode: str
-) -> None:
-    outputs = []
-    for size in (8, 2, 1):
-        calls = model()
-        assert cli.main([*SEVERAL, "--greedy", "--mode", mode, "--batch-size", str(size)]) == 0
-        assert len(calls) == -(-3 // size)
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0].count("== ") == 3
-    assert outputs == outputs[:1] * 3
-
-
 def test_batches_are_saved_as_one_transcript(
     model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -71,19 +71,6 @@ def test_submitters_share_the_engine_equally(model: Any) -> None:
     assert gate.order.index("large") < 4
 
 
-def test_higher_priorities_run_first(model: Any) -> None:
-    with Engine(model, max_rows=1) as engine:
-        gate = Gate(engine)
-        handles = [
-            gate.submit(f"{priority}", prompt(i), max_new_tokens=3, priority=priority, submitter=i % 2)
-            for i, priority in enumerate([0, -5, 2, 0, 7, 2])
-        ]
-        gate.open()
-        for handle in handles:
-            handle.result(600)
-    assert gate.order == ["7", "2", "2", "0", "0", "-5"]
-
-
 def test_low_priorities_are_preempted_first(model: Any, token_bytes: int) -> None:
     with Engine(model, max_kv_bytes=token_bytes * 150) as engine:
         gate = Gate(engine)

@@ -113,21 +113,6 @@ def test_threads_and_coroutines_submit_at_once(model: Any) -> None:
 # The end
 
 
-def test_closing_finishes_the_requests_of_an_engine(model: Any) -> None:
-    engine = Engine(model, max_rows=2)
-    with pytest.raises(RuntimeError, match="not open"):
-        engine.submit(PROMPT)
-    with engine:
-        handles = [engine.submit(PROMPT, **CASE.settings) for _ in range(5)]
-    expected = CASE.alone(model)
-    assert [handle.result(0).sequences.tolist() for handle in handles] == [expected] * 5
-    with pytest.raises(RuntimeError, match="the engine is not open"):
-        engine.submit(PROMPT)
-    with pytest.raises(RuntimeError, match="can be entered only once"):
-        engine.__enter__()
-    assert engine.stats.kv_bytes == engine.stats.reserved_bytes == 0
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_in_the_body_cancels_the_requests_of_an_engine(model: Any, error: type[BaseException]) -> None:
     handles: list[Any] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,22 +118,6 @@ def test_kept_caches_tell_images_apart() -> None:
         found = model.generate(**prompts("qwen3_vl", [row]), **settings)
         assert torch.equal(found.sequences[0, -6:], alone("qwen3_vl", row))
     assert found.stats.prefilled_tokens <= 1 < found.stats.cached_tokens
-
-
-def test_cached_logits_after_images_are_saved_but_never_drafted(tmp_path: Path) -> None:
-    model, text, image = model_of("qwen3_vl"), prompts("qwen3_vl", [[]]), prompts("qwen3_vl", [[1]])
-    expected = alone("qwen3_vl", [])
-    start = torch.cat((text["input_ids"], expected[None, :4]), dim=1)
-    longer = {name: torch.cat((torch.ones_like(start), image[name]), dim=1) for name in ("attention_mask",)}
-    longer["input_ids"] = torch.cat((start, image["input_ids"]), dim=1)
-    longer["mm_token_type_ids"] = (longer["input_ids"] == IMAGE).long()
-    cache, path = LogitsCache(), tmp_path / "logits"
-    model.generate(**{**image, **longer}, **GREEDY, generation_mode="resample", logits_cache=cache)
-    cache.save(path)
-    for held in (cache, LogitsCache.load(path)):
-        settings = {"generation_mode": "shared_prefix", "logits_cache": held, "draft_tokens": 8}
-        found = model.generate(**text, **GREEDY, **settings)
-        assert torch.equal(found[0, -6:], expected)
 
 
 SEES_LATER = {"gemma3": ("sliding_attention", "full_attention"), "gemma4": ("sliding_attention",)}

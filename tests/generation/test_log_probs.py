@@ -9,10 +9,8 @@ import pytest
 import small_tokenizers
 import tiny
 import torch
-from ascii_tokenizer import AsciiTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from mode_cases import small_call
 
 import hf_parallel
 from hf_parallel.detokenizer import token_bytes
@@ -86,24 +84,6 @@ def test_log_probs_are_those_of_one_forward_pass(name: str, model: Any) -> None:
 
 def mask_of(prompt: int, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(MASK[prompt : prompt + 1], (0, length - MASK.shape[1]), value=1)
-
-
-@pytest.mark.parametrize("mode", ["pdos", "self_consistency", "hogwild", "skeleton_of_thought"])
-def test_log_probs_of_modes_belong_to_their_tokens(mode: str, model: Any) -> None:
-    """NaN for tokens that the mode inserted; all others are those of the record."""
-    call = {**small_call(mode), "tokenizer": AsciiTokenizer(), "do_sample": True, "temperature": 0.6, "seed": 1}
-    is_aligned = mode in ("pdos", "self_consistency")
-    output = model.generate(IDS[:1], **call, output_logits=is_aligned, return_dict_in_generate=True)
-    new = output.sequences[:, output.record.begin :]
-    assert output.log_probs.shape == new.shape
-    assert 0 < int((~output.log_probs.isnan()).sum()) <= new.numel()
-    rest = output.record.sampled_log_probs()[1].tolist()
-    for value in output.log_probs[~output.log_probs.isnan()].tolist():
-        rest.remove(value)
-    for place, logits in enumerate(output.logits or ()):
-        values = logits.log_softmax(-1).gather(1, new[:, place, None])[:, 0]
-        values[(logits == 0).all(-1)] = torch.nan
-        torch.testing.assert_close(output.log_probs[:, place], values, atol=1e-5, rtol=0, equal_nan=True)
 
 
 ALPHABETS = {"Latin": "aAnzß é.", "Cyrillic and Greek": "жЯшё ωΣή", "CJK": "東京大阪、가", "emoji": "😀🥨👩\u200d🇩 x"}

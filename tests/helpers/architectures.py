@@ -1,6 +1,6 @@
 """Tiny configurations of the tested architectures, with all of their features enabled.
 
-`tiny.build` creates models from them; `tests/models/test_tiny.py` checks them.
+`tiny.build` creates models from them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Built from config classes, without network, files, tokenizer or hf_parallel. Weights have a large variance (see
 `draw_weights`), so that greedy output varies along the sequence, depends on distant tokens, and has margins far above
-float32 rounding errors. `tests/models/test_tiny.py` checks that.
+float32 rounding errors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pr
     The model is shared by all tests of a process: undo changes (attention implementation, mixin, weights), or deep-copy
     it first. Another `dtype` has the same weights, rounded; rotary frequencies stay float32, as in `from_pretrained`.
     `name`: a key of `ARCHITECTURES`, `REFUSED` or `hybrids.ARCHITECTURES`, or one of `mapping.NAMES`.
-    `tests/models/test_tiny.py` checks seed 0 in float32 only.
     """
     if (name, seed, dtype) not in _built:
         _built[name, seed, dtype] = _build(name, seed, dtype)

@@ -33,7 +33,7 @@ if __test__:
 
     from hf_parallel.kernels.triton import attention as triton_backend
     from hf_parallel.kernels.triton import launch as launches
-    from hf_parallel.kernels.triton.launch import AttendLaunch, Tiling, WriteLaunch
+    from hf_parallel.kernels.triton.launch import AttendLaunch, Tiling
 
     TRITON = triton_backend.TritonBackend()
 
@@ -202,22 +202,6 @@ def test_append_stores_what_the_torch_backend_stores(scene: Scene, padding: int)
     TORCH.append(expected.keys, expected.values, keys[:, : plan.num_queries], values[:, : plan.num_queries], plan)
     TRITON.append(actual.keys, actual.values, keys, values, plan)
     assert_same_storage(actual, expected)
-
-
-def test_append_follows_decode_steps() -> None:
-    scene = workers(Features(kv_heads=2), 3, 2)
-    segments = decoding(scene)
-    scene.cache.pool.reserve([(segment.view[-1], 40) for segment in segments])
-    expected, actual = storage(scene), storage(scene)
-    for _ in range(8):
-        scene.step(segments)
-        new = new_tokens(scene, 3)
-        TORCH.append(expected.keys, expected.values, *new, scene.forward.plan)
-        TRITON.append(actual.keys, actual.values, *new, scene.forward.plan)
-    assert_same_storage(actual, expected)
-    (launch,) = scene.forward.plan.device_buffers
-    assert isinstance(launch, WriteLaunch)
-    assert launch.step == 7
 
 
 @pytest.mark.parametrize(("length", "delta"), [(1, 5), (16, 0), (37, -3000)])

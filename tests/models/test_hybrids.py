@@ -155,24 +155,6 @@ def test_an_engine_forks_and_rebuilds_states(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
-def test_a_part_of_a_completion_is_continued_from_the_last_state_within_it(name: str) -> None:
-    model, alone, prompt, interval = enabled(name), Alone(name), list(range(3, 13)), 8
-    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": NEVER}
-    with Engine(model, state_interval=interval) as engine:
-        fail_sometimes(engine, random.Random(name), 1)  # the states within a completion are rebuilt
-        handles = [engine.submit([*prompt, first], max_new_tokens=50, **settings) for first in (20, 20, 21)]
-        long, same, _ = [handle.result(timeout=600).sequences[0].tolist() for handle in handles]
-        assert long == same
-        assert engine.stats.preemptions > 0
-        for kept in (15, 30, 50):
-            later = [*long[: len(prompt) + kept], 30]
-            handle = engine.submit(later, max_new_tokens=NUM_TOKENS, **settings)
-            assert handle.result(timeout=600).sequences[0, len(later) :].tolist() == alone.tokens(later)
-            assert handle.stats.cached_tokens > len(prompt) + kept - interval
-        check_preempted_and_idle(engine)
-
-
-@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
 def test_prompts_whose_states_a_failed_pass_has_half_written_are_computed_again(name: str) -> None:
     model, alone, rng, broken = enabled(name), Alone(name), random.Random(name), list[Any]()
     settings = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": NEVER}

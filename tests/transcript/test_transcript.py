@@ -11,7 +11,7 @@ import torch
 from ascii_tokenizer import SPECIAL, AsciiTokenizer
 from stories import tell
 from test_self_consistency import vote
-from workers import encode, small_model, write
+from workers import write
 
 from hf_parallel import ParallelOutput
 from hf_parallel.transcript.sections import FORMAT, VERSION
@@ -87,24 +87,6 @@ def test_answers_are_columns_and_a_conclusion_spans_them() -> None:
     assert (section["ranking"], section["chosen"]) == ([1, 0], [1])
     assert section["cards"][2]["begin"] == max(card["end"] for card in section["cards"][:2])
     assert dict(map(tuple, section["notes"])) == {"Answer": "5", "Votes": "4: 1, 5: 1", "Chosen": "answer 2"}
-
-
-def completions(prompts: list[str], **settings: Any) -> Any:
-    ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in prompts])
-    given = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 6, "seed": 0, "return_dict_in_generate": True}
-    return small_model().generate(ids, attention_mask=mask, **{**given, **settings})
-
-
-def test_completions_of_one_prompt_are_columns_and_need_the_tokenizer() -> None:
-    out = completions(["Some", "More"], generation_mode="shared_prefix", num_return_sequences=3)
-    with pytest.raises(ValueError, match=r"shared_prefix streams no text, so pass the tokenizer: to_html\(tokenizer\)"):
-        out.to_html()
-    sections = out.to_dict(Tokenizer())["sections"]
-    assert [section["prompt"] for section in sections] == ["Some", "More"]
-    assert [len(section["columns"]) for section in sections] == [3, 3]
-    for row, card in enumerate(card for section in sections for card in section["cards"]):
-        assert text_of(card) == Tokenizer().decode(out.sequences[row, 4:].tolist(), skip_special_tokens=True)
-        assert [piece[0] for piece in card["pieces"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_transcript_is_json_with_the_settings_that_json_can_hold() -> None:

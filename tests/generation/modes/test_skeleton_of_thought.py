@@ -15,7 +15,7 @@ from stories import pass_sizes
 from test_malformed import describe
 from test_self_consistency import Foreign
 from transformers import LogitsProcessor, PreTrainedModel
-from workers import TOKENIZER, Listener, Script, encode, small_model
+from workers import TOKENIZER, Script, encode, small_model
 
 import hf_parallel
 from hf_parallel import BlockCache, SkeletonOfThoughtConfig, SkeletonOfThoughtOutput
@@ -273,24 +273,6 @@ def until_end(script: Sequence[str | int], budget: int) -> list[int]:
     """Return the tokens of a script up to its end or a budget."""
     tokens = encode(script)[:budget]
     return tokens[: tokens.index(EOS)] if EOS in tokens else tokens
-
-
-# Streaming
-
-
-def test_a_parallel_streamer_receives_every_text() -> None:
-    listener = Listener()
-    replies = {**scripts("xx", "y"), "Q[OUTLINE]1.": ""}
-    out = write(replies, ["P", "Q"], streamer=listener, max_new_tokens=12, outline_tokens=20)
-    received = {row: "".join(text for text, _ in events) for row, events in listener.rows.items()}
-    assert received[0] == "1." + POINTS + "[END]e"
-    assert received[1] == "1." + out.texts[1]
-    assert {row: received[row] for row in (2, 4)} == {2: "1. a:xx", 4: "2. b:y"}
-    assert received[6].startswith("3. c:")
-    assert listener.rows[2] == [("1. a:", "begin"), ("x", "token"), ("x", "token"), ("", "token"), ("", "end")]
-    prompts, *columns = listener.tokens
-    assert torch.equal(torch.tensor(columns).T, out.sequences[:, 1:])
-    assert listener.ended == 1
 
 
 # Invalid settings
