@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import tiny
 import torch
 from transformers import DynamicCache
 
-from hf_parallel.models.mixers import Mixer, MixerStates, cache_argument, find_mixers, mixers_wrapped, unwrap_mixers
+from hf_parallel.models.mixers import Mixer, MixerStates, cache_argument, find_mixers, mixers_wrapped
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "falcon_h1", "mamba2"])
@@ -31,17 +29,3 @@ def test_a_mixer_continues_from_the_state_it_left(name):
             for part in ids.split([2, 5, 1, 1], dim=1):
                 logits.append(model(part, use_cache=True, **{argument: cache}).logits)
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-3, rtol=1e-3)
-
-
-def test_wrapped_mixers_leave_no_trace():
-    model = copy.deepcopy(tiny.build("lfm2"))
-    mixers = find_mixers(model)
-    assert [mixer.layer_idx for mixer in mixers] == [0, 1, 3]
-    ids = torch.tensor([[5, 6, 7]])
-    expected = model(ids).logits
-    with mixers_wrapped(model, mixers, lambda *_: pytest.fail("only in the context")):
-        pass
-    torch.testing.assert_close(model(ids).logits, expected)
-    copied = copy.deepcopy(model)
-    unwrap_mixers(model)
-    assert not any("_compiled_call_impl" in vars(module) for one in (model, copied) for module in one.modules())

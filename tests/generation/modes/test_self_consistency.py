@@ -12,7 +12,7 @@ import torch
 from ascii_tokenizer import AsciiTokenizer
 from test_malformed import describe
 from transformers import PreTrainedModel
-from workers import TOKENIZER, Listener, Script, Scripted, encode, small_model
+from workers import TOKENIZER, Script, Scripted, encode, small_model
 
 import hf_parallel
 from hf_parallel import (
@@ -179,19 +179,6 @@ def test_the_conclusion_equals_generate_on_the_same_text(name: str) -> None:
         assert conclusion == "So \\boxed{" + TOKENIZER.decode(written.tolist())
         ours = torch.stack([step[row] for step in out.logits])
         torch.testing.assert_close(ours, torch.stack(plain.logits)[:, 0], atol=1e-4, rtol=1e-4)
-
-
-# Streaming
-
-
-def test_a_parallel_streamer_receives_every_answer_and_the_conclusion() -> None:
-    listener = Listener()
-    out = vote(["ab", EOS], "cdef", streamer=listener, vote="final", final="1}")
-    assert listener.rows[0] == [("", "begin"), ("a", "token"), ("b", "token"), ("", "token"), ("", "end")]
-    assert "".join(text for text, _ in listener.rows[1]) == "cdef"
-    assert "".join(text for text, _ in listener.rows[2]) == "So \\boxed{1}"
-    assert listener.tokens == [[encode("P")], *([token] for token in out.sequences[0, 1:].tolist())]
-    assert listener.ended == 1
 
 
 # Invalid settings
