@@ -9,6 +9,7 @@ Half of the training texts fork, half are sequential texts of the same kind. The
 import argparse
 import json
 import random
+import re
 import statistics
 import time
 import warnings
@@ -135,6 +136,12 @@ def write(part, task, forks, before=""):
     return text + dialect.joined_text + part.conclusion + task.closing + part.end
 
 
+def lowest(part, before=""):
+    """Yield number and text of each part without parts."""
+    for index, of_one in enumerate(part.parts, start=1):
+        yield from lowest(of_one, f"{before}{index}.") if of_one.parts else [f"{before}{index}:{of_one.text}"]
+
+
 class Examples(torch.utils.data.IterableDataset):
     """Endless examples: forked and sequential ones in turn."""
 
@@ -206,6 +213,11 @@ def measure(model, tokenizer, task, problems, timed):
         figures = {
             "answers_with_forks": [bool(forks) for out in outs for forks in out.forks],
             "right_results": [result == (part.end or part.conclusion) for result, part in results],
+            "right_parts": [  # no further number follows
+                re.search(re.escape(one) + r"(?!\d+,)", text) is not None
+                for text, (_, part) in zip(texts, problems, strict=True)
+                for one in lowest(part)
+            ],
             "right_texts": [a == b for a, b in zip(texts, right, strict=True)],
             "tokens": [len(tokenizer.encode(text)) + 1 for text in texts],
             "critical_path": [steps for out in outs for steps in out.critical_path],
