@@ -232,7 +232,7 @@ def main():
     """Train, measure, print a table and write a report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=["lists", "sums"])
-    parser.add_argument("--steps", type=int, default=1200, help="of training; 130 are enough for sums")
+    parser.add_argument("--steps", type=int, default=2000, help="of training")
     parser.add_argument("--problems", type=int, default=100, help="for the measurement")
     parser.add_argument("--timed", type=int, default=5, help="problems of these that are measured alone, for the times")
     parser.add_argument("--seed", type=int, default=0)
