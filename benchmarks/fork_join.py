@@ -20,6 +20,7 @@ from hf_parallel.generation.dialects import DIALECTS
 from .measure import StepClock, long_prompt
 
 SIZES: dict[str, Any] = {"prompt": 1024, "paths": 8, "length": 64, "last": 24, "rounds": 3}
+SIZES["positions"] = ("depth", "overlap", "reencode")
 QUICK: dict[str, Any] = {"prompt": 48, "paths": 2, "length": 4, "last": 3, "rounds": 1}
 TARGETS = (
     ("path_stage", "at least", 5.0, "tokens per second of the paths, relative to generate"),
@@ -63,22 +64,24 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     """Return the entries of the report."""
     ids, eos = long_prompt(tokenizer, sizes.prompt).to(model.device), tokenizer.eos_token_id
     outlines = "".join(f"<Outline>\n{number}: Part\n</Outline>\n" for number in range(1, sizes.paths + 1))
-    opening, tokens = f"<Parallel>\n<Goal>\n{outlines}</Goal>", sizes.paths * (sizes.length - 1)
-    settings: dict[str, Any] = {"do_sample": False, "suppress_tokens": [eos]}
-    own = {"tokenizer": tokenizer, "opening": opening, "path_max_new_tokens": sizes.length}
-    own["max_new_tokens"] = 2 * tokens + 1024
-    rounds: dict[str, list[dict[str, float]]] = {positions: [] for positions in ("depth", "overlap", "reencode")}
+    tags = [token for token in range(len(tokenizer)) if "<" in tokenizer.decode([token])]  # no path ends by itself
+    settings: dict[str, Any] = {"do_sample": False, "suppress_tokens": [eos, *tags]}
+    own = {"tokenizer": tokenizer, "path_max_new_tokens": sizes.length, "return_dict_in_generate": True}
+    own |= {"opening": f"<Parallel>\n<Goal>\n{outlines}</Goal>", "max_new_tokens": sizes.paths * sizes.length + 2048}
+    rounds: dict[str, list[dict[str, float]]] = {positions: [] for positions in sizes.positions}
     for number in range(sizes.rounds + 1):  # the first is a warm-up
         clock = StepClock()
-        model.generate(ids, generation_mode=None, streamer=clock, max_new_tokens=tokens + 1, **settings)
+        model.generate(ids, generation_mode=None, streamer=clock, max_new_tokens=sizes.length, **settings)
         for positions, found in rounds.items():
             print(f"{positions}, round {number} of {sizes.rounds}", flush=True)
             passes = PassClock(sizes.length, sizes.last, eos)
             dialect = replace(DIALECTS["multiverse"], positions=positions)
             given = {**own, **settings, "dialect": dialect, "logits_processor": [passes]}
-            model.generate(ids, generation_mode="fork_join", **given)
+            out = model.generate(ids, generation_mode="fork_join", **given)
+            assert {path.ended_by for path in out.forks[0][0].paths} == {"budget"}, "a path has ended early"
             if number:
-                found.append({"generate_seconds": sum(clock.step_seconds), **passes.figures()})
+                sequential = sizes.paths * sum(clock.step_seconds)
+                found.append({"generate_seconds": sequential, **passes.figures()})
     medians = {
         positions: {name: statistics.median(one[name] for one in found) for name in found[0]}
         for positions, found in rounds.items()
