@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_parallel import HogwildCache, SharedPrefixCache
+from hf_parallel import HogwildCache, SharedPrefixCache, TreeBranchCache
 from hf_parallel.cache import Block, BlockCache, Segment
 from hf_parallel.cache.hogwild import LAYOUTS, Workspace
 from hf_parallel.kernels import RotarySpec
@@ -218,13 +218,13 @@ def _shared_prefix(drawing: Drawing) -> None:
 
 
 def _branches(drawing: Drawing) -> None:
-    cache = SharedPrefixCache(ROTARY)
-    prompt, trunk, *branches = cache.pool.new_blocks(2 + len(BRANCHES))
+    cache = TreeBranchCache(ROTARY)
+    prompt, trunk = cache.pool.new_blocks(2)
     trunk.base, names = 80, {fill(prompt, 80): ("prompt", "prompt"), fill(trunk, 60): ("trunk", "history")}
-    for (title, color, length), block in zip(BRANCHES, branches, strict=True):
-        block.base = 80 + 60
-        names[fill(block, 6 * length)] = (title, color)
-        drawing.view(title, [prompt, trunk, block], names, 1.6)
+    views = cache.branch([prompt, trunk], len(BRANCHES), 80 + 60, expected_length=64)
+    for (title, color, length), view in zip(BRANCHES, views, strict=True):
+        names[fill(view[-1], 6 * length)] = (title, color)
+        drawing.view(title, view, names, 1.6)
 
 
 def _resample(drawing: Drawing) -> None:

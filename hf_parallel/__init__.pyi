@@ -10,6 +10,7 @@ from hf_parallel.cache import BlockCache as BlockCache
 from hf_parallel.cache.hogwild import HogwildCache as HogwildCache
 from hf_parallel.cache.logits import LogitsCache as LogitsCache
 from hf_parallel.cache.shared_prefix import SharedPrefixCache as SharedPrefixCache
+from hf_parallel.cache.tree_branch import TreeBranchCache as TreeBranchCache
 from hf_parallel.generation import CHAIN_OF_DRAFT as CHAIN_OF_DRAFT
 from hf_parallel.generation import ConsoleStreamer as ConsoleStreamer
 from hf_parallel.generation import GenerationStats as GenerationStats

@@ -18,8 +18,8 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_parallel.cache import Segment
-from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Node
+from hf_parallel.cache.tree_branch import TreeBranchCache
 from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_gaps
 from hf_parallel.generation.caller import warn_sequential
 from hf_parallel.generation.config import Generated
@@ -42,8 +42,6 @@ from hf_parallel.generation.rows import Row
 from hf_parallel.generation.streaming import FinalTokens
 from hf_parallel.generation.token_table import TokenTable
 
-PATH_CAPACITY = 64
-"""Maximum initial capacity of a path in tokens. Attention reads paths of equal capacity in one batched call."""
 BATCH_DEPENDENT = {
     "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
@@ -87,7 +85,7 @@ class BranchRun:
         self.opening, self.closing = self.tokens(opening, given), self.tokens(closing)
         if len(self.opening) >= call.max_new_tokens:
             raise ValueError(f"{given} must be shorter than the {call.max_new_tokens} new tokens, got {opening!r}")
-        self.cache = call.new_cache(SharedPrefixCache, call.capabilities.rotary)
+        self.cache = call.new_cache(TreeBranchCache, call.capabilities.rotary)
         call.claim_cache(self.cache)
         # The budget counts the joined answer, whose length MaxLengthCriteria cannot check.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
@@ -142,10 +140,8 @@ class BranchRun:
         with loop.running(), replaying(loop, self.config):
             self.leaves = list(map(cache.insert_prompt, call.prompts, call.gaps))
             cache.nodes_to_prefill()  # allocates blocks
-            blocks = cache.pool.new_blocks(len(self.leaves), self.capacity)
-            for index, (leaf, block) in enumerate(zip(self.leaves, blocks, strict=True)):
-                block.base = leaf.next_position
-                root = Lane(Answer(index, call.max_new_tokens), index, [*leaf.view, block])
+            for index, view in enumerate(cache.new_answers(self.leaves, self.capacity)):
+                root = Lane(Answer(index, call.max_new_tokens), index, view)
                 root.before, root.reader = with_gaps(call.prompts[index], call.gaps[index]), self.new_reader()
                 self.roots.append(root)
             for root in self.roots if self.opening else ():
@@ -336,12 +332,11 @@ class BranchRun:
         tail, lane.plan = lane.uncached, plan
         answer.write(lane, tail)
         self._count(tail, lane.fresh)
-        capacity = min(max(left // count, 1), PATH_CAPACITY)
-        blocks = self.cache.pool.new_blocks(count, capacity, lane.position)
+        views = self.cache.branch(lane.view, count, lane.position, left // count)
         rows = self.loop.sampler.fork(lane.index, count)
-        for row, block, (name, first) in zip(rows, blocks, plan.paths, strict=True):
+        for row, view, (name, first) in zip(rows, views, plan.paths, strict=True):
             answer.num_paths += 1
-            path = Lane(answer, row, [*lane.view, block], first, lane)
+            path = Lane(answer, row, view, first, lane)
             path.name, path.output_row = name, answer.output_row + answer.num_paths * self.call.num_rows
             path.before = [*lane.before, *ids(lane.own), -2 - len(lane.paths)]
             lane.paths.append(path)
@@ -428,16 +423,11 @@ class BranchRun:
 
     def _placed(self, lane: Lane) -> list[Any]:
         """Return the view of a lane that sees its paths where they are, or one after the other."""
-        base, paths, view = lane.position, lane.paths, list(lane.view)
-        advances = [path.position - base for path in paths]
-        longest = max(advances) if self.positions == "depth" else sum(advances)
-        for path, advance in zip(paths, advances, strict=True):
+        for path in lane.paths:
             lane.answer.write(path, path.uncached)
             self._count(path.uncached, path.fresh)
-            if self.positions == "depth":
-                path.block.shift -= advance if path is not paths[-1] else advance - longest
-            view += path.own_blocks()
-        return [*view, self.cache.pool.new_block(base=base + longest)]
+        branches = [(path.own_blocks(), path.position - lane.position) for path in lane.paths]
+        return self.cache.join(lane.view, branches, lane.position, overlap=self.positions == "depth")
 
     def _transcript(self, root: Lane) -> str:
         kept = [token for token in ids(root.tokens) if token not in self.call.eos_token_ids]

@@ -1,0 +1,15 @@
+"""Public names, for type checkers and for `__getattr__` of the package."""
+
+from hf_parallel.training.attention import prepare_model as prepare_model
+from hf_parallel.training.attention import teacher_forced_logits as teacher_forced_logits
+from hf_parallel.training.collator import DataCollatorForParallel as DataCollatorForParallel
+from hf_parallel.training.dialects import Dialect as Dialect
+from hf_parallel.training.dialects import SkeletonDialect as SkeletonDialect
+from hf_parallel.training.example import ParallelExample as ParallelExample
+from hf_parallel.training.grpo import SharedPrefixGRPOTrainer as SharedPrefixGRPOTrainer
+from hf_parallel.training.grpo import SharedPrefixLossMixin as SharedPrefixLossMixin
+from hf_parallel.training.masks import stock_mask as stock_mask
+from hf_parallel.training.rollouts import make_rollout_func as make_rollout_func
+from hf_parallel.training.tree import tree_logprobs as tree_logprobs
+
+__all__: list[str]
