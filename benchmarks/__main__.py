@@ -17,7 +17,7 @@ def benchmarks() -> dict[str, str]:
     return {
         name: (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
         for name, text in texts.items()
-        if re.search(r"^def (run|main)\(", text, re.MULTILINE)
+        if re.search(r"^(def (run|main)\(|run = )", text, re.MULTILINE)
     }
 
 

@@ -3,7 +3,6 @@
 - `workflow`: the five agents of the paper, in 7 and 21 rounds, at the budget where LRU has the hotspot hit rate of the
   paper's baseline: 0.903 and 0.935.
 - `budgets`: the same with other budgets.
-- `robustness`: agents that exchange their parts half-way, agents that inflate their score.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hf_parallel.agents import CacheResult, Trace, TraceRequest, simulate
@@ -24,7 +23,7 @@ PAPER = {7: 0.903, 21: 0.935}
 GRID = 100
 """Step between tried budgets, in tokens."""
 SIZES, QUICK = {"seeds": 10, "few": 5}, {"seeds": 1, "few": 1}
-"""Traces of `workflow`, and of the other parts."""
+"""Traces of `workflow` and of `budgets`."""
 
 
 @dataclass(frozen=True)
@@ -96,26 +95,6 @@ class FiveAgents:
         return Trace(tuple(requests))
 
 
-def with_adversary(trace: Trace, seed: int = 0, requests: int = 2, *, imitates: bool = False) -> Trace:
-    """Return a trace in which an agent of another workflow sends requests after each request, to inflate its score.
-
-    Its requests share a long prefix, followed by a text of their own. `imitates`: they begin with the prompt of a
-    hotspot instead, and so share tokens with that agent.
-    """
-    rng = random.Random(seed)
-    rules: PromptSegment = ("adversary: rules", 1000)
-    victims = [one.prompt[:3] for one in trace.requests if one.is_hotspot]
-    mixed: list[TraceRequest] = []
-    for index, request in enumerate(trace.requests):
-        mixed.append(request)
-        for number in range(requests):
-            own: PromptSegment = (f"adversary: text {index}.{number}", rng.randint(50, 400))
-            prefix = rng.choice(victims) if imitates else (rules,)
-            output: PromptSegment = (f"adversary: answer {index}.{number}", 10)
-            mixed.append(TraceRequest("Adversary", (*prefix, own), output, "adversary"))
-    return replace(trace, requests=tuple(mixed))
-
-
 def load(options: Any) -> tuple[None, None]:
     """Load nothing."""
     return None, None
@@ -144,17 +123,14 @@ def compare(traces: Sequence[Trace], budgets: Sequence[int]) -> list[dict[str, A
     least = [max(stored(one, trace) - budget, 1) for one, (trace, budget) in zip(unlimited, pairs, strict=True)]
     bound = _spread([base.evicted_tokens / number for base, number in zip(lru, least, strict=True)])
     entries: list[dict[str, Any]] = [{"policy": "unlimited", **_means(unlimited), "fewer_evicted": bound}]
-    avoidable = sum(base.hotspot_misses - one.hotspot_misses for base, one in zip(lru, unlimited, strict=True))
     for name, found in runs.items():
         beside = list(zip(found, lru, strict=True))
-        avoided = sum(base.hotspot_misses - one.hotspot_misses for one, base in beside)
         entries.append(
             {
                 "policy": name,
                 **_means(found),
                 "fewer_misses": _spread([1 - one.hotspot_misses / base.hotspot_misses for one, base in beside]),
                 "fewer_evicted": _spread([base.evicted_tokens / max(one.evicted_tokens, 1) for one, base in beside]),
-                "of_avoidable_misses": avoided / max(avoidable, 1),
             }
         )
     return entries
@@ -192,23 +168,6 @@ def other_budgets(seeds: int) -> list[dict[str, Any]]:
     return [{"budget": budget, **entry} for budget in budgets for entry in compare(traces, [budget] * seeds)]
 
 
-def robustness(seeds: int) -> list[dict[str, Any]]:
-    """Compare on other traces."""
-    honest = [FiveAgents(7, seed).trace() for seed in range(seeds)]
-    kinds: dict[str, tuple[list[Trace], int]] = {
-        "exchange": ([FiveAgents(14, seed, is_changing=True).trace() for seed in range(seeds)], 7200),
-        "alone": (honest, 8200),
-        "flood": ([with_adversary(trace, seed) for seed, trace in enumerate(honest)], 8200),
-        "imitation": ([with_adversary(trace, seed, imitates=True) for seed, trace in enumerate(honest)], 8200),
-    }
-    return [
-        {"trace": name, "budget": budget, **entry}
-        for name, (traces, budget) in kinds.items()
-        for entry in compare(traces, [budget] * seeds)
-    ]
-
-
 def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     """Return the entries of the report."""
-    found = {"seeds": sizes.seeds, "workflow": workflow(sizes.seeds), "budgets": other_budgets(sizes.few)}
-    return found | {"robustness": robustness(sizes.few)}
+    return {"seeds": sizes.seeds, "workflow": workflow(sizes.seeds), "budgets": other_budgets(sizes.few)}

@@ -22,6 +22,7 @@ import torch
 
 from hf_parallel.engine import Engine, QueueFullError
 
+from .gpu_parts.models import kv_bytes_per_token
 from .measure import generate_batch, long_prompt, timed
 
 SIZES: dict[str, Any] = {"requests": 16, "systems": 4, "prompt": 512, "new_tokens": 64, "rounds": 1, "singles": 5}
@@ -216,9 +217,7 @@ async def offer(engine: Engine, requests: Sequence[Request], limit: float) -> li
 
 def measure_load(model: Any, tokenizer: Any, prompt: Prompt, sizes: Any) -> dict[str, Any]:
     """Return capacity, the figures of each rate, and a comparison of some answers with `generate`."""
-    config = model.config
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    budget = KV_TOKENS * 2 * config.num_hidden_layers * config.num_key_value_heads * head * model.dtype.itemsize
+    budget = KV_TOKENS * kv_bytes_per_token(model)
     load: dict[str, Any] = {"kv_budget_bytes": budget, "rates": []}
     given: list[Request] = []
     burst = arrivals(prompt, 1.0, 10.0 * sizes.burst, sizes.lengths, 0)[: sizes.burst]

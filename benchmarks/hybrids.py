@@ -18,6 +18,7 @@ from .report import set_up
 
 SIZES = shared_prefix.SIZES | {"generate_batch": 0, "prefilled_cache": 0}
 QUICK, TARGETS = shared_prefix.QUICK, shared_prefix.TARGETS
+run = shared_prefix.run
 FEATURES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 16, "vocab_size": 49152}
 """100 million parameters. Three of four layers have linear attention, with heads of 128 dimensions."""
 TOY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 300}
@@ -38,8 +39,3 @@ def load(options: Any) -> tuple[Any, Any]:
     model = hf_parallel.enable(Qwen3_5ForCausalLM(config).eval())
     options.model = f"random Qwen3.5 of {model.num_parameters() / 1e6:.0f} million parameters"
     return model, None
-
-
-def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
-    """Return the entries of the report."""
-    return shared_prefix.run(model, tokenizer, sizes)

@@ -51,11 +51,14 @@ def run_benchmark(module: Any, arguments: Sequence[str]) -> int:
     given = {option: value for option, value in vars(options).items() if option in known and value is not None}
     sizes = known | (getattr(module, "QUICK", {}) if options.quick else {}) | given
     model, tokenizer = getattr(module, "load", set_up)(options)
-    report: Report = about(model, options) | {"settings": sizes}
+    where = (torch.device("cpu"), torch.float32) if model is None else (model.device, model.dtype)
+    report: Report = {"machine": machine(*where), "model": options.model or "SmolLM2-135M-Instruct"}
+    report |= {"quick": options.quick, "settings": sizes}
     report |= module.run(model, tokenizer, argparse.Namespace(**sizes, quick=options.quick, model=options.model))
     if hasattr(module, "TARGETS"):
         report["targets"] = compare(report["ratios"], module.TARGETS)
-    finish(report, new_path(name.replace("_", "-"), options))
+    kind = name.replace("_", "-") + "-quick" * options.quick
+    finish(report, options.output or RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}-{kind}.json")
     return 0
 
 
@@ -80,29 +83,22 @@ def set_up(options: argparse.Namespace) -> tuple[Any, Any]:
     return hf_parallel.enable(model), tokenizer
 
 
-def about(model: Any, options: argparse.Namespace) -> Report:
-    """Return the first entries of a report."""
-    where = (torch.device("cpu"), torch.float32) if model is None else (model.device, model.dtype)
-    name = options.model or "SmolLM2-135M-Instruct"
-    return {"machine": machine(*where), "model": name, "quick": options.quick}
-
-
-def new_path(kind: str, options: argparse.Namespace) -> Path:
-    """Return the path of the options, or a new one in the results folder."""
-    return options.output or RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}-{kind}{'-quick' * options.quick}.json"
-
-
 def finish(report: Report, path: Path) -> None:
     """Write a report with the current load average, and print it."""
     report["machine"]["load_average_after"] = load_average()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, path)
     show("report", report)
     for target in report.get("targets", ()):
         show_target(target)
     if report.get("quick"):
         print("(--quick: the figures are meaningless)")
     print(f"Written to {path}")
+
+
+def write(report: Report, path: Path) -> None:
+    """Write a report, finished or not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> Report:

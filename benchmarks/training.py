@@ -1,30 +1,24 @@
 """Measures training with shared prefixes against TRL.
 
-Completions of one long prompt: the loss with its gradients (a tree against full rows), its peak memory, the rollouts,
-and a whole step of GRPO. Full rows are computed in micro-batches, as all at once need more memory than most machines
-have. For the memory, each way runs in a process of its own, and the memory of all full rows is extrapolated from
-smaller batches.
+Completions of one long prompt: the loss with its gradients (a tree against full rows), the rollouts, and a whole step
+of GRPO. Full rows are computed in micro-batches, as all at once need more memory than most machines have.
 """
 
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import statistics
 import tempfile
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 import hf_parallel
-from hf_parallel.models.loading import load_model
 from hf_parallel.training import ParallelExample, SharedPrefixGRPOTrainer
 from hf_parallel.training.states import states_branched
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
@@ -33,7 +27,6 @@ from .measure import generate_batch, long_prompt, timed
 
 TARGETS = (
     ("loss_of_full_rows_by_tree", "at least", 6.0, "forward and backward pass: full rows relative to the tree"),
-    ("memory_of_tree_by_full_rows", "at most", 0.25, "its peak memory: the tree relative to full rows"),
     ("rollouts_of_generate_by_ours", "at least", 5.0, "rollouts: generate relative to shared_prefix"),
     ("rollouts_of_continuous_batching_by_ours", "at least", 1.0, "rollouts: continuous batching relative to ours"),
     ("step_of_stock_by_ours", "at least", 4.0, "a whole step of GRPO: TRL relative to both shared"),
@@ -41,28 +34,25 @@ TARGETS = (
 """Ratio, direction, limit, and description of the ratio."""
 
 
-SIZES: dict[str, Any] = {"prompt": 1024, "completions": 16, "new_tokens": 64, "rounds": 2}
-SIZES |= {"rows": 4, "memory_rows": (1, 2, 4)}
+SIZES: dict[str, Any] = {"prompt": 1024, "completions": 16, "new_tokens": 64, "rounds": 2, "rows": 4}
 """`rows`: rows of a micro-batch of full rows, divides `completions`. Each round of the loss times the tree and one
-micro-batch. `memory_rows`: batch sizes of full rows whose peak memory is measured."""
-QUICK: dict[str, Any] = {"prompt": 48, "completions": 4, "new_tokens": 4, "rows": 2, "rounds": 1, "memory_rows": (1, 2)}
+micro-batch."""
+QUICK: dict[str, Any] = {"prompt": 48, "completions": 4, "new_tokens": 4, "rows": 2, "rounds": 1}
 
 
 def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     """Return the entries of the report."""
     ids = long_prompt(tokenizer, sizes.prompt)
-    memory, rollouts = memory_of(sizes), rollouts_of(model, ids, sizes)
-    step = steps_of(model, tokenizer, ids, sizes)
+    rollouts, step = rollouts_of(model, ids, sizes), steps_of(model, tokenizer, ids, sizes)
     loss = loss_of(model, ids[0].tolist(), sizes)  # last, as it changes the model's forward
     ratios = {
         "loss_of_full_rows_by_tree": loss["full_rows"] / loss["tree"],
-        "memory_of_tree_by_full_rows": memory["tree"] / memory["full_rows"],
         "rollouts_of_generate_by_ours": rollouts["generate"] / rollouts["shared_prefix"],
         "step_of_stock_by_ours": step["stock"] / step["both_shared"],
     }
     if "continuous_batching" in rollouts:
         ratios["rollouts_of_continuous_batching_by_ours"] = rollouts["continuous_batching"] / rollouts["shared_prefix"]
-    return {"memory": memory, "rollouts": rollouts, "step": step, "loss": loss, "ratios": ratios}
+    return {"rollouts": rollouts, "step": step, "loss": loss, "ratios": ratios}
 
 
 def loss_of(model: Any, prompt: list[int], sizes: Any) -> dict[str, float]:
@@ -85,21 +75,6 @@ def random_completions(model: Any, sizes: Any) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     shape = sizes.completions, sizes.new_tokens
     return torch.randint(3, model.config.vocab_size, shape, generator=generator).tolist()
-
-
-def memory_of(sizes: Any) -> dict[str, Any]:
-    """Return the bytes that forward and backward pass need beyond the weights, each way in a new process."""
-
-    def in_process(way: str, rows: int) -> float:
-        print(f"peak memory, {way}, {rows} at once")
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(peak_memory, (sizes, torch.get_num_threads(), way, rows))
-
-    found: dict[str, Any] = {"tree": in_process("tree", sizes.completions)}
-    measured = [in_process("full_rows", rows) for rows in sizes.memory_rows]
-    found |= {f"{rows}_full_rows": value for rows, value in zip(sizes.memory_rows, measured, strict=True)}
-    slope, intercept = statistics.linear_regression(sizes.memory_rows, measured)
-    return found | {"full_rows": intercept + slope * sizes.completions, "per_row": slope, "of_no_row": intercept}
 
 
 def rollouts_of(model: Any, ids: torch.Tensor, sizes: Any) -> dict[str, Any]:
@@ -178,27 +153,3 @@ def of_full_rows(model: Any, prompt: list[int], completions: list[list[int]]) ->
     labels[:, : len(prompt)] = -100
     mask = torch.ones_like(ids)
     return model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
-
-
-def peak_memory(sizes: Any, threads: int, way: str, rows: int) -> int:
-    """Return the bytes of the process during forward and backward pass, less those before it."""
-    torch.set_num_threads(threads)
-    model, tokenizer = load_model(sizes.model, torch.float32, "cpu", preset=False)
-    model.train()
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    prompt = long_prompt(tokenizer, sizes.prompt)[0].tolist()
-    completions = random_completions(model, sizes)[:rows]
-    process, done = psutil.Process(), threading.Event()
-    before = process.memory_info().rss
-    seen = [before]
-
-    def watch() -> None:
-        while not done.wait(0.005):
-            seen.append(process.memory_info().rss)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    backward({"tree": of_tree, "full_rows": of_full_rows}[way], model, prompt, completions)
-    done.set()
-    watcher.join()
-    return max(seen) - before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.report import machine, show
+from benchmarks.report import machine, show, write
 from hf_parallel.kernels import BACKEND_VARIABLE, select_backend
 from hf_parallel.models import compiled
 
@@ -98,12 +97,6 @@ def run_stage(name: str, stage: Stage, bench: Bench, report: dict[str, Any], pat
             written = now
     write(report, path)
     show_stage(name, found)
-
-
-def write(report: dict[str, Any], path: Path) -> None:
-    """Write the current report."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def toy_backend() -> str:

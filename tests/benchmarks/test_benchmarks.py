@@ -25,7 +25,6 @@ QUICK = ("shared_prefix", "linear")
 NAMES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in benchmarks.__main__.benchmarks()
 ]
-NEEDS = {"lm_eval": "lm_eval", "hotspots": "matplotlib", "training": "trl"}
 
 
 def entries(report: Any) -> Iterator[tuple[str, Any]]:
@@ -38,13 +37,12 @@ def entries(report: Any) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_smallest_form_measures_everything(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip(NEEDS.get(name, "torch"))
+    pytest.importorskip("trl" if name == "training" else "torch")
     random_stand_in(tmp_path / "model")[1].save_pretrained(tmp_path / "model")
     monkeypatch.setattr(measure, "PAGE", 16)
     monkeypatch.setattr(engine, "question", lambda tokenizer, n: [4 + n % 50, 5 + n // 50 % 50])  # a short one
     given = ["--quick", "--output", str(tmp_path / "new" / "report.json")]
-    given += [] if name in ("hybrids", "agents_cache", "state_interval") else ["--model", str(tmp_path / "model")]
-    given += ["--picture", str(tmp_path / "picture.png")] if name == "hotspots" else []
+    given += [] if name in ("hybrids", "agents_cache") else ["--model", str(tmp_path / "model")]
     if name == "gpu":  # Triton reads a variable when it is imported
         given = ["--toy", "--seed", "0", "--budget-seconds", "3600", "--out", str(tmp_path / "new")]
         subprocess.run([sys.executable, "-m", "benchmarks.gpu", *given], cwd=ROOT, check=True, timeout=3600)

@@ -6,15 +6,14 @@ import contextlib
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import hybrids  # noqa: F401 # adds models whose layers keep states
 import pytest
 import tiny
 import torch
-from transformers import LogitsProcessor
+from test_dialect_texts import PROMPTS, run
 from workers import TOKENIZER, encode, small_model
 
 import hf_parallel
@@ -22,6 +21,7 @@ from hf_parallel import Fork, ForkJoinOutput
 from hf_parallel.generation.dialects import DIALECTS, Dialect
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.training import ParallelExample, teacher_forced_logits
+from hf_parallel.training.dialects import parse
 
 EVERY_SETTING: dict[str, Any] = {
     "seed": 7,
@@ -45,100 +45,29 @@ SMALL_CALL: dict[str, Any] = {
     "max_new_tokens": 60,
 }
 """Arguments of a short call with a tiny model."""
-PROMPTS = ("Think: ", "And ", "Well, now: ")
 OVERLAP = Dialect(("<P>", "</P>"), ("<B>", "</B>"), "overlap")
 UNTRAINED = {"llama4_text", "ministral3"}
 """Models without training on packed rows, which is the oracle."""
 ALL = {**DIALECTS, "overlap": OVERLAP}
 
 
-@dataclass
-class Story:
-    """Texts of a lane, with a fork between two of them: the contents of its paths."""
-
-    texts: list[str]
-    forks: list[list[Story]] = field(default_factory=list)
-
-
-def make_story(rng: random.Random, dialect: Dialect, depth: int = 0, number: str = "") -> Story:
-    """Return a random answer, or a path, with forks in it."""
+def random_text(rng: random.Random, dialect: Dialect, depth: int = 0, prefix: str = "") -> str:
+    """Return a random answer, or the contents of a path, with forks in it."""
     word = lambda: "".join(rng.choices("abcdefgh ,", k=rng.randint(1, 9)))  # noqa: E731
-    story, end = Story([]), ""
+    text = word()
     for _ in range(rng.choice([0, 1, 2]) if depth < (2 if dialect.is_nested else 1) else 0):
-        count = rng.randint(1, 3) if dialect.outline else 2
-        prefix = f"{number}." if number else ""
-        numbers = [f"{prefix}{i}" for i in range(1, count + 1)]
-        outline = "".join(f"{dialect.outline} {n}: {word()}\n" for n in numbers) if dialect.outline else ""
-        closing = dialect.fork_text if dialect.fork_text != dialect.region[0] else ""
-        story.texts.append(f"{end}{word()}{dialect.region[0]}{outline}{closing}")
-        end = word() + ("" if dialect.region[1] in dialect.joined_text else dialect.region[1])
-        paths = [make_story(rng, dialect, depth + 1, n) for n in numbers]
-        story.forks.append(paths if dialect.outline else paths[:1] * count)  # these have the same beginning
-    last = dialect.branch[1] if depth else ""
-    story.texts.append(f"{end}{word()}{last}")
-    return story
-
-
-def write(story: Story, dialect: Dialect, begun: str, script: dict[str, str | None]) -> str:
-    """Add what follows each beginning of a row's text to a script. Return the whole text, paths in order."""
-    text = begun
-    for index, own in enumerate(story.texts):
-        for character in own:
-            script[text] = character
-            text += character
-        if index < len(story.forks):
-            paths = []
-            for number, path in enumerate(story.forks[index], start=1):
-                gap, opening = dialect.first_text(number_of(own, dialect, number))
-                whole = write(path, dialect, text + gap + opening, script)
-                paths.append(whole[len(text + gap) :] + dialect.gap)
-            text += gap + "".join(paths) + dialect.joined_text
+        numbers = [f"{prefix}{i + 1}" for i in range(rng.randint(1, 3) if dialect.outline else 2)]
+        outlines = [f"{dialect.outline} {number}: {word()}\n" for number in numbers if dialect.outline]
+        text += "".join([dialect.region[0], *outlines, dialect.fork])
+        path = ""
+        for number in numbers:
+            if dialect.outline or not path:  # without an outline, paths have the same beginning
+                path = random_text(rng, dialect, depth + 1, f"{number}.")
+            gap, opening = dialect.first_text(number)
+            text += f"{gap if number == numbers[0] else ''}{opening}{path}{dialect.branch[1]}{dialect.gap}"
+        text += dialect.joined_text + word() + ("" if dialect.region[1] in dialect.joined_text else dialect.region[1])
+        text += word()
     return text
-
-
-def number_of(own: str, dialect: Dialect, number: int) -> str:
-    """Return the number of a path in its region."""
-    return dialect.numbers(own[own.rindex(dialect.region[0]) :], 2)[number - 1]
-
-
-class Storyteller(LogitsProcessor):
-    """Lets each row write what follows its text in a script."""
-
-    def __init__(self, script: dict[str, str | None]) -> None:
-        self.script = script
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        told = torch.full_like(scores, -100.0)
-        for row, tokens in enumerate(input_ids.tolist()):
-            text = "".join(map(chr, tokens)).strip(chr(tiny.PAD))
-            told[row, ord(self.script.get(text) or chr(tiny.EOS))] = 100.0
-        return told
-
-
-def tell(stories: Sequence[Story], dialect: Dialect, model: Any = None, **settings: Any) -> tuple[list[str], Any]:
-    """Return the texts of scripted answers, and the output of the mode."""
-    script: dict[str, str | None] = {}
-    prompts = PROMPTS[: len(stories)]
-    texts = [
-        write(*pair, script)[len(pair[2]) :] for pair in zip(stories, [dialect] * len(stories), prompts, strict=True)
-    ]
-    ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in prompts])
-    given = {"max_new_tokens": 3000, "do_sample": False, "return_dict_in_generate": True, **settings}
-    out = (model or small_model()).generate(
-        ids,
-        attention_mask=mask,
-        generation_mode="fork_join",
-        dialect=dialect,
-        tokenizer=TOKENIZER,
-        logits_processor=[Storyteller(script)],
-        **given,
-    )
-    return texts, out
-
-
-def stories(seed: int, dialect: Dialect) -> Iterator[Story]:
-    rng = random.Random(seed)
-    return (make_story(rng, dialect) for _ in PROMPTS)
 
 
 def check_logits(model: Any, out: ForkJoinOutput) -> None:
@@ -160,7 +89,9 @@ def placed(example: ParallelExample) -> Counter[tuple[int, int]]:
 @pytest.mark.parametrize("seed", range(2))
 def test_a_model_that_writes_a_text_gives_this_text_and_its_forks(name: str, seed: int) -> None:
     dialect, model = ALL[name], hf_parallel.enable(small_model())
-    texts, out = tell(list(stories(seed, dialect)), dialect, model)
+    rng = random.Random(seed)
+    texts = [random_text(rng, dialect) for _ in PROMPTS]
+    out = run(dialect, [parse(text, dialect) for text in texts], max_new_tokens=3000)
     assert [text.removesuffix("<eos>") for text in out.transcripts] == texts
     check_logits(model, out)
     examples = [
