@@ -35,17 +35,20 @@ RATIOS = {
 
 
 class PassClock(LogitsProcessor):
-    """Records when each pass has its logits. Ends the answer after `length` passes of paths and `last` after them."""
+    """Records when each pass has its logits. Ends the paths by tokens `closing` after `length` passes in all, and the
+    answer after `last` more."""
 
-    def __init__(self, length: int, last: int, eos_token_id: int) -> None:
-        self.length, self.last, self.eos_token_id = length, last, eos_token_id
+    def __init__(self, length: int, last: int, closing: list[int], eos_token_id: int) -> None:
+        self.length, self.last, self.closing, self.eos_token_id = length, last, closing, eos_token_id
         self.times: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores, `[rows, vocabulary]`."""
         self.times.append(time.perf_counter())
-        if len(self.times) > self.length + self.last:
-            scores = torch.full_like(scores, -100.0).index_fill(1, torch.tensor([self.eos_token_id]), 0.0)
+        written, begin = len(self.times) - 1, self.length - len(self.closing)
+        forced = self.closing[written - begin] if begin <= written < self.length else self.eos_token_id
+        if begin <= written < self.length or written >= self.length + self.last:
+            scores = torch.full_like(scores, -100.0).index_fill(1, torch.tensor([forced]), 0.0)
         return scores
 
     def figures(self) -> dict[str, float]:
@@ -66,7 +69,8 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     outlines = "".join(f"<Outline>\n{number}: Part\n</Outline>\n" for number in range(1, sizes.paths + 1))
     tags = [token for token in range(len(tokenizer)) if "<" in tokenizer.decode([token])]  # no path ends by itself
     settings: dict[str, Any] = {"do_sample": False, "suppress_tokens": [eos, *tags]}
-    own = {"tokenizer": tokenizer, "path_max_new_tokens": sizes.length, "return_dict_in_generate": True}
+    own = {"tokenizer": tokenizer, "return_dict_in_generate": True}
+    closing = tokenizer(DIALECTS["multiverse"].branch[1]).input_ids
     own |= {"opening": f"<Parallel>\n<Goal>\n{outlines}</Goal>", "max_new_tokens": sizes.paths * sizes.length + 2048}
     rounds: dict[str, list[dict[str, float]]] = {positions: [] for positions in sizes.positions}
     for number in range(sizes.rounds + 1):  # the first is a warm-up
@@ -74,11 +78,12 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
         model.generate(ids, generation_mode=None, streamer=clock, max_new_tokens=sizes.length, **settings)
         for positions, found in rounds.items():
             print(f"{positions}, round {number} of {sizes.rounds}", flush=True)
-            passes = PassClock(sizes.length, sizes.last, eos)
+            passes = PassClock(sizes.length, sizes.last, closing, eos)
             dialect = replace(DIALECTS["multiverse"], positions=positions)
             given = {**own, **settings, "dialect": dialect, "logits_processor": [passes]}
             out = model.generate(ids, generation_mode="fork_join", **given)
-            assert {path.ended_by for path in out.forks[0][0].paths} == {"budget"}, "a path has ended early"
+            ends = {(path.ended_by, len(path.tokens)) for path in out.forks[0][0].paths}
+            assert len(ends) == 1, f"the paths have ended in different ways: {ends}"
             if number:
                 sequential = sizes.paths * sum(clock.step_seconds)
                 found.append({"generate_seconds": sequential, **passes.figures()})
