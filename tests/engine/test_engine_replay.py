@@ -121,4 +121,4 @@ def test_random_requests_share_a_logits_cache_within_a_budget(model: Any, token_
             alone = model.generate(prompt[None], generation_mode="resample", logits_cache=LogitsCache(), **given)
             assert sequence == alone.tolist()
     assert all(node.pins == 0 for _, node in cache.nodes())
-    assert not cache._computing
+    assert not cache.computing

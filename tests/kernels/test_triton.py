@@ -204,6 +204,31 @@ def test_append_stores_what_the_torch_backend_stores(scene: Scene, padding: int)
     assert_same_storage(actual, expected)
 
 
+def test_append_follows_decode_steps() -> None:
+    scene = workers(Features(kv_heads=2), 3, 2)
+    segments = [Segment(segment.view, 1) for segment in scene.forward.segments if segment.write]
+    scene.cache.pool.reserve([(segment.view[-1], 40) for segment in segments])
+    expected, actual = storage(scene), storage(scene)
+    for _ in range(8):
+        scene.step(segments)
+        new = new_tokens(scene, 3)
+        TORCH.append(expected.keys, expected.values, *new, scene.forward.plan)
+        TRITON.append(actual.keys, actual.values, *new, scene.forward.plan)
+    assert_same_storage(actual, expected)
+
+
+def test_padded_queries_are_zero_and_change_no_other() -> None:
+    scene = workers(Features(kv_heads=2, groups=2, sinks=True), 2, 1)
+    expected = attend(scene)
+
+    def padded(q: torch.Tensor, *args: Any) -> torch.Tensor:
+        return TRITON.attend(torch.cat((q, q.new_full((5, *q.shape[1:]), math.nan))), *args)
+
+    out = scene.attend(padded, torch.float32)
+    assert torch.equal(out[:2], expected)
+    assert torch.equal(out[2:], torch.zeros(5, 4, 8))
+
+
 @pytest.mark.parametrize(("length", "delta"), [(1, 5), (16, 0), (37, -3000)])
 @pytest.mark.parametrize("style", STYLES)
 def test_move_does_what_the_torch_backend_does(style: str, delta: int, length: int) -> None:
