@@ -30,13 +30,14 @@ from hf_parallel.kernels import native, storage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ARCHITECTURES = ["llama"] + [
-    pytest.param(name, marks=pytest.mark.slow)
+ARCHITECTURES = [("llama", 7)] + [
+    pytest.param(name, 14, marks=pytest.mark.slow)
     for name in (
-        *("gemma3_text", "gpt_neox", "gemma4_text-e2b", "llama4_text"),
+        *("llama", "gemma3_text", "gpt_neox", "gemma4_text-e2b", "llama4_text"),
         *("lfm2", "qwen3_5_text", "granitemoehybrid", "falcon_h1", "mamba2"),
     )
 ]
+"""Models, each with a number of random requests."""
 
 
 def enabled(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -90,15 +91,15 @@ def exact_int8(monkeypatch: pytest.MonkeyPatch) -> str:
     return "int8"
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_random_requests_get_their_tokens_within_a_budget(name: str) -> None:
-    check_random_requests(name, None)
+@pytest.mark.parametrize(("name", "count"), ARCHITECTURES)
+def test_random_requests_get_their_tokens_within_a_budget(name: str, count: int) -> None:
+    check_random_requests(name, count, None)
 
 
-def check_random_requests(name: str, cache_dtype: str | None) -> None:
+def check_random_requests(name: str, count: int, cache_dtype: str | None) -> None:
     rng, model = random.Random(name), enabled(name)
     prefixes = random_prefixes(rng, 4, 40)
-    cases = [random_case(rng, prefixes, STATE_MODES if name in HYBRIDS else MODES) for _ in range(14)]
+    cases = [random_case(rng, prefixes, STATE_MODES if name in HYBRIDS else MODES) for _ in range(count)]
     budget = peak_bytes(model, cases) * 3 // 10
     with Engine(
         model, TOKENIZER, max_kv_bytes=budget, max_batch_tokens=64, state_interval=16, cache_dtype=cache_dtype
@@ -127,7 +128,7 @@ def test_random_requests_get_their_tokens_from_blocks_in_other_storage(
         return compressed[-1]
 
     monkeypatch.setattr(Pool, "compress", count)
-    check_random_requests("llama", exact_int8)
+    check_random_requests("llama", 7, exact_int8)
     assert set(compressed) == {True, False}  # with and without memory for them
 
 

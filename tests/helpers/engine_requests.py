@@ -112,17 +112,3 @@ def assert_nothing_is_held(engine: Engine) -> None:
     kept = [node.block.state for node in nodes if node.block.has_state]
     assert len(kept) == (len(nodes) if states.in_use else 0) == len(set(kept)) == states.num_used
     assert not states.in_use or states.are_finite(kept).all()
-
-
-__all__ = [
-    "MODES",
-    "STATE_MODES",
-    "TOKENIZER",
-    "Case",
-    "assert_nothing_is_held",
-    "clear_hooks",
-    "random_case",
-    "random_prefixes",
-    "tiny",
-    "wait_until_idle",
-]
