@@ -36,7 +36,6 @@ TARGETS = (
     ("uncached_by_cached", "at least", 1.5, "seconds: without relative to with the logits cache"),
     ("same_tree", "at least", 1.0, "searches that build the same tree with and without the logits cache"),
 )
-"""Ratio, direction, limit, and description of the ratio."""
 
 
 class Sequential:

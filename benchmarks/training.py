@@ -31,7 +31,6 @@ TARGETS = (
     ("rollouts_of_continuous_batching_by_ours", "at least", 1.0, "rollouts: continuous batching relative to ours"),
     ("step_of_stock_by_ours", "at least", 4.0, "a whole step of GRPO: TRL relative to both shared"),
 )
-"""Ratio, direction, limit, and description of the ratio."""
 
 
 SIZES: dict[str, Any] = {"prompt": 1024, "completions": 16, "new_tokens": 64, "rounds": 2, "rows": 4}
