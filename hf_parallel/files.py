@@ -109,17 +109,24 @@ def warn_on_other_version(path: str | Path, version: str) -> None:
 
 
 def read_file(path: str | Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file.
+    """Return the content of a regular file, read from one descriptor: a writer that replaces the file changes nothing.
 
     Raises `OSError` if the file does not exist or cannot be read, and `ValueError` if it is not a regular file (a pipe
     would wait for a writer) or has more than `max_bytes`.
     """
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-        raise ValueError(f"{path} is not a regular file")
-    if status.st_size > max_bytes:
-        raise ValueError(f"{path} has {status.st_size} bytes, at most {max_bytes} can be read")
-    return Path(path).read_bytes()
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        if status.st_size > max_bytes:
+            raise ValueError(f"{path} has {status.st_size} bytes, at most {max_bytes} can be read")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(status.st_size)
+    finally:
+        os.close(descriptor)
 
 
 def read_lines(path: str | Path) -> tuple[str, bytes]:

@@ -86,9 +86,11 @@ def get_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
 
 def encode_exactly(tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary, text: str) -> list[int] | None:
     """Return the tokenizer's tokens of a text; if their text differs, the fewest tokens with this text, or None."""
+    if (fewest := vocabulary.encode(text.encode())) is None:
+        return None
     tokens = encode(tokenizer, text)
     known = all(0 <= token < len(vocabulary) for token in tokens)
-    return tokens if known and vocabulary.decode(tokens) == text.encode() else vocabulary.encode(text.encode())
+    return tokens if known and vocabulary.decode(tokens) == text.encode() else fewest
 
 
 class Token(NamedTuple):
