@@ -113,11 +113,12 @@ def test_seeded_samples_equal_the_row_alone_and_replay(name: str, num_calls: int
 
 
 def fail_sometimes(engine: Engine, rng: random.Random, num_segments: int) -> None:
-    """Let an engine run out of memory in some of its larger passes, so that it preempts requests."""
-    plan = engine._storage.cache.prepare_run
+    """Let an engine run out of memory in some of its larger passes, so that it preempts one of several requests."""
+    plan, running = engine._storage.cache.prepare_run, engine._scheduler.running
 
     def sometimes(passes: Any) -> Any:
-        if len(passes[0]) > num_segments and rng.random() < 0.2:
+        several = sum(not request.preempted for request in running) > 1
+        if several and len(passes[0]) > num_segments and rng.random() < 0.2:
             raise RuntimeError("out of memory")
         return plan(passes)
 
