@@ -69,7 +69,7 @@ def test_a_source_without_a_valid_prompt_raises(
         (["x", "--set", "logits_cache=1"], "--logits-cache"),
         (["x", "--mode", "generate", "--set", "layout=combined"], "'layout'"),
         (["x", "--greedy", "--set", "top_p=0.5"], "do_sample=False .* top_p"),
-        (["x", "--mode", "pdos", "--logits-cache", "f"], "--logits-cache .* --mode pdos"),
+        (["x", "--mode", "best_of", "--logits-cache", "f"], "--logits-cache .* --mode best_of"),
         (["x", "--mode", "generate", "-o", "run.json"], "-o .* --mode generate"),
         (["x", "-o", "/nowhere/run.json"], "/nowhere"),
         (["x", "--batch-size", "0"], "at least 1, got 0"),

@@ -200,7 +200,8 @@ def _short(generate: Any, tokenizer: Any, new_tokens: int) -> Any:
             titles = "".join(f"####{title}:......\n" for title in kwargs.get("titles", ()))
             beginning = kwargs.get("opening", "") + titles + kwargs.get("terminator", "")
             most = new_tokens + len(tokenizer(beginning).input_ids)
-            most += 40 * (kwargs.get("generation_mode") == "fork_join")  # tags that the mode inserts
+            if kwargs.get("generation_mode") == "fork_join":  # inserts tags of two paths
+                most += 2 * len(tokenizer("<Path>\n1:</Path>\n<Conclusion>\n").input_ids)
             kwargs["max_new_tokens"] = min(kwargs.get("max_new_tokens", most), most)
         return generate(model, *args, **kwargs)
 

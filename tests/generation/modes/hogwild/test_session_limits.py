@@ -104,7 +104,7 @@ def test_invalid_changes_raise(change: Callable[[HogwildSession], Any], said: st
         ({"seed": torch.Generator()}, "seed must be an int"),
         ({"num_return_sequences": 2}, "a session has one prompt"),
         ({"worker_names": ["Ann", "common"]}, "worker_names must not contain 'common'"),
-        ({"generation_mode": "pdos"}, "generation_mode 'hogwild', got 'pdos'"),
+        ({"generation_mode": "pdos"}, "generation_mode 'hogwild' or 'async_reasoning', got 'pdos'"),
         ({"streamer": TextStreamer(TOKENIZER)}, "streamer must be a ParallelStreamer"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
