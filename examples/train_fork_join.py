@@ -76,7 +76,7 @@ class Sums:
 
 
 class Lists:
-    """Question: groups of lists. Answer: each reversed; first numbers of the lists of a group; those of all groups."""
+    """Groups of lists. The answer reverses each list, then collects first numbers per group and over all groups."""
 
     dialect = Dialect(region=("[", "="), branch=("(", ")"), outline="#", fork="|", opening="({number}:")
     plan = ("[", "#{number}:", "|")
@@ -179,7 +179,7 @@ class Clock(transformers.LogitsProcessor):
         """Ignore the end."""
 
     def seconds(self):
-        """Return the seconds between the first pass and the last, and those of as many passes of median time."""
+        """Return the seconds from the first pass to the last, and the same number of passes at their median time."""
         steps = defaultdict(list)  # by number of rows
         for rows, (begin, end) in zip(self.rows[1:], pairwise(self.times), strict=True):
             steps[rows].append(end - begin)

@@ -45,7 +45,7 @@ class Context:
 class Frame:
     """A task of an agent, whose operations are recorded in the present state, or replayed.
 
-    `prefix` tells its operations from those of the agent's own coroutine, which has none.
+    `prefix` distinguishes its operations; the agent's own coroutine has no prefix.
     """
 
     def __init__(self, execution: Context, prefix: str = "") -> None:

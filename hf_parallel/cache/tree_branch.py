@@ -36,16 +36,16 @@ class TreeBranchCache(SharedPrefixCache):
         return [[*view, block] for block in blocks]
 
     def join(
-        self, view: View, branches: Sequence[tuple[Sequence[Block], int]], position: int, overlap: bool
+        self, view: View, branches: Sequence[tuple[Sequence[Block], int]], position: int, at_depth: bool
     ) -> list[Block]:
         """Return the view of the text after branches, with a new block at its end.
 
-        `branches` are the blocks of each, without `view`, and its length in positions. With `overlap` they stay at one
+        `branches` are the blocks of each, without `view`, and its length in positions. With `at_depth` they stay at one
         position and the text follows the longest; otherwise it sees them one after the other, by rotation.
         """
         lengths = [length for _, length in branches]
-        after = max(lengths) if overlap else sum(lengths)
-        if overlap:
+        after = max(lengths) if at_depth else sum(lengths)
+        if at_depth:
             for index, (blocks, length) in enumerate(branches):
                 blocks[-1].shift -= length if index < len(branches) - 1 else length - after
         own = [block for blocks, _ in branches for block in blocks]

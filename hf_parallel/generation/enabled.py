@@ -27,7 +27,7 @@ ENGINE_OPEN = (
 class Claim:
     """Hold of a thread on a model for one call of a mode, or of an engine.
 
-    Others that find the model in use raise `busy`. `threads` are those that cannot wait for the end.
+    Other threads that find the model in use raise `busy`. `threads` cannot wait for its release.
     `active = False` in a `finally` releases it: a single store, before which no Ctrl-C can be raised, unlike before a
     function or a context manager of Python.
     """

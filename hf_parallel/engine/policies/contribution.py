@@ -60,7 +60,7 @@ class ContributionScores:
     The paper does not say how terms are normalised. Here, `x` becomes `x / (x + m)`, where m is the median of the
     positive values. An agent that inflates a count reaches at most 1 and does not lower the values of others, unlike
     with a maximum or a sum. The window counts turns: consecutive requests of an agent are one turn, so a flood of
-    requests does not displace those of others.
+    requests does not push out other agents' turns.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ class ContributionScores:
             self.compute()
 
     def of(self, agent: str) -> float:
-        """Return the score of an agent; of one that is new since the last round, the median score."""
+        """Return the score of an agent, or the median score if it has joined since the last round."""
         return self.current[agent].score if agent in self.current else self._neutral
 
     def compute(self) -> None:

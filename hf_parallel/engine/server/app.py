@@ -233,7 +233,7 @@ class _Server:
 
 
 class FairPool:
-    """Runs jobs in threads, and one job of each submitter at a time: the others of it queue behind other submitters."""
+    """Thread pool that runs one job per submitter at a time; a submitter's next job queues behind other submitters."""
 
     def __init__(self, threads: int) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="hf_parallel-submit")

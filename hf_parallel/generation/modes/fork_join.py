@@ -59,7 +59,7 @@ class ForkJoinOutput(ParallelOutput):
     transcripts : list of str
         Text of each answer, the paths of its forks in order.
     critical_path : list of int
-        Decode steps that each answer needs: its own tokens, and for each fork those of its longest path.
+        Decode steps of each answer: its own tokens, plus the longest path of each fork.
     fallback : list of str or None
         Why the last region that an answer opened has not forked; None if all have.
     stages : dict of StageStats
@@ -99,9 +99,9 @@ class ForkJoinRows(BranchRows["ForkJoinConfig"]):
 class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
     """Answers of models that open parallel paths by themselves.
 
-    The model writes an answer until it opens a fork in the format of its dialect. The paths of the fork are decoded at
-    the same time and then joined, as the model was trained to see them, and the answer goes on. Text that is not
-    well-formed stays text. `max_new_tokens` is the budget of the whole answer, paths and inserted tags included; if too
+    The model writes an answer until it opens a fork in the format of its dialect. Its paths are decoded at the same
+    time and joined as the model was trained to see them; then the answer continues. Text that is not well-formed stays
+    text. `max_new_tokens` is the budget of the whole answer, paths and inserted tags included; if too
     few tokens are left, later paths end. With a `logits_cache`, an answer is replayed while logits are cached for all
     of its paths.
 
@@ -202,11 +202,11 @@ class ForkJoinRun(BranchRun):
     def find_fork(self, lane: Lane, known: int) -> Plan | None:
         """See `BranchRun.find_fork`."""
         tag = self.dialect.fork_text.encode()
-        at = lane.text.find(tag, max(known - len(tag) + 1, 0))
+        if (at := lane.text.find(tag, max(known - len(tag) + 1, 0))) < 0:
+            return None
         end = at + len(tag)
         before = lane.text[:end].decode(errors="replace")
-        begin = before.rfind(self.dialect.region[0])
-        if at < 0 or begin < 0:
+        if (begin := before.rfind(self.dialect.region[0])) < 0:
             return None
         numbers = self.dialect.numbers(before[begin:], self.config.paths)
         if reason := self._why_not(lane, len(numbers)):

@@ -1,1 +1,1 @@
-"""What modes share in which an answer has branches: rows, blocks, budgets, joins, output."""
+"""Shared parts of modes whose answers have branches: rows, blocks, budgets, joins, output."""

@@ -109,7 +109,7 @@ class Lane(Row):
         return self.tokens[self.block_from + self.block.length :]
 
     def own_blocks(self) -> list[Block]:
-        """Return the blocks of a path that follow those of the lane that forked."""
+        """Return a path's blocks after the fork."""
         return [] if self.parent is None else list(self.view[len(self.parent.view) :])
 
     def writing(self) -> list[Lane]:

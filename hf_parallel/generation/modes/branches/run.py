@@ -1,8 +1,8 @@
 """BranchRun: one call of a mode in which an answer has branches.
 
 A row writes the text of an answer. Where the mode finds a fork in it, the row pauses, and its paths are written at the
-same time, each a row of the batch that sees the text before the fork and itself. When all of them have ended they are
-joined, and the text goes on after them. Paths may fork, too.
+same time, each a row of the batch that sees the text before the fork and itself. When all of them have ended, they are
+joined and the row continues after them. Paths may fork, too.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class BranchRun:
         self.roots: list[Lane] = []
         self.leaves: list[Node] = []  # of the prompts, if they are not computed yet
 
-    # What a mode defines
+    # Hooks of a mode
 
     def find_fork(self, lane: Lane, known: int) -> Plan | None:
         """Return the fork at the end of a lane's text that is complete only after `known` bytes, or None.
@@ -307,7 +307,7 @@ class BranchRun:
         self.loop.stats.prefill_seconds += time.perf_counter() - began
 
     def _count(self, tokens: Sequence[Token], fresh: Iterable[Token]) -> None:
-        """Count tokens that the next pass computes as prefilled, apart from those that were sampled last."""
+        """Count tokens of the next pass as prefilled, except those that were just sampled."""
         self.loop.stats.prefilled_tokens += len(tokens) - sum(token in tokens for token in fresh)
 
     # Forks
@@ -427,7 +427,7 @@ class BranchRun:
             lane.answer.write(path, path.uncached)
             self._count(path.uncached, path.fresh)
         branches = [(path.own_blocks(), path.position - lane.position) for path in lane.paths]
-        return self.cache.join(lane.view, branches, lane.position, overlap=self.positions == "depth")
+        return self.cache.join(lane.view, branches, lane.position, at_depth=self.positions == "depth")
 
     def _transcript(self, root: Lane) -> str:
         kept = [token for token in ids(root.tokens) if token not in self.call.eos_token_ids]
