@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,7 @@ from pages import (
 AGENTS = sorted((ROOT / "examples").glob("agents_*.py"))
 """See test_agent_examples.py."""
 RECIPES = sorted({*(ROOT / "examples").glob("*.py")} - {*EXAMPLES, *AGENTS})
-"""Scripts that train, see test_recipes.py and test_grpo.py."""
+"""Scripts that train, see test_recipes.py and test_grpo.py, and two others."""
 
 
 QUICK = ("shared_prefix",)
@@ -89,3 +90,10 @@ def test_notebook_runs(
 def cells(notebook: Path, kind: str) -> list[dict[str, Any]]:
     """Return the cells of one kind."""
     return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+@pytest.mark.slow
+def test_example_with_ray_runs(embedded: tuple[Any, Any]) -> None:
+    pytest.importorskip("ray.serve")
+    (example,) = (path for path in RECIPES if path.stem == "ray_replicas")
+    check_promised_lines(example, subprocess.check_output([sys.executable, example], text=True))

@@ -29,8 +29,6 @@ from hf_parallel.models.embedded import PRESET, PRESET_MARK
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_TOOLS = ROOT / "docs" / "other_tools.md"
 """Its code needs further libraries; `test_other_tools.py` runs it."""
-REPLICAS = ROOT / "docs" / "more_than_one_machine.md"
-"""The same; `test_replicas.py` runs it."""
 SERVE = ROOT / "docs" / "serve.md"
 """Its code needs a server; `test_server.py` runs it."""
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -64,7 +62,7 @@ def blocks_of(text: str, *languages: str) -> list[str]:
     return [block for language, block in FENCED.findall(text) if language in languages]
 
 
-WITH_CODE = [page for page in PAGES if blocks(page, "python") and page not in (OTHER_TOOLS, REPLICAS, SERVE)]
+WITH_CODE = [page for page in PAGES if blocks(page, "python") and page not in (OTHER_TOOLS, SERVE)]
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem in OWN_MODES]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 EXECUTABLE = [*WITH_CODE, *EXAMPLES, *NOTEBOOKS]
