@@ -66,7 +66,9 @@ class Request(Executor):
         cache_salt: str | None = None,
     ) -> None:
         self.config, self.handle, self.priority, self.submitter = config, handle, priority, submitter
-        self.hints, self.identity = hints, cache_salt
+        # Log-probabilities of a prompt need all of its logits: its prefixes are neither shared nor kept.
+        self.is_private = any(getattr(one, "prompt_top", None) is not None for one in call.logits_processor)
+        self.hints, self.identity = hints, self if self.is_private else cache_salt
         self.call = replace(call, executor=self)  # instead of the call's own
         handle.stats = call.stats
         self.chunk_size = self.batch_rows = 0
@@ -253,7 +255,7 @@ class Request(Executor):
         if self._caches:
             for cache in self._caches:
                 cache.reset()
-            self._storage.tree.unpin(self, keep)
+            self._storage.tree.unpin(self, keep and not self.is_private)
         self._caches = []
 
     # Preemption

@@ -21,20 +21,18 @@ from transformers import PreTrainedModel
 from hf_parallel.cache import Segment
 from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
-from hf_parallel.cache.tree import Node, common_prefix
+from hf_parallel.cache.tree import common_prefix
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.enabled import Claim, enabled
 from hf_parallel.generation.mixin import ParallelGenerationMixin, unwrap
+from hf_parallel.generation.scoring import MAX_LOGITS, score_tree
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int
 from hf_parallel.kernels import to_device
 from hf_parallel.models.attention import UnsupportedModelError, gradient_checkpointing_disabled
 from hf_parallel.models.cached_model import PREFILL_CHUNK, CachedModel
 from hf_parallel.models.linear import linear_layers
-
-MAX_LOGITS = 1 << 27
-"""Limits the tokens per forward pass by the size of the vocabulary, as all of them may need logits."""
 
 Score = tuple[float, bool]
 """Log-likelihood of a continuation, and whether greedy decoding would generate it."""
@@ -191,54 +189,23 @@ class _Scorer:
         self.cache.tree.retain(first[: min(row.first for row in shared)])
 
     def _score(self, rows: Sequence[_Row], passes: CachedModel) -> list[Score]:
-        began = time.perf_counter()
-        leaves = [self.cache.insert(row.inputs) for row in rows]
-        nodes = self.cache.nodes_to_prefill()
-        ends = np.cumsum([len(node.uncached) for node in nodes])
-        starts = {node: end - len(node.tokens) for node, end in zip(nodes, ends, strict=True)}
-        # Packed tokens that predict each row's continuation; cached ones never do
-        places = [
-            np.concatenate([starts.get(node, -1) + np.arange(len(node.tokens)) for node in leaf.path])[row.first :]
-            for row, leaf in zip(rows, leaves, strict=True)
-        ]
-        lengths = list(map(len, places))
-        ids = np.concatenate([row.tokens[row.first + 1 :] for row in rows])
-        log_probs, is_best = self._compute(nodes, ends, np.concatenate(places), ids, passes)
-        firsts = np.cumsum([0, *lengths[:-1]])
-        stats, cache = self.stats, self.cache
-        stats.reused_tokens += sum(len(row.inputs) for row in rows) - int(ends[-1])
+        began, stats, cache = time.perf_counter(), self.stats, self.cache
+        before = stats.prefilled_tokens
+
+        def forward(segments: list[Segment], tokens: np.ndarray, keep: np.ndarray) -> torch.Tensor:
+            planned = cache.prepare(segments)
+            logits = passes.logits(planned, to_device(tokens, self.device), keep.tolist())
+            cache.commit()
+            stats.forward_passes += 1
+            stats.prefilled_tokens += len(tokens)
+            return logits
+
+        found = score_tree(cache, [(row.tokens, row.first) for row in rows], forward, self._log_probs, self.max_tokens)
+        stats.reused_tokens += sum(len(row.inputs) for row in rows) - (stats.prefilled_tokens - before)
         stats.kv_bytes = max(stats.kv_bytes, cache.kv_bytes)
         stats.reserved_bytes = max(stats.reserved_bytes, cache.pool.arena.reserved_bytes)
         stats.prefill_seconds += time.perf_counter() - began
-        sums, greedy = np.add.reduceat(log_probs, firsts), np.logical_and.reduceat(is_best, firsts)
-        return list(zip(sums.tolist(), greedy.tolist(), strict=True))
-
-    def _compute(
-        self, nodes: Sequence[Node], ends: np.ndarray, places: np.ndarray, ids: np.ndarray, passes: CachedModel
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probabilities of tokens `ids` after packed tokens `places`, and if they are the best ones.
-
-        All arrays are `[targets]`. `ends` are those of the nodes among the packed tokens.
-        """
-        tokens = np.concatenate([node.uncached for node in nodes])
-        parts = [(node, end - len(node.tokens), end) for node, end in zip(nodes, ends.tolist(), strict=True)]
-        log_probs, is_best = np.zeros(len(ids)), np.ones(len(ids), dtype=bool)
-        for start in range(0, len(tokens), self.max_tokens):
-            stop = min(start + self.max_tokens, len(tokens))
-            inside = (places >= start) & (places < stop)
-            keep, queries = np.unique(places[inside] - start, return_inverse=True)
-            segments = [
-                Segment(node.view, min(stop, end) - max(start, begin))
-                for node, begin, end in parts
-                if begin < stop and end > start
-            ]
-            forward = self.cache.prepare(segments)
-            logits = passes.logits(forward, to_device(tokens[start:stop], self.device), keep.tolist())
-            self.cache.commit()
-            self.stats.forward_passes += 1
-            self.stats.prefilled_tokens += stop - start
-            log_probs[inside], is_best[inside] = self._log_probs(logits, queries, ids[inside])
-        return log_probs, is_best
+        return [(float(log_probs.sum()), bool(is_best.all())) for log_probs, is_best in found]
 
     def _log_probs(self, logits: torch.Tensor, queries: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probabilities of tokens `ids` after tokens `queries` of a pass, and if they are the best."""

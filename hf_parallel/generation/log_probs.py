@@ -88,18 +88,21 @@ class TokenLogProbs(NamedTuple):
 
     log_prob: float
     top: list[tuple[int, float]]
+    rank: int = 0  # among all tokens, from 1; only known for tokens of prompts
 
 
 class TopLogProbs(LogitsProcessor):
     """Collects the log-probabilities of sampled tokens and of the `top` most probable ones, under the model.
 
     It changes no scores. Its place among the processors does not matter: the sampler passes it unprocessed logits.
+    `prompt_top`: collect those of the tokens of prompts after the first, too, with that many of the most probable ones.
     """
 
     keeps_rows = False
 
-    def __init__(self, top: int) -> None:
-        self.top = top
+    def __init__(self, top: int, prompt_top: int | None = None) -> None:
+        self.top, self.prompt_top = top, prompt_top
+        self.prompts: dict[int, list[TokenLogProbs]] = {}  # by row
         self._found: dict[int, list[tuple[HostCopy, int]]] = {}  # by row: step, and index of the row in it
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -209,3 +209,30 @@ def test_a_text_ends_at_the_first_stop_text(folder: Path, plain: HFLM) -> None:
 def test_invalid_settings_raise_before_the_model_is_loaded(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ParallelLM(**{"pretrained": "no/such/model", **options})
+
+
+def test_local_completions_of_a_server_give_the_scores_of_hf(folder: Path) -> None:
+    for name in ("fastapi", "uvicorn", "prometheus_client", "httpx2", "tenacity", "aiohttp"):
+        pytest.importorskip(name)
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    from serving import MODEL, served
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_parallel.engine import Engine
+
+    path = str(folder / "model")
+    expected = evaluate(HFLM(path, device="cpu", batch_size=2), folder, ["cities", "letters"])
+    with (
+        Engine(AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)) as engine,
+        served(engine) as server,
+    ):
+        url, tokens = f"{server.url}/v1/completions", engine.stats.prefilled_tokens
+        lm = LocalCompletionsAPI(url, "huggingface", model=MODEL, tokenizer=path, batch_size=4, max_length=1000)
+        found = evaluate(lm, folder, ["cities", "letters"])
+        assert engine.stats.prefilled_tokens > tokens
+    for task in ("cities", "letters"):
+        assert found["results"][task] == pytest.approx(expected["results"][task])
+        pairs = zip(answers(found, task), answers(expected, task), strict=True)
+        flat = [(own[0], other[0]) for of_doc, others in pairs for own, other in zip(of_doc, others, strict=True)]
+        assert [own[1] for own, _ in flat] == [other[1] for _, other in flat]
+        assert [own[0] for own, _ in flat] == pytest.approx([other[0] for _, other in flat], abs=1e-5)

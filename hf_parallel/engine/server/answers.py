@@ -24,7 +24,7 @@ class LoggedToken:
 
     token: int
     begin: int  # number of characters before it in the text of its choice
-    found: TokenLogProbs
+    found: TokenLogProbs | None  # None: the first token of a prompt has none
     is_first: bool  # whether the text begins with it, so that decoders drop its leading space
 
 
@@ -40,6 +40,7 @@ class Delta:
     finish_reason: str | None = None
     error: str | None = None  # why the choice ended with an error
     record: dict[str, object] | None = None  # fields of the mode's output
+    prompt: list[tuple[int, TokenLogProbs]] | None = None  # tokens of the prompt after the first
 
 
 class Answers:
@@ -78,6 +79,7 @@ class Answers:
             choice.logged += delta.logged
             choice.row = delta.row or choice.row
             choice.finish_reason, choice.record, choice.error = delta.finish_reason, delta.record, delta.error
+            choice.prompt = delta.prompt
         return choices
 
     def _all(self, output: ParallelOutput) -> Iterator[Delta]:
@@ -105,7 +107,7 @@ class Answers:
             [] if submission.config.traits.rows_continue_prompts else output.answer_texts(submission.engine.tokenizer)
         )
         for index in range(submission.choices):
-            reason = "length" if index in cut else "stop"
+            reason = "length" if index in cut or submission.is_empty else "stop"
             delta = Delta(self.first + index, finish_reason=reason)
             if submission.config.traits.rows_continue_prompts:
                 delta.text, delta.logged = self._texts[index].flush()
@@ -117,6 +119,9 @@ class Answers:
             delta.error = errors.get(index)
             delta.finish_reason = reason if delta.error is None else "error"
             delta.record = records[index]
+            if submission.prompt_log_probs is not None:
+                found = submission.prompt_log_probs.prompts[index]
+                delta.prompt = list(zip(submission.prompt_of(index)[1:], found, strict=True))
             yield delta
 
 
@@ -125,6 +130,7 @@ class _ChoiceText:
 
     def __init__(self, submission: Submission, row: int) -> None:
         tokenizer = submission.engine.tokenizer
+        self._submission, self._prompt = submission, submission.prompt_of(row) if submission.echo else []
         self._log_probs, self._stops = submission.log_probs, StopFilter(submission.stops)
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._special = set(getattr(tokenizer, "all_special_ids", ()))
@@ -140,6 +146,9 @@ class _ChoiceText:
 
     def add(self, token: int) -> tuple[str, list[LoggedToken]]:
         """Append a token. Return the text, and the tokens with log-probabilities, that can be shown now."""
+        echo, logged = self._echo() if self._prompt else ("", [])
+        if self._submission.is_empty:
+            return echo, logged
         is_first = not self._detokenizer.tokens
         text = "" if token in self._special else self._detokenizer.add([token])
         if self._log_probs is not None and not self.stopped:
@@ -147,7 +156,20 @@ class _ChoiceText:
             self._waiting.append(LoggedToken(token, self._length, found, is_first))
         self._count += 1
         self._length += len(text)
-        return self._show(self._stops.add(text))
+        shown, more = self._show(self._stops.add(text))
+        return echo + shown, logged + more
+
+    def _echo(self) -> tuple[str, list[LoggedToken]]:
+        """Return the text of the prompt, and its tokens if their log-probabilities are wanted."""
+        collector = self._submission.prompt_log_probs
+        scores = [] if collector is None or self._log_probs is None else [None, *collector.prompts[self._row]]
+        text = ""
+        for index, token in enumerate(self._prompt):
+            if scores:
+                self._waiting.append(LoggedToken(token, len(text), scores[index], index == 0))
+            text += "" if token in self._special else self._detokenizer.add([token])
+        self._prompt, self._length = [], len(text)
+        return self._show(text, everything=True)
 
     def flush(self) -> tuple[str, list[LoggedToken]]:
         """Return what was held back, as the row has ended."""

@@ -157,11 +157,13 @@ class _Server:
             raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
         answers: list[Answers] = []
         try:
-            submissions = [self.translator.translate(body, prompt, body.prompt_field) for prompt in prompts]
+            # Prompts whose log-probabilities are wanted are one request, which computes what they share once.
+            groups = [prompts] if body.prompt_logprobs_wanted is not None else [[prompt] for prompt in prompts]
+            submissions = [self.translator.translate(body, group, body.prompt_field) for group in groups]
             for submission in submissions:
                 given = {"parallel_config": submission.config, "agent_hints": submission.hints, **submission.arguments}
                 handle = self.engine.submit(submission.prompt, submitter=scope["submitter"], cache_salt=salt, **given)
-                answers.append(Answers(submission, handle, len(answers) * submission.choices))
+                answers.append(Answers(submission, handle, sum(one.submission.choices for one in answers)))
         except Exception as error:
             for one in answers:
                 one.handle.cancel()

@@ -31,7 +31,8 @@ class Writer:
 
     def whole(self, choices: Sequence[Delta], usage: dict[str, object]) -> dict[str, object]:
         """Return the body of a response that is not streamed."""
-        return {**self.head, "choices": [self._choice(choice) for choice in choices], "usage": usage}
+        prompt = self._prompt_log_probs(choices[0]) if self.is_chat else {}
+        return {**self.head, "choices": [self._choice(choice) for choice in choices], "usage": usage, **prompt}
 
     def chunk(self, delta: Delta, is_first: bool) -> dict[str, object]:
         """Return a chunk of a stream; `is_first`: the first one of its choice."""
@@ -54,7 +55,24 @@ class Writer:
         if self.is_chat:
             content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
         ending = {"logprobs": self._log_probs(choice), "finish_reason": choice.finish_reason}
-        return {"index": choice.index, **content, **ending, **_mode_fields(choice)}
+        prompt = {} if self.is_chat else self._prompt_log_probs(choice)
+        return {"index": choice.index, **content, **ending, **prompt, **_mode_fields(choice)}
+
+    def _prompt_log_probs(self, choice: Delta) -> dict[str, object]:
+        """Return the field `prompt_logprobs` as vLLM writes it: the most probable tokens and the prompt's, by id."""
+        if choice.prompt is None:
+            return {}
+        entries: list[dict[str, object] | None] = [None]
+        for token, found in choice.prompt:
+            ranked = {other: (value, rank) for rank, (other, value) in enumerate(found.top, 1)}
+            ranked[token] = found.log_prob, found.rank
+            entries.append(
+                {
+                    str(other): {"logprob": _finite(value), "rank": rank, "decoded_token": self._name(other, False)}
+                    for other, (value, rank) in ranked.items()
+                }
+            )
+        return {"prompt_logprobs": entries}
 
     def _log_probs(self, delta: Delta) -> dict[str, object] | None:
         if not delta.logged:
@@ -62,19 +80,22 @@ class Writer:
         if self.is_chat:
             content = []
             for logged in delta.logged:
+                assert logged.found is not None, "chats have no echo"
                 top = [self._entry(token, value, logged.is_first) for token, value in logged.found.top]
                 own = self._entry(logged.token, logged.found.log_prob, logged.is_first)
                 content.append({**own, "top_logprobs": top})
             return {"content": content, "refusal": None}
         return {
             "tokens": [self._name(logged.token, logged.is_first) for logged in delta.logged],
-            "token_logprobs": [_finite(logged.found.log_prob) for logged in delta.logged],
+            "token_logprobs": [logged.found and _finite(logged.found.log_prob) for logged in delta.logged],
             "top_logprobs": [self._alternatives(logged) for logged in delta.logged],
             "text_offset": [logged.begin for logged in delta.logged],
         }
 
-    def _alternatives(self, logged: LoggedToken) -> dict[str, float]:
+    def _alternatives(self, logged: LoggedToken) -> dict[str, float] | None:
         """Return the most probable tokens and the sampled one by name; of tokens with one name, all but one by id."""
+        if logged.found is None:
+            return None
         values = {**dict(logged.found.top), logged.token: logged.found.log_prob}
         names: dict[int, str] = {}
         for token in (logged.token, *values):
@@ -105,7 +126,7 @@ class Writer:
 def usage_of(answers: Sequence[Answers]) -> dict[str, object]:
     """Return the number of tokens of a response."""
     prompt = sum(one.submission.prompt_tokens for one in answers)
-    generated = sum(one.handle.stats.decoded_tokens for one in answers)
+    generated = sum(one.handle.stats.decoded_tokens for one in answers if not one.submission.is_empty)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,

@@ -180,6 +180,7 @@ class Body(BaseModel):
     seed: Int | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None  # of vLLM
     logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], _entries(MAX_BIASES)] | None = None
     frequency_penalty: Number | None = None
     presence_penalty: Number | None = None
@@ -229,6 +230,11 @@ class Body(BaseModel):
         return getattr(self, "max_completion_tokens", None) or self.max_tokens
 
     @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        """Number of alternatives to each token of a prompt; None: no log-probabilities of prompts."""
+        return self.prompt_logprobs
+
+    @property
     def top_logprobs_wanted(self) -> int | None:
         """Number of alternatives whose log-probabilities are wanted; None: no log-probabilities."""
         return getattr(self, "logprobs", None)
@@ -262,7 +268,15 @@ class CompletionBody(Body):
         | Annotated[Items[Items[Token]], Tag("lists of token ids")],
         _one_of("a text, token ids, or a list of texts or of lists of token ids, and not empty", _prompt_kind),
     ]
+    max_tokens: Annotated[int, Field(strict=True, ge=0, le=2**31)] | None = None
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    echo: Flag | None = None
+
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        """See `Body.prompt_logprobs_wanted`."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max([top for top in wanted if top is not None], default=None)
 
 
 def read_body(kind: type[B], content: bytes) -> B:

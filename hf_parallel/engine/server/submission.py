@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from hf_parallel.engine import AgentHints, Engine
 from hf_parallel.engine.arguments import encode_prompt
@@ -49,22 +50,30 @@ COMMON = ("seed", "cuda_graph")  # settings of all modes that a request cannot g
 
 @dataclass
 class Submission:
-    """Arguments of `Engine.submit` for one prompt, and what is needed to read its output."""
+    """Arguments of `Engine.submit` for one prompt, or several at once, and what is needed to read its output."""
 
     engine: Engine
     config: ParallelConfig
     prompt: Mapping[str, torch.Tensor]
     arguments: dict[str, Any]
-    prompts: int  # copies of the prompt: answers of the mode
+    prompts: int  # copies of the prompts: answers of the mode
     stops: list[str] = field(default_factory=list)
     log_probs: TopLogProbs | None = None
+    prompt_log_probs: TopLogProbs | None = None  # the same, if log-probabilities of prompts are wanted
+    echo: bool = False
+    is_empty: bool = False  # whether the token that it generates is not part of the answer
     has_mode: bool = False
     hints: AgentHints = field(default_factory=AgentHints)
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens of the prompt."""
-        return int(self.prompt["input_ids"].shape[1])
+        """Number of tokens of the prompts."""
+        return int(self.prompt["attention_mask"].sum())
+
+    def prompt_of(self, choice: int) -> list[int]:
+        """Return the tokens of the prompt of a choice."""
+        row = choice * len(self.prompt["input_ids"]) // self.choices
+        return self.prompt["input_ids"][row][self.prompt["attention_mask"][row].bool()].tolist()  # type: ignore[no-any-return]
 
     @property
     def rows_per_prompt(self) -> int:
@@ -100,21 +109,22 @@ class Translator:
         self.max_tokens = limits.tokens or context or 2**20
         self.max_characters = self.max_tokens * max(map(len, engine.tokenizer.get_vocab()), default=1)
 
-    def translate(self, body: Body, prompt: Prompt, field_name: str) -> Submission:
-        """Return the submission for one prompt of a body: a text, a chat or token ids."""
+    def translate(self, body: Body, prompts: Sequence[Prompt], field_name: str) -> Submission:
+        """Return the submission for one prompt of a body, or several: texts, chats or token ids."""
         config, sampling = self._settings(body)
-        encoded = self._encode(body, prompt, config, field_name)
+        encoded = _padded([self._encode(body, prompt, config, field_name) for prompt in prompts])
         begin = encoded["input_ids"].shape[1]
         rows = body.answers * config.max_rows_per_prompt
         if rows > self.limits.rows:
             message = f"a request may have at most {self.limits.rows} rows, this one has {rows}"
             raise APIError(400, message, "generation_mode")
-        arguments = {**sampling, "max_new_tokens": self._new_tokens(body, begin, field_name)}
+        arguments = {**sampling, "max_new_tokens": max(1, self._new_tokens(body, begin, field_name))}
         if body.answers > 1:
             arguments["num_return_sequences"] = body.answers
             if arguments.get("do_sample") is False:
                 raise APIError(400, f"temperature=0 gives {body.answers} equal answers; set n to 1", "n")
-        submission = Submission(self.engine, config, encoded, arguments, body.answers, body.stops)
+        submission = Submission(self.engine, config, encoded, arguments, body.answers * len(prompts), body.stops)
+        submission.echo, submission.is_empty = bool(getattr(body, "echo", False)), body.max_tokens == 0
         submission.has_mode = body.generation_mode is not None
         given = (body.agent_hints or {}).items()
         submission.hints = AgentHints.of({name: value for name, value in given if value is not None})
@@ -144,6 +154,10 @@ class Translator:
         for key in ("frequency_penalty", "presence_penalty"):
             if getattr(body, key):
                 raise APIError(400, f"{key} is not supported; use repetition_penalty", key)
+        if body.max_tokens == 0 and not getattr(body, "echo", False):
+            raise APIError(400, "max_tokens=0 needs echo=true", "max_tokens")
+        if body.prompt_logprobs is not None and body.stream:
+            raise APIError(400, "prompt_logprobs are not streamed: leave out stream", "prompt_logprobs")
         if body.stream_options is not None and not body.stream:
             raise APIError(400, "stream_options needs stream=true", "stream_options")
         settings = given
@@ -245,11 +259,13 @@ class Translator:
         return wanted
 
     def _add_processors(self, submission: Submission, body: Body) -> None:
-        config, begin = submission.config, submission.prompt_tokens
+        config, begin = submission.config, submission.prompt["input_ids"].shape[1]
         processors: list[object] = []
         criteria: list[object] = []
         schema = _schema(body)
-        for name, wanted in (("response_format", schema), ("logprobs", body.top_logprobs_wanted)):
+        features = {"response_format": schema, "logprobs": body.top_logprobs_wanted}
+        features |= {"prompt_logprobs": body.prompt_logprobs, "echo": getattr(body, "echo", None) or None}
+        for name, wanted in features.items():
             if wanted is not None and not config.traits.rows_continue_prompts:
                 raise APIError(400, f"{name} is not supported with generation_mode={config.mode!r}", name)
         if schema is not None:
@@ -257,9 +273,14 @@ class Translator:
                 if getattr(body, name):
                     raise APIError(400, f"{name} cannot be combined with response_format", name)
             processors.append(self._json(schema, begin))
-        if body.top_logprobs_wanted is not None:
-            submission.log_probs = TopLogProbs(body.top_logprobs_wanted)
-            processors.append(submission.log_probs)
+        top, prompt_top = body.top_logprobs_wanted, body.prompt_logprobs_wanted
+        if top is not None or prompt_top is not None:
+            collector = TopLogProbs(top or 0, prompt_top)
+            submission.log_probs = None if top is None else collector
+            submission.prompt_log_probs = None if prompt_top is None else collector
+            processors.append(collector)
+        if prompt_top is not None and len(submission.prompt) > 2:
+            raise APIError(400, "prompt_logprobs are not supported for prompts with images", "prompt_logprobs")
         if body.stops:
             for stop in body.stops:
                 check_text("stop", stop)
@@ -279,6 +300,17 @@ class Translator:
         except ImportError as error:
             message = "response_format needs llguidance, which the server has not installed"
             raise APIError(400, message, "response_format") from error
+
+
+def _padded(prompts: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
+    """Return several prompts, `[1, length]` each, as rows that are padded on the left; one prompt as it is."""
+    if len(prompts) == 1:
+        return prompts[0]
+    longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
+    return {
+        name: torch.cat([F.pad(prompt[name], (longest - prompt[name].shape[1], 0)) for prompt in prompts])
+        for name in ("input_ids", "attention_mask")
+    }
 
 
 def _schema(body: Body) -> dict[str, object] | None:

@@ -20,6 +20,7 @@ from hf_parallel.generation.prefill import (
 from hf_parallel.generation.replay.config import ReplayConfig, replaying
 from hf_parallel.generation.replay.drafts import MAX_DRAFT_TOKENS
 from hf_parallel.generation.rows import Row
+from hf_parallel.generation.scoring import score_prompts
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.validation import check_bool, check_int
 
@@ -86,6 +87,7 @@ class SharedPrefixRun:
     def _decode(self, rows: Sequence[Row]) -> None:
         """Prefill prompts and replayed tokens of rows, then decode."""
         call, table, cache = self.call, self.loop.table, self.cache
+        score_prompts(self.loop, cache)
         begins = [table.lengths[row.index] for row in rows]
         replayed = [table.ids[row.index, call.input_ids.shape[1] : n] for row, n in zip(rows, begins, strict=True)]
         leaves = [cache.insert_prompt(call.prompts[row.index], call.gaps[row.index]) for row in rows]

@@ -136,7 +136,7 @@ FIELDS: list[dict[str, Any]] = [
     {"trust_remote_code": True},
     {"x" * 200_000: 1},
     *({"prompt": prompt} for prompt in ([1, "a"], [10**6], [-1], [True], [[]], ["a"] * 65, "word " * 2000)),
-    *({"prompt": "a", **more} for more in ({"best_of": 2}, {"echo": True})),
+    *({"prompt": "a", **more} for more in ({"best_of": 2}, {"echo": 1}, {"max_tokens": 0}, {"prompt_logprobs": 21})),
 ]
 """Fields of a chat, or of a completion if they have a prompt, that contradict each other or exceed a limit."""
 
