@@ -120,8 +120,7 @@ class Engine:
             raise RuntimeError("an Engine can be entered only once: make a new one")
         release_threads()
         started = threading.Event()
-        given = started, threading.current_thread()
-        self._thread = threading.Thread(target=self._main, args=given, name="hf_parallel-engine", daemon=True)
+        self._thread = threading.Thread(target=self._main, args=(started,), name="hf_parallel-engine", daemon=True)
         try:
             self._thread.start()
             started.wait()
@@ -240,8 +239,8 @@ class Engine:
             self._cancelled.append(request)
             self._changed.notify_all()
 
-    def _main(self, started: threading.Event, opener: threading.Thread) -> None:
-        claim = Claim(ENGINE_OPEN, opener)
+    def _main(self, started: threading.Event) -> None:
+        claim = Claim(ENGINE_OPEN)
         try:
             prepared = gradient_checkpointing_disabled(self.model), linear_layers(self.model)
             with torch.no_grad(), cpu_as_default(), self.model.claimed(claim), prepared[0], prepared[1]:

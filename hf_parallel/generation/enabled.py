@@ -14,27 +14,23 @@ from hf_parallel.models.capabilities import Capabilities
 
 BUSY = (
     "this model is already generating in parallel: generate was called again from a processor, a streamer or another "
-    "thread; enable(model, wait=True) lets threads wait for each other"
+    "thread; submit concurrent calls to an Engine, or let threads take turns with a lock"
 )
 """Error of a thread that finds the model in use."""
-ENGINE_OPEN = (
-    "an open Engine holds this model: submit requests to it, or close it first; enable(model, wait=True) lets other "
-    "threads wait for that"
-)
+ENGINE_OPEN = "an open Engine holds this model: submit requests to it, or close it first"
 """The same where an engine uses it."""
 
 
 class Claim:
     """Hold of a thread on a model for one call of a mode, or of an engine.
 
-    Other threads that find the model in use raise `busy`. `threads` cannot wait for its release.
+    Calls that find the model in use raise `busy`.
     `active = False` in a `finally` releases it: a single store, before which no Ctrl-C can be raised, unlike before a
     function or a context manager of Python.
     """
 
-    def __init__(self, busy: str = BUSY, *threads: threading.Thread) -> None:
-        self.busy, self.threads, self.process = busy, (threading.current_thread(), *threads), os.getpid()
-        self.active = False
+    def __init__(self, busy: str = BUSY) -> None:
+        self.busy, self.process, self.active = busy, os.getpid(), False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of the model is free
@@ -57,7 +53,6 @@ class Enabled:
     """State of an enabled model. Copies of the model share its tokenizer; a pickle does not hold it."""
 
     capabilities: Capabilities
-    wait: float = 0.0  # seconds for which a call waits while another thread uses the model
     tokenizer: PreTrainedTokenizerBase | None = None  # of calls without one
     claim: Claim | None = None
     images: ImageTable = field(default_factory=ImageTable)  # in use, whose features need not be computed again
@@ -65,8 +60,8 @@ class Enabled:
     def __deepcopy__(self, memo: object) -> Enabled:
         return replace(self, claim=None, images=ImageTable())
 
-    def __reduce__(self) -> tuple[type[Enabled], tuple[Capabilities, float]]:
-        return Enabled, (self.capabilities, self.wait)
+    def __reduce__(self) -> tuple[type[Enabled], tuple[Capabilities]]:
+        return Enabled, (self.capabilities,)
 
 
 def enabled(model: PreTrainedModel) -> Enabled:

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from functools import cache
-from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -56,8 +52,6 @@ _logger: Any = logging.get_logger(__name__)
 _POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that may be positional in a mode."""
 _CLAIM_LOCK, _ENABLE_LOCK = threading.Lock(), threading.RLock()
-POLL_SECONDS = 0.001
-"""Interval at which a waiting thread checks whether the model is free."""
 
 
 class ParallelGenerationMixin:
@@ -157,27 +151,16 @@ class ParallelGenerationMixin:
 
     @contextmanager
     def claimed(self, claim: Claim) -> Iterator[None]:
-        """Hold the model for one call of a mode. While another call holds it, wait or raise; see `enable`."""
-        began = time.monotonic()
+        """Hold the model for one call of a mode. Raise `RuntimeError` while another call or an engine holds it."""
         try:
-            while not self._claim(claim, time.monotonic() - began):
-                time.sleep(POLL_SECONDS)
+            with _CLAIM_LOCK:
+                if (other := self._active_claim()) is not None:
+                    raise RuntimeError(other.busy)
+                claim.active = True
+                self._parallel.claim = claim
             yield
         finally:
             claim.active = False
-
-    def _claim(self, claim: Claim, waited: float) -> bool:
-        with _CLAIM_LOCK:
-            other = self._active_claim()
-            if other is None:
-                claim.active = True
-                self._parallel.claim = claim
-                return True
-        if set(claim.threads) & set(other.threads) or not self._parallel.wait:
-            raise RuntimeError(other.busy)
-        if waited < self._parallel.wait:
-            return False
-        raise RuntimeError(f"this model is still generating in another thread after wait={self._parallel.wait} seconds")
 
     def _prepares(self) -> bool:
         """Return whether this thread is preparing a call of a mode of this model."""
@@ -329,7 +312,6 @@ def keep_mode(config: GenerationConfig) -> None:
 def enable(
     model: _Model,
     known: Capabilities | None = None,
-    wait: bool | float | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> _Model:
     """Give one model the `generation_mode` argument.
@@ -343,10 +325,6 @@ def enable(
         A decoder-only model with a language modelling head, or a wrapper of one by PEFT or `torch.compile`.
     known : Capabilities, optional
         Result of an earlier probe of this model, which is not probed then.
-    wait : bool or float, optional
-        Seconds for which a call of a mode waits while another thread runs a mode on the model, before it raises
-        `RuntimeError`; True waits without limit, False not at all. Default: unchanged, at first False. Use a limit if
-        a call may start a mode on a second model: two threads that hold one model each would wait for ever.
     tokenizer : PreTrainedTokenizerBase, optional
         The tokenizer of modes that read or write text, for code that cannot pass `tokenizer` to `generate`. The one
         passed to a call overrides it. Default: unchanged, at first none.
@@ -360,11 +338,10 @@ def enable(
     ------
     TypeError, ValueError
         If `model` is not a `PreTrainedModel`, its weights are on the meta device and no hook of accelerate loads them,
-        `wait` is no number of seconds, or `tokenizer` is not a tokenizer.
+        or `tokenizer` is not a tokenizer.
     UnsupportedModelError
         If block attention cannot serve the model, with the reason.
     """
-    seconds = None if wait is None else _wait_seconds(wait)
     if tokenizer is not None:
         check_tokenizer(tokenizer)
     inner: Any = unwrap(model)
@@ -379,8 +356,6 @@ def enable(
                 _logger.warning_once(
                     f"generate uses generation_mode={mode!r}, which the model's generation_config names"
                 )
-    if seconds is not None:
-        inner._parallel.wait = seconds
     if tokenizer is not None:
         inner._parallel.tokenizer = tokenizer
     return model
@@ -426,15 +401,6 @@ def unwrap(model: Any) -> Any:
     return model
 
 
-def _wait_seconds(wait: object) -> float:
-    if isinstance(wait, bool):
-        return math.inf if wait else 0.0
-    if not isinstance(wait, Real) or not float(wait) >= 0:
-        raise ValueError(f"wait must be True, False or a number of seconds of at least 0, got {wait!r}")
-    return float(wait)
-
-
-@cache
 def _enabled_class(plain: type) -> type:
     """Return the subclass of a model's class, under the same name: `save_pretrained` writes it."""
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
