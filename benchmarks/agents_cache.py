@@ -9,21 +9,31 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.agents import CacheResult, Trace, TraceRequest, simulate
-from hf_parallel.agents.simulation import POLICIES, PromptSegment
+from hf_parallel.agents import TraceRequest, named_tokens, simulate
+from hf_parallel.engine import ContributionPolicy, LeastRecentlyUsed
 
+POLICIES: dict[str, Any] = {"lru": LeastRecentlyUsed, "contribution": ContributionPolicy}
 AGENTS = ("Decision", "Patcher", "Viewer", "Summary", "Searcher")
 HOTSPOTS = ("Patcher", "Viewer")
 PAPER = {7: 0.903, 21: 0.935}
 """Hit rate of the hotspots with LRU in the paper, by rounds."""
 GRID = 100
 """Step between tried budgets, in tokens."""
+BUDGETS = (4500, 5500, 6500, 7500, 8500, 9500)
 SIZES, QUICK = {"seeds": 10, "few": 5}, {"seeds": 1, "few": 1}
 """Traces of `workflow` and of `budgets`."""
+
+
+@dataclass(frozen=True)
+class Request(TraceRequest):
+    """A request of the workflow."""
+
+    is_hotspot: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,47 +62,49 @@ class FiveAgents:
     summary: int = 150
     spread: float = 0.3
     is_changing: bool = False
+    vocabulary: tuple[int, int] = (3, 32000)
 
-    def trace(self) -> Trace:
-        """Return the trace."""
+    def trace(self) -> list[Request]:
+        """Return the requests in the order in which they run."""
         rng = random.Random(self.seed)
-        requests: list[TraceRequest] = []
+        requests: list[Request] = []
         name = f"five agents, seed {self.seed}"
 
         def length(mean: int) -> int:
             return max(1, round(mean * rng.uniform(1 - self.spread, 1 + self.spread)))
 
-        task = (f"{name}: task", length(self.task))
-        roles = {agent: (f"{name}: {agent}", length(self.role)) for agent in AGENTS}
-        code = {agent: (f"{name}: code of {agent}", length(self.code)) for agent in HOTSPOTS}
-        parts = {agent: agent for agent in AGENTS}  # agent by part
-        kept: list[PromptSegment] = []  # the summary of the rounds so far
+        def part(what: str, mean: int) -> list[int]:
+            return named_tokens(f"{name}: {what}", length(mean), self.vocabulary)
 
-        def add(agent: str, prompt: Sequence[PromptSegment], answer: int) -> PromptSegment:
-            output = f"{name}: answer {len(requests)}", length(answer)
+        task = part("task", self.task)
+        roles = {agent: part(agent, self.role) for agent in AGENTS}
+        code = {agent: part(f"code of {agent}", self.code) for agent in HOTSPOTS}
+        parts = {agent: agent for agent in AGENTS}  # agent by part
+        kept: list[int] = []  # the summary of the rounds so far
+
+        def add(agent: str, prompt: list[int], answer: int) -> list[int]:
+            output = part(f"answer {len(requests)}", answer)
             rng.random()  # published figures have this draw
-            given = (task, roles[agent], *prompt)
-            requests.append(TraceRequest(parts[agent], given, output, name, agent in HOTSPOTS))
+            requests.append(Request(parts[agent], task + roles[agent] + prompt, output, name, agent in HOTSPOTS))
             return output
 
         def decide(where: str) -> None:
-            add("Decision", [(f"{name}: state {where}", length(self.report))], self.message)
+            add("Decision", part(f"state {where}", self.report), self.message)
 
         for number in range(self.rounds):
             if self.is_changing and number == self.rounds // 2:
                 parts |= {"Viewer": "Searcher", "Searcher": "Viewer", "Patcher": "Summary", "Summary": "Patcher"}
-            talks: dict[str, list[PromptSegment]] = {"Viewer": [], "Patcher": []}
+            talks: dict[str, list[int]] = {"Viewer": [], "Patcher": []}
             for loop in range(self.loops):
                 decide(f"{number}.{loop}")
                 for agent, talk in talks.items():
-                    talk.append((f"{name}: message {number}.{loop} {agent}", length(self.message)))
-                    talk.append(add(agent, [code[agent], *kept, *talk], self.answer))
+                    talk += part(f"message {number}.{loop} {agent}", self.message)
+                    talk += add(agent, code[agent] + kept + talk, self.answer)
             decide(f"{number} search")
-            documents = (f"{name}: documents {number}", length(self.documents))
-            add("Searcher", [documents], self.message)
-            report = (f"{name}: report {number}", length(self.report))
-            kept = [add("Summary", [*kept, report, documents], self.summary)]
-        return Trace(tuple(requests))
+            documents = part(f"documents {number}", self.documents)
+            add("Searcher", documents, self.message)
+            kept = add("Summary", kept + part(f"report {number}", self.report) + documents, self.summary)
+        return requests
 
 
 def load(options: Any) -> tuple[None, None]:
@@ -100,55 +112,48 @@ def load(options: Any) -> tuple[None, None]:
     return None, None
 
 
-def budget_of(trace: Trace, hit_rate: float) -> int:
+def measure(trace: Sequence[Request], budget: int | None, policy: Any = None) -> dict[str, float]:
+    """Return hit rates, misses, computed (stored) and evicted tokens. A token without an earlier request is a miss."""
+    found, counts = simulate(trace, policy, budget), defaultdict[str, float](float)
+    for request, reused in zip(trace, found.reused, strict=True):
+        who, computed = "hotspot" if request.is_hotspot else "other", len(request.prompt) - reused
+        counts[f"{who}_hits"] += reused
+        counts[f"{who}_misses"] += computed
+        counts["stored_tokens"] += computed + len(request.output) - 1
+    for who in ("hotspot", "other"):
+        counts[f"{who}_hit_rate"] = counts[f"{who}_hits"] / (counts[f"{who}_hits"] + counts[f"{who}_misses"])
+    return {**counts, "evicted_tokens": found.evicted_tokens}
+
+
+def budget_of(trace: Sequence[Request], hit_rate: float) -> int:
     """Return the budget at which LRU's hotspot hit rate is nearest to a given one."""
-    longest = max(len(trace.prompt_of(one)) + len(trace.output_of(one)) for one in trace.requests)
+    longest = max(len(one.prompt) + len(one.output) for one in trace)
     enough = -(-longest // GRID) * GRID
-    while simulate(trace, "lru", enough).hotspot_hit_rate < hit_rate:
+    while measure(trace, enough)["hotspot_hit_rate"] < hit_rate:
         enough += 5 * GRID
     near = range(max(enough - 9 * GRID, longest), enough + 2 * GRID, GRID)
-    return min(near, key=lambda budget: abs(simulate(trace, "lru", budget).hotspot_hit_rate - hit_rate))
+    return min(near, key=lambda budget: abs(measure(trace, budget)["hotspot_hit_rate"] - hit_rate))
 
 
-def compare(traces: Sequence[Trace], budgets: Sequence[int]) -> list[dict[str, Any]]:
+def compare(traces: Sequence[Sequence[Request]], budgets: Sequence[int]) -> list[dict[str, Any]]:
     """Return means over traces for each policy and without a limit (`unlimited`), with the spread of ratios to LRU.
 
-    Every token is computed at least once and at most the budget remains, so any policy evicts the other tokens. In the
-    entry `unlimited`, `fewer_evicted` is the number of tokens that LRU evicts, divided by this minimum.
+    Any policy evicts the tokens that exceed the budget. In `unlimited`, `fewer_evicted` compares LRU with this minimum.
     """
-    unlimited = [simulate(trace) for trace in traces]
-    pairs = list(zip(traces, budgets, strict=True))
-    runs = {name: [simulate(trace, name, budget) for trace, budget in pairs] for name in POLICIES}
-    lru = runs["lru"]
-    least = [max(stored(one, trace) - budget, 1) for one, (trace, budget) in zip(unlimited, pairs, strict=True)]
-    bound = _spread([base.evicted_tokens / number for base, number in zip(lru, least, strict=True)])
-    entries: list[dict[str, Any]] = [{"policy": "unlimited", **_means(unlimited), "fewer_evicted": bound}]
-    for name, found in runs.items():
-        beside = list(zip(found, lru, strict=True))
-        entries.append(
-            {
-                "policy": name,
-                **_means(found),
-                "fewer_misses": _spread([1 - one.hotspot_misses / base.hotspot_misses for one, base in beside]),
-                "fewer_evicted": _spread([base.evicted_tokens / max(one.evicted_tokens, 1) for one, base in beside]),
-            }
-        )
+    entries: list[dict[str, Any]] = []
+    lru = [measure(*pair) for pair in zip(traces, budgets, strict=True)]
+    for name, policy in {"unlimited": LeastRecentlyUsed, **POLICIES}.items():
+        found, fewer = [], dict[str, list[float]](fewer_misses=[], fewer_evicted=[])
+        for trace, budget, base in zip(traces, budgets, lru, strict=True):
+            one = measure(trace, None if name == "unlimited" else budget, policy())
+            evicted = one["evicted_tokens"] or one["stored_tokens"] - budget
+            fewer["fewer_misses"].append(1 - one["hotspot_misses"] / base["hotspot_misses"])
+            fewer["fewer_evicted"].append(base["evicted_tokens"] / max(evicted, 1))
+            found.append(one)
+        means = {key: statistics.mean(one[key] for one in found) for key in found[0]}
+        spread = {key: {"mean": statistics.mean(v), "least": min(v), "most": max(v)} for key, v in fewer.items()}
+        entries.append({"policy": name, **means, **spread})
     return entries
-
-
-def stored(unlimited: CacheResult, trace: Trace) -> int:
-    """Return the tokens stored in a run without a limit: all but the last of each answer."""
-    answers = sum(len(trace.output_of(request)) - 1 for request in trace.requests)
-    return unlimited.hotspot_misses + unlimited.other_misses + answers
-
-
-def _means(runs: Sequence[CacheResult]) -> dict[str, float]:
-    names = ("hotspot_hit_rate", "other_hit_rate", "hotspot_misses", "other_misses", "evicted_tokens")
-    return {name: statistics.mean(getattr(run, name) for run in runs) for name in names}
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"mean": statistics.mean(values), "least": min(values), "most": max(values)}
 
 
 def workflow(seeds: int) -> list[dict[str, Any]]:
@@ -161,13 +166,8 @@ def workflow(seeds: int) -> list[dict[str, Any]]:
     return entries
 
 
-def other_budgets(seeds: int) -> list[dict[str, Any]]:
-    """Compare at other budgets, the same for all seeds."""
-    traces = [FiveAgents(7, seed).trace() for seed in range(seeds)]
-    budgets = (4500, 5500, 6500, 7500, 8500, 9500)
-    return [{"budget": budget, **entry} for budget in budgets for entry in compare(traces, [budget] * seeds)]
-
-
 def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     """Return the entries of the report."""
-    return {"seeds": sizes.seeds, "workflow": workflow(sizes.seeds), "budgets": other_budgets(sizes.few)}
+    traces = [FiveAgents(7, seed).trace() for seed in range(sizes.few)]
+    others = [{"budget": size, **entry} for size in BUDGETS for entry in compare(traces, [size] * len(traces))]
+    return {"seeds": sizes.seeds, "workflow": workflow(sizes.seeds), "budgets": others}

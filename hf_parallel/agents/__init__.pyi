@@ -24,8 +24,8 @@ from hf_parallel.agents.run import AgentStats as AgentStats
 from hf_parallel.agents.runtime import AgentResult as AgentResult
 from hf_parallel.agents.runtime import Runtime as Runtime
 from hf_parallel.agents.simulation import CacheResult as CacheResult
-from hf_parallel.agents.simulation import Trace as Trace
 from hf_parallel.agents.simulation import TraceRequest as TraceRequest
+from hf_parallel.agents.simulation import named_tokens as named_tokens
 from hf_parallel.agents.simulation import simulate as simulate
 from hf_parallel.agents.state import State as State
 from hf_parallel.agents.supervisors import BeamSearch as BeamSearch
@@ -40,4 +40,3 @@ from hf_parallel.agents.trace import Event as Event
 from hf_parallel.agents.trace import RunTrace as RunTrace
 from hf_parallel.engine.policies import ContributionPolicy as ContributionPolicy
 from hf_parallel.engine.policies import LeastRecentlyUsed as LeastRecentlyUsed
-from hf_parallel.engine.policies import StepsToExecution as StepsToExecution

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,8 @@ import torch
 
 pytest.importorskip("greenlet")
 
-from benchmarks.agents_cache import FiveAgents
-from hf_parallel.agents import Trace, TraceRequest, simulate
-from hf_parallel.agents.simulation import POLICIES
+from benchmarks.agents_cache import POLICIES, FiveAgents, measure
+from hf_parallel.agents import TraceRequest, simulate
 from hf_parallel.engine import ContributionPolicy, Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,19 +28,20 @@ SMALL: dict[str, Any] = {
 }
 
 
-def replay(trace: Trace, engine: Engine) -> list[int]:
+def replay(trace: Sequence[TraceRequest], engine: Engine) -> list[int]:
     """Run a trace in an engine, with the trace's outputs as answers, and return the reused tokens of each request."""
     reused = []
-    for request in trace.requests:
-        prompt, output = trace.prompt_of(request), trace.output_of(request)
+    for request in trace:
+        prompt, output = request.prompt, request.output
 
         def force(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             forced = torch.full_like(scores, -torch.inf)
-            forced[:, int(output[input_ids.shape[1] - len(prompt)])] = 0  # noqa: B023
+            forced[:, output[input_ids.shape[1] - len(prompt)]] = 0  # noqa: B023
             return forced
 
         settings: dict[str, Any] = {"max_new_tokens": len(output), "min_new_tokens": len(output), "do_sample": False}
-        handle = engine.submit(prompt.tolist(), logits_processor=[force], agent_hints=request.hints, **settings)
+        hints = {"workflow_id": request.workflow, "agent_id": request.agent}
+        handle = engine.submit(prompt, logits_processor=[force], agent_hints=hints, **settings)
         reused.append(handle.result().stats.cached_tokens)
     return reused
 
@@ -49,11 +50,11 @@ def replay(trace: Trace, engine: Engine) -> list[int]:
 def test_hits_and_evictions_equal_those_of_the_engine(
     model: Any, token_bytes: int, policy: str, max_tokens: int
 ) -> None:
-    trace = replace(FiveAgents(1, 0, **SMALL).trace(), vocabulary=VOCABULARY)
+    trace = FiveAgents(1, 0, **SMALL, vocabulary=VOCABULARY).trace()
     with Engine(model, max_kv_bytes=max_tokens * token_bytes, policy=POLICIES[policy]()) as engine:
         reused = replay(trace, engine)
         evicted = engine.stats.evicted_tokens
-    simulated = simulate(trace, policy, max_tokens)
+    simulated = simulate(trace, POLICIES[policy](), max_tokens)
     assert simulated.reused == reused
     assert simulated.evicted_tokens == evicted > 0
 
@@ -61,8 +62,8 @@ def test_hits_and_evictions_equal_those_of_the_engine(
 def test_without_a_limit_every_token_seen_before_is_a_hit() -> None:
     trace = FiveAgents(2, 1, **SMALL).trace()
     seen: list[np.ndarray] = []
-    for request, reused in zip(trace.requests, simulate(trace).reused, strict=True):
-        prompt, output = trace.prompt_of(request), trace.output_of(request)
+    for request, reused in zip(trace, simulate(trace).reused, strict=True):
+        prompt, output = np.array(request.prompt), np.array(request.output)
         assert reused == max((shared(prompt, other) for other in seen), default=0)
         seen.append(np.concatenate([prompt, output[:-1]]))
 
@@ -75,23 +76,22 @@ def shared(a: np.ndarray, b: np.ndarray) -> int:
 def test_contribution_halves_the_misses_of_the_hotspots() -> None:
     """At the budget where LRU has the hit rate of the paper's baseline, 0.90."""
     trace = FiveAgents(7, 0).trace()
-    lru, contribution = (simulate(trace, policy, 7100) for policy in ("lru", "contribution"))
-    assert 0.89 < lru.hotspot_hit_rate < 0.92
-    assert contribution.hotspot_misses <= 0.5 * lru.hotspot_misses
-    assert contribution.evicted_tokens <= lru.evicted_tokens / 1.5
+    lru, contribution = (measure(trace, 7100, policy) for policy in (None, ContributionPolicy()))
+    assert 0.89 < lru["hotspot_hit_rate"] < 0.92
+    assert contribution["hotspot_misses"] <= 0.5 * lru["hotspot_misses"]
+    assert contribution["evicted_tokens"] <= lru["evicted_tokens"] / 1.5
 
 
 def test_scores_follow_agents_that_exchange_their_parts() -> None:
     trace = FiveAgents(10, 0, is_changing=True).trace()
-    lru, contribution = (simulate(trace, policy, 7300) for policy in ("lru", "contribution"))
-    assert contribution.hotspot_misses <= 0.6 * lru.hotspot_misses
-    assert isinstance(contribution.policy, ContributionPolicy)
-    score = {agent: one.score for agent, one in contribution.policy.scores.current.items()}
+    policy = ContributionPolicy()
+    lru, contribution = measure(trace, 7300), measure(trace, 7300, policy)
+    assert contribution["hotspot_misses"] <= 0.6 * lru["hotspot_misses"]
+    score = {agent: one.score for agent, one in policy.scores.current.items()}
     assert score["Searcher"] > score["Viewer"]
 
 
-def test_requests_may_hold_token_ids_and_come_from_json() -> None:
-    requests = [TraceRequest("a", ([5, 6, 7],), [8, 9]), TraceRequest("a", ([5, 6, 7, 8], ("x", 3)), ("y", 2))]
+def test_traces_come_from_json() -> None:
+    requests = [TraceRequest("a", [5, 6, 7], [8, 9]), TraceRequest("a", [5, 6, 7, 8, 3], [4])]
     read = [TraceRequest(**fields) for fields in json.loads(json.dumps([*map(asdict, requests)]))]
-    for trace in (Trace(requests), Trace(read)):
-        assert simulate(trace).reused == [0, 4]
+    assert simulate(read).reused == simulate(requests).reused == [0, 4]

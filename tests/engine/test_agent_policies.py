@@ -1,4 +1,4 @@
-"""Eviction policies that know the agents: contribution scores, expected reuse, steps to execution."""
+"""Eviction policies that know the agents: contribution scores, expected reuse."""
 
 from __future__ import annotations
 

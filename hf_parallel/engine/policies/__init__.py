@@ -3,7 +3,6 @@
 from hf_parallel.cache.tree import RequestObserver
 from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed
 from hf_parallel.engine.policies.contribution import Contribution, ContributionPolicy, ContributionScores
-from hf_parallel.engine.policies.steps import StepsToExecution
 
 __all__ = [
     "Contribution",
@@ -12,5 +11,4 @@ __all__ = [
     "EvictionPolicy",
     "LeastRecentlyUsed",
     "RequestObserver",
-    "StepsToExecution",
 ]
