@@ -25,8 +25,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +39,6 @@ READABLE = (
 """Files and folders that Python needs besides its own."""
 MIN_MEMORY = 1 << 26
 START_SECONDS = 60.0
-POLL_SECONDS = 0.05
 ALLOW = "HF_ALLOW_CODE_EVAL"
 SYSTEM_CALLS = """
 read write readv writev pread64 lseek close dup dup2 dup3 pipe pipe2 stat lstat fstat newfstatat statx access faccessat
@@ -100,7 +97,6 @@ def run_code(
     timeout: float = 10.0,
     max_memory: int = 1 << 29,
     max_output: int = 1 << 20,
-    stop: threading.Event | None = None,
 ) -> SandboxResult:
     """Run Python code as `__main__` in a process with limits. The module docstring says what is guaranteed where.
 
@@ -114,8 +110,6 @@ def run_code(
         Bytes of address space. Not enforced on macOS.
     max_output : int
         Bytes of stdout, and of stderr.
-    stop : threading.Event, optional
-        Ends the run when another thread sets it.
 
     Raises
     ------
@@ -149,7 +143,11 @@ def run_code(
                 process = start_python(__file__, settings, *streams, pass_fds=[write_end])
             stack.callback(kill, process)
             is_isolated = _started(status.fileno(), paths[3])
-            timed_out = _wait(process, timeout, stop)
+            try:
+                process.wait(timeout)
+                timed_out = False
+            except subprocess.TimeoutExpired:
+                timed_out = True
         output = [path.read_bytes().decode("utf-8", errors="replace") for path in paths[2:]]
     status_code = process.returncode
     return SandboxResult(
@@ -202,19 +200,6 @@ def _started(status: int, errors: Path) -> bool:
             f"libseccomp. Inside a container or virtual machine, set {ALLOW}=1 to run it with limits only"
         )
     return found == b"1"
-
-
-def _wait(process: subprocess.Popen[bytes], timeout: float, stop: threading.Event | None) -> bool:
-    """Wait until the process ends or is to be stopped; return whether its time is over."""
-    end = time.monotonic() + timeout
-    while stop is None or not stop.is_set():
-        left = end - time.monotonic()
-        if left <= 0:
-            return True
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(left if stop is None else min(left, POLL_SECONDS))
-            return False
-    return False
 
 
 # In the process
