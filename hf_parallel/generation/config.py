@@ -118,6 +118,8 @@ class ModeTraits:
 
     The mode's output then has `texts`, one per row, and `transcripts`, one per prompt.
     """
+    rows_setting: str = ""
+    """Setting that limits how many rows of an answer generate at the same time; servers lower its default to theirs."""
     rows_field: str = ""
     """Record field for the texts of a prompt's rows, in modes that merge them."""
     needs_logits_cache: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -165,6 +165,9 @@ class Translator:
         arguments = {"generation_mode": cls.mode if name is None else name, **settings}
         config = take_parallel_config(model_config, arguments)
         assert config is not None
+        limited, at_most = config.traits.rows_setting, self.limits.rows // body.answers
+        if limited not in ("", *given) and 1 < at_most < config.max_rows_per_prompt:
+            config = replace(config, **{limited: at_most})
         known = {key for key, value in vars(model_config).items() if value is not None}
         known |= set(preset_of(config.mode, model_config).generation)
         sampling = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}

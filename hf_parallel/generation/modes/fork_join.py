@@ -124,6 +124,7 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
     mode: ClassVar[str] = "fork_join"
     traits = ModeTraits(
         rows=ForkJoinRows,
+        rows_setting="max_paths",
         keeps_states=True,
         streams_text=True,
         streams_tokens="when_final",

@@ -26,9 +26,11 @@ def test_a_request_over_http_streams_the_answer_and_each_path_under_its_name(set
     }
     with Engine(*small_model()) as engine, served(engine) as server:
         whole = server.chat(**settings)
+        several = server.chat(**settings | {"n": 3, "temperature": 1})
         body = {"messages": CHAT, "stream_options": {"include_usage": True}}
         *chunks, usage, _ = stream(server, **body, **settings)
     (choice,) = whole["choices"]
+    assert [len(one["mode_output"]["forks"]) for one in several["choices"]] == [1, 1, 1]
     rows, content = defaultdict(str), ""
     for chunk in chunks:
         for part in chunk["choices"]:

@@ -101,6 +101,7 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
     mode: ClassVar[str] = "pdos"
     traits = ModeTraits(
         rows=PDOSRows,
+        rows_setting="max_branches",
         prompt=PDOSPrompt,
         keeps_states=True,
         streams_text=True,
@@ -264,7 +265,7 @@ class PDOSRun(BranchRun):
             tokens = tokens_of(text, self.vocabulary)
         except ValueError:  # generate the text instead
             return
-        if len(tokens) < lane.answer.left:
+        if tokens and len(tokens) < lane.answer.left:
             self.insert(lane, tokens)
             lane.reader.feed(text)
 

@@ -56,6 +56,15 @@ def test_text_that_is_forced_is_filled_in_at_once() -> None:
     assert out.stages["skeleton"].forward_passes < slow.stages["skeleton"].forward_passes
 
 
+@pytest.mark.parametrize("fill_in", [True, False])
+def test_titles_have_the_length_that_is_allowed(fill_in: bool) -> None:
+    settings: dict[str, Any] = {"opening": "####", "max_branches": 2, "max_title_tokens": 4, "fill_in": fill_in}
+    out = tell("abcdefgh", parallel_hint=True, branch_max_new_tokens=2, max_blocks=1, **settings)
+    first, second = out.titles[0][0]
+    assert first == "abcd"
+    assert len(second) <= 4
+
+
 @pytest.mark.parametrize("hint", [True, False])
 @pytest.mark.parametrize(("opening", "begins"), [("", ""), ("Now.", "Now.\n"), ("Now. ", "Now. ")])
 def test_titles_force_the_parts_of_an_answer(opening: str, begins: str, hint: bool) -> None:
