@@ -52,11 +52,17 @@ class Drawn(NamedTuple):
 
 
 def model_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, top: int = 0
+    logits: torch.Tensor, tokens: torch.Tensor, top: int = 0, labels: Sequence[int] = ()
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-    """Return `LogProbs.model` and `.top` for tokens int64 `[rows]`, given unprocessed logits `[rows, vocabulary]`."""
+    """Return `LogProbs.model` and `.top` for tokens int64 `[rows]`, given unprocessed logits `[rows, vocabulary]`.
+
+    `top` is the number of the most probable tokens, `labels` are tokens that replace them.
+    """
     every = logits.to(tokens.device).log_softmax(-1, dtype=torch.float32)
     of_tokens = every.gather(1, tokens[:, None]).squeeze(1)
+    if labels:
+        ids = to_device(labels, every.device).expand(len(every), -1)
+        return of_tokens, (every.gather(1, ids), ids)
     if not top:
         return of_tokens, None
     values, ids = every.topk(min(top, every.shape[1]))
@@ -95,13 +101,14 @@ class TopLogProbs(LogitsProcessor):
     """Collects the log-probabilities of sampled tokens and of the `top` most probable ones, under the model.
 
     It changes no scores. Its place among the processors does not matter: the sampler passes it unprocessed logits.
-    `prompt_top`: collect those of the tokens of prompts after the first, too, with that many of the most probable ones.
+    `labels` are tokens to collect instead of the most probable ones. `prompt_top`: collect log-probabilities of the
+    tokens of prompts after the first, too, with that many of the most probable ones.
     """
 
     keeps_rows = False
 
-    def __init__(self, top: int, prompt_top: int | None = None) -> None:
-        self.top, self.prompt_top = top, prompt_top
+    def __init__(self, top: int, prompt_top: int | None = None, labels: Sequence[int] = ()) -> None:
+        self.top, self.prompt_top, self.labels = top, prompt_top, labels
         self.prompts: dict[int, list[TokenLogProbs]] = {}  # by row
         self._found: dict[int, list[tuple[HostCopy, int]]] = {}  # by row: step, and index of the row in it
 

@@ -163,7 +163,8 @@ class Sampler:
         top = max([one.top for one in self.top_log_probs]) if self.top_log_probs else 0
         if sampling is not None and not self.processors and not top:
             return LogProbs(sampling, sampling)
-        model, most = model_log_probs(logits, tokens, top)
+        labels = self.top_log_probs[0].labels if top else ()
+        model, most = model_log_probs(logits, tokens, top, labels)
         return LogProbs(model, model if sampling is None else sampling, most)
 
     def add_drawn(self, rows: Sequence[int], output_rows: Sequence[int], log_probs: LogProbs) -> None:

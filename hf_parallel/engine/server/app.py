@@ -23,9 +23,10 @@ from hf_parallel.engine.server.answers import Answers, Delta
 from hf_parallel.engine.server.errors import APIError, api_error, json_response, to_json
 from hf_parallel.engine.server.limits import Gate, Limits, check_keys
 from hf_parallel.engine.server.metrics import Metrics
-from hf_parallel.engine.server.responses import Writer, usage_of
-from hf_parallel.engine.server.schema import Body, ChatBody, CompletionBody, read_body
+from hf_parallel.engine.server.responses import ScoreWriter, Writer, usage_of
+from hf_parallel.engine.server.schema import Body, ChatBody, CompletionBody, ScoreBody, read_body
 from hf_parallel.engine.server.submission import Translator
+from hf_parallel.engine.server.tokenization import DetokenizeBody, TokenizeBody
 
 _logger = logging.getLogger(__name__)
 
@@ -93,6 +94,18 @@ def create_app(
     async def complete(request: Request) -> Response:
         return await server.respond(CompletionBody, request)
 
+    @app.post("/v1/score")
+    async def score(request: Request) -> Response:
+        return await server.respond(ScoreBody, request)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await server.answer(TokenizeBody, request)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await server.answer(DetokenizeBody, request)
+
     @app.get("/v1/models")
     async def models() -> Response:
         return json_response({"object": "list", "data": [server.model_card]})
@@ -136,7 +149,7 @@ class _Server:
         job = partial(self._submit, kind, content, request.scope)
         submission = pool.run(request.scope["submitter"], job, _cancel_submitted)
         body, answers = await _unless_disconnected(request, submission)
-        writer = Writer(self.model, isinstance(body, ChatBody), self.engine.tokenizer)
+        writer = self._writer(body)
         try:
             if body.stream:
                 return await self._stream(body, request, answers, writer)
@@ -147,16 +160,35 @@ class _Server:
             if not body.stream:
                 self._close(answers)
 
+    def _writer(self, body: Body) -> Writer:
+        if isinstance(body, ScoreBody):
+            return ScoreWriter(self.model, self.engine.tokenizer, body.apply_softmax)
+        return Writer(self.model, isinstance(body, ChatBody), self.engine.tokenizer)
+
+    async def answer(self, kind: type[TokenizeBody | DetokenizeBody], request: Request) -> Response:
+        """Return the response to a request that runs no model."""
+        content = await request.body()
+
+        def read() -> Response:
+            body = read_body(kind, content)
+            self.check_model(body.model or self.model)
+            try:
+                return json_response(body.answer(self.translator))
+            except ValueError as error:
+                raise api_error(error, kind.model_fields) or error from error
+
+        return await self.large.run(request.scope["submitter"], read, lambda _: None)
+
     def _submit(self, kind: type[Body], content: bytes, scope: Scope) -> tuple[Body, list[Answers]]:
         """Read a body. Submit all of its prompts, or none; clients with different keys share no cached prefixes."""
         body = read_body(kind, content)
         self.check_model(body.model)
-        prompts, salt = body.prompts, scope["cache_salt"] + (body.cache_salt or "")
-        if body.answers * len(prompts) > self.limits.rows:
-            cause = body.prompt_field if len(prompts) > 1 else "n"
-            raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
-        answers: list[Answers] = []
+        salt, answers = scope["cache_salt"] + (body.cache_salt or ""), list[Answers]()
         try:
+            prompts = body.prompts
+            if body.answers * len(prompts) > self.limits.rows:
+                cause = body.prompt_field if len(prompts) > 1 else "n"
+                raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
             # Prompts whose log-probabilities are wanted are one request, which computes what they share once.
             groups = [prompts] if body.prompt_logprobs_wanted is not None else [[prompt] for prompt in prompts]
             submissions = [self.translator.translate(body, group, body.prompt_field) for group in groups]

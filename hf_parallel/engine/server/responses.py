@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import token_bytes
@@ -121,6 +122,21 @@ class Writer:
             before = [] if is_first else encode(self.tokenizer, "a")[-1:]
             (self._bytes[token, is_first],) = token_bytes(self.tokenizer, [token], before)
         return self._bytes[token, is_first]
+
+
+class ScoreWriter(Writer):
+    """Writes the response to a request for scores."""
+
+    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, apply_softmax: bool) -> None:
+        super().__init__(model, False, tokenizer)
+        self._softmax = apply_softmax
+
+    def whole(self, choices: Sequence[Delta], usage: dict[str, object]) -> dict[str, object]:
+        """Return the body of the response: by item, the probability of each label among all tokens, or the labels."""
+        found = [choice.logged[0].found for choice in choices]
+        values = torch.tensor([[value for _, value in one.top] for one in found if one is not None])
+        scores = values.softmax(-1) if self._softmax else values.exp()
+        return {**self.head, "object": "scoring", "scores": scores.tolist(), "usage": usage}
 
 
 def usage_of(answers: Sequence[Answers]) -> dict[str, object]:

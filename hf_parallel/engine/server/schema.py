@@ -23,7 +23,7 @@ from hf_parallel.engine.hints import MAX_ID
 from hf_parallel.engine.server.errors import APIError
 
 T = TypeVar("T")
-B = TypeVar("B", bound="Body")
+M = TypeVar("M", bound=BaseModel)
 # Errors about each item of a long list or object would take seconds, in which the server answers no other request.
 Items = Annotated[list[T], Field(fail_fast=True, min_length=1)]
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
@@ -230,6 +230,11 @@ class Body(BaseModel):
         return getattr(self, "max_completion_tokens", None) or self.max_tokens
 
     @property
+    def label_tokens(self) -> list[int]:
+        """Tokens whose log-probabilities are wanted instead of those of the most probable ones."""
+        return []
+
+    @property
     def prompt_logprobs_wanted(self) -> int | None:
         """Number of alternatives to each token of a prompt; None: no log-probabilities of prompts."""
         return self.prompt_logprobs
@@ -279,7 +284,47 @@ class CompletionBody(Body):
         return max([top for top in wanted if top is not None], default=None)
 
 
-def read_body(kind: type[B], content: bytes) -> B:
+class ScoreBody(Body):
+    """Body of `/v1/score`, as in SGLang: the probabilities of tokens after a query with each of several items."""
+
+    prompt_field: ClassVar = "items"
+    model_config = ConfigDict(extra="forbid")
+    query: Annotated[Annotated[Text, Tag("a text")] | Annotated[Items[Token], Tag("a list")], _one_of("text or ids")]
+    items: Annotated[
+        Annotated[Text, Tag("a text")]
+        | Annotated[Items[Text], Tag("list of texts")]
+        | Annotated[Items[Items[Token]], Tag("lists of token ids")],
+        _one_of("a text, a list of texts or of lists of token ids, and not empty", _prompt_kind),
+    ]
+    label_token_ids: Annotated[list[Token], Field(fail_fast=True, min_length=1, max_length=MAX_BIASES)]
+    apply_softmax: Flag = False
+    item_first: Flag = False
+    max_tokens: Literal[1] = 1
+    temperature: Literal[0] = 0
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The query with each of the items."""
+        items = [self.items] if isinstance(self.items, str) else self.items
+        if any(isinstance(item, str) != isinstance(self.query, str) for item in items):
+            raise ValueError("items must be texts if query is a text, else lists of token ids")
+        return [item + self.query if self.item_first else self.query + item for item in items]  # type: ignore[operator]
+
+    @property
+    def label_tokens(self) -> list[int]:
+        """See `Body.label_tokens`."""
+        return self.label_token_ids
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """See `Body.top_logprobs_wanted`. Raises `ValueError` for fields of other requests."""
+        own = {*type(self).model_fields.keys() - Body.model_fields.keys(), "model", "user", "cache_salt"}
+        if others := sorted(self.model_fields_set - own):
+            raise ValueError(f"{others[0]} is no field of a request for scores")
+        return len(self.label_token_ids)
+
+
+def read_body(kind: type[M], content: bytes) -> M:
     """Return the body of a request. Raises `APIError` that names the field, its value and what is allowed."""
     try:
         return kind.model_validate_json(content)

@@ -24,6 +24,7 @@ from hf_parallel.generation.log_probs import TopLogProbs
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import SharedPrefixConfig
 from hf_parallel.generation.presets import preset_of
+from hf_parallel.generation.prompts import Chat
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.stop_texts import StopTexts
 from hf_parallel.generation.validation import check_text, suggestion
@@ -215,16 +216,13 @@ class Translator:
         if isinstance(prompt, list) and len(prompt) > self.max_tokens:
             raise self._too_long(name, f"{self.max_tokens} {'messages' if is_chat else 'token ids'}", len(prompt))
         if isinstance(prompt, str):
-            self._check_length(name, len(prompt))
+            self.check_length(name, len(prompt))
             if config.prompt.rules() is not None:
-                self._check_length(name, len(config.prompt.task_text(prompt)))  # a template may hold it several times
+                self.check_length(name, len(config.prompt.task_text(prompt)))  # a template may hold it several times
         elif not is_chat:
-            if max(prompt) >= (size := vocabulary_size(self.engine.model)):
-                raise APIError(400, f"{name} must hold token ids below {size}, got {max(prompt)}", name)
+            self.check_ids(name, prompt)
         else:
-            self._check_length(name, sum(map(len, chat_texts(prompt))))
-            for text in chat_texts(prompt):
-                check_text(name, text)
+            self.check_texts(prompt, name)
             if self.processor is not None:
                 return encode_chat(self.processor, config, prompt, template, self.limits)
             if not all(isinstance(message["content"], str) for message in prompt):
@@ -232,7 +230,18 @@ class Translator:
                 raise APIError(400, message, name)
         return encode_prompt(prompt, config, tokenizer, torch.device("cpu"), template)
 
-    def _check_length(self, name: str, characters: int) -> None:
+    def check_ids(self, name: str, tokens: Sequence[int]) -> None:
+        """Raise an error for token ids outside the vocabulary."""
+        if max(tokens) >= (size := vocabulary_size(self.engine.model)):
+            raise APIError(400, f"{name} must hold token ids below {size}, got {max(tokens)}", name)
+
+    def check_texts(self, chat: Chat, name: str) -> None:
+        """Raise an error for texts of a chat that are too long or that no tokenizer can read."""
+        self.check_length(name, sum(map(len, chat_texts(chat))))
+        for text in chat_texts(chat):
+            check_text(name, text)
+
+    def check_length(self, name: str, characters: int) -> None:
         """Raise an error for text that cannot fit into the context length: tokenizing it would take seconds."""
         if characters > self.max_characters:
             raise self._too_long(name, f"{self.max_characters} characters", characters)
@@ -278,7 +287,8 @@ class Translator:
             processors.append(self._json(schema, begin))
         top, prompt_top = body.top_logprobs_wanted, body.prompt_logprobs_wanted
         if top is not None or prompt_top is not None:
-            collector = TopLogProbs(top or 0, prompt_top)
+            self.check_ids("label_token_ids", [0, *body.label_tokens])
+            collector = TopLogProbs(top or 0, prompt_top, body.label_tokens)
             submission.log_probs = None if top is None else collector
             submission.prompt_log_probs = None if prompt_top is None else collector
             processors.append(collector)

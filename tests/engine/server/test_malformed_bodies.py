@@ -25,7 +25,7 @@ from serving import MODEL, Served, served, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
-from hf_parallel.engine.server.schema import ChatBody, CompletionBody  # noqa: E402
+from hf_parallel.engine.server.schema import ChatBody, CompletionBody, ScoreBody  # noqa: E402
 from hf_parallel.engine.server.submission import COMMON, UNSUPPORTED  # noqa: E402
 from hf_parallel.generation import MODES  # noqa: E402
 
@@ -35,6 +35,12 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 JSON = {"Content-Type": "application/json"}
 LIMIT = 1 << 18
 """Bytes of a body."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "/v1/score": {"model": MODEL, "query": "a", "items": ["b"], "label_token_ids": [5]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+}
+"""Valid bodies of the other endpoints."""
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -96,6 +102,8 @@ SETTINGS = [(mode, name) for mode, cls in MODES.items() for name in cls.fields()
         st.tuples(st.just(CHAT), st.sampled_from([*ChatBody.model_fields, *UNSUPPORTED, "unknown"]), st.none()),
         st.tuples(st.just(COMPLETION), st.sampled_from([*CompletionBody.model_fields, *UNSUPPORTED]), st.none()),
         st.sampled_from(SETTINGS).map(lambda place: (CHAT, place[1], place[0])),
+        st.sampled_from([(path, name, None) for path, own in OTHERS.items() for name in (*own, "messages", "unknown")]),
+        st.tuples(st.just("/v1/score"), st.sampled_from([*ScoreBody.model_fields, "unknown"]), st.none()),
     ),
     value=VALUES,
 )
@@ -104,7 +112,7 @@ def test_any_value_of_a_field_is_answered_or_is_an_error_that_names_the_field(
 ) -> None:
     path, name, mode = place
     body = {"model": MODEL, "max_tokens": 2, "messages" if path == CHAT else "prompt": HELLO if path == CHAT else "a"}
-    body |= {} if mode is None else {"generation_mode": mode}
+    body = OTHERS.get(path, body) | ({} if mode is None else {"generation_mode": mode})
     status, error = send(server, json.dumps({**body, name: value}).encode(), path)
     assert status < 500, error
     if error:
@@ -175,7 +183,7 @@ BODIES: dict[str, bytes] = {
 @pytest.mark.usefixtures("unaffected")
 def test_bodies_that_are_no_json_object_are_rejected(server: Served) -> None:
     for name, content in BODIES.items():
-        for path in (CHAT, COMPLETION):
+        for path in (CHAT, COMPLETION, *OTHERS):
             assert send(server, content, path)[0] == 400, name
     assert send(server, b" " * (LIMIT + 1))[0] == 413
 
@@ -184,7 +192,7 @@ def test_bodies_that_are_no_json_object_are_rejected(server: Served) -> None:
 def test_other_content_types_methods_and_paths_are_rejected(server: Served) -> None:
     for media_type in ("text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""):
         assert send(server, VALID.encode(), headers={"Content-Type": media_type})[0] == 415
-    for path in (CHAT, COMPLETION):
+    for path in (CHAT, COMPLETION, *OTHERS):
         for method in ("GET", "PUT", "DELETE", "TRACE", "FETCH"):
             assert send(server, b"", path, method)[0] == 405
     for path in ("/", "/v1", "/v1//chat/completions", "/docs", "/v1/embeddings", "/%00", "/x" * 3000):

@@ -1,0 +1,60 @@
+"""`/tokenize` and `/detokenize`, as in vLLM: the server's own tokens of a text or chat, and their text."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from hf_parallel.detokenizer import decode
+from hf_parallel.engine.server.errors import APIError
+from hf_parallel.engine.server.schema import Flag, Items, Message, Text, Token
+from hf_parallel.engine.server.submission import Translator
+from hf_parallel.generation.prompts import apply_template, check_template_kwargs
+from hf_parallel.generation.validation import check_text
+
+
+class TokenizeBody(BaseModel):
+    """Body of `/tokenize`. Special tokens are added to texts by default; the chat template adds its own to a chat."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Items[Message] | None = None
+    add_special_tokens: Flag | None = None
+    add_generation_prompt: Flag = True
+    return_token_strs: Flag | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+
+    def answer(self, translator: Translator) -> dict[str, object]:
+        """Return the body of the response."""
+        tokenizer, text = translator.engine.tokenizer, self.prompt
+        if (text is None) == (self.messages is None):
+            raise APIError(400, "give either prompt or messages", "prompt")
+        if self.messages is not None:
+            chat = [message.to_chat() for message in self.messages]
+            translator.check_texts(chat, "messages")
+            template = check_template_kwargs(self.chat_template_kwargs)
+            text = apply_template(chat, tokenizer, add_generation_prompt=self.add_generation_prompt, **template)
+        assert text is not None
+        translator.check_length("prompt", len(text))
+        check_text("prompt", text)
+        special = self.messages is None if self.add_special_tokens is None else self.add_special_tokens
+        tokens = tokenizer(text, add_special_tokens=special)["input_ids"]
+        names = tokenizer.convert_ids_to_tokens(tokens) if self.return_token_strs else None
+        length = translator.max_tokens
+        return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": names}
+
+
+class DetokenizeBody(BaseModel):
+    """Body of `/detokenize`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Text | None = None
+    tokens: Items[Token]
+
+    def answer(self, translator: Translator) -> dict[str, object]:
+        """Return the body of the response."""
+        translator.check_length("tokens", len(self.tokens))
+        translator.check_ids("tokens", self.tokens)
+        return {"prompt": decode(translator.engine.tokenizer, self.tokens)}
