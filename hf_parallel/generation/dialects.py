@@ -44,6 +44,10 @@ class Dialect:
         First text after the branches, which the model does not write. Default: the tag that closes the region.
     is_nested : bool
         Whether a branch may fork.
+    plan : three str
+        Text of a region up to the fork, as a model writes it: what comes before the outlines, an outline with
+        `{number}` and `{title}`, and what comes after them. For models that are made to fork. Default: made of the
+        tags, with each outline on a line.
     """
 
     region: tuple[str, str]
@@ -55,6 +59,7 @@ class Dialect:
     opening: str = ""
     joined: str = ""
     is_nested: bool = True
+    plan: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
         if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in (self.region, self.branch)):
@@ -70,6 +75,20 @@ class Dialect:
             raise ValueError(f"positions must be one of {list(POSITIONS)}, got {self.positions!r}")
         if not (self.opening or self.branch[0]).lstrip().startswith(self.branch[0]):
             raise ValueError(f"opening must begin with {self.branch[0]!r}, got {self.opening!r}")
+        if self.plan is not None:
+            if not isinstance(self.plan, list | tuple) or list(map(type, self.plan)) != [str] * 3:
+                raise ValueError(f"plan must be three texts, got {self.plan!r}")
+            object.__setattr__(self, "plan", tuple(self.plan))
+            text = "x".join(self.planned(2))
+            if not text.endswith(self.fork_text) or self.numbers(text, 2) != ["1", "2"]:
+                raise ValueError(f"plan must announce its branches and end with {self.fork_text!r}, got {self.plan!r}")
+
+    def planned(self, count: int) -> list[str]:
+        """Return the text of a region with `count` branches up to the fork, split where their titles stand."""
+        outline = f"\n{self.outline} {{number}}:{{title}}" if self.outline else ""
+        before, each, after = self.plan or (self.region[0], outline, f"\n{self.fork}" if self.fork else "")
+        outlines = (each.replace("{number}", str(number)) for number in range(1, count + 1))
+        return "".join([before, *outlines, after]).split("{title}")
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -139,6 +158,7 @@ DIALECTS = {
         outline="<Outline>",
         opening="\n<Path>\n{number}:",
         joined="<Conclusion>\n",
+        plan=("<Parallel>\n<Goal>\n", "<Outline>\n{number}:{title}\n</Outline>\n", "</Goal>"),
     ),
     "npr": Dialect(
         region=("<guideline>", "<takeaway>"),
@@ -149,6 +169,7 @@ DIALECTS = {
         opening="\n<step>\n{number}:",
         joined="<takeaway>\n",
         is_nested=False,
+        plan=("<guideline>\n", "<plan>{number}:{title}</plan>\n", "</guideline>"),
     ),
     "parallel_r1": Dialect(
         region=("<Parallel>", "</Parallel>"),
@@ -165,6 +186,7 @@ DIALECTS = {
         opening="\n<Thread>\n{number}:",
         joined="\n",
         is_nested=False,
+        plan=("<Parallel>\n<Outlines>\n", "<Outline>{number}:{title}</Outline>\n", "</Outlines>"),
     ),
 }
 """Dialects as the authors' code runs them: forks, inserted texts and positions (docs/modes/fork_join.md).

@@ -168,7 +168,7 @@ class Translator:
         assert config is not None
         limited, at_most = config.traits.rows_setting, self.limits.rows // body.answers
         if limited not in ("", *given) and 1 < at_most < config.max_rows_per_prompt:
-            config = replace(config, **{limited: at_most})
+            config = replace(config, **{limited: at_most})  # type: ignore[arg-type]
         known = {key for key, value in vars(model_config).items() if value is not None}
         known |= set(preset_of(config.mode, model_config).generation)
         sampling = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}

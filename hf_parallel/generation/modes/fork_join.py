@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+import torch
+
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ModeTraits
 from hf_parallel.generation.dialects import DIALECTS, Dialect
@@ -15,10 +17,13 @@ from hf_parallel.generation.modes.branches.lanes import Lane, Plan
 from hf_parallel.generation.modes.branches.output import StageStats
 from hf_parallel.generation.modes.branches.run import BranchRun
 from hf_parallel.generation.modes.branches.settings import BranchRows, BranchSettings
-from hf_parallel.generation.modes.branches.token_text import ids, slice_tokens, text_of
+from hf_parallel.generation.modes.branches.token_text import Vocabulary, ids, slice_tokens, text_of
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
-from hf_parallel.generation.validation import check_choice, check_int
+from hf_parallel.generation.validation import check_bool, check_choice, check_int
 from hf_parallel.transcript.sections import TranscriptStyle
+
+MAX_TITLE_TOKENS = 24
+"""Maximum number of tokens of a title in a forced fork."""
 
 
 @dataclass
@@ -111,8 +116,11 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
         `multiverse`, `npr`, `parallel_r1`, `threadweaver`, or a format of your own.
     opening : str
         First text of every answer, for models that do not open a fork. If it contains one, its paths start at once.
+    force : bool
+        Whether every answer begins, after `opening`, with a fork of `paths` paths. The model writes the title of each,
+        at most 24 tokens; the tags are inserted. For models that are not trained to fork.
     paths : int
-        Number of paths of a fork in dialects without an outline, such as `parallel_r1`.
+        Number of paths of a forced fork, and of forks in dialects without an outline, such as `parallel_r1`.
     path_max_new_tokens : int, optional
         Maximum number of tokens that a path generates. Default: the answer's.
     max_paths : int
@@ -132,6 +140,7 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
     )
 
     dialect: str | Mapping[str, Any] | Dialect = "multiverse"
+    force: bool = False
     paths: int = 2
     path_max_new_tokens: int | None = None
     max_paths: int = 32
@@ -155,9 +164,12 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
             raise ValueError(f"dialect must have region and branch, {missing[0]} is missing in {self.dialect!r}")
         if self.format.positions == "concatenated":
             raise ValueError("positions='concatenated' is for training: a path cannot start where another will end")
+        check_bool("force", self.force)
         for name in ("paths", "max_paths", "max_depth", "path_max_new_tokens"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1)
+        if self.force and self.paths > self.max_paths:
+            raise ValueError(f"force needs paths of at most max_paths={self.max_paths}, got {self.paths}")
 
     @property
     def format(self) -> Dialect:
@@ -170,6 +182,11 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
     def positions(self) -> str:
         """Positions of the dialect."""
         return self.format.positions
+
+    @property
+    def forces_format(self) -> bool:
+        """See `BranchSettings.forces_format`."""
+        return self.force
 
     @property
     def max_open_forks(self) -> int:
@@ -186,6 +203,34 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
         return ForkJoinRun(self, call)
 
 
+@dataclass
+class _Titles:
+    """What a lane has written of the titles of a forced fork: whole ones, and tokens of the next."""
+
+    index: int = 0
+    length: int = 0
+
+
+class _TitleMask:
+    """Masks of the tokens of a title, bool `[vocabulary]`: of the first, and of later ones, which may also end it.
+
+    Titles contain no special token, no first character of a tag, and no line break.
+    """
+
+    def __init__(self, dialect: Dialect, after: str, vocabulary: Vocabulary) -> None:
+        texts = [*dialect.tags, dialect.fork_text, dialect.outline, after, "\n"]
+        stops = {text.strip()[:1] for text in texts} | {after[:1], "\n"}
+        banned = [stop.encode() for stop in stops if stop]
+        self.later = torch.zeros(len(vocabulary), dtype=torch.bool)
+        self.first = self.later.clone()
+        for token, text in enumerate(vocabulary.texts):
+            is_whole = text.decode(errors="ignore").encode() == text != b""
+            if is_whole and token not in vocabulary.special and not any(stop in text for stop in banned):
+                self.later[token], self.first[token] = True, bool(text.strip())
+            elif is_whole and after.startswith(text.decode()):
+                self.later[token] = True
+
+
 class ForkJoinRun(BranchRun):
     """One call of the mode."""
 
@@ -196,9 +241,40 @@ class ForkJoinRun(BranchRun):
         tag = self.dialect.branch[1].encode()
         closing = self.dialect.branch[1] + self.dialect.gap
         limit = config.path_max_new_tokens
-        super().__init__(config, call, [(tag, len(tag), "tag")], closing, limit, config.opening)
+        self.plan = self.dialect.planned(config.paths) if config.force else [""]
+        super().__init__(config, call, [(tag, len(tag), "tag")], closing, limit, config.opening + self.plan[0])
         for text in (self.dialect.fork_text, *self.dialect.branch, self.dialect.joined_text):
             self.tokens(text, "tags of the dialect")
+        self.titles = _TitleMask(self.dialect, self.plan[1], self.vocabulary) if self.plan[1:] else None
+
+    def new_reader(self) -> _Titles:
+        """See `BranchRun.new_reader`."""
+        return _Titles()
+
+    def read(self, lane: Lane, text: bytes, ended: bool) -> None:
+        """See `BranchRun.read`. Where a title of a forced fork ends, insert the text up to the next one."""
+        if ended or not lane.num_samples or not self._is_planning(lane):
+            return
+        title, rest = lane.reader, self.plan[lane.reader.index + 1]
+        title.length += 1
+        is_end = title.length > 1 and rest.startswith(text.decode())
+        if is_end or title.length == MAX_TITLE_TOKENS:
+            tokens = self.tokens(rest[len(text.decode()) :] if is_end else rest)
+            title.index, title.length = title.index + 1, 0
+            if len(tokens) < lane.answer.left:
+                self.insert(lane, tokens)
+            else:
+                lane.answer.fallback, title.index = "the budget is too small for the plan", len(self.plan)
+
+    def _is_planning(self, lane: Lane) -> bool:
+        """Whether a lane writes the titles of a forced fork."""
+        return lane.parent is None and not lane.forks and not lane.paths and lane.reader.index < len(self.plan) - 1
+
+    def allowed(self, row: int) -> torch.Tensor | None:
+        """See `BranchRun.allowed`."""
+        if self.titles is None or row >= len(self.roots) or not self._is_planning(self.roots[row]):
+            return None
+        return self.titles.later if self.roots[row].reader.length else self.titles.first
 
     def find_fork(self, lane: Lane, known: int) -> Plan | None:
         """See `BranchRun.find_fork`."""

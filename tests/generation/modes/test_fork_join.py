@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ EVERY_SETTING: dict[str, Any] = {
     "prefetch": True,
     "dialect": {"region": ["<A>", "</A>"], "branch": ["<B>", "</B>"], "positions": "reencode"},
     "opening": "So",
+    "force": True,
     "paths": 3,
     "path_max_new_tokens": 12,
     "max_paths": 9,
@@ -165,6 +167,21 @@ def check_random_call(model: Any, seed: int) -> int:
 def test_random_calls_keep_their_budgets_and_equal_the_training_mask(seeds: range) -> None:
     model = hf_parallel.enable(small_model())
     assert sum(check_random_call(model, seed) for seed in seeds) > 2 * len(seeds)
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_forced_forks_have_titles_by_the_model_and_equal_the_training_mask(name: str) -> None:
+    dialect, model = ALL[name], hf_parallel.enable(small_model())
+    ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in PROMPTS])
+    given = {"tokenizer": TOKENIZER, "return_dict_in_generate": True, "pad_token_id": tiny.PAD, "do_sample": True}
+    given |= {"force": True, "paths": 3, "path_max_new_tokens": 9, "max_new_tokens": 400, "opening": "So ", "seed": 1}
+    out = model.generate(ids, attention_mask=mask, generation_mode="fork_join", dialect=dialect, **given)
+    title = r"[^<\n]*\S[^<\n]*"
+    plan = re.escape("So ") + title.join(map(re.escape, dialect.planned(3)))
+    for text, forks in zip(out.transcripts, out.forks, strict=True):
+        assert re.match(plan, text)
+        assert [path.number for path in forks[0].paths] == ["1", "2", "3"]
+    check_logits(model, out)
 
 
 @pytest.mark.parametrize("cases", [range(1), pytest.param(range(1, 6), marks=pytest.mark.slow)])

@@ -24,6 +24,7 @@ from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_ga
 from hf_parallel.generation.caller import warn_sequential
 from hf_parallel.generation.config import Generated
 from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.modes.branches.forcing import FormatProcessor
 from hf_parallel.generation.modes.branches.lanes import Answer, Lane, Plan, aligned, answer_log_probs, key_of
 from hf_parallel.generation.modes.branches.output import BRANCHES, CONTINUATION, STAGES, StageStats
 from hf_parallel.generation.modes.branches.settings import BranchSettings
@@ -78,6 +79,8 @@ class BranchRun:
         for processor in call.logits_processor:
             if name := BATCH_DEPENDENT.get(type(processor).__name__):
                 raise ValueError(f"{name} cannot be honoured by {config.mode}: branches are rows, but not prompts")
+            if isinstance(processor, FormatProcessor):
+                processor.run = self
         self.config: BranchSettings = config
         self.call, self.ends, self.limit = call, ends, limit
         self.vocabulary = get_vocabulary(call.tokenizer, vocabulary_size(call.model)).without_text(call.eos_token_ids)
@@ -124,6 +127,12 @@ class BranchRun:
 
     def read(self, lane: Lane, text: bytes, ended: bool) -> None:
         """Read new text of a lane."""
+
+    def allowed(self, row: int) -> torch.Tensor | None:
+        """Return a mask of the tokens that a row may write next, bool `[vocabulary]` on the CPU; None: any.
+
+        Called if the config `forces_format`.
+        """
 
     def end_answer(self, lane: Lane, cause: str) -> None:
         """Note that an answer has ended."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from transformers import LogitsProcessorList
+
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ConfigT, ModeRows, OutputT, RowPlace
+from hf_parallel.generation.modes.branches.forcing import FormatProcessor
 from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_text
@@ -38,8 +41,16 @@ class BranchSettings(ReplayConfig[OutputT]):
         check_text("opening", self.opening)
 
     def prepare(self, kwargs: Arguments) -> None:
-        """Check the tokenizer."""
+        """Check the tokenizer, and add a processor that forces the format after the caller's processors."""
         check_tokenizer_given(kwargs, self.mode, "reads text to find branches")
+        given = kwargs.get("logits_processor")
+        if self.forces_format and (given is None or isinstance(given, list | tuple)):
+            kwargs["logits_processor"] = LogitsProcessorList([*(given or ()), FormatProcessor()])
+
+    @property
+    def forces_format(self) -> bool:
+        """Whether a run forbids tokens; see `BranchRun.allowed`."""
+        return False
 
     @property
     def positions(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.config import ModePrompt, ModeTraits
@@ -25,11 +25,10 @@ from hf_parallel.generation.modes.branches.token_text import (
     tokens_of,
     widen_span,
 )
-from hf_parallel.generation.modes.pdos.format_processor import force, get_block_mask
+from hf_parallel.generation.modes.pdos.format_processor import get_block_mask
 from hf_parallel.generation.modes.pdos.output import Branch, ParallelBlock, PDOSOutput
 from hf_parallel.generation.modes.pdos.parser import BROKEN, DONE, OUTSIDE, BlockFormat, SkeletonParser
 from hf_parallel.generation.prompts import Chat, build_prompt
-from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import (
     check_bool,
     check_choice,
@@ -199,12 +198,10 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
         """Maximum number of branches at the same time."""
         return self.max_branches
 
-    def prepare(self, kwargs: Arguments) -> None:
-        """Check the tokenizer, and add a processor that forces the format after the caller's processors."""
-        super().prepare(kwargs)
-        given = kwargs.get("logits_processor")
-        if self.parallel_hint and (given is None or isinstance(given, list | tuple)):
-            kwargs["logits_processor"] = LogitsProcessorList([*(given or ()), TrunkFormatProcessor()])
+    @property
+    def forces_format(self) -> bool:
+        """Whether processors force the format once a block has opened."""
+        return self.parallel_hint
 
     def make_run(self, call: GenerationCall) -> PDOSRun:
         return PDOSRun(self, call)
@@ -238,9 +235,6 @@ class PDOSRun(BranchRun):
         vocabulary = get_vocabulary(call.tokenizer, vocabulary_size(call.model))
         banned = [call.pad_token_id, *call.eos_token_ids]
         self.mask = get_block_mask(config, vocabulary, banned) if config.parallel_hint else None
-        for processor in call.logits_processor:
-            if isinstance(processor, TrunkFormatProcessor):
-                processor.run = self
 
     def new_reader(self) -> SkeletonParser:
         """See `BranchRun.new_reader`."""
@@ -283,17 +277,12 @@ class PDOSRun(BranchRun):
         """See `BranchRun.may_change`."""
         return self._is_parsing(lane) and (lane.reader.phase != OUTSIDE or len(lane.reader.matched) > 0)
 
-    def force_format(self, scores: torch.Tensor) -> torch.Tensor:
-        """Forbid tokens that would break an open block, in scores `[rows, vocabulary]` of sampled rows or of all."""
-        rows = self.loop.sampler.processors.rows
-        masks: list[torch.Tensor | None] = []
-        for row in rows if len(scores) == len(rows) else range(len(scores)):
-            lane = self.roots[row] if row < len(self.roots) else None
-            if self.mask is None or lane is None or lane.paths or not self._is_parsing(lane):
-                masks.append(None)
-            else:
-                masks.append(self.mask.allowed(lane.reader))
-        return force(scores, masks)
+    def allowed(self, row: int) -> torch.Tensor | None:
+        """See `BranchRun.allowed`. Only trunks have a format."""
+        lane = self.roots[row] if row < len(self.roots) else None
+        if self.mask is None or lane is None or lane.paths or not self._is_parsing(lane):
+            return None
+        return self.mask.allowed(lane.reader)
 
     def find_fork(self, lane: Lane, known: int) -> Plan | None:
         """See `BranchRun.find_fork`. The branches of a closed block replace its skeleton."""
@@ -322,17 +311,6 @@ class PDOSRun(BranchRun):
     def output(self, **fields: Any) -> tuple[type[PDOSOutput], dict[str, Any]]:
         """See `BranchRun.output`."""
         return PDOSOutput, {"blocks": [root.forks for root in self.roots], **fields}
-
-
-class TrunkFormatProcessor(LogitsProcessor):
-    """Forces blocks that the trunks of a run open to be well-formed."""
-
-    keeps_rows = False
-    run: PDOSRun
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """See `PDOSRun.force_format`."""
-        return self.run.force_format(scores)
 
 
 def _record(path: Lane) -> Branch:

@@ -15,6 +15,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import check_tokenizer
+from hf_parallel.generation.modes.branches.forcing import force
 from hf_parallel.generation.modes.branches.token_text import WHITESPACE, Vocabulary, get_vocabulary
 from hf_parallel.generation.modes.pdos.parser import DONE, GAP, TITLE, BlockFormat, SkeletonParser
 from hf_parallel.generation.validation import check_int
@@ -210,22 +211,6 @@ class ParallelBlockLogitsProcessor(LogitsProcessor):
                 parser.feed(rest)
         self._parsed[row] = (tokens, parser)
         return parser
-
-
-def force(scores: torch.Tensor, allowed: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Forbid tokens in scores `[rows, vocabulary]` that the row's mask, bool `[vocabulary]`, lacks; None forbids none.
-
-    If all allowed tokens of a row are at minus infinity, they get equal scores.
-    """
-    forced = scores.clone()
-    for row, mask in enumerate(allowed):
-        if mask is not None:
-            mask = mask.to(scores.device)
-            masked = scores[row].masked_fill(~mask, -torch.inf)
-            if torch.isneginf(masked).all():
-                masked = torch.zeros_like(masked).masked_fill(~mask, -torch.inf)
-            forced[row] = masked
-    return forced
 
 
 def _is_inside(parser: SkeletonParser, after: SkeletonParser) -> bool:
