@@ -55,6 +55,7 @@ from hf_parallel.generation.modes import find_answer as find_answer
 from hf_parallel.generation.modes import hogwild_prompt as hogwild_prompt
 from hf_parallel.generation.modes import normal_form as normal_form
 from hf_parallel.generation.modes import pdos_prompt as pdos_prompt
+from hf_parallel.generation.processors import OccurrencePenalty as OccurrencePenalty
 from hf_parallel.generation.replay import Hotspot as Hotspot
 from hf_parallel.generation.replay import ReplayPolicy as ReplayPolicy
 from hf_parallel.generation.replay import Stepwise as Stepwise

@@ -7,6 +7,7 @@ Transformers. `split_warpers` finds the warpers that `hf_parallel.kernels.sampli
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.validation import check_int
 from hf_parallel.kernels import to_device
 from hf_parallel.kernels.sampling import Warpers
 
@@ -107,6 +109,45 @@ class RowPenalty(LogitsProcessor):
         return ids
 
 
+class OccurrencePenalty(LogitsProcessor):
+    """Frequency and presence penalty of OpenAI's API, on the tokens that a row has generated.
+
+    Subtracts `frequency * count + presence * (count > 0)` from the logit of a token that the row has generated `count`
+    times. Negative penalties encourage repetition.
+
+    Parameters
+    ----------
+    prompt_length : int
+        Number of tokens of the prompt with its padding, which are not counted.
+    frequency, presence : float
+
+    Examples
+    --------
+    >>> penalty = OccurrencePenalty(ids.shape[1], frequency=0.5)
+    >>> model.generate(ids, generation_mode="shared_prefix", logits_processor=[penalty])
+    """
+
+    keeps_rows = False
+
+    def __init__(self, prompt_length: int, frequency: float = 0.0, presence: float = 0.0) -> None:
+        check_int("prompt_length", prompt_length, at_least=0)
+        for name, value in (("frequency", frequency), ("presence", presence)):
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value!r}")
+        self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return _subtract(scores.clone(), input_ids[:, self.prompt_length :], self.frequency, self.presence)
+
+
+class RowOccurrence(RowPenalty):
+    """`OccurrencePenalty` on the tokens of a row in `table`."""
+
+    def __init__(self, processor: OccurrencePenalty, table: TokenTable) -> None:
+        self.frequency, self.presence, self.table = processor.frequency, processor.presence, table
+        self.ignored = [processor.prompt_length] * len(table.lengths)
+
+
 class PerPromptProcessor(LogitsProcessor):
     """Calls a stateless processor that expects one row per prompt on several rows per prompt, ordered by prompt."""
 
@@ -159,17 +200,18 @@ RowWise: TypeAlias = Callable[[torch.Tensor, Step], torch.Tensor]
 
 def penalize(scores: torch.Tensor, step: Step) -> torch.Tensor:
     """Apply repetition penalties."""
-    rows_of: dict[RowPenalty, list[int]] = {}
-    for processor, row in zip(step.processors, step.rows, strict=True):
-        rows_of.setdefault(processor, []).append(row)
-    vocabulary, longest = scores.shape[1], max(step.lengths)
-    seen = [processor.tokens(rows, vocabulary) for processor, rows in rows_of.items()]
-    tokens = torch.cat([F.pad(ids, (longest - ids.shape[1], 0), value=vocabulary) for ids in seen])
-    tokens = tokens.clamp(max=vocabulary)
+    tokens = _penalized_tokens(step, scores.shape[1])
     padded = F.pad(scores, (0, 1))  # for tokens that are ignored, or outside the output vocabulary
     found, penalty = padded.gather(1, tokens), _setting([one.penalty for one in step.processors], scores.device)
     found = torch.where(found < 0, found * penalty, _divide(found, penalty))
     return padded.scatter_(1, tokens, found)[:, :-1]
+
+
+def subtract_occurrences(scores: torch.Tensor, step: Step) -> torch.Tensor:
+    """Apply occurrence penalties."""
+    frequency = _setting([one.frequency for one in step.processors], scores.device)
+    presence = _setting([one.presence for one in step.processors], scores.device)
+    return _subtract(scores, _penalized_tokens(step, scores.shape[1]), frequency, presence)
 
 
 def suppress(scores: torch.Tensor, step: Step) -> torch.Tensor:
@@ -225,10 +267,11 @@ def keep_min_p(scores: torch.Tensor, step: Step) -> torch.Tensor:
 STAGES: dict[type, tuple[int, RowWise]] = {
     RowPenalty: (0, penalize),
     MinLengthProcessor: (1, suppress),
-    TemperatureLogitsWarper: (2, scale),
-    TopKLogitsWarper: (3, keep_top_k),
-    TopPLogitsWarper: (4, keep_top_p),
-    MinPLogitsWarper: (5, keep_min_p),
+    RowOccurrence: (2, subtract_occurrences),
+    TemperatureLogitsWarper: (3, scale),
+    TopKLogitsWarper: (4, keep_top_k),
+    TopPLogitsWarper: (5, keep_top_p),
+    MinPLogitsWarper: (6, keep_min_p),
 }
 """Number and function of each class, in the order in which `generate` applies them."""
 _WARPERS = {
@@ -258,6 +301,26 @@ def split_warpers(processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsPro
         name = _WARPERS[type(warper)]
         settings[name] = getattr(warper, name)
     return head, Warpers(**settings)  # type: ignore[arg-type]  # `top_k` is an int
+
+
+def _penalized_tokens(step: Step, filler: int) -> torch.Tensor:
+    """Return the tokens of each row that its penalty applies to, int64 `[n, longest]`, padded with `filler`."""
+    rows_of: dict[RowPenalty, list[int]] = {}
+    for processor, row in zip(step.processors, step.rows, strict=True):
+        rows_of.setdefault(processor, []).append(row)
+    seen = [processor.tokens(rows, filler) for processor, rows in rows_of.items()]
+    tokens = [F.pad(ids, (max(step.lengths) - ids.shape[1], 0), value=filler) for ids in seen]
+    return torch.cat(tokens).clamp(max=filler)
+
+
+def _subtract(
+    scores: torch.Tensor, tokens: torch.Tensor, frequency: float | torch.Tensor, presence: float | torch.Tensor
+) -> torch.Tensor:
+    """Apply occurrence penalties for tokens int64 `[n, length]`. Writes to the scores."""
+    counts = scores.new_zeros(len(scores), scores.shape[1] + 1)  # the last for fillers and what is no output token
+    counts = counts.scatter_add_(1, tokens.clamp(max=scores.shape[1]), torch.ones_like(tokens, dtype=scores.dtype))
+    counts = counts[:, :-1]
+    return scores.sub_(frequency * counts + presence * (counts > 0))
 
 
 def _setting(values: list[float], device: torch.device) -> float | torch.Tensor:

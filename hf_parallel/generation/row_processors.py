@@ -20,6 +20,8 @@ from transformers import (
 
 from hf_parallel.generation.processors import (
     MinLengthProcessor,
+    OccurrencePenalty,
+    RowOccurrence,
     RowPenalty,
     RowWise,
     Step,
@@ -53,6 +55,8 @@ class RowProcessors(list[LogitsProcessor]):
         for processor in given:
             if type(processor) is RepetitionPenaltyLogitsProcessor:
                 self.append(RowPenalty(processor, table))
+            elif type(processor) is OccurrencePenalty:
+                self.append(RowOccurrence(processor, table))
             else:
                 check_signature(processor)
                 self.append(MinLengthProcessor.convert(processor))

@@ -182,8 +182,8 @@ class Body(BaseModel):
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None  # of vLLM
     logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], _entries(MAX_BIASES)] | None = None
-    frequency_penalty: Number | None = None
-    presence_penalty: Number | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     response_format: ResponseFormat | None = None
     top_k: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None

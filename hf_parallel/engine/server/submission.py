@@ -24,6 +24,7 @@ from hf_parallel.generation.log_probs import TopLogProbs
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import SharedPrefixConfig
 from hf_parallel.generation.presets import preset_of
+from hf_parallel.generation.processors import OccurrencePenalty
 from hf_parallel.generation.prompts import Chat
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.stop_texts import StopTexts
@@ -152,9 +153,6 @@ class Translator:
             else:
                 hint = suggestion(key, (*allowed, *type(body).model_fields))
                 raise APIError(400, f"{key} is no field of this request{hint}", key)
-        for key in ("frequency_penalty", "presence_penalty"):
-            if getattr(body, key):
-                raise APIError(400, f"{key} is not supported; use repetition_penalty", key)
         if body.max_tokens == 0 and not getattr(body, "echo", False):
             raise APIError(400, "max_tokens=0 needs echo=true", "max_tokens")
         if body.prompt_logprobs is not None and body.stream:
@@ -285,6 +283,9 @@ class Translator:
                 if getattr(body, name):
                     raise APIError(400, f"{name} cannot be combined with response_format", name)
             processors.append(self._json(schema, begin))
+        if body.frequency_penalty or body.presence_penalty:
+            penalties = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
+            processors.append(OccurrencePenalty(begin, *penalties))
         top, prompt_top = body.top_logprobs_wanted, body.prompt_logprobs_wanted
         if top is not None or prompt_top is not None:
             self.check_ids("label_token_ids", [0, *body.label_tokens])
