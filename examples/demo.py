@@ -28,6 +28,7 @@ make bench ARGS=shared_prefix    the same comparison in full, with continuous ba
 make demo ARGS='--task "Write a song about the sea."'
 make demo ARGS="--model Qwen/Qwen3-0.6B"
 .venv/bin/hf-parallel generate --mode hogwild --format live "Plan a day in Rome."
+.venv/bin/hf-parallel serve      all modes in a browser: http://127.0.0.1:8000/
 """
 
 

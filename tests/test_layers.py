@@ -37,7 +37,7 @@ LAYERS: dict[str, set[str]] = {
     "transcript": set(),
     "generation": {"kernels", "cache", "models", "transcript"},
     "generation.modes": {"kernels", "cache", "models", "transcript", "generation"},
-    "engine": {"kernels", "cache", "models", "generation", "generation.modes"},
+    "engine": {"kernels", "cache", "models", "transcript", "generation", "generation.modes"},
     "agents": {"kernels", "cache", "models", "transcript", "generation", "generation.modes", "engine"},
 }
 """Layers that each layer may import besides itself and the ground; layers that are not listed may import any.

@@ -36,6 +36,7 @@ class Delta:
     text: str = ""
     row: str | None = None  # name of the row
     row_text: str = ""  # text of a row that is not itself the choice
+    row_event: str | None = None  # what its text is if it was not generated, or what ended; see `ParallelStreamer`
     logged: list[LoggedToken] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None  # why the choice ended with an error
@@ -58,10 +59,11 @@ class Answers:
                 if delta is not None:
                     yield delta
         elif self.submission.config.traits.streams_text:
-            async for row, text, _ in self.handle.texts_async():
-                if text:
-                    index = self.first + self.submission.choice(row)
-                    yield Delta(index, row=self.submission.row_name(row), row_text=text)
+            async for row, text, event in self.handle.texts_async():
+                row_event = None if event == "token" else event
+                if text or row_event:
+                    index, name = self.first + self.submission.choice(row), self.submission.row_name(row)
+                    yield Delta(index, row=name, row_text=text, row_event=row_event)
         output = await self.handle.result_async()
         for delta in await asyncio.to_thread(lambda: list(self._ends(output))):  # decodes the text of merged rows
             yield delta

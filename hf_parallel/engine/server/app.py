@@ -23,6 +23,7 @@ from hf_parallel.engine.server.answers import Answers, Delta
 from hf_parallel.engine.server.errors import APIError, api_error, json_response, to_json
 from hf_parallel.engine.server.limits import Gate, Limits, check_keys
 from hf_parallel.engine.server.metrics import Metrics
+from hf_parallel.engine.server.page import page
 from hf_parallel.engine.server.responses import ScoreWriter, Writer, usage_of
 from hf_parallel.engine.server.schema import Body, ChatBody, CompletionBody, ScoreBody, read_body
 from hf_parallel.engine.server.submission import Translator
@@ -114,6 +115,12 @@ def create_app(
     async def one_model(name: str) -> Response:
         server.check_model(name)
         return json_response(server.model_card)
+
+    own_page = page()
+
+    @app.get("/")
+    async def show() -> Response:
+        return own_page
 
     @app.get("/health")
     async def health() -> Response:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hf_parallel.engine.scheduler import has_place
 from hf_parallel.engine.server.errors import APIError
 
-OPEN_PATHS = ("/health",)  # paths that need no API key
+OPEN_PATHS = ("/", "/health")  # paths that need no API key
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class Writer:
 
     def chunk(self, delta: Delta, is_first: bool) -> dict[str, object]:
         """Return a chunk of a stream; `is_first`: the first one of its choice."""
-        added = {"row_content": delta.row_text} if delta.row_text else {}
+        added = {"row_content": delta.row_text, "row_event": delta.row_event}
+        added = {name: value for name, value in added.items() if value}
         choice: dict[str, object] = {"index": delta.index}
         if self.is_chat:
             role = {"role": "assistant"} if is_first else {}
@@ -147,6 +148,8 @@ def usage_of(answers: Sequence[Answers]) -> dict[str, object]:
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
+        "forward_passes": sum(one.handle.stats.forward_passes for one in answers),
+        "kv_bytes": sum(one.handle.stats.kv_bytes for one in answers),
         "prompt_tokens_details": {"cached_tokens": sum(one.handle.stats.cached_tokens for one in answers)},
     }
 

@@ -31,14 +31,16 @@ def test_a_request_over_http_streams_the_answer_and_each_path_under_its_name(set
         *chunks, usage, _ = stream(server, **body, **settings)
     (choice,) = whole["choices"]
     assert [len(one["mode_output"]["forks"]) for one in several["choices"]] == [1, 1, 1]
-    rows, content = defaultdict(str), ""
+    rows, content, events = defaultdict(str), "", set()
     for chunk in chunks:
         for part in chunk["choices"]:
             content += part["delta"].get("content", "")
             rows[part.get("row")] += part["delta"].get("row_content", "")
+            events.add((part.get("row"), part["delta"].get("row_event")))
     paths = choice["mode_output"]["forks"][0]["paths"]
     assert content == rows["Answer"] == choice["message"]["content"] == choice["mode_output"]["transcript"]
     assert [rows[f"Path {path['index']}"] for path in paths] == [path["text"] for path in paths]
+    assert {("Answer", "join"), ("Path 1", "begin"), ("Path 1", "end"), ("Path 2", None)} <= events
     generated = whole["usage"]["completion_tokens"]
     assert generated == usage["usage"]["completion_tokens"]
     assert generated == choice["mode_output"]["critical_path"] + 6  # both paths are written at the same time

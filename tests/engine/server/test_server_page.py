@@ -1,0 +1,116 @@
+"""The page of the server: what it holds, and what a user sees who clicks through it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsers import Tab
+from test_server import served, small_model
+
+from hf_parallel.engine import Engine
+from hf_parallel.generation import MODES
+
+httpx = pytest.importorskip("httpx2")
+pytestmark = pytest.mark.usefixtures("one_thread")
+KEY = "a secret"
+MARKUP = "<img src=x onerror=\"document.title = 'run'\"><script>document.title = 'run'</script>"
+WRITING = "[...document.querySelectorAll('.writing')].filter(card => card.querySelector('p').textContent.length > 40)"
+STATUS = "document.getElementById('status').textContent"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    model, tokenizer = small_model()
+    model.config.max_position_embeddings = 2**14  # so that a run lasts until the test has seen it
+    with Engine(model, tokenizer) as engine, served(engine, api_keys=[KEY]) as server:
+        yield server.url
+
+
+@pytest.fixture
+def tab(url: str, tmp_path: Path) -> Iterator[Callable[..., Tab]]:
+    opened: list[Tab] = []
+
+    def open_tab(width: int) -> Tab:
+        opened.append(Tab(tmp_path, f"{url}/", width))
+        opened[-1].wait_for("document.getElementById('model')?.textContent === 'not connected'")
+        opened[-1].type("#key", KEY)
+        opened[-1].wait_for("document.getElementById('model').textContent === 'small'")
+        return opened[-1]
+
+    yield open_tab
+    for one in opened:
+        one.close()
+
+
+def test_the_page_is_open_without_a_key_and_describes_every_setting(url: str) -> None:
+    response = httpx.get(url)
+    assert response.status_code == 200
+    assert KEY not in response.text
+    assert "unsafe" not in (policy := response.headers["content-security-policy"])
+    assert policy.count("'sha256-") == 2
+    (schema,) = re.findall(r'<script type="application/json" id="schema">(.*?)</script>', response.text, re.DOTALL)
+    modes = {mode["name"]: mode for mode in json.loads(schema)["modes"]}
+    assert set(modes) == {name for name, cls in MODES.items() if not cls.traits.needs_logits_cache}
+    for name, mode in modes.items():
+        settings = [setting["name"] for setting in mode["settings"]]
+        assert settings == [n for n in MODES[name].fields() if n in settings]
+        assert not {"seed", *MODES[name].not_remote()} & {*settings}
+        if MODES[name].__module__.startswith("hf_parallel."):
+            assert [setting["name"] for setting in mode["settings"] if not setting["about"]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 400])
+def test_workers_are_seen_writing_at_the_same_time_until_the_run_is_stopped(tab: Any, width: int) -> None:
+    page = tab(width)
+    page.type("#prompt", MARKUP)
+    page.type("#max_tokens", "4000")
+    page.type("#temperature", "0")
+    page.value("document.getElementById('mode').value = 'hogwild', chooseMode()")
+    page.click("#more summary")
+    page.type("[name=step_prefix]", f"{{name}} {MARKUP}")
+    page.click("#run")
+    page.wait_for(f"{WRITING}.length === 2 && {STATUS} === 'Alice and Bob are writing'")
+    left, right = page.value(f"{WRITING}.map(card => card.getBoundingClientRect()).map(box => [box.x, box.y])")
+    assert left[0] < right[0]
+    assert left[1] == right[1]
+    assert page.value("document.documentElement.scrollWidth") <= width
+    page.click("#stop")
+    page.wait_for(f"{STATUS} === 'Stopped' && !document.querySelector('.writing')")
+    page.type("#max_tokens", "20")
+    page.click("#run")
+    page.wait_for(f"{STATUS}.startsWith('Finished: ')")
+    assert "tokens of the prompt stored once" in page.value("document.getElementById('numbers').textContent")
+    assert MARKUP in page.value("document.getElementById('rows').textContent")
+    assert page.value("document.querySelectorAll('#rows img, #rows script').length") == 0
+    assert page.value("document.title") == "hf_parallel"
+
+
+@pytest.mark.slow
+def test_text_of_the_model_is_never_markup(tab: Any) -> None:
+    page = tab(1280)
+    call = {"index": 0, "function": {"name": MARKUP, "arguments": MARKUP}}
+    deltas: list[dict[str, Any]] = [
+        {"row": MARKUP, "delta": {"row_content": MARKUP, "row_event": "begin"}},
+        {"row": MARKUP, "delta": {"row_content": MARKUP, "reasoning_content": MARKUP, "tool_calls": [call]}},
+        {"row": MARKUP, "delta": {"row_content": MARKUP, "row_event": "inject"}},
+        {"row": "Alice", "delta": {"row_event": "join", "row_content": MARKUP}},
+        {
+            "delta": {"content": MARKUP},
+            "finish_reason": "stop",
+            "mode_output": {"found": [MARKUP], "votes": {MARKUP: 1}},
+        },
+    ]
+    events = [json.dumps({"choices": [{"index": 0, **delta}]}) for delta in deltas]
+    body = "".join(f"data: {event}\n\n" for event in [*events, json.dumps({"error": {"message": MARKUP}})])
+    page.value(f"window.fetch = async () => new Response({json.dumps(body)}), 0")
+    page.click("#run")
+    page.wait_for("document.getElementById('error').textContent !== ''")
+    assert page.value("document.querySelector('main').textContent").count(MARKUP) >= 9
+    assert page.value("document.querySelectorAll('main img, main script').length") == 0
+    assert page.value("document.title") == "hf_parallel"
