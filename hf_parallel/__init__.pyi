@@ -11,7 +11,6 @@ from hf_parallel.cache.hogwild import HogwildCache as HogwildCache
 from hf_parallel.cache.logits import LogitsCache as LogitsCache
 from hf_parallel.cache.shared_prefix import SharedPrefixCache as SharedPrefixCache
 from hf_parallel.cache.tree_branch import TreeBranchCache as TreeBranchCache
-from hf_parallel.generation import CHAIN_OF_DRAFT as CHAIN_OF_DRAFT
 from hf_parallel.generation import ConsoleStreamer as ConsoleStreamer
 from hf_parallel.generation import GenerationStats as GenerationStats
 from hf_parallel.generation import ParallelConfig as ParallelConfig
@@ -19,7 +18,6 @@ from hf_parallel.generation import ParallelIteratorStreamer as ParallelIteratorS
 from hf_parallel.generation import ParallelOutput as ParallelOutput
 from hf_parallel.generation import ParallelStreamer as ParallelStreamer
 from hf_parallel.generation import build_prompt as build_prompt
-from hf_parallel.generation import chain_of_draft_prompt as chain_of_draft_prompt
 from hf_parallel.generation import disable as disable
 from hf_parallel.generation import enable as enable
 from hf_parallel.generation import generate as generate

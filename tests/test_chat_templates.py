@@ -161,7 +161,3 @@ def test_prompts_of_sessions_sweeps_and_drafts_receive_the_variables(
         for handle in handles:
             assert (CLOSED in tokenizer.decode(handle.result().record.prompts[0])) is closed
         handles.clear()
-        draft = hf_parallel.chain_of_draft_prompt(TASK, tokenizer, **given)
-        assert tokenizer.decode(draft["input_ids"][0]).endswith(CLOSED)
-    draft = hf_parallel.chain_of_draft_prompt(TASK, tokenizer, chat_template_kwargs={"enable_thinking": True})
-    assert tokenizer.decode(draft["input_ids"][0]).endswith("<assistant>\n")

@@ -6,13 +6,12 @@ from hf_parallel.generation.mixin import ParallelGenerationMixin, disable, enabl
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.presets import Preset
 from hf_parallel.generation.printing import ConsoleStreamer
-from hf_parallel.generation.prompts import CHAIN_OF_DRAFT, build_prompt, chain_of_draft_prompt
+from hf_parallel.generation.prompts import build_prompt
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.streaming import ParallelIteratorStreamer, ParallelStreamer
 
 __all__ = [
-    "CHAIN_OF_DRAFT",
     "MODES",
     "ConsoleStreamer",
     "GenerationStats",
@@ -27,7 +26,6 @@ __all__ = [
     "Preset",
     "RowPlace",
     "build_prompt",
-    "chain_of_draft_prompt",
     "disable",
     "enable",
     "generate",

@@ -38,7 +38,7 @@ from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.streaming import report_errors
 from hf_parallel.generation.validation import check_bool
-from hf_parallel.models.capabilities import Capabilities, probe_capabilities
+from hf_parallel.models.capabilities import probe_capabilities
 from hf_parallel.models.compiled import forget
 from hf_parallel.models.images import image_inputs
 from hf_parallel.models.mixers import unwrap_mixers
@@ -311,7 +311,6 @@ def keep_mode(config: GenerationConfig) -> None:
 
 def enable(
     model: _Model,
-    known: Capabilities | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> _Model:
     """Give one model the `generation_mode` argument.
@@ -323,8 +322,6 @@ def enable(
     ----------
     model : PreTrainedModel
         A decoder-only model with a language modelling head, or a wrapper of one by PEFT or `torch.compile`.
-    known : Capabilities, optional
-        Result of an earlier probe of this model, which is not probed then.
     tokenizer : PreTrainedTokenizerBase, optional
         The tokenizer of modes that read or write text, for code that cannot pass `tokenizer` to `generate`. The one
         passed to a call overrides it. Default: unchanged, at first none.
@@ -350,7 +347,7 @@ def enable(
     with _ENABLE_LOCK:
         if not isinstance(inner, ParallelGenerationMixin):
             with cpu_as_default():
-                inner._parallel = Enabled(probe_capabilities(inner) if known is None else known)
+                inner._parallel = Enabled(probe_capabilities(inner))
             inner.__class__ = _enabled_class(type(inner))  # type: ignore[arg-type] # types are hashable
             if mode := getattr(inner.generation_config, "generation_mode", None):
                 _logger.warning_once(

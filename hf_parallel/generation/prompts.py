@@ -15,7 +15,7 @@ from hf_parallel.generation.config import ParallelConfig, check_setting_names
 from hf_parallel.generation.presets import preset_of
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.generation.validation import check_int, check_template, check_text
+from hf_parallel.generation.validation import check_text
 
 Message: TypeAlias = Mapping[str, Any]
 """Message of a chat template: its role, its content, and what else the template reads."""
@@ -25,11 +25,6 @@ ENABLE_THINKING = "enable_thinking"  # variable of many templates; False: the an
 NOT_RENDERED = "only chats, and texts in a mode with a prompt builder, are rendered by the chat template"
 _RESERVED = {"messages", "conversations", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 _RESERVED -= {"tools", "documents"}
-CHAIN_OF_DRAFT = (
-    "Think in steps, but write down only a draft of each step: at most {max_words} words or one short equation, no "
-    "full sentences, nothing twice. In the end give the final answer in full, in the form that is asked for."
-)
-"""Instructions of `chain_of_draft_prompt`."""
 
 
 def build_prompt(
@@ -79,37 +74,6 @@ def build_prompt(
     config = cls(**settings) if config is None else config
     config = type(config)(**{**preset_of(config.mode, tokenizer).settings, **config.given()})
     return encode_task(config, task, tokenizer, chat_template_kwargs)
-
-
-def chain_of_draft_prompt(
-    task: str | Chat,
-    tokenizer: PreTrainedTokenizerBase,
-    max_words: int = 5,
-    rules: str = CHAIN_OF_DRAFT,
-    *,
-    chat_template_kwargs: Mapping[str, object] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Build a prompt for an answer with very short reasoning steps (Xu et al., Chain of Draft, 2025).
-
-    If the chat template has the variable `enable_thinking`, it is False by default: the draft is the reasoning.
-
-    For plain `generate` and any mode. To combine it with a mode's own instructions, pass `rules` and task together as
-    the task of `build_prompt`.
-
-    Parameters
-    ----------
-    task, tokenizer, chat_template_kwargs
-        As in `build_prompt`, which also documents the return value.
-    max_words : int
-        Maximum number of words of a step.
-    rules : str
-        Instructions, with the field `{max_words}`.
-    """
-    check_task(task, tokenizer)
-    check_int("max_words", max_words, at_least=1)
-    check_template("rules", rules, max_words=max_words)
-    text = render_prompt(rules.format(max_words=max_words), task, tokenizer, False, chat_template_kwargs)
-    return _encode(text, tokenizer)
 
 
 def encode_task(

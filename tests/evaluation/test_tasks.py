@@ -8,9 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
-import hf_parallel
 from hf_parallel.evaluation import GENERATED, ArithmeticProblem, PlanningProblem, RetrievalProblem
 
 SEEDS = range(40)
@@ -130,18 +128,3 @@ def test_the_score_is_the_fraction_of_aspects_with_a_heading() -> None:
     assert problem.score(text) == pytest.approx(0.6)
     assert problem.score(f"{text}\n## {first} and {second}\nThink of {first}.\nthe {second}: it") == pytest.approx(0.6)
     assert problem.score(f"{text}\n## {first}\n## {first}") == pytest.approx(0.8)
-
-
-# Chain of Draft
-
-
-def test_the_rules_precede_the_task(embedded: tuple[Any, PreTrainedTokenizerBase]) -> None:
-    tokenizer = embedded[1]
-    prompt = hf_parallel.chain_of_draft_prompt("What is 2 + 3?", tokenizer, max_words=7)
-    text = tokenizer.decode(prompt["input_ids"][0])
-    rules = hf_parallel.CHAIN_OF_DRAFT.format(max_words=7)
-    assert "at most 7 words" in rules
-    assert text == (
-        f"<|im_start|>system\n{rules}<|im_end|>\n<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert prompt["attention_mask"].tolist() == [[1] * prompt["input_ids"].shape[1]]
