@@ -11,7 +11,7 @@ from typing import ClassVar
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_parallel
-from hf_parallel.agents import Chat, Fire, Runtime, State, Supervisor, agent
+from hf_parallel.agents import Chat, Runtime, State, Supervisor, agent
 from hf_parallel.engine import Engine
 
 MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
@@ -72,7 +72,7 @@ class MCTS(Supervisor):
         self._num_left, self._num_running = self.iterations, 0
         self._range = (math.inf, -math.inf)
 
-    def select(self) -> Sequence[State | Fire]:
+    def select(self) -> Sequence[State]:
         """Return the states of running iterations, and those where new ones begin."""
         while self._num_left and self._num_running < self.parallel:
             state = self._descend(self.root)

@@ -30,9 +30,7 @@ from hf_parallel.agents.simulation import simulate as simulate
 from hf_parallel.agents.state import State as State
 from hf_parallel.agents.supervisors import BeamSearch as BeamSearch
 from hf_parallel.agents.supervisors import BestOfN as BestOfN
-from hf_parallel.agents.supervisors import Fire as Fire
 from hf_parallel.agents.supervisors import SelfConsistency as SelfConsistency
-from hf_parallel.agents.supervisors import SelfRefine as SelfRefine
 from hf_parallel.agents.supervisors import Single as Single
 from hf_parallel.agents.supervisors import Supervisor as Supervisor
 from hf_parallel.agents.supervisors import TreeOfThoughts as TreeOfThoughts

@@ -110,7 +110,7 @@ async def next(handle: AgentHandle) -> Any:
         await resume(handle, None)
     search = handle._search
 
-    async def wait(key: str, directive: object) -> object:
+    async def wait(key: str, is_choice: bool) -> object:
         frame, begin = current_frame(), search.runtime.trace.now()
         state = await search.wait()
         _trace(frame, "next", child=search.agent_id, begin=begin)
@@ -212,7 +212,7 @@ async def tool(
             what = repr(cause)
         raise ToolError(f"tool {name} failed: {what}") from cause
 
-    async def run(key: str, directive: object) -> T:
+    async def run(key: str, is_choice: bool) -> T:
         frame = current_frame()
         runtime = frame.execution.search.runtime
         runtime.stats.tool_calls += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_parallel.agents.execution import current_frame, perform, run_aside
+from hf_parallel.agents.execution import current_frame, perform
 from hf_parallel.agents.state import digest
 from hf_parallel.generation.prompts import Message
 from hf_parallel.generation.validation import check_int, check_text
@@ -74,16 +74,10 @@ class Chat:
             )
         messages = [dict(message) for message in self.messages]
 
-        async def generate(key: str, fire: Any) -> str:
-            state = current_frame().execution.state
-            assert state is not None
-            if fire is not None and fire.complete is not None:
-                conversation = Chat(messages=messages, **settings)
-                text = await run_aside(current_frame().execution, "complete.", fire.complete(conversation))
-            else:
-                (text,) = await self._generate(key, messages, settings)
-            if fire is not None:  # a choice, not a completion in a value function or `gather`
-                state.text = text
+        async def generate(key: str, is_choice: bool) -> str:
+            (text,) = await self._generate(key, messages, settings)
+            if is_choice:
+                current_frame().state.text = text
             return text
 
         text = await perform(f"gen {digest(messages, settings)}", generate, messages if forkable else None)
@@ -108,7 +102,7 @@ class Chat:
         if (given := settings.setdefault("num_return_sequences", n)) != n:
             raise ValueError(f"num_return_sequences={given} differs from n={n}: give n alone")
 
-        async def generate(key: str, fire: object) -> list[str]:
+        async def generate(key: str, is_choice: bool) -> list[str]:
             return list(await self._generate(key, messages, settings))
 
         return await perform(f"sample {digest(messages, settings)}", generate)

@@ -129,7 +129,7 @@ def current_frame() -> Frame:
 
 
 async def perform(
-    operation: str, compute: Callable[[str, Any], Awaitable[T]], messages: Sequence[Message] | None = None
+    operation: str, compute: Callable[[str, bool], Awaitable[T]], messages: Sequence[Message] | None = None
 ) -> T:
     """Run an operation of the running agent, or replay it.
 
@@ -138,20 +138,21 @@ async def perform(
     operation : str
         Name and arguments of the operation, the same in every replay.
     compute : coroutine function
-        Receives the operation's key and, for a choice, what the supervisor passes. Returns the result.
+        Receives the operation's key, and whether it is a choice. Returns the result.
     messages : list of dict, optional
         Makes the operation a choice: the conversation to continue.
     """
     frame = current_frame()
     entry = frame.recorded(operation)
     if entry is None:
-        directive = None
+        is_choice = False  # not in a value function or `gather`
         if messages is not None and frame.is_main and isinstance(frame.execution, Execution):
-            directive = await frame.execution.suspend(CHOICE, operation, messages)
+            await frame.execution.suspend(CHOICE, operation, messages)
+            is_choice = True
         key = frame.key()
         entry = frame.record(operation)
         try:
-            entry.value = await compute(key, directive)
+            entry.value = await compute(key, is_choice)
         except Exception as error:
             entry.error = error
         except asyncio.CancelledError as error:
@@ -268,16 +269,16 @@ class Execution(Context):
             self._stopped.set_result((status, operation, value))
 
     async def suspend(self, status: str, operation: str, value: object) -> object:
-        """Wait until a supervisor continues the state; return what it passes to the choice."""
+        """Wait until a supervisor continues the state; return what it sends to a yield."""
         self._go = asyncio.get_running_loop().create_future()
         self._stop(status, operation, value)
         return await self._go
 
-    async def advance(self, child: State, directive: object = None) -> None:
+    async def advance(self, child: State, sent: object = None) -> None:
         """Continue to the next choice, yield or end, which becomes the state `child`."""
         self._path = deque([child])
         self.next_state()
-        await self._continue(directive)
+        await self._continue(sent)
         self.state = None
         status, operation, value = self._stopped.result()
         self._begin()
@@ -308,11 +309,11 @@ class Execution(Context):
         self.state = self._path.popleft() if self._path else None
         self.frame.num_operations = 0
 
-    async def _continue(self, directive: object) -> None:
+    async def _continue(self, sent: object) -> None:
         if self._go.done():  # the coroutine was closed
             raise asyncio.CancelledError
         self.is_running = True
-        self._go.set_result(directive)
+        self._go.set_result(sent)
         try:
             await asyncio.shield(self._stopped)
         except asyncio.CancelledError:

@@ -13,7 +13,7 @@ from typing import Any
 from hf_parallel.agents.errors import AgentCancelledError, AgentError, BudgetExceededError, agent_failure
 from hf_parallel.agents.execution import Context, Execution, run_aside
 from hf_parallel.agents.state import YIELD, State
-from hf_parallel.agents.supervisors.base import Fire, Supervisor
+from hf_parallel.agents.supervisors.base import Supervisor
 
 
 class Search:
@@ -130,11 +130,10 @@ class Search:
                 used["max_passes"] = self.runtime.passes - passes
                 is_used_up = any(used[name] >= limit for name, limit in limits.items())
                 if not is_used_up:
-                    for one in supervisor.select():
-                        fire = one if isinstance(one, Fire) else Fire(one)
-                        child = self._child(fire.state)
-                        task = asyncio.get_running_loop().create_task(self._fire(fire, child, supervisor))
-                        running.append((fire.state, child, task))
+                    for state in supervisor.select():
+                        child = self._child(state)
+                        task = asyncio.get_running_loop().create_task(self._continue(state, child, supervisor))
+                        running.append((state, child, task))
                 if not running:
                     break
                 parent, child, task = running[0]  # removed afterwards: it is cancelled with the others
@@ -158,10 +157,10 @@ class Search:
         self._note(final, "selected")
         return final
 
-    async def _fire(self, fire: Fire, child: State, supervisor: Supervisor) -> None:
+    async def _continue(self, state: State, child: State, supervisor: Supervisor) -> None:
         """Compute a transition."""
-        execution = await self._execution(fire.state)
-        await execution.advance(child, fire)
+        execution = await self._execution(state)
+        await execution.advance(child)
         self.runtime.stats.transitions += 1
         if supervisor.value is not None and child.error is None and supervisor.evaluates(child):
             child.value = await run_aside(Context(execution.search, child), "value.", _value(supervisor, child))

@@ -23,7 +23,6 @@ from hf_parallel.agents import (
     Chat,
     Runtime,
     SelfConsistency,
-    SelfRefine,
     Single,
     State,
     Supervisor,
@@ -167,31 +166,6 @@ async def judge(text: str) -> Any:
     yield await chat.gen()
 
 
-def test_self_refine_rewrites_the_draft_until_the_feedback_contains_the_stop_word() -> None:
-    model = tree(
-        {
-            "": ["a 1"],
-            "a 1": ["too short"],
-            "a 1/too short": ["a 2"],
-            "a 1/too short/a 2": ["all DONE"],
-            "a 2": ["end 3"],
-            "a 2/end 3": ["bad"],
-            "a 2/end 3/bad": ["end 4"],
-            "a 2/end 3/bad/end 4": ["bad again"],
-            "a 2/end 3/bad/end 4/bad again": ["end 5"],
-        }
-    )
-    result = Runtime(model).run(walk.under(SelfRefine(2, feedback="Wrong?", refine="Again.")))
-    assert result.value == "end 5"
-    assert ids(result) == ["0.0", "0.0.0"]
-    assert result.stats.completions == 9
-    assert [message["content"] for message in model.calls[3]] == ["Go on.", "a 1", "Wrong?", "too short", "Again."] + [
-        "a 2",
-        "Wrong?",
-    ]
-    assert [message["content"] for message in model.calls[4]] == ["Go on.", "a 2", "Go on."]
-
-
 def test_mcts_continues_each_new_state_to_the_end_and_descends_by_uct() -> None:
     model = tree(
         {
@@ -227,13 +201,12 @@ EVERY: dict[str, Supervisor] = {
     "single": Single(),
     "best_of_n": BestOfN(3, value=thousandths),
     "self_consistency": SelfConsistency(4),
-    "self_refine": SelfRefine(2),
     "beam_search": BeamSearch(2, 2, value=thousandths),
     "tree_of_thoughts_bfs": TreeOfThoughts(2, 3, value=thousandths),
     "tree_of_thoughts_dfs": TreeOfThoughts(expand=2, search="dfs", value=thousandths),
     "mcts": MCTS(6, 2, parallel=3, value=thousandths),
 }
-SOME = ("self_refine", "beam_search", "mcts")
+SOME = ("self_consistency", "beam_search", "mcts")
 with_some = pytest.mark.parametrize("supervisor", [EVERY[name] for name in SOME], ids=SOME)
 
 

@@ -1,7 +1,7 @@
 """Supervisors: test-time scaling algorithms, independent of the agents that they supervise."""
 
-from hf_parallel.agents.supervisors.base import Fire, Supervisor
-from hf_parallel.agents.supervisors.paths import BestOfN, SelfConsistency, SelfRefine, Single
+from hf_parallel.agents.supervisors.base import Supervisor
+from hf_parallel.agents.supervisors.paths import BestOfN, SelfConsistency, Single
 from hf_parallel.agents.supervisors.searches import BeamSearch, TreeOfThoughts
 
-__all__ = ["BeamSearch", "BestOfN", "Fire", "SelfConsistency", "SelfRefine", "Single", "Supervisor", "TreeOfThoughts"]
+__all__ = ["BeamSearch", "BestOfN", "SelfConsistency", "Single", "Supervisor", "TreeOfThoughts"]

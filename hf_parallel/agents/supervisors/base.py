@@ -5,29 +5,15 @@ It is independent of the agent. The runtime asks it for states to continue, and 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hf_parallel.agents.chat import Chat
 from hf_parallel.agents.state import State
 from hf_parallel.generation.validation import check_int
 
 ValueFunction = Callable[[State], float | Awaitable[float]]
 """Returns the value of a state; higher is better. May be a coroutine function that uses `Chat`, `spawn` and `tool`."""
-Complete = Callable[[Chat], Coroutine[object, None, str]]
-
-
-@dataclass(eq=False)
-class Fire:
-    """A state to continue.
-
-    `complete`, a coroutine function, receives a copy of the conversation with the settings of the choice, and returns
-    the completion. It may call `Chat.gen` several times, `tool` and `spawn`. The agent sees only the completion.
-    """
-
-    state: State
-    complete: Complete | None = None
 
 
 @dataclass(kw_only=True)
@@ -78,7 +64,7 @@ class Supervisor:
         """Begin a search from a state before a choice."""
         self.root, self.states, self.next_states = root, [], []
 
-    def select(self) -> Sequence[State | Fire]:
+    def select(self) -> Sequence[State]:
         """Return states to continue now; a state may occur several times."""
         fired, self.next_states = self.next_states, []
         return fired

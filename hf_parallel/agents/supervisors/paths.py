@@ -1,19 +1,14 @@
-"""Supervisors that run whole paths: one, several of which the best or the most frequent wins, or a refined one."""
+"""Supervisors that run whole paths: one, or several of which the best or the most frequent wins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hf_parallel.agents.chat import Chat
-from hf_parallel.agents.models import Settings
 from hf_parallel.agents.state import State
-from hf_parallel.agents.supervisors.base import Fire, Supervisor, value_of
+from hf_parallel.agents.supervisors.base import Supervisor, value_of
 from hf_parallel.generation.modes import majority
-
-FEEDBACK = "What is wrong with this answer? Give short feedback. If nothing is wrong, reply DONE."
-REFINE = "Write the answer again, improved by this feedback. Reply with the answer alone."
 
 
 @dataclass(kw_only=True)
@@ -84,44 +79,3 @@ class SelfConsistency(BestOfN):
         weights = None if self.value is None else [value_of(state) for state in ended]
         winner, _ = majority([self.key(state.yielded) for state in ended], weights)
         return ended[winner] if ended else None
-
-
-@dataclass
-class SelfRefine(Single):
-    """Self-Refine (Madaan et al., "Self-Refine: Iterative Refinement with Self-Feedback", 2023).
-
-    At each choice, the model drafts a completion, gives feedback on it and rewrites it, until the feedback contains
-    `stop` or after `rounds` rounds. The agent receives only the last draft.
-
-    Parameters
-    ----------
-    rounds : int
-        Maximum number of rewrites.
-    feedback, refine : str
-        User messages that ask for feedback and for the next draft.
-    stop : str
-        Feedback that contains this text accepts the draft.
-    feedback_settings : dict, optional
-        Settings of `Chat.gen` for the feedback. Default: those of the choice.
-    """
-
-    rounds: int
-    feedback: str = FEEDBACK
-    refine: str = REFINE
-    stop: str = "DONE"
-    feedback_settings: Settings | None = None
-    counts: ClassVar[tuple[str, ...]] = ("rounds",)
-
-    def select(self) -> Sequence[State | Fire]:
-        """Return the new state, whose completion is refined."""
-        return [Fire(state, self._complete) for state in super().select() if isinstance(state, State)]
-
-    async def _complete(self, chat: Chat) -> str:
-        draft = await chat.gen()
-        for _ in range(self.rounds):
-            chat.user(self.feedback)
-            if self.stop in await chat.gen(**(self.feedback_settings or {})):
-                break
-            chat.user(self.refine)
-            draft = await chat.gen()
-        return draft

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_parallel.agents.state import State
-from hf_parallel.agents.supervisors.base import Fire, Supervisor, best, value_of
+from hf_parallel.agents.supervisors.base import Supervisor, best, value_of
 from hf_parallel.generation.validation import check_choice
 
 
@@ -63,7 +63,7 @@ class TreeOfThoughts(Supervisor):
         self._stack: list[State] = []  # depth-first: the best of the deepest last
         self.next_states = [root] * self.expand
 
-    def select(self) -> Sequence[State | Fire]:
+    def select(self) -> Sequence[State]:
         fired = super().select()
         self._num_running += len(fired)
         return fired
