@@ -110,7 +110,7 @@ def of_server(engine: Engine, given: Any, mode: str | None, template: Any) -> st
         body = CompletionBody.model_validate({**common, "prompt": given})
     else:
         body = ChatBody.model_validate({**common, "messages": given})
-    submission = Translator(engine, Limits()).translate(body, given, "messages")
+    submission = Translator(engine, Limits()).translate(body, [given], "messages")
     return engine.tokenizer.decode(submission.prompt["input_ids"][0])
 
 
