@@ -47,7 +47,7 @@ class BlockCache(Cache):
     ----------
     rotary : mapping of int to RotarySpec or None, optional
         Rotary embedding by layer index (None: the layer has none). Needed only if blocks are moved or seen at
-        positions other than those that they were written for.
+        positions other than their own.
     device : torch.device, optional
         Device of position ids; the storage is on the device of the model's keys. Default: the CPU, and in the modes
         the device of the model.
@@ -289,7 +289,7 @@ class BlockCache(Cache):
         return self._dense_batch().mask
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the length of the longest row in tokens, without those that a layer has yet to store.
+        """Return the length of the longest row in tokens, without tokens that a layer has yet to store.
 
         A layer that counts positions from it gets, under block attention, what yields each packed token's own.
         """

@@ -96,7 +96,7 @@ class LogitsCache:
         return closing(Cursors(self))
 
     def nodes(self) -> Iterator[tuple[str, TrieNode]]:
-        """Return an iterator over every node with the key of its model, parents first, as they are now."""
+        """Iterate over a snapshot of all nodes, parents first, each with the key of its model."""
         nodes: list[tuple[str, TrieNode]] = []
         with self.lock:  # not around a generator, which an interrupt may leave suspended
             stack = list(self._roots.items())

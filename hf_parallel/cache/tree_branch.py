@@ -30,7 +30,7 @@ class TreeBranchCache(SharedPrefixCache):
     def branch(self, view: View, count: int, position: int, expected_length: int) -> list[list[Block]]:
         """Return the views of `count` branches after a view, at one position: each sees the view and itself.
 
-        `expected_length` is that of a branch in tokens; its storage grows if necessary.
+        `expected_length`: tokens of a branch. Its storage grows if necessary.
         """
         blocks = self.pool.new_blocks(count, min(max(expected_length, 1), BRANCH_CAPACITY), position)
         return [[*view, block] for block in blocks]

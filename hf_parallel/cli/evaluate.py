@@ -130,7 +130,7 @@ def read_runs(options: argparse.Namespace) -> tuple[JSONObject, list[Run], JSONO
 
 
 def _check_sampling(settings: dict[str, object]) -> None:
-    """Raise `ValueError` for invalid settings of `generate`, and for those that greedy decoding would ignore."""
+    """Raise `ValueError` for settings of `generate` that are invalid, or that greedy decoding would ignore."""
     ignored = [name for name in SAMPLING_ONLY if settings.get(name) is not None and not settings["do_sample"]]
     if ignored:
         raise ValueError(f"--greedy disables sampling, so it cannot be combined with {', '.join(ignored)}")

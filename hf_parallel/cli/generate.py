@@ -259,7 +259,7 @@ def _read(path: Path, lines: bool) -> list[str]:
 
 
 def check_options(options: argparse.Namespace, prompts: Sequence[str]) -> None:
-    """Raise `ValueError` for invalid options, also for those that would fail only after generation."""
+    """Raise `ValueError` for invalid options, even if they would fail only after generation."""
     for given, use in ((options.output, "-o saves the transcript"), (options.stats, "--stats reports the cost")):
         if given and options.mode == PLAIN:
             raise ValueError(f"{use} of a mode, so it cannot be combined with --mode {PLAIN}")

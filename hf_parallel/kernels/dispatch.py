@@ -56,7 +56,7 @@ def select_backend(device: torch.device | str | None = None) -> str:
     Raises
     ------
     ValueError
-        If `HF_PARALLEL_BACKEND` names no backend, or one that is not available on the device.
+        If `HF_PARALLEL_BACKEND` names an unknown backend, or the device does not support it.
     """
     device = _default_device() if device is None else torch.device(device)
     name = os.environ.get(BACKEND_VARIABLE, "")

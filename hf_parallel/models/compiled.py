@@ -89,7 +89,7 @@ class CompiledLayers:
         except Exception as error:
             if self._is_compiled and not isinstance(error, _COMPILER_ERRORS):
                 raise
-            result = function()  # raises again what is not the compiler's fault
+            result = function()  # if the compiler is not at fault, raises again
             self.failed = True
             reason = str(error).strip().partition("\n")[0]
             _logger.warning("decode steps run without compiled layers: %s: %s", type(error).__name__, reason)

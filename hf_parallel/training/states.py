@@ -205,7 +205,7 @@ PROBE = Rows(np.array([-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 7, 12, 4]))
 
 
 def previous_tokens(example: ParallelExample) -> np.ndarray:
-    """Return for each token the one before it in its row, -1: none; raise `ValueError` if it saw no such sequence."""
+    """Return the previous token of each token in its row, or -1. Raises `ValueError` if tokens form no such rows."""
     contents = np.split(example.block_tokens, np.cumsum(example.block_lengths)[:-1])
     ends = np.cumsum(example.view_lengths).tolist()
     columns = example.view_blocks.tolist(), example.view_starts.tolist(), example.view_stops.tolist()
@@ -231,7 +231,7 @@ def previous_tokens(example: ParallelExample) -> np.ndarray:
                 raise ValueError("this example has tokens that move, or that see tokens of other workers or branches")
             last = int(contents[block][stop - 1])
     if (previous >= np.arange(len(previous))).any():
-        raise ValueError("this example has tokens that were computed before those that they follow")
+        raise ValueError("this example has tokens that were computed before the tokens that they follow")
     return previous
 
 

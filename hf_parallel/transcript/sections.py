@@ -200,7 +200,7 @@ def is_plain(value: object) -> bool:
 
 
 def check_format(run: object) -> JSONObject:
-    """Return a transcript that was read from a file; raise `ValueError` if it is none, or of another version."""
+    """Return a transcript that was read from a file. Raises `ValueError` for other data and other versions."""
     if not isinstance(run, Mapping) or run.get("format") != FORMAT:
         raise ValueError(f"not a transcript: it must be a JSON object whose 'format' is {FORMAT!r}")
     if run.get("version") != VERSION:

@@ -14,11 +14,11 @@ from hf_parallel.generation.settings import NOT_REMOTE
 
 @dataclass
 class AsyncReasoningConfig(HogwildConfig):
-    r"""A thinker and a writer over one cache: two workers of `hogwild`, the first of which controls the second.
+    r"""A thinker and a writer over one cache: two workers of `hogwild`. The first decides when the second writes.
 
     The thinker sees the prompt, the answer so far and its thoughts; the writer sees the prompt, the thoughts so far and
-    the answer. Both have the same keys and values, rotated to their positions. The writer begins when the model says
-    that the thoughts suffice, pauses after each paragraph, and ends the call. Each may write `max_new_tokens` tokens.
+    the answer. They share keys and values, rotated to the positions of each. The writer starts when the model says that
+    the thoughts suffice, and pauses after each paragraph. The call ends with the answer. `max_new_tokens` limits each.
 
     Settings are those of `HogwildConfig`, with other defaults. Source: Asynchronous Reasoning, arXiv 2512.10931.
     """
