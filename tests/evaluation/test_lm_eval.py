@@ -231,7 +231,8 @@ def test_local_completions_of_a_server_give_the_scores_of_hf(folder: Path) -> No
         found = evaluate(lm, folder, ["cities", "letters"])
         assert engine.stats.prefilled_tokens > tokens
     for task in ("cities", "letters"):
-        assert found["results"][task] == pytest.approx(expected["results"][task])
+        numbers = {name: value for name, value in expected["results"][task].items() if isinstance(value, float)}
+        assert {name: found["results"][task][name] for name in numbers} == pytest.approx(numbers)
         pairs = zip(answers(found, task), answers(expected, task), strict=True)
         flat = [(own[0], other[0]) for of_doc, others in pairs for own, other in zip(of_doc, others, strict=True)]
         assert [own[1] for own, _ in flat] == [other[1] for _, other in flat]

@@ -25,6 +25,7 @@ from hf_parallel.engine.server.limits import Gate, Limits, check_keys
 from hf_parallel.engine.server.metrics import Metrics
 from hf_parallel.engine.server.page import page
 from hf_parallel.engine.server.responses import ScoreWriter, Writer, usage_of
+from hf_parallel.engine.server.responses_api import Conversations, ResponseBody, ResponseWriter
 from hf_parallel.engine.server.schema import Body, ChatBody, CompletionBody, ScoreBody, read_body
 from hf_parallel.engine.server.submission import Translator
 from hf_parallel.engine.server.tokenization import DetokenizeBody, TokenizeBody
@@ -95,6 +96,10 @@ def create_app(
     async def complete(request: Request) -> Response:
         return await server.respond(CompletionBody, request)
 
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        return await server.respond(ResponseBody, request)
+
     @app.post("/v1/score")
     async def score(request: Request) -> Response:
         return await server.respond(ScoreBody, request)
@@ -139,7 +144,7 @@ class _Server:
 
     def __init__(self, engine: Engine, model: str, limits: Limits, metrics: Metrics, processor: Any) -> None:
         self.engine, self.model, self.limits, self.metrics = engine, model, limits, metrics
-        self.translator = Translator(engine, limits, processor)
+        self.translator, self.conversations = Translator(engine, limits, processor), Conversations()
         self.model_card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf_parallel"}
         # Large bodies take seconds to read and tokenize, in which others and small ones are served.
         self.small, self.large = FairPool(POOL_THREADS), FairPool(POOL_THREADS)
@@ -156,7 +161,7 @@ class _Server:
         job = partial(self._submit, kind, content, request.scope)
         submission = pool.run(request.scope["submitter"], job, _cancel_submitted)
         body, answers = await _unless_disconnected(request, submission)
-        writer = self._writer(body)
+        writer = self._writer(body, request.scope["cache_salt"])
         try:
             if body.stream:
                 return await self._stream(body, request, answers, writer)
@@ -167,7 +172,15 @@ class _Server:
             if not body.stream:
                 self._close(answers)
 
-    def _writer(self, body: Body) -> Writer:
+    def _writer(self, body: Body, salt: str) -> Writer:
+        if isinstance(body, ResponseBody):
+
+            def keep(name: str, text: str) -> None:
+                if body.store is not False:
+                    answer = {"role": "assistant", "content": text}
+                    self.conversations.add(salt, name, [*body.messages, answer])
+
+            return ResponseWriter(self.model, body, self.engine.tokenizer, keep)
         if isinstance(body, ScoreBody):
             return ScoreWriter(self.model, self.engine.tokenizer, body.apply_softmax)
         return Writer(self.model, isinstance(body, ChatBody), self.engine.tokenizer)
@@ -190,6 +203,7 @@ class _Server:
         """Read a body. Submit all of its prompts, or none; clients with different keys share no cached prefixes."""
         body = read_body(kind, content)
         self.check_model(body.model)
+        self.conversations.resume(scope["cache_salt"], body)
         salt, answers = scope["cache_salt"] + (body.cache_salt or ""), list[Answers]()
         try:
             prompts = body.prompts
@@ -234,14 +248,16 @@ class _Server:
         except BaseException:
             close()
             raise
-        wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        wants_usage = isinstance(body, ResponseBody)
+        wants_usage |= body.stream_options is not None and body.stream_options.include_usage
 
         async def events() -> AsyncIterator[str]:
             begun: set[int] = set()
             try:
                 delta = first
                 while True:
-                    yield _event(writer.chunk(delta, delta.index not in begun))
+                    for data in writer.events(delta, delta.index not in begun):
+                        yield _event(data)
                     begun.add(delta.index)
                     try:
                         delta = await anext(deltas)
@@ -355,4 +371,5 @@ async def _merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delt
 
 
 def _event(data: dict[str, object]) -> str:
-    return f"data: {to_json(data)}\n\n"
+    kind = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{kind}data: {to_json(data)}\n\n"

@@ -48,6 +48,10 @@ class Writer:
         choice |= {"logprobs": self._log_probs(delta), "finish_reason": delta.finish_reason}
         return {**self.head, "object": self._chunk_kind, "choices": [choice | _mode_fields(delta)]}
 
+    def events(self, delta: Delta, is_first: bool) -> list[dict[str, object]]:
+        """Return the data of the events of a stream that new text causes."""
+        return [self.chunk(delta, is_first)]
+
     def usage_chunk(self, usage: dict[str, object]) -> dict[str, object]:
         """Return the last chunk of a stream that reports its usage."""
         return {**self.head, "object": self._chunk_kind, "choices": [], "usage": usage}

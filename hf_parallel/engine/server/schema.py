@@ -70,7 +70,8 @@ def _prompt_kind(value: object) -> str | None:
     return "a text" if isinstance(value, str) else None
 
 
-def _one_of(words: str, kind: Callable[[object], str | None] = _kind) -> Discriminator:
+def one_of(words: str, kind: Callable[[object], str | None] = _kind) -> Discriminator:
+    """Return the discriminator of a union whose error says that the value must be `words`."""
     return Discriminator(kind, custom_error_type="kind", custom_error_message=f"must be {words}")
 
 
@@ -79,7 +80,7 @@ _check_template_size = _at_most(MAX_TEMPLATE_KWARGS, "characters", lambda given:
 Stop = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_check_stop)]
 Stops = Annotated[
     Annotated[Stop, Tag("a text")] | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS), Tag("a list")],
-    _one_of(f"a text or a list of at most {MAX_STOPS} texts"),
+    one_of(f"a text or a list of at most {MAX_STOPS} texts"),
 ]
 
 
@@ -126,7 +127,7 @@ class Message(Part):
     content: Annotated[
         Annotated[Text, Tag("a text")]
         | Annotated[Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Tag("a list")],
-        _one_of("a text, or a list of parts of the types text and image_url"),
+        one_of("a text, or a list of parts of the types text and image_url"),
     ]
     name: Text | None = None  # of the participant; not used
 
@@ -271,7 +272,7 @@ class CompletionBody(Body):
         | Annotated[Items[Token], Tag("token ids")]
         | Annotated[Items[Text], Tag("list of texts")]
         | Annotated[Items[Items[Token]], Tag("lists of token ids")],
-        _one_of("a text, token ids, or a list of texts or of lists of token ids, and not empty", _prompt_kind),
+        one_of("a text, token ids, or a list of texts or of lists of token ids, and not empty", _prompt_kind),
     ]
     max_tokens: Annotated[int, Field(strict=True, ge=0, le=2**31)] | None = None
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
@@ -289,12 +290,12 @@ class ScoreBody(Body):
 
     prompt_field: ClassVar = "items"
     model_config = ConfigDict(extra="forbid")
-    query: Annotated[Annotated[Text, Tag("a text")] | Annotated[Items[Token], Tag("a list")], _one_of("text or ids")]
+    query: Annotated[Annotated[Text, Tag("a text")] | Annotated[Items[Token], Tag("a list")], one_of("text or ids")]
     items: Annotated[
         Annotated[Text, Tag("a text")]
         | Annotated[Items[Text], Tag("list of texts")]
         | Annotated[Items[Items[Token]], Tag("lists of token ids")],
-        _one_of("a text, a list of texts or of lists of token ids, and not empty", _prompt_kind),
+        one_of("a text, a list of texts or of lists of token ids, and not empty", _prompt_kind),
     ]
     label_token_ids: Annotated[list[Token], Field(fail_fast=True, min_length=1, max_length=MAX_BIASES)]
     apply_softmax: Flag = False

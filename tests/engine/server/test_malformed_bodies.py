@@ -25,6 +25,7 @@ from serving import MODEL, Served, served, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
+from hf_parallel.engine.server.responses_api import ResponseBody  # noqa: E402
 from hf_parallel.engine.server.schema import ChatBody, CompletionBody, ScoreBody  # noqa: E402
 from hf_parallel.engine.server.submission import COMMON, UNSUPPORTED  # noqa: E402
 from hf_parallel.generation import MODES  # noqa: E402
@@ -37,6 +38,7 @@ LIMIT = 1 << 18
 """Bytes of a body."""
 OTHERS: dict[str, dict[str, Any]] = {
     "/v1/score": {"model": MODEL, "query": "a", "items": ["b"], "label_token_ids": [5]},
+    "/v1/responses": {"model": MODEL, "input": "a", "max_output_tokens": 2},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
@@ -103,6 +105,7 @@ SETTINGS = [(mode, name) for mode, cls in MODES.items() for name in cls.fields()
         st.tuples(st.just(COMPLETION), st.sampled_from([*CompletionBody.model_fields, *UNSUPPORTED]), st.none()),
         st.sampled_from(SETTINGS).map(lambda place: (CHAT, place[1], place[0])),
         st.sampled_from([(path, name, None) for path, own in OTHERS.items() for name in (*own, "messages", "unknown")]),
+        st.tuples(st.just("/v1/responses"), st.sampled_from([*ResponseBody.model_fields, *UNSUPPORTED]), st.none()),
         st.tuples(st.just("/v1/score"), st.sampled_from([*ScoreBody.model_fields, "unknown"]), st.none()),
     ),
     value=VALUES,
