@@ -16,7 +16,7 @@ from hf_parallel.engine import (
     RequestObserver,
 )
 from hf_parallel.engine.policies import ContributionScores
-from hf_parallel.engine.policies.base import Call, Member
+from hf_parallel.engine.policies.contribution import Call, Member
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,15 +6,21 @@ ContributionScores: contribution of each agent to a workflow (section 7.1, equat
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-from hf_parallel.cache.tree import Node
-from hf_parallel.engine.policies.base import AgentPolicy, Call
+from hf_parallel.cache.tree import Node, RequestObserver
+from hf_parallel.engine.policies.base import EvictionPolicy
 from hf_parallel.generation.validation import check_int
 
+MAX_MEMBERS = 4096
+"""Maximum number of members; the least recently active ones are forgotten."""
+MAX_USERS = 64
+"""Maximum number of users of a node; the least recent ones are forgotten."""
 MAX_HISTORY = 512
 """Maximum number of rounds in the history."""
 PATIENCE = 64
@@ -36,6 +42,42 @@ class Contribution:
     workload: float
     efficiency: float
     concurrency: float
+
+
+@dataclass(eq=False)
+class Member:
+    """An agent in one run of a workflow."""
+
+    workflow: str
+    agent: str
+    calls: int = 0  # finished requests
+    last_turn: int = 0  # turn of the last request
+
+
+class Use(NamedTuple):
+    """Last use of a node by a member: the member's finished requests before it, and its uses so far."""
+
+    calls: int
+    times: int
+
+
+@dataclass(eq=False)
+class NodeUses:
+    """The agent that computed a node, and its users, the most recent last."""
+
+    owner: str
+    users: dict[Member, Use] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Call:
+    """A request of an agent. `concurrency`: the agent's running requests when it began, itself included."""
+
+    member: Member
+    concurrency: int
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    reused: Counter[str] = field(default_factory=Counter)  # cached tokens by the agent that computed them
 
 
 @dataclass(slots=True)
@@ -149,13 +191,14 @@ def _normalised(values: Collection[float]) -> list[float]:
     return [value / (value + middle) for value in values]
 
 
-class ContributionPolicy(AgentPolicy):
+class ContributionPolicy(RequestObserver, EvictionPolicy):
     """Evict the prefix of the lowest contribution: the scores of its users times their expected reuse.
 
     The paper evicts prefixes of the agent with the lowest score. But a score is one number for everything that an agent
     has computed, and an important agent also leaves prefixes that it never uses again, such as turns before a summary.
     Here, a user's score counts `(1 - 0.5 ** uses) * 0.5 ** age`, where `age` are its requests since its last use of the
     prefix. An agent that is silent for long counts less. Among equals, the least recently used prefix is evicted.
+    Requests without hints belong to an agent with an empty name.
 
     Parameters
     ----------
@@ -171,17 +214,70 @@ class ContributionPolicy(AgentPolicy):
     """
 
     def __init__(self, alpha: float = 0.4, window: int = 8, round_turns: int = 16) -> None:
-        super().__init__()
         self.scores = ContributionScores(alpha, window, round_turns)
         """Current and earlier scores of the agents."""
+        self.turn = 0  # consecutive requests of one agent are one turn, so no agent can advance the clock alone
+        self.uses: WeakKeyDictionary[Node, NodeUses] = WeakKeyDictionary()
+        self.running: Counter[str] = Counter()  # requests by agent
+        self._members: OrderedDict[tuple[str, str], Member] = OrderedDict()
+        self._calls: dict[Any, Call] = {}
+        self._last: Member | None = None
 
     def priority(self, node: Node) -> tuple[float, float]:
-        expected = 0.0
-        for member, use in self.users_of(node).items():
+        expected, uses = 0.0, self.uses.get(node)
+        for member, use in () if uses is None else uses.users.items():
             age = max(member.calls - use.calls - 1, 0)
             presence = min(1.0, PATIENCE / max(self.turn - member.last_turn, 1))
             expected += self.scores.of(member.agent) * (1 - 0.5**use.times) * 0.5**age * presence
         return expected, node.last_used
 
-    def on_call(self, call: Call) -> None:
+    def on_use(self, request: Any, nodes: Sequence[Node]) -> None:
+        call = self._calls.get(request) or self._begin(request)
+        for node in nodes:
+            uses = self.uses.get(node)
+            if uses is None:  # a new node, of the prompt or of a completion
+                self.uses[node] = NodeUses(call.member.agent)
+                call.prompt_tokens += 0 if node.num_cached else len(node.tokens)
+                continue
+            call.prompt_tokens += len(node.tokens)
+            if node.num_cached:
+                call.reused[uses.owner] += node.num_cached
+            else:
+                uses.owner = call.member.agent
+
+    def on_end(self, request: Any, nodes: Sequence[Node]) -> None:
+        call = self._calls.pop(request, None)
+        if call is None:
+            return
+        member, call.new_tokens = call.member, request.num_tokens
+        self.running -= Counter([member.agent])
+        if member is not self._last:
+            self.turn, self._last = self.turn + 1, member
+        member.last_turn = self.turn
         self.scores.add(call)
+        for uses in [self.uses[node] for node in nodes if node in self.uses]:
+            before = uses.users.pop(member, None)
+            uses.users[member] = Use(member.calls, 1 if before is None else before.times + 1)
+            if len(uses.users) > MAX_USERS:
+                del uses.users[next(iter(uses.users))]
+        member.calls += 1
+
+    def on_split(self, head: Node, tail: Node) -> None:
+        if (uses := self.uses.get(tail)) is not None:
+            self.uses[head] = NodeUses(uses.owner, dict(uses.users))
+
+    def on_evict(self, node: Node) -> None:
+        self.uses.pop(node, None)
+
+    def on_reset(self) -> None:
+        self.uses.clear()
+
+    def _begin(self, request: Any) -> Call:
+        key = request.hints.workflow_id, request.hints.agent_id
+        member = self._members.setdefault(key, Member(*key))
+        self._members.move_to_end(key)
+        if len(self._members) > MAX_MEMBERS:
+            self._members.popitem(last=False)
+        self.running[member.agent] += 1
+        call = self._calls[request] = Call(member, self.running[member.agent])
+        return call
