@@ -24,9 +24,7 @@ class Agent:
         return replace(self, supervisor=_checked(supervisor))
 
 
-def agent(
-    function: Callable[..., object] | None = None, *, supervisor: Supervisor | None = None, name: str | None = None
-) -> Any:
+def agent(function: Callable[..., object] | None = None, *, supervisor: Supervisor | None = None) -> Any:
     """Make an agent from an async generator function or a coroutine function.
 
     An agent yields values, or returns one. It suspends where it awaits `Chat.gen`, `next`, `tool` and the other
@@ -37,10 +35,9 @@ def agent(
     Parameters
     ----------
     function : callable
+        Its name is the role of the agent.
     supervisor : Supervisor, optional
         Test-time scaling algorithm. Default: `Single`, one run.
-    name : str, optional
-        Default: the name of the function.
 
     Examples
     --------
@@ -55,10 +52,7 @@ def agent(
     def decorate(function: Callable[..., object]) -> Agent:
         if not (inspect.isasyncgenfunction(function) or inspect.iscoroutinefunction(function)):
             raise TypeError(f"an agent must be an async function, got {function!r}")
-        chosen_name = function.__name__ if name is None else name
-        if not isinstance(chosen_name, str) or not 0 < len(chosen_name) <= 100 or set("/#@") & set(chosen_name):
-            raise ValueError(f"name must be a text of 1 to 100 characters without / # @, got {chosen_name!r}")
-        return Agent(function, chosen, chosen_name)
+        return Agent(function, chosen, function.__name__)
 
     return decorate if function is None else decorate(function)
 

@@ -196,10 +196,9 @@ async def in_thread(function: Callable[[], T]) -> T:
     return await done
 
 
-async def run_aside(context: Context, prefix: str, awaitable: Coroutine[object, None, T]) -> T:
-    """Await code outside the agent, such as a value function, without replay. `prefix` begins its operations' keys."""
-    assert context.state is not None
-    frame = Frame(Context(context.search, context.state), prefix)
+async def run_aside(context: Context, awaitable: Coroutine[object, None, T]) -> T:
+    """Await a value function, which is not part of the agent and not replayed."""
+    frame = Frame(context, "value.")
     try:
         return await asyncio.get_running_loop().create_task(frame.run(awaitable))
     finally:

@@ -163,7 +163,7 @@ class Search:
         await execution.advance(child)
         self.runtime.stats.transitions += 1
         if supervisor.value is not None and child.error is None and supervisor.evaluates(child):
-            child.value = await run_aside(Context(execution.search, child), "value.", _value(supervisor, child))
+            child.value = await run_aside(Context(execution.search, child), _value(supervisor, child))
 
     def _note(self, state: State, status: str) -> None:
         parent = None if state.parent is None else state.parent.id
