@@ -236,4 +236,4 @@ def test_local_completions_of_a_server_give_the_scores_of_hf(folder: Path) -> No
         pairs = zip(answers(found, task), answers(expected, task), strict=True)
         flat = [(own[0], other[0]) for of_doc, others in pairs for own, other in zip(of_doc, others, strict=True)]
         assert [own[1] for own, _ in flat] == [other[1] for _, other in flat]
-        assert [own[0] for own, _ in flat] == pytest.approx([other[0] for _, other in flat], abs=1e-5)
+        assert [own[0] for own, _ in flat] == pytest.approx([other[0] for _, other in flat], rel=1e-6, abs=1e-5)
