@@ -47,7 +47,7 @@ def random_call(rng: random.Random) -> dict[str, Any]:
 @pytest.mark.parametrize("cases", [range(1), pytest.param(range(1, 12), marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_cached_logits_are_replayed_with_the_same_tokens_and_blocks(cases: range) -> None:
-    """All of a call, and then a call with another seed, which leaves the cached contexts somewhere."""
+    """All of a call, then one with another seed, which leaves the cached contexts, and one with other text filled in."""
     model, replayed, blocks = hf_parallel.enable(small_model()), 0, 0
     for case in cases:
         settings, cache = random_call(random.Random(case)), hf_parallel.LogitsCache()
@@ -56,7 +56,7 @@ def test_cached_logits_are_replayed_with_the_same_tokens_and_blocks(cases: range
         ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in PROMPTS[: 1 + case % 3]])
         given = {"attention_mask": mask, "generation_mode": "pdos", "tokenizer": TOKENIZER, **settings}
         given |= {"pad_token_id": tiny.PAD, "return_dict_in_generate": True}
-        for seed, is_again in ((5, False), (5, True), (6, False)):
+        for seed, is_again in ((5, False), (5, True), (6, False), (5, False)):
             plain = model.generate(ids, **given, seed=seed)
             out = model.generate(ids, **given, seed=seed, logits_cache=cache)
             assert torch.equal(out.sequences, plain.sequences)
@@ -67,5 +67,7 @@ def test_cached_logits_are_replayed_with_the_same_tokens_and_blocks(cases: range
                 assert out.stats.replayed_tokens == plain.stats.decoded_tokens
             replayed += seed > 5 and 0 < out.stats.replayed_tokens < out.stats.decoded_tokens
             blocks += sum(map(len, plain.blocks))
+            if seed > 5:  # the same samples with other text between them
+                given["fill_in"] = not given["fill_in"]
     assert replayed
     assert blocks >= len(cases)
