@@ -47,7 +47,7 @@ def random_call(rng: random.Random) -> dict[str, Any]:
 @pytest.mark.parametrize("cases", [range(1), pytest.param(range(1, 12), marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_cached_logits_are_replayed_with_the_same_tokens_and_blocks(cases: range) -> None:
-    """All of a call, then one with another seed, which leaves the cached contexts, and one with other text filled in."""
+    """All of a call, then another seed, which leaves the cached contexts, then other text filled in."""
     model, replayed, blocks = hf_parallel.enable(small_model()), 0, 0
     for case in cases:
         settings, cache = random_call(random.Random(case)), hf_parallel.LogitsCache()
