@@ -1,7 +1,8 @@
 """Paths of a fork against sequential decoding of as many tokens, and what a join costs, for each rule of positions.
 
 The embedded model does not fork by itself, so `opening` gives the plan. All paths have the same length. `join` is the
-time from the last tokens of the paths to the next token of the answer, less a step of one row.
+time from the last tokens of the paths to the next token of the answer, less a step of one row. `join_host` is its part
+before the model is called, beyond that of a step of the paths: ending the paths and joining their blocks.
 """
 
 from __future__ import annotations
@@ -30,17 +31,25 @@ TARGETS = (
 RATIOS = {
     "path_stage": ("generate_seconds", "path_stage_seconds"),
     "join_by_step": ("join_seconds", "path_step_seconds"),
+    "join_host_by_step": ("join_host_seconds", "path_step_seconds"),
     "wall_by_steps": ("wall_seconds", "critical_path_seconds"),
 }
 
 
 class PassClock(LogitsProcessor):
-    """Records when each pass has its logits. Ends the paths by tokens `closing` after `length` passes in all, and the
-    answer after `last` more."""
+    """Records when each pass begins, by a hook of the model, and when it has its logits.
+
+    Ends the paths by tokens `closing` after `length` passes in all, and the answer after `last` more.
+    """
 
     def __init__(self, length: int, last: int, closing: list[int], eos_token_id: int) -> None:
         self.length, self.last, self.closing, self.eos_token_id = length, last, closing, eos_token_id
         self.times: list[float] = []
+        self.begun: list[float] = []
+
+    def begin(self, *_: Any) -> None:
+        """Record the time, before a forward pass of the model."""
+        self.begun.append(time.perf_counter())
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores, `[rows, vocabulary]`."""
@@ -56,9 +65,12 @@ class PassClock(LogitsProcessor):
         seconds = [after - before for before, after in pairwise(self.times)]
         paths, (first, *others) = seconds[: self.length - 1], seconds[self.length - 1 :]
         steps = statistics.median(paths), statistics.median(others)
+        pairs = list(zip(self.times, self.begun[1 - len(self.times) :], strict=False))[: self.length]
+        *hosts, joining = [begun - before for before, begun in pairs]  # between passes
         return {
             **{"path_stage_seconds": sum(paths), "path_step_seconds": steps[0], "last_step_seconds": steps[1]},
             **{"join_seconds": first - steps[1], "wall_seconds": sum(seconds)},
+            "join_host_seconds": joining - statistics.median(hosts),
             "critical_path_seconds": len(paths) * steps[0] + (1 + len(others)) * steps[1],
         }
 
@@ -81,7 +93,9 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
             passes = PassClock(sizes.length, sizes.last, closing, eos)
             dialect = replace(DIALECTS["multiverse"], positions=positions)
             given = {**own, **settings, "dialect": dialect, "logits_processor": [passes]}
+            hook = model.register_forward_pre_hook(passes.begin)
             out = model.generate(ids, generation_mode="fork_join", **given)
+            hook.remove()
             ends = {(path.ended_by, len(path.tokens)) for path in out.forks[0][0].paths}
             assert len(ends) == 1, f"the paths have ended in different ways: {ends}"
             if number:

@@ -1,6 +1,6 @@
 """Trains a model to fork by itself, and compares it with sequential text (docs/modes/fork_join.md).
 
-    python examples/train_fork_join.py lists  # a model of 1.39 million parameters, from scratch, with nested forks
+    python examples/train_fork_join.py lists  # a model of 1.37 million parameters, from scratch, with nested forks
     python examples/train_fork_join.py sums  # the embedded model, with LoRA, in the format of Multiverse
 
 Half of the training texts fork, half are sequential texts of the same kind. The end of a question says which is wanted.
@@ -41,38 +41,45 @@ class Part:
 
 
 class Sums:
-    """Question: points of three to five people. Answer: the sum of each, then who has most, or how many there are."""
+    """Question: points of three to five people, eight numbers each. Answer: the sum of each, then who has most."""
 
     dialect = DIALECTS["multiverse"]
     plan = ("<Parallel>\n<Goal>\n", "<Outline>\n{number}:{title}\n</Outline>\n", "</Goal>")
     closing, mark = "</Conclusion>\n</Parallel>\n", ""
+    tags = [f"<{end}{name}>" for name in ("Parallel", "Goal", "Outline", "Path", "Conclusion") for end in ("", "/")]
     ends = {
         "forked": " Think step by step and in parallel before answering.\n",
         "sequential": " Think step by step before answering.\n",
     }
-    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "adam_beta2": 0.999}
+    steps, problems, settings = 200, 30, {"per_device_train_batch_size": 1, "adam_beta2": 0.999}
 
     def load(self):
         """Return the embedded model with a LoRA adapter, and its tokenizer."""
         from peft import LoraConfig, get_peft_model
 
         model, tokenizer = hf_parallel.load_embedded_model()
-        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        pieces = [tokenizer(tag).input_ids for tag in self.tags]
+        tokenizer.add_tokens(self.tags)
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        added = tokenizer.convert_tokens_to_ids(self.tags)
+        with torch.no_grad():
+            weight = model.get_input_embeddings().weight
+            weight[added] = torch.stack([weight[of_tag].mean(0) for of_tag in pieces])
+        sizes = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "trainable_token_indices": added}
+        lora = LoraConfig(task_type="CAUSAL_LM", **sizes)
         return get_peft_model(prepare_model(hf_parallel.enable(model)), lora), tokenizer
 
     def problem(self, rng):
         """Return a question and its answer."""
-        people = rng.sample(NAMES, rng.randint(3, 5))
-        points = [[rng.randint(1, 6) for _ in range(10)] for _ in people]
-        sums = [sum(of_one) for of_one in points]
+        people, sums = rng.sample(NAMES, rng.randint(3, 5)), [0, 0]
+        while sums.count(max(sums)) > 1:
+            points = [[rng.randint(1, 6) for _ in range(8)] for _ in people]
+            sums = [sum(of_one) for of_one in points]
         parts = [Part(f" {name} {running(of_one)}\n") for name, of_one in zip(people, points, strict=True)]
         told = " ".join(f"{name}: {'+'.join(map(str, of_one))}." for name, of_one in zip(people, points, strict=True))
-        if len(set(sums)) == len(sums) and rng.random() < 0.5:
-            listed = ", ".join(f"{name} {total}" for name, total in zip(people, sums, strict=True))
-            most = people[sums.index(max(sums))]
-            return f"Who has the most points? {told}", Part(parts=parts, conclusion=f"{listed}\n", end=most)
-        conclusion = f"{running(sums)}\n"
-        return f"How many points are there? {told}", Part(parts=parts, conclusion=conclusion, end=str(sum(sums)))
+        totals = ", ".join(f"{name} {total}" for name, total in zip(people, sums, strict=True))
+        most = people[sums.index(max(sums))]
+        return f"Who has the most points? {told}", Part(parts=parts, conclusion=f"{totals}\n", end=most)
 
 
 class Lists:
@@ -82,20 +89,20 @@ class Lists:
     plan = ("[", "#{number}:", "|")
     closing, mark = "", "/"
     ends = {"forked": "parallel:", "sequential": "sequential:"}
-    settings = {"per_device_train_batch_size": 12}
+    steps, problems, settings = 1800, 100, {"per_device_train_batch_size": 12}
 
     def load(self):
         """Return a model with random weights, and its tokenizer."""
         labels = [f"{a}{b}:" for a in range(1, 5) for b in ("", *(f".{c}" for c in range(1, 5)))]
         words = ["<pad>", "<s>", "</s>", *"[=()|/", *self.ends.values(), *labels, *map("#{}".format, labels)]
-        words += [f"{number}," for number in range(100)]
+        words += [f"{number}," for number in range(60)]
         return make_small_model(len(words)), make_tokenizer(words, r"#?[\d.]+:|\d+,|[a-z]+:|.", separator="")
 
     def problem(self, rng):
         """Return a question and its answer."""
-        numbers = iter(rng.sample(range(100), 100))
-        draw = lambda: [next(numbers) for _ in range(rng.randint(2, 5))]  # noqa: E731
-        groups = [[draw() for _ in range(rng.randint(2, 4))] for _ in range(rng.randint(2, 4))]
+        numbers = iter(rng.sample(range(60), 60))
+        draw = lambda: [next(numbers) for _ in range(rng.randint(3, 5))]  # noqa: E731
+        groups = [[draw() for _ in range(rng.randint(2, 3))] for _ in range(rng.randint(2, 3))]
         question, parts = "", []
         for index, group in enumerate(groups, start=1):
             question += "".join(f"{index}.{i}:{listed(of_one)}" for i, of_one in enumerate(group, start=1))
@@ -212,6 +219,7 @@ def measure(model, tokenizer, task, problems, timed):
             alone.append({"forward_passes": out.stats.forward_passes, **clock.seconds()})
         figures = {
             "answers_with_forks": [bool(forks) for out in outs for forks in out.forks],
+            "right_conclusions": [part.conclusion in text for text, (_, part) in zip(texts, problems, strict=True)],
             "right_results": [result == (part.end or part.conclusion) for result, part in results],
             "right_parts": [  # no further number follows
                 re.search(re.escape(one) + r"(?!\d+,)", text) is not None
@@ -232,15 +240,16 @@ def main():
     """Train, measure, print a table and write a report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=["lists", "sums"])
-    parser.add_argument("--steps", type=int, default=2000, help="of training")
-    parser.add_argument("--problems", type=int, default=100, help="for the measurement")
+    parser.add_argument("--steps", type=int, help="of training (default: 1800 for lists, 200 for sums)")
+    parser.add_argument("--problems", type=int, help="for the measurement (default: 100 for lists, 30 for sums)")
     parser.add_argument("--timed", type=int, default=5, help="problems of these that are measured alone, for the times")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("trained-fork-join"), help="folder of model and report")
     options = parser.parse_args()
+    task = {"lists": Lists, "sums": Sums}[options.task]()
+    options.steps, options.problems = options.steps or task.steps, options.problems or task.problems
     warnings.filterwarnings("ignore", "nothing was generated in parallel")
     transformers.set_seed(options.seed)
-    task = {"lists": Lists, "sums": Sums}[options.task]()
     model, tokenizer = task.load()
     collator, began = DataCollatorForParallel(tokenizer, task.dialect), time.perf_counter()
     examples = Examples(task, options.seed)
