@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, TypeAlias
 
 from hf_parallel.generation.validation import check_bool, check_choice, check_text
 
@@ -129,8 +130,10 @@ class SkeletonDialect:
     """Format of text whose parts are announced by a skeleton of titles, which is dropped when the parts begin.
 
     A part begins with `branch_marker`, its title and `title_end`; in the skeleton `ellipsis` and `branch_separator`
-    follow. `terminator` ends the parts. `join`: `reencode` or `rotate`, as in `PDOSConfig`.
+    follow. `terminator` ends the parts. `join`: `reencode` or `rotate`, as in `PDOSConfig`. Parts do not fork.
     """
+
+    is_nested: ClassVar[bool] = False
 
     branch_marker: str
     title_end: str
@@ -147,8 +150,27 @@ class SkeletonDialect:
         """Texts that a tokenizer must be able to encode."""
         return (self.branch_marker, self.title_end, self.ellipsis, self.terminator)
 
+    @property
+    def positions(self) -> str:
+        """See `Dialect.positions`."""
+        return "overlap" if self.join == "rotate" else "reencode"
+
 
 AnyDialect: TypeAlias = Dialect | SkeletonDialect
+
+
+def make_dialect(settings: Mapping[str, Any]) -> AnyDialect:
+    """Return the dialect with some settings. Raises `ValueError` for an unknown setting, and for a missing one."""
+    cls: type[AnyDialect] = SkeletonDialect if "branch_marker" in settings else Dialect
+    known = {f.name: f.default is MISSING for f in fields(cls)}
+    if unknown := [name for name in settings if name not in known]:
+        raise ValueError(f"dialect has no {unknown[0]!r}, only {sorted(known)}")
+    needed = [name for name, is_needed in known.items() if is_needed]
+    if missing := [name for name in needed if name not in settings]:
+        raise ValueError(f"dialect must have {' and '.join(needed)}, {missing[0]} is missing in {settings!r}")
+    return cls(**settings)
+
+
 DIALECTS = {
     "multiverse": Dialect(
         region=("<Parallel>", "</Parallel>"),

@@ -106,6 +106,7 @@ def tell(
     branches: Sequence[Script | None] = (),
     prompts: Sequence[str] = ("Tell: ",),
     model: Any = None,
+    mode: str = "pdos",
     **settings: Any,
 ) -> Any:
     """Generate answers by their scripts, or by a `script` given as such; 200 tokens unless given otherwise."""
@@ -115,7 +116,7 @@ def tell(
         "max_new_tokens": 200,
         "return_dict_in_generate": True,
         "do_sample": False,
-        "parallel_hint": False,
+        **({"parallel_hint": False} if mode == "pdos" else {}),
         **settings,
     }
     script = given.pop("script", None) or Scripted(trunks, branches)
@@ -124,7 +125,7 @@ def tell(
     if streamer is None or hasattr(streamer, "put"):
         streamer = script.follow(len(prompts) * given.get("num_return_sequences", 1), streamer)
     return (model or small_model()).generate(
-        ids, attention_mask=mask, generation_mode="pdos", logits_processor=processors, streamer=streamer, **given
+        ids, attention_mask=mask, generation_mode=mode, logits_processor=processors, streamer=streamer, **given
     )
 
 

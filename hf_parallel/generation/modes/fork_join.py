@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -12,12 +12,13 @@ import torch
 
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ModeTraits
-from hf_parallel.generation.dialects import DIALECTS, Dialect
-from hf_parallel.generation.modes.branches.lanes import Lane, Plan
+from hf_parallel.generation.dialects import DIALECTS, AnyDialect, Dialect, SkeletonDialect, make_dialect
+from hf_parallel.generation.modes.branches.lanes import Lane, Plan, Records
 from hf_parallel.generation.modes.branches.output import StageStats
 from hf_parallel.generation.modes.branches.run import BranchRun
 from hf_parallel.generation.modes.branches.settings import BranchRows, BranchSettings
 from hf_parallel.generation.modes.branches.token_text import Vocabulary, ids, slice_tokens, text_of
+from hf_parallel.generation.modes.pdos.config import PDOSConfig, PDOSRun
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.validation import check_bool, check_choice, check_int
 from hf_parallel.transcript.sections import TranscriptStyle
@@ -39,7 +40,8 @@ class Path:
     tokens: list[int]
     """The tokens of this text."""
     ended_by: str
-    """`tag` (its closing tag), `eos`, `criterion` or `budget`. The closing tag is appended to what ended otherwise."""
+    """`tag` (its closing tag; in `pdos` the next marker), `eos`, `criterion` or `budget`. The closing tag is appended
+    to what ended otherwise."""
     forks: list[Fork] = field(default_factory=list)
 
 
@@ -112,13 +114,14 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
 
     Parameters
     ----------
-    dialect : str or Dialect
-        `multiverse`, `npr`, `parallel_r1`, `threadweaver`, or a format of your own.
+    dialect : str, Dialect or SkeletonDialect
+        `multiverse`, `npr`, `parallel_r1`, `pdos`, `threadweaver`, or a format of your own.
     opening : str
         First text of every answer, for models that do not open a fork. If it contains one, its paths start at once.
     force : bool
         Whether every answer begins, after `opening`, with a fork of `paths` paths. The model writes the title of each,
-        at most 24 tokens; the tags are inserted. For models that are not trained to fork.
+        at most 24 tokens; the tags are inserted. For models that are not trained to fork. In `pdos`, blocks that the
+        model opens later have `paths` parts, too.
     paths : int
         Number of paths of a forced fork, and of forks in dialects without an outline, such as `parallel_r1`.
     path_max_new_tokens : int, optional
@@ -139,7 +142,7 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
         dialect=lambda config: config.format,
     )
 
-    dialect: str | Mapping[str, Any] | Dialect = "multiverse"
+    dialect: str | Mapping[str, Any] | AnyDialect = "multiverse"
     force: bool = False
     paths: int = 2
     path_max_new_tokens: int | None = None
@@ -149,19 +152,15 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
     def validate(self) -> None:
         """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
-        if isinstance(self.dialect, Dialect):
+        if isinstance(self.dialect, AnyDialect):
             self.dialect = asdict(self.dialect)  # as it is stored
         elif isinstance(self.dialect, str) and self.dialect.startswith("{"):  # of a command line
             try:
                 self.dialect = json.loads(self.dialect)
             except ValueError as error:
                 raise ValueError(f"dialect must be a name or JSON, got {self.dialect!r}: {error}") from error
-        if not isinstance(self.dialect, Mapping):
-            check_choice("dialect", self.dialect, sorted(DIALECTS))
-        elif unknown := [name for name in self.dialect if name not in Dialect.__dataclass_fields__]:
-            raise ValueError(f"dialect has no {unknown[0]!r}, only {sorted(Dialect.__dataclass_fields__)}")
-        elif missing := [name for name in ("region", "branch") if name not in self.dialect]:
-            raise ValueError(f"dialect must have region and branch, {missing[0]} is missing in {self.dialect!r}")
+        if isinstance(self.dialect, str):
+            check_choice("dialect", self.dialect, sorted([*DIALECTS, PDOSConfig.mode]))
         if self.format.positions == "concatenated":
             raise ValueError("positions='concatenated' is for training: a path cannot start where another will end")
         check_bool("force", self.force)
@@ -170,13 +169,17 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
                 check_int(name, getattr(self, name), at_least=1)
         if self.force and self.paths > self.max_paths:
             raise ValueError(f"force needs paths of at most max_paths={self.max_paths}, got {self.paths}")
+        if isinstance(self.format, SkeletonDialect):
+            self._skeletons(self.format)
 
     @property
-    def format(self) -> Dialect:
+    def format(self) -> AnyDialect:
         """The dialect."""
-        if isinstance(self.dialect, Dialect):
+        if isinstance(self.dialect, AnyDialect):
             return self.dialect
-        return DIALECTS[self.dialect] if isinstance(self.dialect, str) else Dialect(**self.dialect)
+        if self.dialect == PDOSConfig.mode:
+            return PDOSConfig().format
+        return DIALECTS[self.dialect] if isinstance(self.dialect, str) else make_dialect(self.dialect)
 
     @property
     def positions(self) -> str:
@@ -198,9 +201,26 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
         """Maximum number of paths at the same time."""
         return self.max_paths
 
-    def make_run(self, call: GenerationCall) -> ForkJoinRun:
+    def make_run(self, call: GenerationCall) -> BranchRun:
         """See `ParallelConfig.make_run`."""
-        return ForkJoinRun(self, call)
+        if isinstance(self.format, Dialect):
+            return ForkJoinRun(self, self.format, call)
+        run = PDOSRun(self._skeletons(self.format), call, PathRecords(call))
+        run.none = f"the model has not written {self.format.branch_marker!r}"
+        return run
+
+    def _skeletons(self, dialect: SkeletonDialect) -> PDOSConfig:
+        """Return the settings of `pdos` for text with skeletons."""
+        shared = {name: getattr(self, name) for name in BranchSettings.fields()}
+        shared["opening"] += dialect.branch_marker if self.force else ""
+        return PDOSConfig(
+            **shared,
+            **asdict(dialect),
+            parallel_hint=self.force,
+            min_branches=self.paths if self.force else min(2, self.max_paths),
+            max_branches=self.paths if self.force else self.max_paths,
+            branch_max_new_tokens=self.path_max_new_tokens,
+        )
 
 
 @dataclass
@@ -232,17 +252,18 @@ class _TitleMask:
 
 
 class ForkJoinRun(BranchRun):
-    """One call of the mode."""
+    """One call of the mode, for text with tags."""
 
-    def __init__(self, config: ForkJoinConfig, call: GenerationCall) -> None:
+    def __init__(self, config: ForkJoinConfig, dialect: Dialect, call: GenerationCall) -> None:
         self.config: ForkJoinConfig
-        self.dialect = config.format
+        self.dialect = dialect
         self.none = f"the model has not written {self.dialect.fork_text!r}"
         tag = self.dialect.branch[1].encode()
         closing = self.dialect.branch[1] + self.dialect.gap
         limit = config.path_max_new_tokens
         self.plan = self.dialect.planned(config.paths) if config.force else [""]
-        super().__init__(config, call, [(tag, len(tag), "tag")], closing, limit, config.opening + self.plan[0])
+        ends, opening = [(tag, len(tag), "tag")], config.opening + self.plan[0]
+        super().__init__(config, call, PathRecords(call), ends, closing, limit, opening)
         for text in (self.dialect.fork_text, *self.dialect.branch, self.dialect.joined_text):
             self.tokens(text, "tags of the dialect")
         self.titles = _TitleMask(self.dialect, self.plan[1], self.vocabulary) if self.plan[1:] else None
@@ -316,15 +337,23 @@ class ForkJoinRun(BranchRun):
             return end + len(following.encode()), ""
         return end, following
 
+
+class PathRecords(Records):
+    """Forks of the answers, and their paths."""
+
+    def __init__(self, call: GenerationCall) -> None:
+        self.call = call
+
     def record(self, lane: Lane, start: int, end: int) -> Fork:
-        """See `BranchRun.record`."""
+        """See `Records.record`."""
         return Fork(start, end, [self._path(path) for path in lane.paths])
 
-    def output(self, **fields: Any) -> tuple[type[ForkJoinOutput], dict[str, Any]]:
-        """See `BranchRun.output`."""
-        forks, steps = [root.forks for root in self.roots], [root.steps for root in self.roots]
-        return ForkJoinOutput, {"forks": forks, "critical_path": steps, **fields}
+    def output(self, roots: Sequence[Lane]) -> tuple[type[ForkJoinOutput], dict[str, Any]]:
+        """See `Records.output`."""
+        forks, steps = [root.forks for root in roots], [root.steps for root in roots]
+        return ForkJoinOutput, {"forks": forks, "critical_path": steps}
 
     def _path(self, path: Lane) -> Path:
         text, index = text_of(path.tokens).decode(errors="replace"), path.output_row // self.call.num_rows
-        return Path(path.name, index, text, ids(path.tokens), path.ended_by, path.forks)
+        ended_by = "tag" if path.ended_by == "marker" else path.ended_by
+        return Path(path.name, index, text, ids(path.tokens), ended_by, path.forks)

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from players import Player
 from workers import TOKENIZER, encode, small_model
 
 import hf_parallel
-from hf_parallel import Fork, ForkJoinConfig, ForkJoinOutput, Path
+from hf_parallel import Fork, ForkJoinConfig, ForkJoinOutput, Path, PDOSConfig
 from hf_parallel.generation.dialects import DIALECTS, Dialect
 from hf_parallel.training import ParallelExample
 from hf_parallel.training.dialects import Piece, parse
@@ -226,6 +227,24 @@ def test_an_answer_of_pdos_is_written_as_it_is_and_stands_where_the_mode_places_
     assert trained == sum((places(text, len(before)) for text in after), places(before))
 
 
+@pytest.mark.parametrize("join", ["reencode", "rotate"])
+def test_pdos_as_a_dialect_gives_the_answer_of_the_mode(join: str) -> None:
+    story = [SKELETON + " Then ####c:......####d:......####%%%%\nSo.", tiny.EOS]
+    given: dict[str, Any] = {"branches": ["x y\n####", None, "z####", "w\n####"], "prompts": PROMPTS[:1]}
+    block = stories.tell(story, **given, join=join, branch_max_new_tokens=9)
+    dialect = {**asdict(PDOSConfig().format), "join": join} if join == "rotate" else "pdos"
+    fork = stories.tell(story, **given, mode="fork_join", dialect=dialect, path_max_new_tokens=9)
+    assert torch.equal(fork.sequences, block.sequences)
+    assert [path.number for path in all_paths(fork.forks[0])] == ["a", "b b", "c", "d"]
+    assert [path.ended_by for path in all_paths(fork.forks[0])] == ["tag", "budget", "tag", "tag"]
+    written = [one.text for part in block.blocks[0] for one in part.branches]
+    assert all(text in path.text for text, path in zip(written, all_paths(fork.forks[0]), strict=True))
+    assert fork.columns(0) == ["Path a", "Path b b", "Path c", "Path d"]
+    given = {"path_max_new_tokens": 3, "prompts": PROMPTS[:1]}
+    forced = stories.tell(mode="fork_join", dialect=dialect, force=True, paths=3, opening="I look. ", **given)
+    assert len(forced.forks[0][0].paths) == 3
+
+
 def test_a_transcript_has_a_column_for_each_path_named_by_its_number() -> None:
     dialect = Dialect(("[", "]"), ("(", ")"), outline="#", fork=";", opening="({number}:")
     text = "So[#1: #2: ;(1:x[#1.1: #1.2: ;(1.1:aa)(1.2:b)]y)(2:c)]z[#1: ;(1:d)]."
@@ -268,6 +287,8 @@ def test_a_dialect_is_a_name_an_object_a_mapping_or_json() -> None:
         ("{", "dialect must be a name or JSON, got"),
         ({**BRACKETS, "tags": []}, "dialect has no 'tags', only"),
         ({"region": ["[", "]"]}, "branch is missing"),
+        ({"branch_marker": "#", "title_end": ":", "ellipsis": "..."}, "terminator is missing"),
+        ({"branch_marker": "##", "title_end": ":", "ellipsis": "...", "terminator": "#"}, "terminator must not be"),
         ({**BRACKETS, "region": "[]"}, "must be pairs of tags"),
         ({**BRACKETS, "region": [{}, "]"]}, "must be four different tags"),
         ({**BRACKETS, "gap": 5}, "gap must be a string, got 5"),

@@ -19,7 +19,7 @@ from workers import TOKENIZER, encode, small_model
 
 import hf_parallel
 from hf_parallel import Fork, ForkJoinOutput
-from hf_parallel.generation.dialects import DIALECTS, Dialect
+from hf_parallel.generation.dialects import DIALECTS, Dialect, SkeletonDialect
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.training import ParallelExample, teacher_forced_logits
 from hf_parallel.training.dialects import parse
@@ -130,7 +130,7 @@ def random_call(rng: random.Random) -> dict[str, Any]:
         opening=rng.choice(["", c + "{number}:", "\n" + c]),
         is_nested=rng.random() < 0.8,
     )
-    return {
+    settings = {
         "dialect": dialect,
         "opening": rng.choice(["", "So", f"{a}, {c}"]),
         "paths": rng.randint(1, 4),
@@ -144,6 +144,10 @@ def random_call(rng: random.Random) -> dict[str, Any]:
         "sequence_bias": {(ord(a),): 4.0, (ord(d),): 4.0},
         "eos_token_id": rng.choice([tiny.EOS, ord("q")]),
     }
+    if rng.random() < 0.3:
+        settings["dialect"] = SkeletonDialect(c, ":", ".", b + b, rng.choice(["reencode", "rotate"]))
+        settings |= {"opening": f"So{c}X:.\n{c}Y:.{b}{b}", "max_new_tokens": settings["max_new_tokens"] + 12}
+    return settings
 
 
 def check_random_call(model: Any, seed: int) -> int:

@@ -16,6 +16,7 @@ from hf_parallel.cache.pool import Pool
 from hf_parallel.generation.log_probs import padded_log_probs, spread
 from hf_parallel.generation.modes.branches.output import BRANCHES, SKELETON
 from hf_parallel.generation.modes.branches.token_text import WHITESPACE, Token, ids, text_of
+from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.rows import PendingWrites, Row
 from hf_parallel.generation.sampling import Sampler
 
@@ -183,6 +184,18 @@ class Lane(Row):
             if start >= 0:
                 found.append((start + kept, cause))
         return min(found, default=None)
+
+
+class Records:
+    """Output of a mode: a record of each fork, and the fields that hold them."""
+
+    def record(self, lane: Lane, start: int, end: int) -> Any:
+        """Return the record of a fork whose paths become tokens `start` to `end` of the lane."""
+        raise NotImplementedError
+
+    def output(self, roots: Sequence[Lane]) -> tuple[type[ParallelOutput], dict[str, Any]]:
+        """Return the class of the output, and its fields of records."""
+        raise NotImplementedError
 
 
 def answer_log_probs(sampler: Sampler, answers: Sequence[Sequence[Token]]) -> torch.Tensor | None:

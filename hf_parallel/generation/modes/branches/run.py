@@ -25,7 +25,7 @@ from hf_parallel.generation.caller import warn_sequential
 from hf_parallel.generation.config import Generated
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.branches.forcing import FormatProcessor
-from hf_parallel.generation.modes.branches.lanes import Answer, Lane, Plan, aligned, answer_log_probs, key_of
+from hf_parallel.generation.modes.branches.lanes import Answer, Lane, Plan, Records, aligned, answer_log_probs, key_of
 from hf_parallel.generation.modes.branches.output import BRANCHES, CONTINUATION, STAGES, StageStats
 from hf_parallel.generation.modes.branches.settings import BranchSettings
 from hf_parallel.generation.modes.branches.token_text import (
@@ -36,7 +36,6 @@ from hf_parallel.generation.modes.branches.token_text import (
     slice_tokens,
     text_of,
 )
-from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prefill import initial_capacity, prefill_leaves
 from hf_parallel.generation.replay.config import replaying
 from hf_parallel.generation.rows import Row
@@ -53,7 +52,7 @@ BATCH_DEPENDENT = {
 
 
 class BranchRun:
-    """One call of such a mode. A subclass reads its format.
+    """One call of such a mode. A subclass reads a format; `records` make the output of the mode.
 
     `ends`: what ends a path, see `Lane.find_end`. `closing`: the text that a path needs at most to end well.
     `opening`: first text of every answer, from the setting `given`. `limit`: maximum number of tokens of a path.
@@ -66,6 +65,7 @@ class BranchRun:
         self,
         config: BranchSettings,
         call: GenerationCall,
+        records: Records,
         ends: Sequence[tuple[bytes, int, str]],
         closing: str,
         limit: int | None,
@@ -82,7 +82,7 @@ class BranchRun:
             if isinstance(processor, FormatProcessor):
                 processor.run = self
         self.config: BranchSettings = config
-        self.call, self.ends, self.limit = call, ends, limit
+        self.call, self.records, self.ends, self.limit = call, records, ends, limit
         self.vocabulary = get_vocabulary(call.tokenizer, vocabulary_size(call.model)).without_text(call.eos_token_ids)
         self._known: dict[str, list[Token]] = {"": []}
         self.opening, self.closing = self.tokens(opening, given), self.tokens(closing)
@@ -112,14 +112,6 @@ class BranchRun:
 
     def path_end(self, text: bytes, end: int, cause: str) -> tuple[int, str]:
         """Return how many bytes of a path's text are kept, at least `end`, and the text that follows them."""
-        raise NotImplementedError
-
-    def record(self, lane: Lane, start: int, end: int) -> Any:
-        """Return the record of a fork whose paths become tokens `start` to `end` of the lane."""
-        raise NotImplementedError
-
-    def output(self, **fields: Any) -> tuple[type[ParallelOutput], dict[str, Any]]:
-        """Return the class of the output, and its fields beside the given ones."""
         raise NotImplementedError
 
     def new_reader(self) -> Any:
@@ -167,13 +159,16 @@ class BranchRun:
         sampler, answers = loop.sampler, [root.tokens for root in self.roots]
         sampler.scores, sampler.logits = (aligned(kept, answers) for kept in (sampler.scores, sampler.logits))
         fallback = [root.answer.fallback for root in self.roots]
-        kind, fields = self.output(
+        kind, records = self.records.output(self.roots)
+        output = loop.output(
+            kind,
+            self.roots,
             transcripts=[self._transcript(root) for root in self.roots],
             fallback=fallback,
             stages=self.stages,
             log_probs=answer_log_probs(sampler, answers),
+            **records,
         )
-        output = loop.output(kind, self.roots, **fields)
         pairs = zip(self.roots, fallback, strict=True)
         warn_sequential([None if root.forks else reason or self.none for root, reason in pairs])
         return output
@@ -408,7 +403,7 @@ class BranchRun:
         plan, paths, start, pool = lane.plan, lane.paths, len(lane.tokens), self.cache.pool
         assert plan is not None, "the lane has forked"
         text = list(chain.from_iterable(path.tokens for path in paths))
-        lane.forks.append(self.record(lane, start, start + len(text)))
+        lane.forks.append(self.records.record(lane, start, start + len(text)))
         if self.positions == "reencode":  # the first path has followed the lane's text
             first, *others = paths
             if first.block.length:

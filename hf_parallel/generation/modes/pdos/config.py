@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.config import ModePrompt, ModeTraits
 from hf_parallel.generation.dialects import SkeletonDialect
-from hf_parallel.generation.modes.branches.lanes import Lane, Plan
+from hf_parallel.generation.modes.branches.lanes import Lane, Plan, Records
 from hf_parallel.generation.modes.branches.output import SKELETON
 from hf_parallel.generation.modes.branches.run import BranchRun
 from hf_parallel.generation.modes.branches.settings import BranchRows, BranchSettings
@@ -105,9 +105,7 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
         keeps_states=True,
         streams_text=True,
         streams_tokens="when_final",
-        dialect=lambda config: SkeletonDialect(
-            **config.markers, join=config.join, branch_separator=config.branch_separator
-        ),
+        dialect=lambda config: config.format,
     )
 
     join: str = "reencode"
@@ -184,9 +182,14 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
         return f"{self.opening}{gap}{parts}{self.terminator}"
 
     @property
+    def format(self) -> SkeletonDialect:
+        """The dialect."""
+        return SkeletonDialect(**self.markers, join=self.join, branch_separator=self.branch_separator)
+
+    @property
     def positions(self) -> str:
         """See `BranchSettings.positions`."""
-        return "overlap" if self.join == "rotate" else "reencode"
+        return self.format.positions
 
     @property
     def positions_setting(self) -> str:
@@ -204,7 +207,7 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
         return self.parallel_hint
 
     def make_run(self, call: GenerationCall) -> PDOSRun:
-        return PDOSRun(self, call)
+        return PDOSRun(self, call, BlockRecords())
 
 
 def pdos_prompt(
@@ -220,16 +223,16 @@ def pdos_prompt(
 
 
 class PDOSRun(BranchRun):
-    """One call of the mode."""
+    """One call of the mode, or of another mode for text in its format."""
 
     none = "the model opened no block; pass titles=[...]"
 
-    def __init__(self, config: PDOSConfig, call: GenerationCall) -> None:
+    def __init__(self, config: PDOSConfig, call: GenerationCall, records: Records) -> None:
         self.config: PDOSConfig
         ends = [(marker.encode(), 0, "marker") for marker in (config.branch_marker, config.terminator)]
         ends += [(stop.encode(), len(stop.encode()), "stop") for stop in config.branch_stops]
         opening = config.beginning, "titles" if config.titles else "opening"
-        super().__init__(config, call, ends, config.branch_separator, config.branch_max_new_tokens, *opening)
+        super().__init__(config, call, records, ends, config.branch_separator, config.branch_max_new_tokens, *opening)
         for name, text in config.markers.items():
             self.tokens(text, name)
         vocabulary = get_vocabulary(call.tokenizer, vocabulary_size(call.model))
@@ -294,7 +297,6 @@ class PDOSRun(BranchRun):
         head = slice_tokens(block, vocabulary, 0, spans[0][0])
         prefixes = [slice_tokens(block, vocabulary, *span) for span in spans]
         source = lane.text[spans[0][0] :].decode(errors="replace")
-        lane.answer.num_paths = 0  # branches are numbered in each block
         paths = list(zip(parser.titles, prefixes, strict=True))
         return Plan(head, paths, slice_tokens(block, vocabulary, end), source)
 
@@ -303,14 +305,19 @@ class PDOSRun(BranchRun):
         separator = self.config.branch_separator
         return end, "" if text[:end].endswith(separator.encode()) else separator
 
+
+class BlockRecords(Records):
+    """Parallel blocks of the answers."""
+
     def record(self, lane: Lane, start: int, end: int) -> ParallelBlock:
-        """See `BranchRun.record`."""
+        """See `Records.record`."""
         assert lane.plan is not None, "the lane has forked"
+        lane.answer.num_paths = 0  # branches are numbered in each block
         return ParallelBlock(lane.plan.source, start, end + len(lane.plan.joined), list(map(_record, lane.paths)))
 
-    def output(self, **fields: Any) -> tuple[type[PDOSOutput], dict[str, Any]]:
-        """See `BranchRun.output`."""
-        return PDOSOutput, {"blocks": [root.forks for root in self.roots], **fields}
+    def output(self, roots: Sequence[Lane]) -> tuple[type[PDOSOutput], dict[str, Any]]:
+        """See `Records.output`."""
+        return PDOSOutput, {"blocks": [root.forks for root in roots]}
 
 
 def _record(path: Lane) -> Branch:
