@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,12 +12,14 @@ from pydantic import PrivateAttr, Tag, field_validator
 from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.engine.server.answers import Delta
-from hf_parallel.engine.server.errors import APIError
+from hf_parallel.engine.server.errors import APIError, to_json
 from hf_parallel.engine.server.responses import Writer
 from hf_parallel.engine.server.schema import Body, Count, Id, Items, Message, Prompt, Text, one_of
 
 MAX_KEPT = 256
 """Conversations that are kept."""
+MAX_CHARACTERS = 1 << 26
+"""Characters of all of them, as JSON: they hold images."""
 
 
 class InputMessage(Message):
@@ -78,22 +82,26 @@ class Conversations:
     """Conversations of the last responses, by id. Clients that share no cached prefixes share no conversations."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], list[dict[str, Any]]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], str] = OrderedDict()  # as JSON
+        self._lock = threading.Lock()
 
     def add(self, salt: str, name: str, messages: list[dict[str, Any]]) -> None:
-        """Keep a conversation, instead of the one that was used least recently."""
-        self._kept[salt, name] = messages
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+        """Keep a conversation, instead of those that were used least recently."""
+        with self._lock:
+            self._kept[salt, name] = to_json(messages)
+            while len(self._kept) > MAX_KEPT or sum(map(len, self._kept.values())) > MAX_CHARACTERS:
+                self._kept.popitem(last=False)
 
     def resume(self, salt: str, body: Body) -> None:
         """Give a body the conversation that it continues."""
         if isinstance(body, ResponseBody) and body.previous_response_id is not None:
-            if (found := self._kept.get((salt, body.previous_response_id))) is None:
+            with self._lock:
+                if (found := self._kept.get(key := (salt, body.previous_response_id))) is not None:
+                    self._kept.move_to_end(key)
+            if found is None:
                 message = f"there is no response {body.previous_response_id!r}: the server keeps the last {MAX_KEPT}"
                 raise APIError(404, message, "previous_response_id", "previous_response_not_found")
-            self._kept.move_to_end((salt, body.previous_response_id))
-            body._history = found
+            body._history = json.loads(found)
 
 
 class ResponseWriter(Writer):
