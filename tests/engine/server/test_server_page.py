@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ STATUS = "document.getElementById('status').textContent"
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     model, tokenizer = small_model()
-    model.config.max_position_embeddings = 2**14  # so that a run lasts until the test has seen it
+    # A run lasts until the test has seen it.
+    model.config.max_position_embeddings = 2**14
+    model.lm_head.weight.data[tokenizer.eos_token_id] = 0
+    model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
     with Engine(model, tokenizer) as engine, served(engine, api_keys=[KEY]) as server:
         yield server.url
 
@@ -75,8 +79,9 @@ def test_workers_are_seen_writing_at_the_same_time_until_the_run_is_stopped(tab:
     page.click("#more summary")
     page.type("[name=step_prefix]", f"{{name}} {MARKUP}")
     page.click("#run")
-    page.wait_for(f"{WRITING}.length === 2 && {STATUS} === 'Alice and Bob are writing'")
-    left, right = page.value(f"{WRITING}.map(card => card.getBoundingClientRect()).map(box => [box.x, box.y])")
+    boxes = f"boxes = {WRITING}.map(card => card.getBoundingClientRect())"
+    page.wait_for(f"({boxes}).length === 2 && {STATUS} === 'Alice and Bob are writing'")
+    left, right = page.value("boxes.map(box => [box.x, box.y])")
     assert left[0] < right[0]
     assert left[1] == right[1]
     assert page.value("document.documentElement.scrollWidth") <= width
