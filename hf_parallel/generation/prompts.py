@@ -130,13 +130,13 @@ def render_prompt(
     defaults = {ENABLE_THINKING: False} if thinking is False and ENABLE_THINKING in source else {}
     template = {**defaults, **template, **given}
     template |= {"continue_final_message": True} if continued else {"add_generation_prompt": True}
-    chat = _with_rules(rules, task, "system")
+    chat = with_rules(rules, task, "system")
     try:
         text = apply_template(chat, tokenizer, **template)
     except ValueError:
         if not rules:
             raise
-        text = apply_template(_with_rules(rules, task, "user"), tokenizer, **template)  # it has no system message
+        text = apply_template(with_rules(rules, task, "user"), tokenizer, **template)  # it has no system message
     opens = thinking and THINK in source and not continued and not text.rstrip().endswith((THINK, END_THINK))
     return f"{text}{THINK}\n" if opens else text
 
@@ -178,7 +178,7 @@ def check_task(task: object, tokenizer: PreTrainedTokenizerBase) -> None:
     check_tokenizer(tokenizer)
 
 
-def _with_rules(rules: str, chat: Chat, role: str) -> Chat:
+def with_rules(rules: str, chat: Chat, role: str) -> Chat:
     """Prepend rules to the first message of a role, or insert such a message if there is none."""
     if not rules:
         return chat

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.engine import RequestHandle
+from hf_parallel.engine.server.replies import Parsed, ToolCall
 from hf_parallel.engine.server.submission import Submission
 from hf_parallel.generation.log_probs import TokenLogProbs
 from hf_parallel.generation.outputs import ParallelOutput
@@ -35,6 +36,8 @@ class Delta:
     index: int
     text: str = ""
     row: str | None = None  # name of the row
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
     row_text: str = ""  # text of a row that is not itself the choice
     row_event: str | None = None  # what its text is if it was not generated, or what ended; see `ParallelStreamer`
     logged: list[LoggedToken] = field(default_factory=list)
@@ -43,6 +46,10 @@ class Delta:
     record: dict[str, object] | None = None  # fields of the mode's output
     prompt: list[tuple[int, TokenLogProbs]] | None = None  # tokens of the prompt after the first
 
+    def show(self, parsed: Parsed) -> None:
+        """Replace the text by the parts of a reply that it has completed."""
+        self.text, self.reasoning, self.calls = parsed.content, parsed.reasoning, parsed.calls
+
 
 class Answers:
     """Reads the choices of one submission. `first` is the index of its first choice in the response."""
@@ -50,6 +57,7 @@ class Answers:
     def __init__(self, submission: Submission, handle: RequestHandle, first: int = 0) -> None:
         self.submission, self.handle, self.first = submission, handle, first
         self._texts = [_ChoiceText(submission, row) for row in range(submission.choices)]
+        self._replies = [submission.make_reply(index) for index in range(submission.choices)]
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield new text and tokens as they are generated, and finally the end of every choice."""
@@ -78,6 +86,8 @@ class Answers:
         for delta in self._all(output):
             choice = choices[delta.index - self.first]
             choice.text += delta.text
+            choice.reasoning += delta.reasoning
+            choice.calls += delta.calls
             choice.logged += delta.logged
             choice.row = delta.row or choice.row
             choice.finish_reason, choice.record, choice.error = delta.finish_reason, delta.record, delta.error
@@ -95,7 +105,10 @@ class Answers:
     def _token_delta(self, row: int, token: int) -> Delta | None:
         text, logged = self._texts[row].add(token)
         name = self.submission.row_name(row) if self.submission.has_mode else None
-        return Delta(self.first + row, text, name, logged=logged) if text or logged else None
+        delta = Delta(self.first + row, text, name, logged=logged)
+        if (reply := self._replies[row]) is not None:
+            delta.show(reply.add(text))
+        return delta if delta.text or delta.reasoning or delta.calls or logged else None
 
     def _ends(self, output: ParallelOutput) -> Iterator[Delta]:
         submission, record = self.submission, output.record
@@ -118,6 +131,9 @@ class Answers:
             else:
                 stops = StopFilter(submission.stops)
                 delta.text = stops.add(texts[index]) + stops.flush()
+            if (reply := self._replies[index]) is not None:
+                delta.show(reply.add(delta.text, ends=True))
+                reason = "tool_calls" if reply.calls and reason == "stop" else reason
             delta.error = errors.get(index)
             delta.finish_reason = reason if delta.error is None else "error"
             delta.record = records[index]
@@ -135,7 +151,7 @@ class _ChoiceText:
         self._submission, self._prompt = submission, submission.prompt_of(row) if submission.echo else []
         self._log_probs, self._stops = submission.log_probs, StopFilter(submission.stops)
         self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._special = set(getattr(tokenizer, "all_special_ids", ()))
+        self._special = set(getattr(tokenizer, "all_special_ids", ())) - submission.marks
         self._row, self._count = row, 0  # of tokens
         self._length = 0  # of the text, including what is held back
         self._shown = 0

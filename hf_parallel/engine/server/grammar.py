@@ -1,4 +1,4 @@
-"""Answers that match a JSON schema: a logits processor over llguidance.
+"""Answers that match a JSON schema or consist of tool calls: a logits processor over llguidance.
 
 The state of the grammar belongs to the tokens of a row, so that rows may end, fork and be processed in any order.
 """
@@ -6,6 +6,8 @@ The state of the grammar belongs to the tokens of a row, so that rows may end, f
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,18 +19,19 @@ from hf_parallel.engine.server.schema_check import error_of
 
 
 class JSONProcessor(LogitsProcessor):
-    """Restricts rows to texts that match a JSON schema, without whitespace between its parts.
+    """Restricts rows to texts that match a JSON schema, without whitespace between its parts, or a grammar.
 
-    `vocabulary` is the size of the model's vocabulary, `begin` the length of the prompt. A row ends if its text does
-    not match yet and no token can continue it; `error_of` says why. Raises `ValueError` if the schema is invalid, not
-    supported or too costly, or the tokenizer is not a fast one, and `ImportError` without llguidance.
+    `schema` is the schema, or a text: a grammar of `call_grammar`. `vocabulary` is the size of the model's vocabulary,
+    `begin` the length of the prompt. A row ends if its text does not match yet and no token can continue it; `error_of`
+    says why. Raises `ValueError` if the schema is invalid, not supported or too costly, or the tokenizer is not a fast
+    one, and `ImportError` without llguidance.
     """
 
     keeps_rows = False
 
     def __init__(
         self,
-        schema: dict[str, object],
+        schema: dict[str, object] | str,
         tokenizer: PreTrainedTokenizerFast,
         vocabulary: int,
         eos_token_ids: list[int],
@@ -36,11 +39,14 @@ class JSONProcessor(LogitsProcessor):
     ) -> None:
         from llguidance import LLMatcher
 
-        text = json.dumps(schema)
-        if error := error_of(text):
-            raise ValueError(f"response_format holds a schema that is not supported: {error}")
+        if isinstance(schema, str):
+            self._field, grammar = "tools", LLMatcher.grammar_from_lark(schema)
+        else:
+            self._field, text = "response_format", json.dumps(schema)
+            if error := error_of(text):
+                raise ValueError(f"response_format holds a schema that is not supported: {error}")
+            grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
         self.begin, self.ends = begin, [token for token in eos_token_ids if token < vocabulary]
-        grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
         self._first = LLMatcher(_grammar_tokenizer(tokenizer, vocabulary, tuple(eos_token_ids)), grammar)
         self._matchers: dict[tuple[int, ...], Any] = {}  # by the new tokens of a row
         self._errors: dict[tuple[int, ...], str] = {}  # by the new tokens of a row that ended with an error
@@ -81,10 +87,43 @@ class JSONProcessor(LogitsProcessor):
         goes_on = allowed.sum() > allowed[self.ends].sum()
         if matcher.is_error() or not (goes_on or matcher.is_accepting()):
             reason = matcher.get_error().partition("\n")[0] or "no further token matches"
-            self._errors[row] = f"the answer cannot match the schema of response_format: {reason}"
+            self._errors[row] = f"the answer cannot match the schema of {self._field}: {reason}"
             allowed[:] = False
             allowed[self.ends] = True
         return allowed
+
+
+def call_grammar(
+    call: str, tools: Sequence[Mapping[str, Any]], several: bool, tokenizer: PreTrainedTokenizerFast
+) -> str:
+    """Return the grammar of replies that consist of one tool call, or of any number.
+
+    `call` is the text of a call, with `NAME` and `ARGUMENTS` in their places. Objects hold no properties that the
+    parameters of a tool do not name, unless `additionalProperties` says so. Raises `ValueError` for parameters that are
+    no supported JSON schema or too costly.
+    """
+    specials = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    rules = [f"start: call{'+' if several else ''}", "call: " + " | ".join(f"tool{i}" for i in range(len(tools)))]
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+        parameters.setdefault("additionalProperties", False)
+        if error := error_of(json.dumps(parameters)):
+            raise ValueError(f"tools: the parameters of {function['name']!r} are not supported: {error}")
+        begin, end = call.replace("NAME", function["name"]).split("ARGUMENTS")
+        schema = json.dumps({**parameters, "x-guidance": {"whitespace_flexible": False}})
+        rules.append(f"tool{index}: {_literal(begin, specials)} %json {schema} {_literal(end, specials)}")
+    return "\n".join(rules)
+
+
+def _literal(text: str, specials: Mapping[str, int]) -> str:
+    """Return a text as a grammar writes it, with the ids of its special tokens."""
+    marks = "|".join(map(re.escape, sorted(specials, key=len, reverse=True)))
+    parts = re.split(f"({marks})", text) if marks else [text]
+    written = (
+        f"<[{specials[part]}]>" if part in specials else json.dumps(part, ensure_ascii=False) for part in parts if part
+    )
+    return " ".join(written)
 
 
 @lru_cache(maxsize=4)

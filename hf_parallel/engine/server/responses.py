@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -39,10 +40,13 @@ class Writer:
         """Return a chunk of a stream; `is_first`: the first one of its choice."""
         added = {"row_content": delta.row_text, "row_event": delta.row_event}
         added = {name: value for name, value in added.items() if value}
-        choice: dict[str, object] = {"index": delta.index}
+        choice: dict[str, Any] = {"index": delta.index}
         if self.is_chat:
             role = {"role": "assistant"} if is_first else {}
             choice["delta"] = role | ({"content": delta.text} if delta.text or is_first else {}) | added
+            choice["delta"] |= _reply_fields(delta)
+            for index, call in enumerate(choice["delta"].get("tool_calls", ())):
+                call["index"] = delta.calls[index].index
         else:
             choice |= {"text": delta.text, **added}
         choice |= {"logprobs": self._log_probs(delta), "finish_reason": delta.finish_reason}
@@ -59,7 +63,9 @@ class Writer:
     def _choice(self, choice: Delta) -> dict[str, object]:
         content: dict[str, object] = {"text": choice.text}
         if self.is_chat:
-            content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+            text = None if choice.calls and not choice.text else choice.text
+            message = {"role": "assistant", "content": text, "refusal": None, **_reply_fields(choice)}
+            content = {"message": message}
         ending = {"logprobs": self._log_probs(choice), "finish_reason": choice.finish_reason}
         prompt = {} if self.is_chat else self._prompt_log_probs(choice)
         return {"index": choice.index, **content, **ending, **prompt, **_mode_fields(choice)}
@@ -156,6 +162,12 @@ def usage_of(answers: Sequence[Answers]) -> dict[str, object]:
         "kv_bytes": sum(one.handle.stats.kv_bytes for one in answers),
         "prompt_tokens_details": {"cached_tokens": sum(one.handle.stats.cached_tokens for one in answers)},
     }
+
+
+def _reply_fields(delta: Delta) -> dict[str, Any]:
+    """Return the reasoning and the calls of a message."""
+    reasoning = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+    return reasoning | ({"tool_calls": [call.to_dict() for call in delta.calls]} if delta.calls else {})
 
 
 def _mode_fields(delta: Delta) -> dict[str, object]:

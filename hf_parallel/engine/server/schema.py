@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    Json,
     Tag,
     ValidationError,
     model_validator,
@@ -39,6 +40,7 @@ MAX_STOP_BYTES = 128  # bytes of a stop text. At each step, as many tokens of ea
 MAX_NGRAM = 32  # maximum of `no_repeat_ngram_size`: the work of each step grows with it times the length of a row
 MAX_BIASES = 300  # tokens in `logit_bias`
 MAX_TEMPLATE_KWARGS = 2**16  # characters of `chat_template_kwargs` as JSON: a template may write them into the prompt
+MAX_TOOLS = 128  # tools of a request, and calls of a message
 MAX_METADATA = 16  # entries of `metadata`
 
 
@@ -120,26 +122,78 @@ class ImagePart(Part):
     image_url: ImageURL
 
 
+class Function(Part):
+    """A function that a model may call; `parameters` is a JSON schema of its arguments."""
+
+    name: Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, object] | None = None
+    strict: Flag | None = None  # not used: `required` and named tools are always strict
+
+
+class Tool(Part):
+    """A tool of a request."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ToolChoice(Part):
+    """Choice of one tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Part):
+    """Name and arguments of a call."""
+
+    name: Text
+    arguments: Json[dict[str, object]]
+
+
+class Call(Part):
+    """A call in a message of the assistant."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Int | None = None  # of a streamed call; not used
+
+
 class Message(Part):
     """Message of a chat."""
 
     role: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
-    content: Annotated[
-        Annotated[Text, Tag("a text")]
-        | Annotated[Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Tag("a list")],
-        one_of("a text, or a list of parts of the types text and image_url"),
-    ]
-    name: Text | None = None  # of the participant; not used
+    content: (
+        Annotated[
+            Annotated[Text, Tag("a text")]
+            | Annotated[Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Tag("a list")],
+            one_of("a text, or a list of parts of the types text and image_url"),
+        ]
+        | None
+    ) = None
+    name: Text | None = None  # of the participant or tool
+    tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message without tool_calls needs the field content")
+        return self
 
     def to_chat(self) -> dict[str, Any]:
         """Return the message as a chat template receives it, with URLs for images."""
-        content: Any = self.content
+        content: Any = self.content or ""
         if not isinstance(content, str):
             texts = [part.text for part in content if isinstance(part, TextPart)]
             parts = [{"text": x.text} if isinstance(x, TextPart) else {"image": x.image_url.url} for x in content]
             typed = [{"type": kind, kind: value} for part in parts for kind, value in part.items()]
             content = "".join(texts) if len(texts) == len(parts) else typed
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        given = self.model_dump(include={"tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content, **given}
 
 
 class StreamOptions(Part):
@@ -254,6 +308,29 @@ class ChatBody(Body):
     max_completion_tokens: Count | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("a text")] | Annotated[ToolChoice, Tag("an object")],
+            one_of("auto, none, required or a function", lambda value: _kind(value) or "an object"),
+        ]
+        | None
+    ) = None
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Tools that the answer may call. Raises `ValueError` for a choice of tools that were not given."""
+        choice, tools = self.tool_choice, [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        if isinstance(choice, ToolChoice):
+            tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+        if self.must_call and not tools:
+            raise ValueError(f"tool_choice must be none or auto, or name one of the tools, got {choice!r:.200}")
+        return [] if choice == "none" else tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice not in (None, "none", "auto")
 
     @property
     def top_logprobs_wanted(self) -> int | None:

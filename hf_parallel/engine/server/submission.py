@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from hf_parallel.detokenizer import decode
 from hf_parallel.engine import AgentHints, Engine
 from hf_parallel.engine.arguments import encode_prompt
 from hf_parallel.engine.server.errors import APIError
-from hf_parallel.engine.server.grammar import JSONProcessor
+from hf_parallel.engine.server.grammar import JSONProcessor, call_grammar
 from hf_parallel.engine.server.images import chat_texts, encode_chat
 from hf_parallel.engine.server.limits import Limits
-from hf_parallel.engine.server.schema import Body, Prompt
+from hf_parallel.engine.server.replies import Reply, ReplySpec, write_tools
+from hf_parallel.engine.server.reply_formats import reply_format
+from hf_parallel.engine.server.schema import Body, ChatBody, Prompt
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.log_probs import TopLogProbs
@@ -44,6 +47,7 @@ NEUTRAL: tuple[object, ...] = (None, False, "", "none", "auto", [], ["text"])
 GREEDY_BELOW = 1e-5  # temperatures below are 0: logits divided by them are not finite
 MAX_TEXT = 4096
 """Characters of a setting that is text or a list of texts: the modes encode and format them for each prompt."""
+MAX_PREFIX = 4096  # tokens at the end of a prompt that may be the beginning of the reply
 MAX_ITEMS = 64  # items of a setting that is a list
 BANNING = ("no_repeat_ngram_size", "min_new_tokens")
 """Settings that may ban every token that continues an answer in JSON."""
@@ -66,6 +70,9 @@ class Submission:
     is_empty: bool = False  # whether the token that it generates is not part of the answer
     has_mode: bool = False
     hints: AgentHints = field(default_factory=AgentHints)
+    reply: ReplySpec | None = None  # None: the answer is its text
+    is_constrained: bool = False  # whether a grammar begins with the answer, without reasoning
+    marks: set[int] = field(default_factory=set)  # special tokens that the text keeps
 
     @property
     def prompt_tokens(self) -> int:
@@ -76,6 +83,14 @@ class Submission:
         """Return the tokens of the prompt of a choice."""
         row = choice * len(self.prompt["input_ids"]) // self.choices
         return self.prompt["input_ids"][row][self.prompt["attention_mask"][row].bool()].tolist()  # type: ignore[no-any-return]
+
+    def make_reply(self, choice: int) -> Reply | None:
+        """Return the parser of a choice."""
+        if self.reply is None:
+            return None
+        begins = self.config.traits.rows_continue_prompts and not self.is_constrained
+        end = self.prompt_of(choice)[-MAX_PREFIX:] if begins else []
+        return Reply(self.reply, decode(self.engine.tokenizer, end, skip_special_tokens=False))
 
     @property
     def rows_per_prompt(self) -> int:
@@ -104,6 +119,9 @@ class Translator:
 
     def __init__(self, engine: Engine, limits: Limits, processor: Any = None) -> None:
         self.engine, self.limits, self.processor = engine, limits, processor
+        self.format = reply_format(engine.tokenizer)
+        tokens = getattr(engine.tokenizer, "added_tokens_decoder", {})
+        self._special = {token.content: index for index, token in tokens.items() if token.special}
         config = engine.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         if limits.tokens is not None and context and limits.tokens > context:
@@ -130,8 +148,16 @@ class Translator:
         submission.has_mode = body.generation_mode is not None
         given = (body.agent_hints or {}).items()
         submission.hints = AgentHints.of({name: value for name, value in given if value is not None})
+        submission.reply = self._reply(body)
+        if submission.reply is not None:
+            submission.marks = submission.reply.marks(self._special)
         self._add_processors(submission, body)
         return submission
+
+    def _reply(self, body: Body) -> ReplySpec | None:
+        if not isinstance(body, ChatBody) or not (body.callable_tools or self.format.thinks):
+            return None
+        return ReplySpec(self.format, body.callable_tools, 1 if body.parallel_tool_calls is False else None)
 
     def _settings(self, body: Body) -> tuple[ParallelConfig, dict[str, object]]:
         """Return the config of the mode, and the settings of `generate` for sampling."""
@@ -221,12 +247,21 @@ class Translator:
             self.check_ids(name, prompt)
         else:
             self.check_texts(prompt, name)
+            prompt, template = self._with_tools(body, prompt)
             if self.processor is not None:
                 return encode_chat(self.processor, config, prompt, template, self.limits)
             if not all(isinstance(message["content"], str) for message in prompt):
                 message = f"{name} hold images, but the model, or the processor in its folder, reads text only"
                 raise APIError(400, message, name)
         return encode_prompt(prompt, config, tokenizer, torch.device("cpu"), template)
+
+    def _with_tools(self, body: Body, chat: Chat) -> tuple[list[Any], dict[str, object]]:
+        """Return a chat and the variables of its template, with the tools that the answer may call."""
+        tools = body.callable_tools if isinstance(body, ChatBody) else []
+        self.check_length("tools", len(json.dumps(tools)))
+        if not self.format.reads_tools:
+            return write_tools(chat, tools), body.chat_template_kwargs or {}
+        return list(chat), (body.chat_template_kwargs or {}) | ({"tools": tools} if tools else {})
 
     def check_ids(self, name: str, tokens: Sequence[int]) -> None:
         """Raise an error for token ids outside the vocabulary."""
@@ -272,8 +307,13 @@ class Translator:
         config, begin = submission.config, submission.prompt["input_ids"].shape[1]
         processors: list[object] = []
         criteria: list[object] = []
-        schema = _schema(body)
-        features = {"response_format": schema, "logprobs": body.top_logprobs_wanted}
+        schema: dict[str, object] | str | None = _schema(body)
+        if isinstance(body, ChatBody) and body.must_call:
+            if schema is not None:
+                raise APIError(400, "response_format cannot be combined with a tool_choice of calls", "tool_choice")
+            schema = self._calls(body)
+        field_name = "tool_choice" if isinstance(schema, str) else "response_format"
+        features = {field_name: schema, "logprobs": body.top_logprobs_wanted}
         features |= {"prompt_logprobs": body.prompt_logprobs, "echo": getattr(body, "echo", None) or None}
         for name, wanted in features.items():
             if wanted is not None and not config.traits.rows_continue_prompts:
@@ -281,8 +321,9 @@ class Translator:
         if schema is not None:
             for name in BANNING:
                 if getattr(body, name):
-                    raise APIError(400, f"{name} cannot be combined with response_format", name)
+                    raise APIError(400, f"{name} cannot be combined with {field_name}", name)
             processors.append(self._json(schema, begin))
+            submission.is_constrained = True
         if body.frequency_penalty or body.presence_penalty:
             penalties = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
             processors.append(OccurrencePenalty(begin, *penalties))
@@ -304,7 +345,15 @@ class Translator:
         if criteria:
             submission.arguments["stopping_criteria"] = criteria
 
-    def _json(self, schema: dict[str, object], begin: int) -> JSONProcessor:
+    def _calls(self, body: ChatBody) -> str:
+        """Return the grammar of an answer that has to call tools."""
+        if not self.format.call:
+            message = "the model writes arguments in a format without a grammar: tool_choice must be auto or none"
+            raise APIError(400, message, "tool_choice")
+        several = body.parallel_tool_calls is not False and body.tool_choice == "required"
+        return call_grammar(self.format.call, body.callable_tools, several, self.engine.tokenizer)
+
+    def _json(self, schema: dict[str, object] | str, begin: int) -> JSONProcessor:
         model, tokenizer = self.engine.model, self.engine.tokenizer
         ends = model.generation_config.eos_token_id
         ends = [tokenizer.eos_token_id] if ends is None else ends

@@ -135,7 +135,7 @@ FIELDS: list[dict[str, Any]] = [
     *({"logit_bias": value} for value in ({"a": 1}, {"1": 101}, {"99999999": 1}, {"²": 1}, {"01": 1})),
     {"top_logprobs": 2},
     {"no_repeat_ngram_size": 1, "max_tokens": 900},
-    {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    {"tools": [{"type": "function", "function": {"name": "a b"}}]},
     {"generation_mode": "nothing"},
     {"num_workers": 2},
     {"generation_mode": "hogwild", "num_workers": 10**12},
@@ -198,7 +198,7 @@ def test_other_content_types_methods_and_paths_are_rejected(server: Served) -> N
     for path in (CHAT, COMPLETION, *OTHERS):
         for method in ("GET", "PUT", "DELETE", "TRACE", "FETCH"):
             assert send(server, b"", path, method)[0] == 405
-    for path in ("/", "/v1", "/v1//chat/completions", "/docs", "/v1/embeddings", "/%00", "/x" * 3000):
+    for path in ("/v1", "/v1//chat/completions", "/docs", "/v1/embeddings", "/%00", "/x" * 3000):
         assert send(server, VALID.encode(), path)[0] == 404
     for name in ("other", "..%2f..%2fetc%2fpasswd", "../../../etc/passwd", "x" * 3000):
         assert send(server, b"", f"/v1/models/{name}", "GET")[0] == 404

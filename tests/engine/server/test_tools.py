@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from serving import MODEL, Served, served, small_model  # noqa: E402
 
 from hf_parallel import OccurrencePenalty  # noqa: E402
 from hf_parallel.engine import Engine  # noqa: E402
+from hf_parallel.engine.server.replies import Reply, ReplySpec  # noqa: E402
+from hf_parallel.engine.server.reply_formats import FORMATS, reply_format  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,3 +48,135 @@ def test_penalties_of_a_request_are_those_of_generate(client: Any) -> None:
     assert answer.choices[0].text == expected
     with pytest.raises(openai.BadRequestError, match="presence_penalty.*less than or equal to 2"):
         client.completions.create(**settings, presence_penalty=2.5)
+
+
+# Tools
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Look something up.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Köln", "Oslo"]}, "days": {"enum": [1, 2]}},
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("weather", "population")
+]
+ASK = {"model": MODEL, "messages": [{"role": "user", "content": "How is the weather?"}], "max_tokens": 150}
+
+
+def check_call(call: Any, *names: str) -> None:
+    assert (bool(call.id), call.type) == (True, "function")
+    assert call.function.name in names
+    arguments = json.loads(call.function.arguments)
+    assert arguments.keys() == {"city", "days"}
+    assert arguments["city"] in ("Köln", "Oslo")
+    assert arguments["days"] in (1, 2)
+
+
+def test_each_answer_calls_a_tool_if_it_must_and_streams_the_same_calls(client: Any) -> None:
+    """The model is random and its chat template knows no tools."""
+    pytest.importorskip("llguidance")
+    one = {**ASK, "tools": TOOLS, "parallel_tool_calls": False, "seed": 3, "temperature": 1.0, "n": 3}
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice, names in (("required", ("weather", "population")), (named, ("weather",))):
+        answer = client.chat.completions.create(**one, tool_choice=choice)
+        calls = [(choice.message.tool_calls, choice.finish_reason, choice.message.content) for choice in answer.choices]
+        for (call,), reason, content in calls:
+            check_call(call, *names)
+            assert (reason, content) == ("tool_calls", None)
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**one, tool_choice=choice, stream=True)]
+        deltas = {chunk.index: chunk.delta.tool_calls[0] for chunk in chunks if chunk.delta.tool_calls}
+        streamed = [(deltas[index].function.name, deltas[index].function.arguments) for index in range(3)]
+        assert streamed == [(call.function.name, call.function.arguments) for (call,), _, _ in calls]
+        assert sorted(chunk.index for chunk in chunks if chunk.finish_reason == "tool_calls") == [0, 1, 2]
+        assert not any(chunk.delta.content for chunk in chunks)
+
+
+def test_a_conversation_goes_on_after_a_call(client: Any) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    messages = [*ASK["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "call_1", "content": "Snow."})
+    arguments = {**ASK, "max_tokens": 8, "temperature": 0, "tools": TOOLS}
+    first = client.chat.completions.create(**arguments)
+    second = client.chat.completions.create(**{**arguments, "messages": messages})
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
+    assert client.chat.completions.create(**arguments, tool_choice="none").usage.prompt_tokens < 100
+
+
+def test_tools_that_cannot_be_called_are_named(client: Any) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"tool_choice": "required"}, "name one of the tools"),
+        ({"tools": TOOLS, "tool_choice": other}, "name one of the tools.*other"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "combined"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": BAD}]}]}, "arguments"),
+        ({"messages": [{"role": "user"}]}, "content"),
+    ]
+    for body, match in bad:
+        with pytest.raises(openai.BadRequestError, match=match):
+            client.chat.completions.create(**{**ASK, **body})
+
+
+CALL: dict[str, Any] = {"id": "call_1", "type": "function"}
+BAD = {"name": "weather", "arguments": "[1]"}
+WRITTEN = {
+    "": '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
+    "<|channel|>": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>',
+    "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+    '{"x": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "[ARGS]": '[TOOL_CALLS]f[ARGS]{"x": 1}',
+    "[TOOL_CALLS]": '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]',
+    "<|tool_call>": "<|tool_call>call:f{x:1}<tool_call|>",
+    "<function=": "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+    '"parameters": ': '{"name": "f", "parameters": {"x": 1}}',
+}
+F = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}
+
+
+class Template:
+    """A tokenizer with a chat template."""
+
+    def __init__(self, mark: str, thinking: str = "") -> None:
+        self.chat_template = f"{{# tools {mark} {thinking} #}}"
+
+
+@pytest.mark.parametrize("mark", [*FORMATS, ""])
+def test_a_call_in_the_format_of_the_template_is_read_however_it_is_streamed(mark: str) -> None:
+    found = reply_format(Template(mark))
+    for size in (1, 3, 1000):
+        text, reply = WRITTEN[mark], Reply(ReplySpec(found, [F]), "<s>assistant\n")
+        pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
+        parts = [*map(reply.add, pieces), reply.add("", ends=True)]
+        (call,) = [call for part in parts for call in part.calls]
+        assert (call.name, call.arguments) == ("f", '{"x": 1}')
+        assert not "".join(part.content + part.reasoning for part in parts)
+    broken = WRITTEN[mark].replace("1", "#")
+    for wrong in (WRITTEN[mark].replace("f", "g"), *([] if mark == "<function=" else [broken, broken[:-3]])):
+        assert not Reply(ReplySpec(found, [F]), "").add(wrong, ends=True).calls
+    if found.call:
+        own = found.call.replace("NAME", "f").replace("ARGUMENTS", '{"x": 1}')
+        assert Reply(ReplySpec(found, [F]), "").add(own, ends=True).calls
+
+
+@pytest.mark.parametrize("text", ['<tool_call>{"name": "f"</tool_call> <tool', "a <b> <tool_call>[]</tool_call>", "<"])
+def test_what_is_no_call_stays_content(text: str) -> None:
+    reply = Reply(ReplySpec(reply_format(Template("")), [F]), "")
+    assert "".join(reply.add(character).content for character in text) + reply.add("", ends=True).content == text
+
+
+def test_reasoning_is_separated_if_the_template_has_it() -> None:
+    spec = ReplySpec(reply_format(Template("", "<think>")))
+    for prompt, text in (("<s>assistant\n<think>\n", "1 < 2\n</think>\n\nYes."), ("", "<think>1 < 2\n</think>Yes.")):
+        reply = Reply(spec, prompt)
+        parts = [reply.add(character) for character in text] + [reply.add("", ends=True)]
+        assert "".join(part.reasoning for part in parts) == "1 < 2\n"
+        assert "".join(part.content for part in parts) == "Yes."

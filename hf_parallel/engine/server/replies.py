@@ -1,0 +1,152 @@
+"""Replies: the text of an answer, parsed as it grows into content, reasoning and tool calls."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from hf_parallel.engine.server.reply_formats import REASONING, TEXT, ReplyFormat
+from hf_parallel.generation.prompts import Chat, with_rules
+
+TOOLS = (
+    "You may call functions to answer the user. These are the functions, with JSON schemas of their arguments:\n"
+    "{tools}\nTo call one, write its name and arguments like this:\n{call}"
+)
+"""Instructions for a model whose chat template has none for tools."""
+MALFORMED = (KeyError, TypeError, ValueError, RecursionError)  # errors of the parser for a call that is none
+
+
+@dataclass
+class ToolCall:
+    """A call that a model has written; `arguments` is a JSON object as text."""
+
+    index: int
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the call as OpenAI's API writes it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass
+class Parsed:
+    """New parts of a reply."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ReplySpec:
+    """What replies to a request may hold. `tools` are those that it may call, at most `most_calls` times."""
+
+    format: ReplyFormat
+    tools: Sequence[Mapping[str, Any]] = ()
+    most_calls: int | None = None
+
+    def marks(self, tokens: Mapping[str, int]) -> set[int]:
+        """Return the special tokens, given by name, that the format needs in the text."""
+        text = json.dumps(self.format.fields, ensure_ascii=False).replace("\\", "")
+        return {token for name, token in tokens.items() if name in text}
+
+
+class Reply:
+    """Parses the text of one answer. `prompt` is the end of the prompt's text, which may open the reasoning.
+
+    A call that is not well-formed, or names no tool of the request, is content.
+    """
+
+    def __init__(self, spec: ReplySpec, prompt: str) -> None:
+        self.spec, self.calls = spec, 0
+        self._template = load_response_template(spec.format.template)
+        self._names = {tool["function"]["name"] for tool in spec.tools}
+        self._parser = self._make_parser(prompt)
+        self._held = ""  # text that was not returned yet: a mark, or a call
+        self._after_mark = False
+
+    def add(self, text: str, ends: bool = False) -> Parsed:
+        """Append text, the last of the answer if it `ends`. Return what can be shown."""
+        parsed = Parsed()
+        for character in text:  # marks end where a text does, so that an invalid call can be returned as content
+            self._held += character
+            try:
+                self._read(self._parser.feed(character), parsed)
+            except MALFORMED:
+                self._reject(parsed)
+        if ends:
+            try:
+                self._read(self._parser.finalize()[1], parsed)
+            except MALFORMED:
+                self._reject(parsed)
+        return parsed
+
+    def _make_parser(self, prompt: str) -> ResponseParser:
+        return ResponseParser(self._template, prefix=prompt, tools=[dict(tool) for tool in self.spec.tools])
+
+    def _read(self, events: Sequence[Mapping[str, Any]], parsed: Parsed) -> None:
+        for event in events:
+            name, kind = event["field"], event["type"]
+            if kind == "region_chunk" and name != "tool_calls":
+                self._held = self._held[len(event["text"]) :]
+                self._show(name, event["text"], parsed)
+            elif kind == "region_close" and self._template.fields[name].open_re is not None:
+                if name == "tool_calls" and not self._take(event["value"], parsed):
+                    self._show("content", self._held, parsed)
+                self._held, self._after_mark = "", True
+            elif kind == "region_open" and name != "tool_calls" and self._template.fields[name].open_re is not None:
+                self._held = ""
+
+    def _show(self, name: str, text: str, parsed: Parsed) -> None:
+        if self._after_mark:  # templates write line breaks around marks
+            text = text.lstrip()
+            self._after_mark = not text
+        if name in REASONING:
+            parsed.reasoning += text
+        else:
+            parsed.content += text
+
+    def _take(self, value: Any, parsed: Parsed) -> bool:
+        """Add one call, or a list of them, if they are well-formed."""
+        functions = [one["function"] for one in (value if isinstance(value, list) else [value])]
+        for function in functions:
+            if function["name"] not in self._names or not isinstance(function["arguments"], dict):
+                return False
+        for function in functions:
+            if self.calls != self.spec.most_calls:
+                arguments = json.dumps(function["arguments"], ensure_ascii=False)
+                parsed.calls.append(ToolCall(self.calls, function["name"], arguments))
+                self.calls += 1
+        return True
+
+    def _reject(self, parsed: Parsed) -> None:
+        self._show("content", self._held, parsed)
+        self._held, self._parser = "", self._make_parser("")
+
+
+def write_tools(chat: Chat, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return a chat whose tools, calls and results are texts, for a chat template that knows none."""
+    written = []
+    for message in chat:
+        content = message["content"]
+        for call in message.get("tool_calls") or ():
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            content += TEXT.call.replace("NAME", call["function"]["name"]).replace("ARGUMENTS", arguments)
+        if message["role"] == "tool":
+            written.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
+        else:
+            written.append({"role": message["role"], "content": content})
+    if not tools:
+        return written
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    call = TEXT.call.replace("NAME", "function").replace("ARGUMENTS", "{}")
+    return list(with_rules(TOOLS.format(tools=listed, call=call), written, "system"))

@@ -1,0 +1,106 @@
+"""Grammars of tool calls: whatever the model, a call is valid JSON for the parameters of its tool."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("llguidance")
+
+from serving import small_model  # noqa: E402
+
+from hf_parallel.engine.server.grammar import JSONProcessor, call_grammar  # noqa: E402
+
+CALL = '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'
+WORDS = ("city", "straße", "数", 'a"b', "back\\slash", "emoji☃", "</tool_call>")
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    kinds = ["enum", "boolean", "integer", "string", "const", *(["object", "array", "anyOf"] if depth < 3 else [])]
+    kind = "object" if depth == 0 else rng.choice(kinds)
+    if kind == "object":
+        names = rng.sample(WORDS, rng.randint(0, 3))
+        properties = {name: random_schema(rng, depth + 1) for name in names}
+        required = [name for name in names if rng.random() < 0.7]
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(rng, depth + 1), "maxItems": rng.randint(0, 3)}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
+    if kind == "enum":
+        return {"enum": rng.sample([*WORDS, None, 3, True], 3)}
+    if kind == "const":
+        return {"const": rng.choice(WORDS)}
+    limits = {"integer": {"minimum": -50, "maximum": 999}, "string": {"maxLength": 8}, "boolean": {}}
+    return {"type": kind, **limits[kind]}
+
+
+def matches(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is valid for a schema of `random_schema`."""
+    for name in schema.keys() & {"anyOf", "enum", "const"}:
+        given = schema[name]
+        return (
+            any(matches(value, one) for one in given) if name == "anyOf" else value in ([given], given)[name == "enum"]
+        )
+    if schema["type"] == "object":
+        known = schema["properties"]
+        if not isinstance(value, dict) or not set(schema["required"]) <= value.keys() <= known.keys():
+            return False
+        return all(matches(one, known[name]) for name, one in value.items())
+    if schema["type"] == "array":
+        within = isinstance(value, list) and len(value) <= schema["maxItems"]
+        return within and all(matches(one, schema["items"]) for one in value)
+    if schema["type"] == "string":
+        return isinstance(value, str) and len(value) <= schema["maxLength"]
+    if schema["type"] == "boolean":
+        return isinstance(value, bool)
+    return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+
+
+def written(grammar: str, tokenizer: Any, seed: int, most: int = 400) -> str:
+    """Return a text that random tokens write under a grammar."""
+    size, end, generator = len(tokenizer), tokenizer.eos_token_id, torch.Generator().manual_seed(seed)
+    processor, tokens = JSONProcessor(grammar, tokenizer, size, [end], 0), list[int]()
+    while len(tokens) < most:
+        scores = processor(torch.tensor([tokens], dtype=torch.int64), torch.randn(1, size, generator=generator))
+        if (token := int(scores[0].argmax())) == end:
+            return tokenizer.decode(tokens)
+        tokens.append(token)
+    raise AssertionError(f"no end: {tokenizer.decode(tokens)}")
+
+
+def check(trials: range) -> None:
+    _, tokenizer = small_model()
+    head, tail = CALL.split("ARGUMENTS")
+    for seed in trials:
+        schemas = {f"tool_{i}": random_schema(random.Random(seed + 1000 * i)) for i in range(2)}
+        tools = [{"function": {"name": name, "parameters": schema}} for name, schema in schemas.items()]
+        text = written(call_grammar(CALL, tools, False, tokenizer), tokenizer, seed)
+        name = next(name for name in schemas if text.startswith(head.replace("NAME", name)))
+        assert text.endswith(tail)
+        arguments = json.loads(text[len(head.replace("NAME", name)) : -len(tail)])
+        assert matches(arguments, schemas[name]), (arguments, schemas[name])
+
+
+def test_calls_match_the_schema_of_their_tool() -> None:
+    check(range(4))
+
+
+@pytest.mark.slow
+def test_calls_of_many_random_tools_match_their_schemas() -> None:
+    check(range(4, 154))  # two tools each
+
+
+def test_special_tokens_of_a_call_are_tokens_and_bad_parameters_are_named() -> None:
+    _, tokenizer = small_model()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[CALL]"]})
+    tools = [{"function": {"name": "now"}}]
+    text = written(call_grammar("[CALL]NAMEARGUMENTS", tools, False, tokenizer), tokenizer, 0)
+    assert text == "[CALL]now{}"
+    bad = [{"function": {"name": "odd", "parameters": {"properties": {"x": {"$ref": "#/none"}}}}}]
+    with pytest.raises(ValueError, match="'odd' are not supported"):
+        call_grammar(CALL, bad, False, tokenizer)
