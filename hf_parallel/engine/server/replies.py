@@ -100,9 +100,10 @@ class Reply:
                 self._held = self._held[len(event["text"]) :]
                 self._show(name, event["text"], parsed)
             elif kind == "region_close" and self._template.fields[name].open_re is not None:
-                if name == "tool_calls" and not self._take(event["value"], parsed):
+                is_read = name != "tool_calls" or self._take(event["value"], parsed)
+                if not is_read:
                     self._show("content", self._held, parsed)
-                self._held, self._after_mark = "", True
+                self._held, self._after_mark = "", is_read
             elif kind == "region_open" and name != "tool_calls" and self._template.fields[name].open_re is not None:
                 self._held = ""
 

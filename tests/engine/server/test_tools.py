@@ -180,3 +180,17 @@ def test_reasoning_is_separated_if_the_template_has_it() -> None:
         parts = [reply.add(character) for character in text] + [reply.add("", ends=True)]
         assert "".join(part.reasoning for part in parts) == "1 < 2\n"
         assert "".join(part.content for part in parts) == "Yes."
+
+
+def test_what_is_no_call_of_a_tool_stays_content_whatever_it_holds() -> None:
+    strange = (
+        '{"name": {}, "arguments": {}}',
+        '{"name": 3, "arguments": []}',
+        "[" * 20_000,
+        "[1]",
+        '"x"',
+        '{"name": "f"}',
+    )
+    for body in strange:
+        text = f"a <tool_call>{body}</tool_call> b"
+        assert Reply(ReplySpec(reply_format(Template("")), [F]), "").add(text, ends=True).content == text
