@@ -39,18 +39,7 @@ WEIGHTS = (
 )
 EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-_CODE = '''{mark}generation_mode={mode!r} with the settings below."""
-
-from hf_parallel.hub import generate_as
-
-MODE = {mode!r}
-SETTINGS = {settings}
-
-
-def generate(*inputs, model, **arguments):
-    """`model.generate` in this mode. Arguments of the call override the settings above."""
-    return generate_as(MODE, SETTINGS, model, inputs, arguments)
-'''
+CODE_TEMPLATE = Path(__file__).with_name("hub_generate.txt")
 
 
 def export(
@@ -220,7 +209,7 @@ def _write(folder: Path, name: str, config: ParallelConfig, model: Any, tokenize
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     (folder / GENERATE).parent.mkdir()
-    code = _CODE.format(mark=MARK, mode=config.mode, settings=settings)
+    code = CODE_TEMPLATE.read_text(encoding="utf-8").format(mark=MARK, mode=config.mode, settings=settings)
     (folder / GENERATE).write_text(code, encoding="utf-8")
     (folder / REQUIREMENTS).write_text(f"hf_parallel>={version('hf_parallel')}\n", encoding="utf-8")
     _write_card(folder, name, config, model, tokenizer)

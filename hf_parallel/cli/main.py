@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 import hf_parallel
 
@@ -34,15 +35,9 @@ COMMANDS = {
         "render a transcript as an HTML page",
         "Renders a transcript, saved by `generate -o run.json`, or the trace of a run of agents as one HTML page.",
     ),
-    "env": ("print versions, devices and backends", "Says what is missing, too."),
 }
 """Subcommands: what each does, and details."""
-EXAMPLES = """examples:
-  hf-parallel generate "Plan a picnic for ten people."              two workers, the embedded model
-  hf-parallel generate "..." --format live -o run.json              live view, and save the transcript
-  hf-parallel view run.json -o run.html                             open the transcript in a browser
-  hf-parallel generate --file prompts.txt --lines --format jsonl > answers.jsonl
-"""
+EXAMPLES = Path(__file__).with_suffix(".txt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,7 +86,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-parallel",
         description="Parallel generation over a shared KV cache, for models of Hugging Face Transformers.",
-        epilog=EXAMPLES,
+        epilog=EXAMPLES.read_text(encoding="utf-8"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from hf_parallel.generation.validation import check_bool, check_choice, check_text
@@ -171,46 +173,8 @@ def make_dialect(settings: Mapping[str, Any]) -> AnyDialect:
     return cls(**settings)
 
 
-DIALECTS = {
-    "multiverse": Dialect(
-        region=("<Parallel>", "</Parallel>"),
-        branch=("<Path>", "</Path>"),
-        gap="\n",
-        fork="</Goal>",
-        outline="<Outline>",
-        opening="\n<Path>\n{number}:",
-        joined="<Conclusion>\n",
-        plan=("<Parallel>\n<Goal>\n", "<Outline>\n{number}:{title}\n</Outline>\n", "</Goal>"),
-    ),
-    "npr": Dialect(
-        region=("<guideline>", "<takeaway>"),
-        branch=("<step>", "</step>"),
-        gap="\n",
-        fork="</guideline>",
-        outline="<plan>",
-        opening="\n<step>\n{number}:",
-        joined="<takeaway>\n",
-        is_nested=False,
-        plan=("<guideline>\n", "<plan>{number}:{title}</plan>\n", "</guideline>"),
-    ),
-    "parallel_r1": Dialect(
-        region=("<Parallel>", "</Parallel>"),
-        branch=("<Path>", "</Path>"),
-        joined="</Parallel>\n<Summary>",
-        is_nested=False,
-    ),
-    "threadweaver": Dialect(
-        region=("<Parallel>", "</Parallel>"),
-        branch=("<Thread>", "</Thread>"),
-        positions="reencode",
-        fork="</Outlines>",
-        outline="<Outline>",
-        opening="\n<Thread>\n{number}:",
-        joined="\n",
-        is_nested=False,
-        plan=("<Parallel>\n<Outlines>\n", "<Outline>{number}:{title}</Outline>\n", "</Outlines>"),
-    ),
-}
+_DATA: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+DIALECTS = {name: Dialect(**settings) for name, settings in _DATA.items()}
 """Dialects as the authors' code runs them: forks, inserted texts and positions (docs/modes/fork_join.md).
 
 - `multiverse` (Yang et al., 2025): Multiverse-Engine, sglang/python/sglang/srt/managers/schedule_batch.py:1560-1593 and

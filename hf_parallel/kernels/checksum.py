@@ -9,7 +9,6 @@ at most 2^-64, whatever changed. The sums of a tensor's rows are summed once mor
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -18,7 +17,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.kernels import native
-from hf_parallel.kernels.dispatch import select_backend
 
 WIDTH, COLUMNS = 1024, 2
 _ROW = 4 * WIDTH  # bytes
@@ -75,9 +73,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def row_sums(words: torch.Tensor, out: torch.Tensor) -> None:
     """Write the sums of words, int32 `[rows, 1024]`, to `out`, int64 `[rows, 2]`; both contiguous."""
     device, numbers = words.device, _multipliers(words.device)
-    if select_backend(device) == "triton":
-        importlib.import_module(".triton.storage_kernels", __package__).row_sums(words, numbers, out)
-    elif device.type == "cpu" and native.supports_row_sums():
+    if device.type == "cpu" and native.supports_row_sums():
         native.row_sums(words, numbers, out)
     else:
         size = _CHUNK.get(device.type, _CHUNK["other"])

@@ -32,7 +32,6 @@ from triton.compiler import ASTSource  # noqa: E402
 from hf_parallel.kernels.triton import attention as triton_attention  # noqa: E402
 from hf_parallel.kernels.triton import launch  # noqa: E402
 from hf_parallel.kernels.triton import sampling as triton_sampling  # noqa: E402
-from hf_parallel.kernels.triton import storage_kernels as triton_checksum  # noqa: E402
 from hf_parallel.kernels.triton.launch import Tiling, select_tilings  # noqa: E402
 
 SHARED_PER_PROGRAM = {80: 99 << 10, 90: 227 << 10}
@@ -247,17 +246,7 @@ def test_sampling_compiles_without_spills(
             assert 2 * used["REG"] * 32 * kernel.metadata.num_warps <= REGISTERS_PER_PROCESSOR
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_checksums_compile_without_spills(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kernel = Recorder(triton_checksum.row_sums_kernel)
-    monkeypatch.setattr(triton_checksum, "row_sums_kernel", kernel)
-    words, numbers = torch.zeros(3, 1024, dtype=torch.int32), torch.ones(2, 1024, dtype=torch.int64)
-    triton_checksum.row_sums(words, numbers, torch.zeros(3, 2, dtype=torch.int64))
-    used = resources(kernel.compiled(capability).asm["cubin"], tmp_path)
-    assert used["STACK"] == used["LOCAL"] == 0
-
-
-IN_THE_INTERPRETER = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling", "checksum")]
+IN_THE_INTERPRETER = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling")]
 IN_THE_INTERPRETER.append("tests/models/test_cuda_graph.py")
 FEW = """
 import test_triton as tests

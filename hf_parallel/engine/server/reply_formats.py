@@ -5,8 +5,10 @@ A tokenizer's own `response_template` comes first. Else marks in the chat templa
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hf_parallel.generation.prompts import END_THINK, THINK
@@ -39,68 +41,14 @@ class ReplyFormat:
         return bool(self.fields.keys() & REASONING)
 
 
-def _calls(open_pattern: str, name: str = "{name}", arguments: str = "{content}", **field: Any) -> dict[str, Any]:
-    """Return fields of content and tool calls; `name` and `arguments`: where they are in what was parsed."""
-    transform = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    calls = {"open_pattern": open_pattern, "repeats": True, "content": "json", "transform": transform, **field}
-    return {"tool_calls": calls, "content": {}}
+_DATA: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+FORMATS = {mark: ReplyFormat(**settings) for mark, settings in _DATA.items()}
+"""By a mark in the chat template; the first that is found counts.
 
-
-def _thinking(begin: str, end: str | list[str]) -> dict[str, Any]:
-    return {"thinking": {"open": begin, "close": end}}
-
-
-TEXT = ReplyFormat(
-    _calls("<tool_call>", "{content.name}", "{content.arguments}", close="</tool_call>"),
-    '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
-)
+Of gpt-oss, DeepSeek, Mistral and its older models, Gemma 4, Qwen3-Coder and Llama 3.
+"""
+TEXT = FORMATS.pop("")
 """Hermes and Qwen; also that of models whose template knows no tools."""
-_XML = {"tag_pattern": r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"}
-_GEMMA = {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}
-_DEEPSEEK = r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>(?!function<)[\w.-]+)"
-_HARMONY = r"<\|channel\|>commentary to=functions\.(?P<name>[\w.-]+)[^<]*(?:<\|constrain\|>json)?<\|message\|>"
-_ENDS = ["<|end|>", "<|return|>"]
-_ANSWERS = ["<|channel|>final<|message|>", "<|channel|>commentary<|message|>"]
-FORMATS: dict[str, ReplyFormat] = {
-    "<|channel|>": ReplyFormat(  # gpt-oss
-        {
-            **_calls(_HARMONY, close="<|call|>"),
-            **_thinking("<|channel|>analysis<|message|>", _ENDS),
-            "content": {"open": _ANSWERS, "close": _ENDS},
-        },
-        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|>",
-    ),
-    "<｜tool▁calls▁begin｜>": ReplyFormat(  # DeepSeek
-        _calls(rf"{_DEEPSEEK}(?:<｜tool▁sep｜>|\n```json\n)", close_pattern=r"(?:\n```)?<｜tool▁call▁end｜>")
-        | {"text": {"open": "<｜tool▁calls▁end｜>"}},
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    ),
-    "[ARGS]": ReplyFormat(  # Mistral
-        _calls(r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[ARGS\]|(?=\{))", close_pattern=r"(?=\[TOOL_CALLS\])"),
-        "[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
-    ),
-    "[TOOL_CALLS]": ReplyFormat(  # Mistral's older models
-        _calls(r"\[TOOL_CALLS\]", "{name}", "{arguments}", transform_each=True, repeats=False),
-        '[TOOL_CALLS][{"name": "NAME", "arguments": ARGUMENTS}]',
-    ),
-    "<|tool_call>": ReplyFormat(  # Gemma 4
-        _calls(r"<\|tool_call>call:(?P<name>[\w.-]+)(?=\{)", close="<tool_call|>", content_args=_GEMMA)
-        | _thinking("<|channel>thought\n", "<channel|>")
-    ),
-    "<function=": ReplyFormat(  # Qwen3-Coder
-        _calls(
-            r"<tool_call>\s*<function=(?P<name>[^>\s]+)>",
-            close_pattern=r"</function>\s*</tool_call>",
-            content="xml-inline",
-            content_args=_XML,
-        )
-    ),
-    '"parameters": ': ReplyFormat(  # Llama 3
-        _calls(r'<\|python_tag\|>|\A\s*(?=\{\s*"name")', "{content.name}", "{content.parameters}"),
-        '{"name": "NAME", "parameters": ARGUMENTS}',
-    ),
-}
-"""By a mark in the chat template, the first that is found."""
 
 
 def reply_format(tokenizer: Any) -> ReplyFormat:
@@ -111,5 +59,5 @@ def reply_format(tokenizer: Any) -> ReplyFormat:
     if own is not None:
         fields, anchor = own["fields"], own.get("start_anchor_pattern") or re.escape(own["start_anchor"])
     elif THINK in source and not found.thinks:
-        fields = _thinking(THINK, END_THINK) | fields
+        fields = {"thinking": {"open": THINK, "close": END_THINK}} | fields
     return replace(found, fields=fields, anchor=anchor, reads_tools="tools" in source)

@@ -22,7 +22,6 @@ class TokenizeBody(BaseModel):
     messages: Items[Message] | None = None
     add_special_tokens: Flag | None = None
     add_generation_prompt: Flag = True
-    return_token_strs: Flag | None = None
     chat_template_kwargs: dict[str, object] | None = None
 
     def answer(self, translator: Translator) -> dict[str, object]:
@@ -40,9 +39,7 @@ class TokenizeBody(BaseModel):
         check_text("prompt", text)
         special = self.messages is None if self.add_special_tokens is None else self.add_special_tokens
         tokens = tokenizer(text, add_special_tokens=special)["input_ids"]
-        names = tokenizer.convert_ids_to_tokens(tokens) if self.return_token_strs else None
-        length = translator.max_tokens
-        return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": names}
+        return {"count": len(tokens), "max_model_len": translator.max_tokens, "tokens": tokens}
 
 
 class DetokenizeBody(BaseModel):

@@ -26,28 +26,10 @@ MODULES = (
 """Modules that answers may use without an import, as in LiveCodeBench."""
 PREAMBLE = "".join(f"from {name} import *\n" for name in MODULES.split(", ")) + f"import {MODULES}\n"
 PREAMBLE += "sys.setrecursionlimit(50000)\n"
-PROGRAM = """
-{preamble}
-try:
-    exec(compile({source!r}, "answer.py", "exec"), globals())
-except SystemExit:  # its status does not count
-    pass
-"""
-FUNCTION = """
-import os as _os
-_channel = _os.dup(1)
-_os.dup2(2, 1)
-{preamble}
-exec(compile({source!r}, "answer.py", "exec"), globals())
-import json as _json, os as _os
-_owner = Solution() if "class Solution" in {source!r} else None
-_result = getattr(_owner, {name!r})(*{arguments}) if _owner is not None else globals()[{name!r}](*{arguments})
-_plain = lambda value: [*map(_plain, value)] if isinstance(value, (list, tuple)) else value
-_result = _plain(_result) if {nested!r} else list(_result) if isinstance(_result, tuple) else _result
-_text = _json.dumps(_result)
-assert _json.loads(_text) == _result, "the result must consist of lists, dicts, strings and numbers"
-_os.write(_channel, b"\\n" + _text.encode())
-"""
+PROGRAM, FUNCTION = (
+    Path(__file__).with_name(f"run_{kind}.txt").read_text(encoding="utf-8") for kind in ("program", "function")
+)
+"""Templates of what runs in the sandbox."""
 MAX_TESTS = 1 << 28
 """Maximum size of decompressed tests, in bytes."""
 TEXT_CODES = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}

@@ -1,14 +1,12 @@
-"""Triton kernels that store and move keys and values (`attention.py` launches them), and that of checksums."""
+"""Triton kernels that store and move keys and values (`attention.py` launches them)."""
 
 # Arguments without annotation are pointers and scalars: Triton reads annotations itself.
 # mypy: ignore-errors
 
-import torch
 import triton
 import triton.language as tl
 
 from hf_parallel.kernels.triton.kernels import _partners, _storage_row
-from hf_parallel.kernels.triton.launch import on_device
 
 
 @triton.jit
@@ -81,21 +79,3 @@ def move_kernel(
     inside = live[:, None] & (d_v < DIM_V)[None, :]
     v = tl.load(values + from_row[:, None] * DIM_V + d_v[None, :], mask=inside)
     tl.store(values + to_row[:, None] * DIM_V + d_v[None, :], v, mask=inside)
-
-
-@triton.jit
-def row_sums_kernel(words, multipliers, out, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of one row of words, times the multipliers of each column."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, WIDTH)
-    values = tl.load(words + row * WIDTH + at).to(tl.int64)
-    for column in tl.static_range(COLUMNS):
-        total = tl.sum(values * tl.load(multipliers + column * WIDTH + at), 0)
-        tl.store(out + row * COLUMNS + column, total)
-
-
-def row_sums(words: torch.Tensor, multipliers: torch.Tensor, out: torch.Tensor) -> None:
-    """Write sums of rows, one program for each; see `hf_parallel.kernels.checksum`."""
-    (rows, width), columns = words.shape, len(multipliers)
-    with on_device(words.device):
-        row_sums_kernel[(rows,)](words, multipliers, out, WIDTH=width, COLUMNS=columns, num_warps=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +39,8 @@ from hf_parallel.generation.validation import (
     check_texts,
 )
 from hf_parallel.transcript.sections import TranscriptStyle
+
+FORMAT_PROMPT = Path(__file__).with_name("format_prompt.txt").read_text(encoding="utf-8").rstrip("\n")
 
 
 class PDOSRows(BranchRows["PDOSConfig"]):
@@ -116,37 +119,7 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
     branch_stops: Sequence[str] = ()
     branch_separator: str = "\n"
     titles: Sequence[str] = ()
-    format_prompt: str = (
-        "Often an answer has parts that can be worked out without each other: items to check one after the other, "
-        "aspects to look at, separate questions. Write such parts as one block. Each part is a line that begins with "
-        "{branch_marker}, followed by a short title of its own and {title_end}. Behind the last part write "
-        "{terminator}, and only then say what follows from the parts.\n\n"
-        "First example. Task: Which of the three parcels, A of 4 kg, B of 9 kg and C of 6 kg, may be sent as a small "
-        "parcel of at most 5 kg?\n"
-        "Answer: I check each parcel.\n"
-        "{branch_marker}Parcel A{title_end}{ellipsis}\n"
-        "{branch_marker}Parcel B{title_end}{ellipsis}\n"
-        "{branch_marker}Parcel C{title_end}{ellipsis}\n"
-        "{terminator}\n"
-        "So only parcel A may be sent as a small parcel.\n\n"
-        "Second example. Task: Should our town build a tram line? Think of cost, noise and travel time.\n"
-        "Answer: There are three aspects.\n"
-        "{branch_marker}Cost{title_end}{ellipsis}\n"
-        "{branch_marker}Noise{title_end}{ellipsis}\n"
-        "{branch_marker}Travel time{title_end}{ellipsis}\n"
-        "{terminator}\n"
-        "All in all, the line is worth its cost.\n\n"
-        "Third example. Task: Letters 1 and 2 are given above. Which of them says when the shop opens?\n"
-        "Answer: I read both letters.\n"
-        "{branch_marker}Letter 1{title_end}{ellipsis}\n"
-        "{branch_marker}Letter 2{title_end}{ellipsis}\n"
-        "{terminator}\n"
-        "It is letter 2: the shop opens at nine.\n\n"
-        "In these examples {ellipsis} stands for text that was left out. Where {ellipsis} follows a title, the part "
-        "is written by somebody else: go on with the next title at once. Where nothing follows it, write the whole "
-        "part, and no dots. Use titles that fit the task, leave no part out, and begin no other line with "
-        "{branch_marker}."
-    )
+    format_prompt: str = FORMAT_PROMPT
 
     def validate(self) -> None:
         BranchSettings.validate(self)
