@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -398,6 +399,7 @@ def unwrap(model: Any) -> Any:
     return model
 
 
+@cache
 def _enabled_class(plain: type) -> type:
     """Return the subclass of a model's class, under the same name: `save_pretrained` writes it."""
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
