@@ -310,10 +310,7 @@ def keep_mode(config: GenerationConfig) -> None:
     config._from_model_config = False  # otherwise transformers drops attributes that it does not define
 
 
-def enable(
-    model: _Model,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> _Model:
+def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None) -> _Model:
     """Give one model the `generation_mode` argument.
 
     Probes with short forward passes how block attention can serve the model. Idempotent; nothing global is changed.

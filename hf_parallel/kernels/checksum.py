@@ -21,7 +21,7 @@ from hf_parallel.kernels import native
 WIDTH, COLUMNS = 1024, 2
 _ROW = 4 * WIDTH  # bytes
 _SPAN = WIDTH // (2 * COLUMNS)  # number of rows whose sums fill a row
-_CHUNK = {"cpu": 256, "other": 4096}  # rows whose products PyTorch computes at a time
+_CHUNK = 4096  # rows whose products PyTorch computes at a time
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[bytes]:
@@ -76,8 +76,7 @@ def row_sums(words: torch.Tensor, out: torch.Tensor) -> None:
     if device.type == "cpu" and native.supports_row_sums():
         native.row_sums(words, numbers, out)
     else:
-        size = _CHUNK.get(device.type, _CHUNK["other"])
-        for part, sums in zip(words.split(size), out.split(size), strict=True):
+        for part, sums in zip(words.split(_CHUNK), out.split(_CHUNK), strict=True):
             for column in range(COLUMNS):
                 sums[:, column] = (part * numbers[column]).sum(1)
 
