@@ -37,7 +37,6 @@ COMMANDS = {
     ),
 }
 """Subcommands: what each does, and details."""
-EXAMPLES = Path(__file__).with_suffix(".txt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +85,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-parallel",
         description="Parallel generation over a shared KV cache, for models of Hugging Face Transformers.",
-        epilog=EXAMPLES.read_text(encoding="utf-8"),
+        epilog=Path(__file__).with_suffix(".txt").read_text(encoding="utf-8"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

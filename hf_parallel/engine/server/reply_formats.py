@@ -43,10 +43,7 @@ class ReplyFormat:
 
 _DATA: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 FORMATS = {mark: ReplyFormat(**settings) for mark, settings in _DATA.items()}
-"""By a mark in the chat template; the first that is found counts.
-
-Of gpt-oss, DeepSeek, Mistral and its older models, Gemma 4, Qwen3-Coder and Llama 3.
-"""
+"""By the first mark that is in a chat template: gpt-oss, DeepSeek, Mistral, Gemma 4, Qwen3-Coder, Llama 3."""
 TEXT = FORMATS.pop("")
 """Hermes and Qwen; also that of models whose template knows no tools."""
 

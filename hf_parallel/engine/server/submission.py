@@ -28,7 +28,7 @@ from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import SharedPrefixConfig
 from hf_parallel.generation.presets import preset_of
 from hf_parallel.generation.processors import OccurrencePenalty
-from hf_parallel.generation.prompts import Chat
+from hf_parallel.generation.prompts import ENABLE_THINKING, Chat
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.stop_texts import StopTexts
 from hf_parallel.generation.validation import check_text, suggestion
@@ -39,7 +39,7 @@ SAMPLING = (
 )
 """Fields of a body that are settings of `generate`, with the same names."""
 UNSUPPORTED = (
-    *("audio", "echo", "function_call", "functions", "modalities", "prediction", "reasoning_effort"),
+    *("audio", "echo", "function_call", "functions", "modalities", "prediction"),
     *("suffix", "tool_choice", "tools", "verbosity", "web_search_options"),
 )
 """Fields of OpenAI that are not supported; values in `NEUTRAL` are accepted."""
@@ -259,9 +259,16 @@ class Translator:
         """Return a chat and the variables of its template, with the tools that the answer may call."""
         tools = body.callable_tools if isinstance(body, ChatBody) else []
         self.check_length("tools", len(json.dumps(tools)))
+        template, source = dict(body.chat_template_kwargs or {}), str(self.engine.tokenizer.chat_template)
+        if isinstance(body, ChatBody) and (effort := body.reasoning_effort) is not None:
+            known = {"reasoning_effort": effort, ENABLE_THINKING: effort != "none"}
+            read = {variable: value for variable, value in known.items() if variable in source}
+            if not read and effort != "none":
+                raise APIError(400, f"the chat template has no variable for effort {effort!r}", "reasoning_effort")
+            template |= read
         if not self.format.reads_tools:
-            return write_tools(chat, tools), body.chat_template_kwargs or {}
-        return list(chat), (body.chat_template_kwargs or {}) | ({"tools": tools} if tools else {})
+            return write_tools(chat, tools), template
+        return list(chat), template | ({"tools": tools} if tools else {})
 
     def check_ids(self, name: str, tokens: Sequence[int]) -> None:
         """Raise an error for token ids outside the vocabulary."""

@@ -25,10 +25,8 @@ MODULES = (
 )
 """Modules that answers may use without an import, as in LiveCodeBench."""
 PREAMBLE = "".join(f"from {name} import *\n" for name in MODULES.split(", ")) + f"import {MODULES}\n"
-PREAMBLE += "sys.setrecursionlimit(50000)\n"
-PROGRAM, FUNCTION = (
-    Path(__file__).with_name(f"run_{kind}.txt").read_text(encoding="utf-8") for kind in ("program", "function")
-)
+PROGRAM = Path(__file__).with_name("run_program.txt").read_text(encoding="utf-8")
+FUNCTION = Path(__file__).with_name("run_function.txt").read_text(encoding="utf-8")
 """Templates of what runs in the sandbox."""
 MAX_TESTS = 1 << 28
 """Maximum size of decompressed tests, in bytes."""

@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 openai = pytest.importorskip("openai")
 
-from serving import MODEL, Served, served, small_model  # noqa: E402
+from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
 
 from hf_parallel import OccurrencePenalty  # noqa: E402
 from hf_parallel.engine import Engine  # noqa: E402
@@ -180,6 +180,19 @@ def test_reasoning_is_separated_if_the_template_has_it() -> None:
         parts = [reply.add(character) for character in text] + [reply.add("", ends=True)]
         assert "".join(part.reasoning for part in parts) == "1 < 2\n"
         assert "".join(part.content for part in parts) == "Yes."
+
+
+def test_reasoning_effort_is_a_variable_of_the_template(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, body = server.engine.tokenizer, {"model": MODEL, "max_tokens": 1, "reasoning_effort": "low"}
+    body["messages"] = [{"role": "user", "content": "Hello"}]
+    for template, prompt in (("{{ reasoning_effort }}", "low"), ("{{ enable_thinking }}", "True"), ("Hello", None)):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        response = server.post("/v1/chat/completions", **body)
+        if prompt is None:
+            assert check_error(response, 400)["param"] == "reasoning_effort"
+        else:
+            tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            assert response.json()["usage"]["prompt_tokens"] == len(tokens)
 
 
 def test_what_is_no_call_of_a_tool_stays_content_whatever_it_holds() -> None:
