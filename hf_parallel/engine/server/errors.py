@@ -66,6 +66,6 @@ def api_error(error: BaseException, fields: Iterable[str] = ()) -> APIError | No
         return APIError(400, str(error), code="context_length_exceeded")
     if isinstance(error, ValueError | TypeError | UnsupportedModelError):
         message = str(error).replace("do_sample=True", "a temperature above 0")  # the field that sets it
-        found = [name for name in fields if re.search(rf"\b{re.escape(name)}\b", message)]
-        return APIError(400, message, min(found, key=message.index, default=None))
+        found = {name: at.start() for name in fields if (at := re.search(rf"\b{re.escape(name)}\b", message))}
+        return APIError(400, message, min(found, key=found.__getitem__, default=None))
     return None

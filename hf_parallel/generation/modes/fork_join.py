@@ -159,7 +159,7 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
                 self.dialect = json.loads(self.dialect)
             except ValueError as error:
                 raise ValueError(f"dialect must be a name or JSON, got {self.dialect!r}: {error}") from error
-        if isinstance(self.dialect, str):
+        if not isinstance(self.dialect, Mapping):
             check_choice("dialect", self.dialect, sorted([*DIALECTS, PDOSConfig.mode]))
         if self.format.positions == "concatenated":
             raise ValueError("positions='concatenated' is for training: a path cannot start where another will end")
@@ -262,8 +262,8 @@ class ForkJoinRun(BranchRun):
         closing = self.dialect.branch[1] + self.dialect.gap
         limit = config.path_max_new_tokens
         self.plan = self.dialect.planned(config.paths) if config.force else [""]
-        ends, opening = [(tag, len(tag), "tag")], config.opening + self.plan[0]
-        super().__init__(config, call, PathRecords(call), ends, closing, limit, opening)
+        opening = config.opening + self.plan[0], "the plan of force" if config.force else "opening"
+        super().__init__(config, call, PathRecords(call), [(tag, len(tag), "tag")], closing, limit, *opening)
         for text in (self.dialect.fork_text, *self.dialect.branch, self.dialect.joined_text):
             self.tokens(text, "tags of the dialect")
         self.titles = _TitleMask(self.dialect, self.plan[1], self.vocabulary) if self.plan[1:] else None

@@ -284,6 +284,8 @@ def test_a_dialect_is_a_name_an_object_a_mapping_or_json() -> None:
     ("dialect", "message"),
     [
         ("nonsense", "dialect must be one of"),
+        (False, "dialect must be one of"),
+        ({**BRACKETS, "plan": ("[", "{number}", "")}, "plan must announce its branches and end with '['"),
         ("{", "dialect must be a name or JSON, got"),
         ({**BRACKETS, "tags": []}, "dialect has no 'tags', only"),
         ({"region": ["[", "]"]}, "branch is missing"),
