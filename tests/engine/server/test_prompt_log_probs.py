@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,18 +27,6 @@ CHOICES = [[50], [51, 52, 53], [51, 54]]
 ROWS = [(context, choice) for context in CONTEXTS for choice in CHOICES]
 UNIQUE = len(SHARED) + 3 * (2 + 5)
 """Distinct prefixes of the rows; two choices begin alike."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    torch.set_num_threads(1)
-    with Engine(*small_model()) as engine, served(engine) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: Served) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,19 +13,10 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 openai = pytest.importorskip("openai")
 
-from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
-
-from hf_parallel.engine import Engine  # noqa: E402
+from serving import MODEL, Served, check_error, small_model  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LABELS = [60, 5, 61]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    torch.set_num_threads(1)
-    with Engine(*small_model()) as engine, served(engine) as running:
-        yield running
 
 
 def ask(server: Served, path: str, **body: Any) -> Any:

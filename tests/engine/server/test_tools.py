@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,26 +13,13 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 openai = pytest.importorskip("openai")
 
-from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
+from serving import MODEL, Served, check_error, small_model  # noqa: E402
 
 from hf_parallel import OccurrencePenalty  # noqa: E402
-from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server.replies import Reply, ReplySpec  # noqa: E402
 from hf_parallel.engine.server.reply_formats import FORMATS, reply_format  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    torch.set_num_threads(1)
-    with Engine(*small_model()) as engine, served(engine) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: Served) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def test_penalties_of_a_request_are_those_of_generate(client: Any) -> None:
