@@ -291,11 +291,11 @@ class ForkJoinRun(BranchRun):
         """Whether a lane writes the titles of a forced fork."""
         return lane.parent is None and not lane.forks and not lane.paths and lane.reader.index < len(self.plan) - 1
 
-    def allowed(self, row: int) -> torch.Tensor | None:
+    def allowed(self, lane: Lane) -> torch.Tensor | None:
         """See `BranchRun.allowed`."""
-        if self.titles is None or row >= len(self.roots) or not self._is_planning(self.roots[row]):
+        if self.titles is None or not self._is_planning(lane):
             return None
-        return self.titles.later if self.roots[row].reader.length else self.titles.first
+        return self.titles.later if lane.reader.length else self.titles.first
 
     def find_fork(self, lane: Lane, known: int) -> Plan | None:
         """See `BranchRun.find_fork`."""

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor
 
 
 class FormatProcessor(LogitsProcessor):
-    """Forbids the tokens that a run of a mode does not allow; see `BranchRun.allowed`."""
+    """Forbids the tokens that a run of a mode does not allow in its answers; see `BranchRun.allowed`."""
 
     keeps_rows = False
     run: Any
@@ -18,10 +18,9 @@ class FormatProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores `[rows, vocabulary]` of sampled rows or of all, minus infinity for forbidden tokens."""
-        rows = self.run.loop.sampler.processors.rows
-        return force(
-            scores, [self.run.allowed(row) for row in (rows if len(scores) == len(rows) else range(len(scores)))]
-        )
+        roots, rows = self.run.roots, self.run.loop.sampler.processors.rows
+        rows = rows if len(scores) == len(rows) else range(len(scores))
+        return force(scores, [self.run.allowed(roots[row]) if row < len(roots) else None for row in rows])
 
 
 def force(scores: torch.Tensor, allowed: Sequence[torch.Tensor | None]) -> torch.Tensor:

@@ -120,8 +120,8 @@ class BranchRun:
     def read(self, lane: Lane, text: bytes, ended: bool) -> None:
         """Read new text of a lane."""
 
-    def allowed(self, row: int) -> torch.Tensor | None:
-        """Return a mask of the tokens that a row may write next, bool `[vocabulary]` on the CPU; None: any.
+    def allowed(self, lane: Lane) -> torch.Tensor | None:
+        """Return a mask of the tokens that an answer may write next, bool `[vocabulary]` on the CPU; None: any.
 
         Called if the config `forces_format`.
         """

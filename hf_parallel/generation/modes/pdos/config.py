@@ -253,10 +253,9 @@ class PDOSRun(BranchRun):
         """See `BranchRun.may_change`."""
         return self._is_parsing(lane) and (lane.reader.phase != OUTSIDE or len(lane.reader.matched) > 0)
 
-    def allowed(self, row: int) -> torch.Tensor | None:
-        """See `BranchRun.allowed`. Only trunks have a format."""
-        lane = self.roots[row] if row < len(self.roots) else None
-        if self.mask is None or lane is None or lane.paths or not self._is_parsing(lane):
+    def allowed(self, lane: Lane) -> torch.Tensor | None:
+        """See `BranchRun.allowed`."""
+        if self.mask is None or lane.paths or not self._is_parsing(lane):
             return None
         return self.mask.allowed(lane.reader)
 
