@@ -1,4 +1,4 @@
-"""Supervisors that run whole paths: one, or several of which the best or the most frequent wins."""
+"""Supervisors that run whole paths: a single one, or several that are ranked or vote."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Parsed:
 
 @dataclass(frozen=True)
 class ReplySpec:
-    """What replies to a request may hold. `tools` are those that it may call, at most `most_calls` times."""
+    """Contents of the replies to a request: they may call `tools`, at most `most_calls` times."""
 
     format: ReplyFormat
     tools: Sequence[Mapping[str, Any]] = ()

@@ -21,7 +21,7 @@ REASONING = {"thinking", "reasoning", "reasoning_content"}  # names of fields
 class ReplyFormat:
     """How a model writes the parts of a reply.
 
-    `fields` are those of a response template. `call` is how it writes a call, with `NAME` and `ARGUMENTS` in their
+    `fields` has the form of a response template's. `call` is how it writes a call, with `NAME` and `ARGUMENTS` in their
     places; empty if the arguments are no JSON.
     """
 

@@ -23,7 +23,7 @@ MAX_CHARACTERS = 1 << 26
 
 
 class InputMessage(Message):
-    """Message of a conversation; `id` and `status` are those of an earlier answer and are not used."""
+    """Message of a conversation. Earlier answers bring an `id` and a `status`, which are not used."""
 
     type: Literal["message"] = "message"
     id: Text | None = None
@@ -58,7 +58,7 @@ class ResponseBody(Body):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation so far, without instructions: those of earlier responses do not apply."""
+        """The conversation so far. Instructions of earlier responses do not apply, and are not in it."""
         given = self.input
         own = [{"role": "user", "content": given}] if isinstance(given, str) else [one.to_chat() for one in given]
         return [*self._history, *own]
