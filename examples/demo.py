@@ -7,10 +7,8 @@ import argparse
 import time
 
 import torch
-from rich.rule import Rule
 
 import hf_parallel
-from hf_parallel.cli.live import LiveView, make_console
 from hf_parallel.generation.presets import SAMPLING
 from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import load_model
@@ -27,7 +25,7 @@ README.md            all modes and their settings
 make bench ARGS=shared_prefix    the same comparison in full, with continuous batching
 make demo ARGS='--task "Write a song about the sea."'
 make demo ARGS="--model Qwen/Qwen3-0.6B"
-.venv/bin/hf-parallel generate --mode hogwild --format live "Plan a day in Rome."
+.venv/bin/hf-parallel generate --mode hogwild "Plan a day in Rome."
 .venv/bin/hf-parallel serve      all modes in a browser: http://127.0.0.1:8000/
 """
 
@@ -41,50 +39,49 @@ def main(arguments=None):
     parser.add_argument("--task", default=TASK, metavar="TEXT", help=f"task of the workers ({TASK})")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
     options = parser.parse_args(arguments)
-    console = make_console()
-    with console.status(f"Loading {options.model or MODEL_NAME} ..."):
-        model, tokenizer = load_model(options.model)
-        hf_parallel.enable(model)
+    print(f"Loading {options.model or MODEL_NAME} ...\n", flush=True)
+    model, tokenizer = load_model(options.model)
+    hf_parallel.enable(model)
     try:
-        show_workers(console, model, tokenizer, options)
+        show_workers(model, tokenizer, options)
     except KeyboardInterrupt:
-        console.print("Stopped; on to the second part (Ctrl-C again to exit).\n")
+        print("Stopped; on to the second part (Ctrl-C again to exit).\n")
     except hf_parallel.UnsupportedModelError as error:
-        console.print(f"Skipped: {error}\n")
+        print(f"Skipped: {error}\n")
     sizes = {"length": 96, "rows": 4, "new": 6} if options.quick else {"length": 1024, "rows": 16, "new": 24}
-    show_shared_prefix(console, model, tokenizer, options.seed, **sizes)
-    console.print(Rule("3. Your own model", align="left"))
-    console.print(NEXT_STEPS, soft_wrap=True)
+    show_shared_prefix(model, tokenizer, options.seed, **sizes)
+    print(f"\n3. Your own model\n\n{NEXT_STEPS}")
 
 
-def show_workers(console, model, tokenizer, options):
+def show_workers(model, tokenizer, options):
     """Show workers that generate concurrently."""
     config = hf_parallel.HogwildConfig(seed=options.seed)
     prompt = hf_parallel.hogwild_prompt(options.task, tokenizer, config)
-    console.print(Rule(f"1. {config.num_workers} workers, one KV cache", align="left"))
-    console.print(
+    print(f"1. {config.num_workers} workers, one KV cache\n")
+    print(
         f"{' and '.join(config.names)} are rows of one batch over one KV cache. Each sees the text of the others token "
-        "by token. A finished step moves into their common history and is marked with its last forward pass.\n"
+        "by token, and a finished step moves into their common history.\n"
     )
-    console.print(f"Task: {options.task}\n")
+    print(f"Task: {options.task}\n")
     inputs = {name: tensor.to(model.device) for name, tensor in prompt.items()}
     passes = options.max_new_tokens or (24 if options.quick else 128)
     settings = {**SAMPLING, "max_new_tokens": passes, "return_dict_in_generate": True}
-    with LiveView(tokenizer, console) as view:
-        output = model.generate(**inputs, **settings, parallel_config=config, tokenizer=tokenizer, streamer=view)
-    moved, megabytes = sum(step.forward_pass is not None for step in output.history[0]), output.stats.kv_bytes / 1e6
-    console.print(f"{moved} steps moved into the history. The cache stores every token once: {megabytes:.1f} MB.\n")
+    streamer = hf_parallel.ConsoleStreamer(tokenizer)
+    output = model.generate(**inputs, **settings, parallel_config=config, tokenizer=tokenizer, streamer=streamer)
+    moved, stats = sum(step.forward_pass is not None for step in output.history[0]), output.stats
+    print(f"\n{output.record.passes} passes, {stats.decoded_tokens} tokens. {moved} steps moved into the history.")
+    print(f"The cache stores every token once: {stats.kv_bytes / 1e6:.1f} MB.\n")
     if output.answers[0] is not None:
-        console.print(f"Answer: {output.answers[0]}\n")
+        print(f"Answer: {output.answers[0]}\n")
 
 
-def show_shared_prefix(console, model, tokenizer, seed, length, rows, new):
+def show_shared_prefix(model, tokenizer, seed, length, rows, new):
     """Compare completions of one prompt by plain `generate` and over a shared prefix, and show sampled ones."""
     mode = "shared_prefix"
     ids = torch.tensor([tokenizer(REMARK * length)["input_ids"][:length]], device=model.device)
     device = f"the CPU ({torch.get_num_threads()} threads)" if model.device.type == "cpu" else str(model.device)
-    console.print(Rule(f"2. One prompt, {rows} completions", align="left"))
-    console.print(
+    print(f"2. One prompt, {rows} completions\n")
+    print(
         f"A prompt of {length} tokens, {rows} completions of {new} tokens, greedy, float32, on {device}. "
         f"The same call of generate, without and with generation_mode={mode!r}:\n"
     )
@@ -98,14 +95,13 @@ def show_shared_prefix(console, model, tokenizer, seed, length, rows, new):
     model.generate(batch, generation_mode=mode, **settings)  # warm-up
     plain, alone = measure(model, batch, generation_mode=None, **settings)
     shared, together = measure(model, batch, generation_mode=mode, **settings)
-    console.print(f"generate       {alone:6.1f} s\n{mode}  {together:6.1f} s, {alone / together:.1f} times as fast")
+    print(f"generate       {alone:6.1f} s\n{mode}  {together:6.1f} s, {alone / together:.1f} times as fast")
     same = torch.equal(plain, shared)
-    console.print(f"\nsame tokens: {'yes' if same else 'NO'} (compared just now: {rows} x {new})\n")
-    console.print(f"Sampled, {SHOWN} of {rows} completions:")
+    print(f"\nsame tokens: {'yes' if same else 'NO'} (compared just now: {rows} x {new})\n")
+    print(f"Sampled, {SHOWN} of {rows} completions:")
     sampling = {**SAMPLING, "seed": seed, "max_new_tokens": new, "generation_mode": mode}
     for row in model.generate(ids, num_return_sequences=rows, **sampling)[:SHOWN, length:]:
-        console.print(f"- {' '.join(tokenizer.decode(row, skip_special_tokens=True).split())}", markup=False)
-    console.print()
+        print(f"- {' '.join(tokenizer.decode(row, skip_special_tokens=True).split())}")
 
 
 def measure(model, ids, **settings):

@@ -47,7 +47,7 @@ LAYERS: dict[str, set[str]] = {
 
 OPTIONAL = [
     *("accelerate", "datasets", "evaluate", "fastapi", "flash_attn", "gguf", "greenlet", "hypothesis", "llguidance"),
-    *("lm_eval", "math_verify", "matplotlib", "peft", "prometheus_client", "psutil", "pytest", "rich", "triton"),
+    *("lm_eval", "math_verify", "matplotlib", "peft", "prometheus_client", "psutil", "pytest", "triton"),
     *("trl", "uvicorn"),
 ]
 """Packages that the core does not need."""

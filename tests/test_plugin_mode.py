@@ -1,4 +1,4 @@
-"""A mode of another package, with two rows per prompt, works everywhere: `generate`, command line, pipeline, live view,
+"""A mode of another package, with two rows per prompt, works everywhere: `generate`, command line, pipeline,
 transcript, Hub. The package is the module of docs/new_mode.md with an entry point."""
 
 from __future__ import annotations

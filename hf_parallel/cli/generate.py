@@ -1,4 +1,4 @@
-"""`hf-parallel generate`: generates answers to prompts and prints them as streamed text, JSON lines or a live view."""
+"""`hf-parallel generate`: generates answers to prompts and prints them as streamed text or JSON lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import check_model_folder, load_model
 from hf_parallel.transcript.page import render
 
-FORMATS = ("text", "jsonl", "live")
 EXAMPLES = f"""examples:
   hf-parallel generate "..." --mode {SharedPrefixConfig.mode} --sample --num-return-sequences 8
   hf-parallel generate "..." --mode {PDOSConfig.mode} --model Qwen/Qwen3-8B --set join=rotate
@@ -71,7 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--greedy", dest="set", action="append_const", const="do_sample=false", help="greedy decoding")
     add("--seed", type=int, metavar="N", help="seed of the sampling")
     add = parser.add_argument_group("output").add_argument
-    add("--format", default="text", choices=FORMATS, help="text as it is generated, one object per answer, a live view")
+    words = "text as it is generated, or one object per answer"
+    add("--format", default="text", choices=("text", "jsonl"), help=words)
     words = "save the transcript: .json for `hf-parallel view`, .html or .htm for the page itself"
     add("-o", "--output", type=Path, metavar="FILE", help=words)
     add("--stats", action="store_true", help="print the cost on stderr")
@@ -106,7 +105,7 @@ def generate(options: argparse.Namespace) -> int:
         print(describe(options.mode))
         return 0
     prompts = read_prompts(options)
-    check_options(options, prompts)
+    check_options(options)
     config, settings = read_settings(options)
     model, tokenizer = load(options)
     if config is not None:
@@ -173,13 +172,7 @@ def _answer(
     batch: int,
     headed: bool,
 ) -> Any:
-    """Call `generate` and print the answers, unless they are printed as JSON lines: streamed, or in a live view."""
-    if options.format == "live":
-        from hf_parallel.cli.live import LiveView, make_console
-
-        if (console := make_console()).is_interactive:
-            with LiveView(tokenizer, console) as view:
-                return call(streamer=view)
+    """Call `generate` and stream the answers, unless they are printed as JSON lines."""
     headings = [f"== {' '.join(prompt.split())[:72]}" if headed else "" for prompt in prompts]
     printer = ConsoleStreamer(tokenizer, StringIO() if options.format == "jsonl" else sys.stdout, headings)
     if batch:
@@ -258,7 +251,7 @@ def _read(path: Path, lines: bool) -> list[str]:
     return [line for line in text.split("\n") if line.strip()] if lines else [text.rstrip("\n")]
 
 
-def check_options(options: argparse.Namespace, prompts: Sequence[str]) -> None:
+def check_options(options: argparse.Namespace) -> None:
     """Raise `ValueError` for invalid options, even if they would fail only after generation."""
     for given, use in ((options.output, "-o saves the transcript"), (options.stats, "--stats reports the cost")):
         if given and options.mode == PLAIN:
@@ -275,10 +268,6 @@ def check_options(options: argparse.Namespace, prompts: Sequence[str]) -> None:
     if options.raw:
         check_unused_template_kwargs(options.chat_template_kwargs, "--raw applies no chat template")
     check_model_options(options)
-    if options.format == "live":
-        import_module("hf_parallel.cli.live")  # raises an error without rich
-        if options.mode == PLAIN or len(prompts) > 1:
-            raise ValueError(f"--format live shows one prompt in a mode, got {len(prompts)} and --mode {options.mode}")
 
 
 def check_model_options(options: argparse.Namespace) -> None:

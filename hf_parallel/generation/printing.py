@@ -15,21 +15,20 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.transcript.record import Record
 
 
-def printable(text: str, kept: str = "\n\t", replacement: str = "\ufffd") -> str:
-    """Replace each character, but those in `kept`, that a terminal could interpret as a command."""
-    return "".join(char if char.isprintable() or char in kept else replacement for char in text)
+def printable(text: str) -> str:
+    """Replace each character that a terminal could interpret as a command."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 @dataclass(eq=False)
 class PrintedText:
-    """A text of a row: a step of a worker, or all that a row writes. `passes` is the pass that finished a step."""
+    """A text of a row: a step of a worker, or all that a row writes."""
 
     group: int
     heading: str
     text: str = ""
     printed: int = 0
     ended: bool = False
-    passes: int = 0
 
 
 class ConsoleStreamer:
@@ -125,8 +124,6 @@ class ConsoleStreamer:
         if event in ("step", "end"):
             if event == "end":
                 self._mark_end(row, last)
-            elif not last.ended:
-                last.passes = self._record.passes
             self._close(last)
 
     def end(self) -> None:

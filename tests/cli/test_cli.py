@@ -73,7 +73,6 @@ def test_a_source_without_a_valid_prompt_raises(
         (["x", "--mode", "generate", "-o", "run.json"], "-o .* --mode generate"),
         (["x", "-o", "/nowhere/run.json"], "/nowhere"),
         (["x", "--batch-size", "0"], "at least 1, got 0"),
-        (["x", "y", "--format", "live"], "got 2"),
         (["x", "--device", "cuda:99"], "--device cuda:99"),
         (["x", "--model", "./nothere"], "--model ./nothere: no such folder"),
         (["x", "--greedy", "--num-return-sequences", "2"], "num_return_sequences"),
