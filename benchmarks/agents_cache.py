@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.agents import TraceRequest, named_tokens, simulate
 from hf_parallel.engine import ContributionPolicy, LeastRecentlyUsed
+
+from .cache_simulation import TraceRequest, named_tokens, simulate
 
 POLICIES: dict[str, Any] = {"lru": LeastRecentlyUsed, "contribution": ContributionPolicy}
 AGENTS = ("Decision", "Patcher", "Viewer", "Summary", "Searcher")

@@ -23,10 +23,6 @@ from hf_parallel.agents.models import Model as Model
 from hf_parallel.agents.run import AgentStats as AgentStats
 from hf_parallel.agents.runtime import AgentResult as AgentResult
 from hf_parallel.agents.runtime import Runtime as Runtime
-from hf_parallel.agents.simulation import CacheResult as CacheResult
-from hf_parallel.agents.simulation import TraceRequest as TraceRequest
-from hf_parallel.agents.simulation import named_tokens as named_tokens
-from hf_parallel.agents.simulation import simulate as simulate
 from hf_parallel.agents.state import State as State
 from hf_parallel.agents.supervisors import BeamSearch as BeamSearch
 from hf_parallel.agents.supervisors import BestOfN as BestOfN

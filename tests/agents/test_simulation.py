@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 pytest.importorskip("greenlet")
 
 from benchmarks.agents_cache import POLICIES, FiveAgents, measure
-from hf_parallel.agents import TraceRequest, simulate
+from benchmarks.cache_simulation import TraceRequest, simulate
 from hf_parallel.engine import ContributionPolicy, Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,9 +87,3 @@ def test_scores_follow_agents_that_exchange_their_parts() -> None:
     assert contribution["hotspot_misses"] <= 0.6 * lru["hotspot_misses"]
     score = {agent: one.score for agent, one in policy.scores.current.items()}
     assert score["Searcher"] > score["Viewer"]
-
-
-def test_traces_come_from_json() -> None:
-    requests = [TraceRequest("a", [5, 6, 7], [8, 9]), TraceRequest("a", [5, 6, 7, 8, 3], [4])]
-    read = [TraceRequest(**fields) for fields in json.loads(json.dumps([*map(asdict, requests)]))]
-    assert simulate(read).reused == simulate(requests).reused == [0, 4]
