@@ -37,10 +37,6 @@ class RowRNG:
     def __init__(self, seed: int) -> None:
         self.seed, self.count = seed, 0
 
-    def key(self, ahead: int) -> int:
-        """Return the RNG key of the token `ahead` positions after the next one, without advancing."""
-        return mix(self.seed, self.count + ahead)
-
     def skip(self) -> None:
         """Skip the random noise of one token."""
         self.count += 1
@@ -96,8 +92,8 @@ def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
 def draw_among_each(candidates: Sequence[Candidates], rngs: Sequence[RowRNG]) -> torch.Tensor:
     """Sample one token for each row, `int64 [rows]`, on the CPU, with the same result as `draw`."""
     keys = next_keys(rngs, torch.device("cpu")).tolist()
-    tokens = [draw_among(ids, probs, key) for (ids, probs), key in zip(candidates, keys, strict=True)]
-    return torch.tensor(tokens, dtype=torch.int64)
+    pairs = zip(candidates, keys, strict=True)
+    return torch.tensor([_winner(ids.numpy(), probs.numpy(), key) for (ids, probs), key in pairs], dtype=torch.int64)
 
 
 def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -114,11 +110,6 @@ def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         tokens = np.flatnonzero(row > threshold)
         winners.append(_winner(tokens, row[tokens], key))
     return torch.tensor(winners, dtype=torch.int64)
-
-
-def draw_among(tokens: torch.Tensor, probs: torch.Tensor, key: int) -> int:
-    """Sample one of `tokens`, `int64 [n]`, with an RNG key; `probs`, `float32 [n]`, need not be normalized."""
-    return _winner(tokens.numpy(), probs.detach().numpy(), key)
 
 
 def _winner(tokens: np.ndarray, probs: np.ndarray, key: int) -> int:

@@ -108,7 +108,7 @@ def test_keys_of_many_rows_are_those_of_each_alone() -> None:
     """Also of rows that share a generator of seeds, and of seeds beyond 64 bits."""
 
     def key_of(rng: RowRNG) -> int:
-        key = rng.key(0)
+        key = mix(rng.seed, rng.count)
         rng.skip()
         return key
 

@@ -95,11 +95,6 @@ class DistributionCache:
         cached = node.distribution if self.enabled else None
         return cached if cached is not None and cached.settings == self._key(length) else None
 
-    def find_any_length(self, node: TrieNode) -> CachedDistribution | None:
-        """Return the distribution of a node for any row length, which only decides whether the row may end."""
-        cached = node.distribution if self.enabled else None
-        return cached if cached is not None and cached.settings in self._keys.values() else None
-
     def store(self, node: TrieNode, length: int, probs: torch.Tensor) -> CachedDistribution | None:
         """Store probabilities `[vocabulary]` if memory suffices and return them; None if many are non-zero."""
         distribution = CachedDistribution.from_probs(probs, self._key(length)) if self.enabled else None

@@ -13,7 +13,7 @@ from hf_parallel.cache import Block, Segment
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.replay.distributions import HOST
-from hf_parallel.generation.replay.drafts import MAX_DRAFT_TOKENS, DraftSampler, NgramDrafter
+from hf_parallel.generation.replay.drafts import MAX_DRAFT_TOKENS, NgramDrafter
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import PassInputs, Row
 from hf_parallel.kernels import to_device
@@ -36,15 +36,10 @@ class SpeculativeDecoder:
         keeps_states = len(loop.call.capabilities.mixers) > 0
         if not (self.max_tokens and loop.sampler.is_order_independent):
             return False
-        settings = (replayer.model_key, replayer.policy.name, replayer.distributions.settings)
-        predict = None
-        if loop.sampler.do_sample and loop.sampler.rngs is not None:
-            temperature = loop.call.generation_config.temperature
-            predict = DraftSampler(loop.sampler, replayer.distributions, 1.0 if temperature is None else temperature)
         eos = frozenset(loop.call.eos_token_ids)
         # GPU costs were not measured; a GPU pass is bound by loading weights, like one with the native CPU kernels.
         backend = linear_backend(loop.call.model) if self._on_cpu else "native"
-        self._drafter = NgramDrafter(replayer.cache, self.max_tokens, settings, predict, eos, backend, keeps_states)
+        self._drafter = NgramDrafter(replayer.cache, self.max_tokens, eos, backend, keeps_states)
         for prompt in replayer.prompts:
             self._drafter.add_prompt(prompt)
         return True

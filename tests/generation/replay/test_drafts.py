@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import hybrids
@@ -16,11 +15,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
-from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import Cursors
 from hf_parallel.generation.replay import drafts
-from hf_parallel.generation.replay.drafts import DraftSampler, NgramDrafter
-from hf_parallel.generation.rng import make_rngs
+from hf_parallel.generation.replay.drafts import NgramDrafter
 from hf_parallel.models.linear import LINEAR_VARIABLE
 
 NEW = 40
@@ -163,18 +160,14 @@ def append(drafter: NgramDrafter, cursors: Cursors, tokens: Sequence[int]) -> No
         drafter.observe(0, cursors.node(0))
 
 
-def make_drafter(cache: LogitsCache, cursors: Cursors, rate: float = 1.0, **settings: Any) -> NgramDrafter:
-    """Return a drafter with the given acceptance rate that has indexed the prompt of row 0."""
-    drafter = NgramDrafter(cache, **settings)
-    for each in drafter.rates.values():
-        each.proposed, each.accepted = 1e6, 1e6 * rate
-    drafter.add_prompt(cursors.node(0))
-    return drafter
-
-
-def test_a_draft_repeats_the_tokens_after_an_earlier_occurrence_of_the_last_ones() -> None:
+def test_a_draft_repeats_the_tokens_after_an_earlier_occurrence_of_the_last_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drafts, "INITIAL_RATES", dict.fromkeys(drafts.NGRAMS, 1.0))
+    monkeypatch.setattr(drafts, "RATE_STEP", 0.0)
     cursors = fill(cache := LogitsCache(), [1, 2, 3, 4, 50, 51, 52], [9, 8, 7, 6, 5], [20, 21, 22, 23])
-    drafter = make_drafter(cache, cursors)
+    drafter = NgramDrafter(cache)
+    drafter.add_prompt(cursors.node(0))
     append(drafter, cursors, [9, 20, 21, 22])
     assert drafter.draft(0, cursors.node(0), 2, 100) == [23], "another sample"
     append(drafter, cursors, [1, 2, 3])
@@ -183,38 +176,3 @@ def test_a_draft_repeats_the_tokens_after_an_earlier_occurrence_of_the_last_ones
     assert drafter.draft(0, cursors.node(0), 2, 1) == [33], "the row itself"
     append(drafter, cursors, [77, 78])
     assert drafter.draft(0, cursors.node(0), 2, 100) == [], "no occurrence"
-
-
-# Sampled draft tokens
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "all logits": {},
-    "top_p": {"top_p": 0.8},
-    "top_k": {"top_k": 3, "min_new_tokens": 5},
-    "high temperature": {"temperature": 1.5},
-    "top_k at a high temperature": {"temperature": 1.5, "top_k": 5},
-    "20 logits": {"top_k": 20},
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_from_logits_of_the_model_it_samples_the_tokens_of_the_row(model: PreTrainedModel, case: str) -> None:
-    settings = {"logits_processor": None, "temperature": 0.1, "eos_token_id": 5, "max_new_tokens": 24} | CASES[case]
-    cache, equal = LogitsCache(top_k=20 if case == "20 logits" else None), []
-    for seed in range(2):
-        out = sample(model, logits_cache=cache, seed=seed, **settings)
-        sampler: Any = SimpleNamespace(rngs=make_rngs(seed, len(TAILS)))
-        distributions: Any = SimpleNamespace(find_any_length=lambda node: node.distribution)
-        predict = DraftSampler(sampler, distributions, settings["temperature"])
-        with cache.cursors() as cursors:
-            for row, prompt in enumerate(INPUT_IDS):
-                cursors.start(row, fingerprint(model), prompt[ATTENTION_MASK[row].bool()].tolist())
-                for ahead, token in enumerate(out.sequences[row, WIDTH:].tolist()):
-                    equal.append(predict(row, cursors.node(row), ahead) == token)
-                    cursors.advance(row, token)
-                    if token == settings["eos_token_id"]:
-                        break
-    assert len(equal) >= 2 * 24
-    # At a high temperature, others than the 8 highest of 128 logits are sampled, too.
-    assert sum(equal) > len(equal) / 4 if case == "high temperature" else all(equal)
