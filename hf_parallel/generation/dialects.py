@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 from hf_parallel.generation.validation import check_bool, check_choice, check_text
 
 NUMBER = r"[0-9]+(?:\.[0-9]+)*"
-POSITIONS = ("depth", "overlap", "concatenated", "reencode")
+POSITIONS = ("depth", "overlap", "concatenated", "reencode", "separate")
 """See `Dialect.positions`."""
 
 
@@ -25,7 +25,8 @@ class Dialect:
     Parameters
     ----------
     region : pair of str
-        Tags that open and close a region with branches. Text in it, but outside of branches, is sequential.
+        Tags that open and close a region with branches. Text in it, but outside of branches, is sequential. With
+        `separate`, the tag after which a branch begins, and an empty text.
     branch : pair of str
         Tags that open and close a branch. They belong to the branch. A branch may contain regions.
     positions : str
@@ -33,6 +34,7 @@ class Dialect:
         `overlap`: all start at the same position; the text after them sees them one after the other.
         `concatenated`: each starts where the one before it ends, though it does not see it; for training alone.
         `reencode`: all start at the same position; then they are computed again, one after the other, as plain text.
+        `separate`: one branch starts; the text before it is continued at the same position, and never sees it.
     gap : str
         Text after the closing tag that belongs to the branch, such as a newline.
     fork : str
@@ -69,8 +71,11 @@ class Dialect:
             raise ValueError(f"region and branch must be pairs of tags, got {self.region!r} and {self.branch!r}")
         for name in ("region", "branch"):  # lists in JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if not all(isinstance(tag, str) and tag for tag in self.tags) or len(set(self.tags)) != 4:
-            raise ValueError(f"region and branch must be four different tags, got {self.tags!r}")
+        tags, is_separate = (*self.region, *self.branch), self.positions == "separate"
+        if not all(isinstance(tag, str) for tag in tags) or len(set(self.tags)) != 4 - is_separate:
+            raise ValueError(f"region and branch must be four different tags, got {tags!r}")
+        if is_separate and (self.region[1] or self.fork or self.outline or self.joined):
+            raise ValueError("positions='separate' has no text that closes a region, plans branches or follows them")
         for name in ("gap", "fork", "outline", "opening", "joined"):
             check_text(name, getattr(self, name))
         check_bool("is_nested", self.is_nested)
@@ -78,6 +83,8 @@ class Dialect:
             raise ValueError(f"positions must be one of {list(POSITIONS)}, got {self.positions!r}")
         if not (self.opening or self.branch[0]).lstrip().startswith(self.branch[0]):
             raise ValueError(f"opening must begin with {self.branch[0]!r}, got {self.opening!r}")
+        if self.outline and not self.fork:
+            raise ValueError(f"outline={self.outline!r} needs a fork, the text after the last outline, got ''")
         if self.plan is not None:
             if not isinstance(self.plan, list | tuple) or list(map(type, self.plan)) != [str] * 3:
                 raise ValueError(f"plan must be three texts, got {self.plan!r}")
@@ -95,8 +102,8 @@ class Dialect:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Tags that open and close a region and a branch."""
-        return (*self.region, *self.branch)
+        """Tags that open and close a region and a branch; `separate` closes no region."""
+        return tuple(tag for tag in (*self.region, *self.branch) if tag)
 
     @property
     def fork_text(self) -> str:
@@ -177,6 +184,8 @@ _DATA: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json"
 DIALECTS = {name: Dialect(**settings) for name, settings in _DATA.items()}
 """Dialects as the authors' code runs them: forks, inserted texts and positions (docs/modes/fork_join.md).
 
+- `apar` (Liu et al., 2024): vllm/vllm/engine/llm_engine.py:404-420, training as in data/as_apar_format.py:51-57 and
+  fastchat/fastchat/train/train.py:234-237. A thread ends with the end-of-sequence token.
 - `multiverse` (Yang et al., 2025): Multiverse-Engine, sglang/python/sglang/srt/managers/schedule_batch.py:1560-1593 and
   scheduler.py:1541-1598. The training of Multiverse, train/utils.py:217-233, places paths one position earlier, and the
   text after them two.

@@ -50,28 +50,34 @@ class Piece:
 
 def parse(text: str, dialect: Dialect) -> list[Piece]:
     """Return the pieces of a text. Raises `ValueError`, with line and tag, if its tags are not balanced."""
-    tags = dialect.tags
-    patterns = [re.escape(tag) for tag in sorted(tags, key=len, reverse=True)]
+    opened_by = {closing: opening for opening, closing in (dialect.region, dialect.branch)}
+    patterns = [re.escape(tag) for tag in sorted(dialect.tags, key=len, reverse=True)]
     patterns = [f"{p}(?:{re.escape(dialect.gap)})?" if p == re.escape(dialect.branch[1]) else p for p in patterns]
     pattern = re.compile("|".join(patterns))
+    is_separate = dialect.positions == "separate"
+    opener = dialect.branch[0] if is_separate else dialect.region[0]
     pieces: list[Piece] = [Piece()]
     stack: list[tuple[str, int, list[Piece]]] = []  # open tags, with their line and the pieces around them
     begin = 0
     for found in pattern.finditer(text):
         tag, line = found[0].removesuffix(dialect.gap), text.count("\n", 0, found.start()) + 1
-        index = tags.index(tag)
-        opens_branch, is_closing = tag == dialect.branch[0], index % 2
+        opens_branch, is_closing = tag == dialect.branch[0], tag in opened_by
         innermost = stack[-1][0] if stack else ""
-        if is_closing and innermost != tags[index - 1]:
-            raise ValueError(f"line {line}: {tag} closes {_open(stack)}")
-        if opens_branch and innermost != dialect.region[0]:
+        if is_separate and tag == dialect.region[0]:
+            continue
+        if is_separate:
+            if opens_branch and not text[begin : found.start()].endswith(dialect.region[0]):
+                raise ValueError(f"line {line}: {tag} must follow {dialect.region[0]}")
+        elif opens_branch and innermost != dialect.region[0]:
             raise ValueError(f"line {line}: {tag} must be directly in {dialect.region[0]}, but is in {_open(stack)}")
+        if is_closing and innermost != opened_by[tag]:
+            raise ValueError(f"line {line}: {tag} closes {_open(stack)}")
         if tag == dialect.region[0] and innermost == tag:
             raise ValueError(f"line {line}: {tag} must be in a branch, but is in {_open(stack)}")
-        if tag == dialect.region[0] and stack and not dialect.is_nested:
+        if tag == opener and stack and not dialect.is_nested:
             raise ValueError(f"line {line}: {tag} must not be in a branch, but is in {_open(stack)}")
         cut = found.start() if opens_branch else found.end()
-        _append(pieces, text[begin:cut])
+        _append(pieces, text[begin:cut], is_separate)
         begin = cut
         if not is_closing:
             stack.append((tag, line, pieces))
@@ -86,14 +92,14 @@ def parse(text: str, dialect: Dialect) -> list[Piece]:
                 pieces = outer
     if stack:
         raise ValueError(f"line {stack[-1][1]}: {stack[-1][0]} is not closed")
-    _append(pieces, text[begin:])
+    _append(pieces, text[begin:], is_separate)
     return pieces
 
 
-def _append(pieces: list[Piece], text: str) -> None:
-    """Append sequential text. Whitespace between two branches is dropped: nothing would compute it."""
+def _append(pieces: list[Piece], text: str, keep: bool) -> None:
+    """Append sequential text. Unless `keep`, whitespace between two branches is dropped: nothing would compute it."""
     if pieces[-1].branches:
-        if not text.strip():
+        if not text.strip() and not (keep and text):
             return
         pieces.append(Piece())
     pieces[-1].text += text
@@ -180,6 +186,8 @@ def _place_pieces(builder: Builder, dialect: Dialect, pieces: Sequence[Piece], a
             begin = builder.append(begin, builder.encode(tag), branch, builder.train_on_forced)
             content = [Piece(first.text.removeprefix(tag)), *others]
             ends.append(_place_pieces(builder, dialect, content, begin, branch))
+        if dialect.positions == "separate":  # the text after it continues that before it
+            continue
         if dialect.positions == "overlap":
             at = _moved(at, ends)
         elif dialect.positions == "reencode":  # the first branch follows the text before it

@@ -189,8 +189,8 @@ class ParallelExample:
             The whole answer, branches joined.
         tokenizer : PreTrainedTokenizerBase
         dialect : str, Dialect, SkeletonDialect or ParallelConfig
-            `pdos`, `multiverse`, `npr`, `parallel_r1`, `threadweaver`, a format, or the settings of `pdos` or
-            `fork_join`.
+            `apar`, `pdos`, `multiverse`, `npr`, `parallel_r1`, `threadweaver`, a format, or the settings of `pdos`
+            or `fork_join`.
         prompt : str, list of chat messages, or 1-D token ids
             A string gets the beginning-of-sequence token, if the tokenizer adds one.
         train_on_forced : bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -115,7 +115,7 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
     Parameters
     ----------
     dialect : str, Dialect or SkeletonDialect
-        `multiverse`, `npr`, `parallel_r1`, `pdos`, `threadweaver`, or a format of your own.
+        `apar`, `multiverse`, `npr`, `parallel_r1`, `pdos`, `threadweaver`, or a format of your own.
     opening : str
         First text of every answer, for models that do not open a fork. If it contains one, its paths start at once.
     force : bool
@@ -164,6 +164,8 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
         if self.format.positions == "concatenated":
             raise ValueError("positions='concatenated' is for training: a path cannot start where another will end")
         check_bool("force", self.force)
+        if self.force and self.positions == "separate":
+            raise ValueError("force needs a dialect that plans its paths, got positions='separate'")
         for name in ("paths", "max_paths", "max_depth", "path_max_new_tokens"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1)
@@ -194,12 +196,13 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
     @property
     def max_open_forks(self) -> int:
         """Maximum number of forks of an answer that are open at the same time."""
-        return self.max_paths * self.max_depth if self.format.is_nested else 1
+        is_alone = not self.format.is_nested and self.positions != "separate"
+        return 1 if is_alone else self.max_paths * self.max_depth
 
     @property
     def max_rows_per_prompt(self) -> int:
-        """Maximum number of paths at the same time."""
-        return self.max_paths
+        """Maximum number of paths at the same time, beside the text that is written on where paths are separate."""
+        return self.max_paths + (self.positions == "separate")
 
     def make_run(self, call: GenerationCall) -> BranchRun:
         """See `ParallelConfig.make_run`."""
@@ -306,7 +309,8 @@ class ForkJoinRun(BranchRun):
         before = lane.text[:end].decode(errors="replace")
         if (begin := before.rfind(self.dialect.region[0])) < 0:
             return None
-        numbers = self.dialect.numbers(before[begin:], self.config.paths)
+        is_separate = self.dialect.positions == "separate"
+        numbers = self.dialect.numbers(before[begin:], 1 if is_separate else self.config.paths)
         if reason := self._why_not(lane, len(numbers)):
             lane.answer.fallback = reason
             return None
@@ -314,17 +318,23 @@ class ForkJoinRun(BranchRun):
         if lane.text[end:].startswith(gap.encode()):
             end, gap = end + len(gap.encode()), ""
         head = slice_tokens(lane.own, self.vocabulary, 0, end) + self.tokens(gap)
+        if is_separate:
+            *head, last = head
+            first = self.tokens(self.dialect.first_text("")[1])
+            return Plan(head, [(str(lane.answer.num_paths + 1), [last, *first]), ("", [last])], [], is_separate=True)
         paths = [(number, self.tokens(self.dialect.first_text(number)[1])) for number in numbers]
         return Plan(head, paths, self.tokens(self.dialect.joined_text))
 
     def _why_not(self, lane: Lane, count: int) -> str:
         """Return why a lane may not fork; empty if it may."""
-        if lane.parent is not None and not self.dialect.is_nested:
+        if lane.path is not None and not self.dialect.is_nested:
             return "a path may not fork in this dialect"
         if lane.depth >= self.config.max_depth:
             return f"a fork would be deeper than max_depth={self.config.max_depth}"
         if not count:
             return "the region announces no path"
+        if self.dialect.positions == "separate" and lane.answer.num_paths >= self.config.max_open_forks:
+            return f"an answer may have max_paths * max_depth={self.config.max_open_forks} paths in all"
         at_once = len(self.roots[lane.answer.output_row].writing()) - 1 + count
         if at_once > self.config.max_paths:
             return f"{at_once} paths at once are more than max_paths={self.config.max_paths}"
@@ -346,7 +356,11 @@ class PathRecords(Records):
 
     def record(self, lane: Lane, start: int, end: int) -> Fork:
         """See `Records.record`."""
-        return Fork(start, end, [self._path(path) for path in lane.paths])
+        return Fork(start, end, [self._path(path) for path in lane.paths if not path.is_rest])
+
+    def moved(self, forks: Sequence[Fork], offset: int) -> list[Fork]:
+        """See `Records.moved`."""
+        return [replace(fork, start=fork.start + offset, end=fork.end + offset) for fork in forks]
 
     def output(self, roots: Sequence[Lane]) -> tuple[type[ForkJoinOutput], dict[str, Any]]:
         """See `Records.output`."""

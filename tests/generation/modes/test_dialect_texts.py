@@ -24,6 +24,12 @@ from hf_parallel.training.dialects import Piece, parse
 
 PROMPTS = ("Q: ", "And ", "So, then: ")
 TEXTS = {
+    "apar": [
+        "Three tips:\n1. Eat well[SplitMask][SplitSop]: rice and beans.</s>\n2. Sleep[SplitMask][SplitSop]: eight hours"
+        ".</s>\n3. Walk[SplitMask][SplitSop].</s>",
+        "[SplitMask][SplitSop]a[SplitMask][SplitSop]b b[SplitMask][SplitSop]c</s></s> d</s> e[SplitMask][SplitSop]"
+        "</s>\n",
+    ],
     "multiverse": [
         "Let's think in parallel.\n<Parallel>\n<Goal>\n<Outline>\n1: Price of the pens.\n</Outline>\n<Outline>\n"
         "2: Price of the books.\n</Outline>\n</Goal>\n<Path>\n1: Six pens at 2 cost 12.\n</Path>\n<Path>\n2: 27.\n"
@@ -62,11 +68,16 @@ TEXTS = {
 }
 
 
-def play(player: Player, pieces: Sequence[Piece], begun: str) -> str:
-    """Let rows write the pieces of a text, each path after the text before its fork. Return the whole text."""
+def play(player: Player, pieces: Sequence[Piece], begun: str, opening: str = "") -> str:
+    """Let rows write the pieces of a text, each path after the text before its fork. Return the text that a row reads.
+
+    `opening`: of paths that the text after them does not read.
+    """
     for piece in pieces:
-        ends = [play(player, branch, begun) for branch in piece.branches]
-        begun += "".join(end[len(begun) :] for end in ends)
+        ends = [play(player, branch, begun, opening) for branch in piece.branches]
+        begun += "".join(end[len(begun) :] for end in ends if not opening)
+        if opening and piece.text.startswith(opening):
+            begun, piece = begun + opening, Piece(piece.text.removeprefix(opening))
         begun = player.add(begun, piece.text)
     return begun
 
@@ -75,7 +86,7 @@ def run(dialect: str | Dialect, answers: Sequence[Sequence[Piece]], **settings: 
     """Return the output of a model that writes answers to prompts, given as pieces."""
     player = Player()
     for prompt, pieces in zip(PROMPTS, answers, strict=False):
-        play(player, pieces, prompt)
+        play(player, pieces, prompt, "[SplitSop]" if dialect in ("apar", DIALECTS["apar"]) else "")
     ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in PROMPTS[: len(answers)]])
     return hf_parallel.enable(small_model()).generate(
         ids,
@@ -108,25 +119,30 @@ def public_places(text: str, dialect: Dialect) -> Counter[tuple[int, str]]:
     path. So do the engines of Multiverse (python/sglang/srt/managers/schedule_batch.py:1593, scheduler.py:1578,1598)
     and NPR (the same files), and the training of Parallel-R1 (verl/utils/dataset/parallel_thinking_sft_dataset.py:
     322-361). ThreadWeaver (threadweaver_sft/src/simple_eval.py:493,650-661) computes each thread after the text before
-    the fork, and then the merged text as plain text.
+    the fork, and then the merged text as plain text. APAR (vllm/vllm/engine/llm_engine.py:404-420) goes on after the
+    fork at the position where a thread starts, too.
     """
     found: Counter[tuple[int, str]] = Counter()
     regions: list[list[int]] = []  # position of the fork, and of the end of the longest path
     at, plain, closing = 0, 0, dialect.branch[1] + dialect.gap
-    tags = [*dialect.region, dialect.branch[0], closing]
+    tags = [*filter(None, dialect.region), dialect.branch[0], closing]
     for part in re.split(f"({'|'.join(map(re.escape, tags))})", text):
-        if part == dialect.region[0]:
+        if part == dialect.region[0] and dialect.positions != "separate":
             regions.append([])
-        if part == dialect.branch[0]:
+        if part == dialect.branch[0] and dialect.positions == "separate":
+            regions.append([at, at])
+        elif part == dialect.branch[0]:
             regions[-1] = regions[-1] or [at, at]
             at = regions[-1][0]
         found += places(part, at)
         if dialect.positions == "reencode" and at != plain:
             found += places(part, plain)
         at, plain = at + len(part), plain + len(part)
-        if part == closing:
+        if part == closing and dialect.positions == "separate":
+            at = regions.pop()[0]
+        elif part == closing:
             regions[-1][1] = at = plain if dialect.positions == "reencode" else max(at, regions[-1][1])
-        elif part == dialect.region[1]:
+        elif part and part == dialect.region[1]:
             regions.pop()
     return found
 
@@ -141,16 +157,21 @@ def test_texts_of_a_paper_are_written_as_they_are_and_stand_where_its_code_place
     for prompt, text, forks in zip(PROMPTS, texts, out.forks, strict=False):
         trained += placed(ParallelExample.from_text(text, TOKENIZER, name, prompt))
         paths = all_paths(forks)
-        numbers = re.findall(f"{dialect.branch[0]}\n([0-9.]+):", text)
-        assert [path.number for path in paths] == (numbers or ["1", "2"] * (len(paths) // 2))
+        numbers = re.findall(f"{re.escape(dialect.branch[0])}\n([0-9.]+):", text)
+        if name == "apar":  # numbered in the order in which they begin
+            assert sorted(path.number for path in paths) == [str(index) for index in range(1, len(paths) + 1)]
+        else:
+            assert [path.number for path in paths] == (numbers or ["1", "2"] * (len(paths) // 2))
         assert len(paths) == text.count(dialect.branch[0])
         assert all(path.text in text and path.ended_by == "tag" for path in paths)
     pairs = zip(PROMPTS, texts, strict=False)
     assert trained == sum((public_places(prompt + text, dialect) for prompt, text in pairs), Counter())
     ran = placed(ParallelExample.from_output(out))
-    assert not ran - trained
-    # the last token of a thread but the first is computed in the merged text only
-    assert [text for _, text in (trained - ran).elements()] == [">"] * "".join(texts).count("</Thread><Thread>")
+    twice = "]" * "".join(texts).count("[SplitMask]")  # the token before a fork, which both rows compute
+    assert "".join(text for _, text in (ran - trained).elements()) == twice
+    # Nothing sees the last token of a path of apar; that of a thread but the first is computed in the merged text only
+    unseen = sum("".join(texts).count(tags) for tags in ("</Thread><Thread>", "</s>"))
+    assert "".join(text for _, text in (trained - ran).elements()) == ">" * unseen
 
 
 def all_paths(forks: Sequence[Fork]) -> list[Path]:
@@ -159,6 +180,8 @@ def all_paths(forks: Sequence[Fork]) -> list[Path]:
 
 PLAN = "<Parallel>\n<Goal>\n<Outline>\n1: a\n</Outline>\n<Outline>\n2: b\n</Outline>\n</Goal>"
 MALFORMED = [
+    ("apar", "One.\n[SplitSop] two", "line 2: [SplitSop] must follow [SplitMask]", None),
+    ("apar", "It ends.</s>", "</s> closes nothing", None),
     ("multiverse", "No region.\n</Goal>\nSo.", None, None),
     ("multiverse", "<Parallel>\n<Goal>\nno outline\n</Goal>\n</Parallel>", None, "announces no path"),
     ("multiverse", "It ends.\n</Path>", "line 2: </Path> closes nothing", None),
@@ -211,6 +234,26 @@ def test_paths_without_a_closing_tag_get_it_and_outlines_of_the_same_number_anno
     out = run("multiverse", [[]], logits_processor=[player])
     assert out.transcripts == [text + "So."]
     assert [(path.number, path.ended_by) for path in all_paths(out.forks[0])] == [("1", "eos")]
+
+
+def test_a_path_of_apar_may_end_with_the_last_token_of_answers_and_streams_beside_its_text() -> None:
+    player, streamed = Player(), defaultdict(str)
+
+    class Streamer(hf_parallel.ParallelStreamer):
+        def write_row(self, row: int, text: str, event: str) -> None:
+            streamed[row] += text
+
+    fork = PROMPTS[0] + "One.[SplitMask]"
+    player.add(player.add(PROMPTS[0], "One.[SplitMask]") + "[SplitSop]", "two")
+    player.add(fork, " Three.")
+    out = run("apar", [[]], logits_processor=[player], streamer=Streamer())
+    assert out.transcripts == ["One.[SplitMask][SplitSop]two</s> Three."]
+    assert [(path.number, path.text, path.ended_by) for path in all_paths(out.forks[0])] == [
+        ("1", "[SplitSop]two</s>", "eos")
+    ]
+    assert out.sequences[0, -1] == tiny.EOS
+    assert streamed == {0: "One.[SplitMask] Three.", 1: "[SplitSop]two</s>"}
+    assert out.critical_path == [len("One.[SplitMask] Three.") + 1]
 
 
 SKELETON = "I look.\n####a:......\n####b b:......\n####%%%%"

@@ -57,6 +57,11 @@ def random_text(rng: random.Random, dialect: Dialect, depth: int = 0, prefix: st
     """Return a random answer, or the contents of a path, with forks in it."""
     word = lambda: "".join(rng.choices("abcdefgh ,", k=rng.randint(1, 9)))  # noqa: E731
     text = word()
+    if dialect.positions == "separate":
+        for _ in range(rng.randint(0, 3 - depth)):
+            path = random_text(rng, dialect, depth + 1)
+            text += f"{dialect.region[0]}{dialect.branch[0]}{path}{dialect.branch[1]}{word()}"
+        return text
     for _ in range(rng.choice([0, 1, 2][: 3 - depth]) if depth < (2 if dialect.is_nested else 1) else 0):
         numbers = [f"{prefix}{i + 1}" for i in range(rng.randint(1, 3) if dialect.outline else 2)]
         outlines = [f"{dialect.outline} {number}: {word()}\n" for number in numbers if dialect.outline]
@@ -101,10 +106,11 @@ def test_a_model_that_writes_a_text_gives_this_text_and_its_forks(name: str, see
         for text, prompt in zip(texts, PROMPTS, strict=True)
     ]
     ran, trained = placed(ParallelExample.from_output(out)), placed(ParallelExample.pack(examples))
-    assert not ran - trained
+    twice = ran - trained  # the token before a fork, where the text before it goes on beside the path
+    assert not twice or dialect.positions == "separate" and {token for _, token in twice} == {ord("]")}
     uncomputed = trained - ran  # the last token of a path that is computed again as plain text
     assert all(token == ord(">") for _, token in uncomputed)
-    assert not uncomputed or dialect.positions == "reencode"
+    assert not uncomputed or dialect.positions in ("reencode", "separate")
 
 
 def check_forks(tokens: list[int], forks: Sequence[Fork]) -> None:
@@ -121,12 +127,13 @@ def check_forks(tokens: list[int], forks: Sequence[Fork]) -> None:
 def random_call(rng: random.Random) -> dict[str, Any]:
     """Return a call in whose dialect single letters are tags, so that a random model forks now and then."""
     a, b, c, d = rng.sample("etaoinshrb", 4)
+    positions = rng.choice(["depth", "overlap", "reencode", "separate"])
     dialect = Dialect(
-        (a, b),
+        (a, "" if positions == "separate" else b),
         (c, d),
-        rng.choice(["depth", "overlap", "reencode"]),
+        positions,
         gap=rng.choice(["", "\n"]),
-        joined=rng.choice(["", "}}", "}"]),
+        joined="" if positions == "separate" else rng.choice(["", "}}", "}"]),
         opening=rng.choice(["", c + "{number}:", "\n" + c]),
         is_nested=rng.random() < 0.8,
     )
@@ -173,7 +180,7 @@ def test_random_calls_keep_their_budgets_and_equal_the_training_mask(seeds: rang
     assert sum(check_random_call(model, seed) for seed in seeds) > 2 * len(seeds)
 
 
-@pytest.mark.parametrize("name", sorted(ALL))
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"apar"}))
 def test_forced_forks_have_titles_by_the_model_and_equal_the_training_mask(name: str) -> None:
     dialect, model = ALL[name], hf_parallel.enable(small_model())
     ids, mask = tiny.left_pad([torch.tensor(encode(prompt)) for prompt in PROMPTS])

@@ -33,6 +33,8 @@ class Plan:
     """Tokens after the paths, which the model does not write."""
     source: str = ""
     """Text that the paths replace."""
+    is_separate: bool = False
+    """Whether the last path is the rest of the lane's text, and all begin with the token that ends `head`."""
 
 
 class Answer:
@@ -67,6 +69,7 @@ class Lane(Row):
         super().__init__(index, view, ids(opening), output_row=answer.output_row, writes=answer.writes)
         self.answer, self.parent, self.name = answer, parent, ""
         self.depth: int = 0 if parent is None else parent.depth + 1
+        self.is_rest = False  # whether it continues the text of its parent, which ends with it
         self.stage = SKELETON if parent is None else BRANCHES
         self.opening = list(opening)
         self.tokens = list(opening)
@@ -108,6 +111,11 @@ class Lane(Row):
     def uncached(self) -> list[Token]:
         """Tokens whose keys and values are not computed yet."""
         return self.tokens[self.block_from + self.block.length :]
+
+    @property
+    def path(self) -> Lane | None:
+        """The path whose text it writes; None if it is that of the answer."""
+        return self.parent and (self.parent.path if self.is_rest else self)
 
     def own_blocks(self) -> list[Block]:
         """Return a path's blocks after the fork."""
@@ -193,9 +201,28 @@ class Records:
         """Return the record of a fork whose paths become tokens `start` to `end` of the lane."""
         raise NotImplementedError
 
+    def moved(self, forks: Sequence[Any], offset: int) -> list[Any]:
+        """Return records of forks in a lane whose tokens begin `offset` tokens later."""
+        raise NotImplementedError
+
     def output(self, roots: Sequence[Lane]) -> tuple[type[ParallelOutput], dict[str, Any]]:
         """Return the class of the output, and its fields of records."""
         raise NotImplementedError
+
+
+def conclude(lane: Lane, records: Records) -> list[Token]:
+    """End a lane with a separate path, and with the rest of its text. Return the tokens that it gains."""
+    path, rest = lane.paths
+    _, *inside = path.tokens  # the first token of both ends the text before them
+    start, text = len(lane.tokens) + 1, [path.tokens[0], *inside, *rest.tokens[1:]]
+    path.tokens, path.forks = inside, records.moved(path.forks, -1)
+    lane.forks.append(records.record(lane, start, start + len(inside)))
+    lane.forks += records.moved(rest.forks, start + len(inside) - 1)
+    lane.steps += max(path.steps, rest.steps)
+    lane.answer.left += 1
+    lane.continue_after(text, lane.view, start + len(text))
+    lane.ended_by = rest.ended_by
+    return text
 
 
 def answer_log_probs(sampler: Sampler, answers: Sequence[Sequence[Token]]) -> torch.Tensor | None:

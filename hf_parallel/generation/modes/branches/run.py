@@ -25,7 +25,16 @@ from hf_parallel.generation.caller import warn_sequential
 from hf_parallel.generation.config import Generated
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.branches.forcing import FormatProcessor
-from hf_parallel.generation.modes.branches.lanes import Answer, Lane, Plan, Records, aligned, answer_log_probs, key_of
+from hf_parallel.generation.modes.branches.lanes import (
+    Answer,
+    Lane,
+    Plan,
+    Records,
+    aligned,
+    answer_log_probs,
+    conclude,
+    key_of,
+)
 from hf_parallel.generation.modes.branches.output import BRANCHES, CONTINUATION, STAGES, StageStats
 from hf_parallel.generation.modes.branches.settings import BranchSettings
 from hf_parallel.generation.modes.branches.token_text import (
@@ -41,14 +50,6 @@ from hf_parallel.generation.replay.config import replaying
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.streaming import FinalTokens
 from hf_parallel.generation.token_table import TokenTable
-
-BATCH_DEPENDENT = {
-    "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
-    "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
-    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
-    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
-}
-"""Processors that index the prompts of a call by row, with the arguments of `generate` that create them."""
 
 
 class BranchRun:
@@ -75,10 +76,8 @@ class BranchRun:
         if call.past_key_values is not None:
             raise ValueError(f"{config.mode} makes its own cache; past_key_values cannot be given")
         self.positions = config.positions
-        config.check_model(call)
+        config.check_call(call)
         for processor in call.logits_processor:
-            if name := BATCH_DEPENDENT.get(type(processor).__name__):
-                raise ValueError(f"{name} cannot be honoured by {config.mode}: branches are rows, but not prompts")
             if isinstance(processor, FormatProcessor):
                 processor.run = self
         self.config: BranchSettings = config
@@ -215,14 +214,14 @@ class BranchRun:
         self.show(lane, text)
         known = len(lane.text) - len(text)
         self.read(lane, text, ended)
-        parent = lane.parent
-        if parent is not None and (found := lane.find_end(self.ends, known)):
+        path = lane.path
+        if path and (found := lane.find_end(self.ends, known)):
             self._end(lane, found[1], found[0])
         elif ended:
             self._end(lane, "eos" if token in self.call.eos_token_ids else "criterion")
         elif self._fork(lane, known):
             return False
-        elif parent is not None and self.limit and lane.num_samples - parent.num_samples >= self.limit:
+        elif path and path.parent and self.limit and lane.num_samples - path.parent.num_samples >= self.limit:
             self._end(lane, "budget")
         return not lane.ended_by
 
@@ -325,7 +324,8 @@ class BranchRun:
         if plan is None:
             return False
         answer, count = lane.answer, len(plan.paths)
-        inserted = sum(len(first) for _, first in plan.paths) + len(plan.joined) + count * len(self.closing)
+        inserted = sum(len(first) for _, first in plan.paths) + len(plan.joined)
+        inserted += (count - plan.is_separate) * len(self.closing)
         left = answer.left + len(lane.own) - len(plan.head) - inserted
         if left < count + len(self.roots[answer.output_row].writing()) - 1:
             answer.fallback = "the budget is too small for the paths"
@@ -339,13 +339,17 @@ class BranchRun:
         views = self.cache.branch(lane.view, count, lane.position, left // count)
         rows = self.loop.sampler.fork(lane.index, count)
         for row, view, (name, first) in zip(rows, views, plan.paths, strict=True):
-            answer.num_paths += 1
             path = Lane(answer, row, view, first, lane)
-            path.name, path.output_row = name, answer.output_row + answer.num_paths * self.call.num_rows
             path.before = [*lane.before, *ids(lane.own), -2 - len(lane.paths)]
-            lane.paths.append(path)
             self.loop.table.extend(row, path.pending)
-            self.show(path, path.text, "begin")
+            if plan.is_separate and lane.paths:
+                path.is_rest, path.depth, path.fresh = True, lane.depth, lane.fresh
+                path.name, path.output_row = lane.name, lane.output_row
+            else:
+                answer.num_paths += 1
+                path.name, path.output_row = name, answer.output_row + answer.num_paths * self.call.num_rows
+                self.show(path, text_of(first[plan.is_separate :]), "begin")
+            lane.paths.append(path)
         written = chain(tail, *(first for _, first in plan.paths))
         self.stages[BRANCHES].computed_again += sum(id(token) in computed for token in written)
         return True
@@ -365,10 +369,12 @@ class BranchRun:
         lane.ended_by = cause
         if cause == "budget":
             self.call.record.truncated.add(lane.output_row)
-        if lane.parent is None:
+        if lane.path is None:
             self.end_answer(lane, cause)
         else:
             self._end_path(lane, cause, len(lane.text) if end is None else end)
+        if self.positions == "separate":  # no text sees it
+            lane.answer.free(self.cache.pool, lane.own_blocks())
         self.show(lane, b"", "end")
 
     def _end_path(self, path: Lane, cause: str, end: int) -> None:
@@ -396,7 +402,7 @@ class BranchRun:
         for path in lane.paths:
             self._join_ended(path)
         if lane.paths and not any(path.writing() for path in lane.paths):
-            self._join(lane)
+            (self._conclude if self.positions == "separate" else self._join)(lane)
 
     def _join(self, lane: Lane) -> None:
         """Join the paths of a lane: with their keys and values, or as tokens that are computed again."""
@@ -424,6 +430,11 @@ class BranchRun:
         lane.continue_after(text, view, block_from)
         self.loop.table.extend(lane.index, ids(text))
         self.show(lane, text_of(text), "join")
+
+    def _conclude(self, lane: Lane) -> None:
+        """End a lane with the rest of its text, which follows the path that was written beside it."""
+        self.loop.table.extend(lane.index, ids(conclude(lane, self.records)))
+        lane.answer.free(self.cache.pool, lane.own_blocks())
 
     def _placed(self, lane: Lane) -> list[Any]:
         """Return the view of a lane that sees its paths where they are, or one after the other."""

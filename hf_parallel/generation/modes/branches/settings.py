@@ -29,6 +29,15 @@ class BranchRows(ModeRows[ConfigT]):
         return f"{self.style.unit.capitalize()} {index}" if index else "Answer"
 
 
+BATCH_DEPENDENT = {
+    "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
+    "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
+    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+}
+"""Processors that index the prompts of a call by row, with the arguments of `generate` that create them."""
+
+
 @dataclass
 class BranchSettings(ReplayConfig[OutputT]):
     """Settings of an answer with branches: see the configs of the modes."""
@@ -62,8 +71,11 @@ class BranchSettings(ReplayConfig[OutputT]):
         """The setting that gives the positions, in error messages."""
         return f"positions={self.positions!r}"
 
-    def check_model(self, call: GenerationCall) -> None:
-        """Raise `UnsupportedModelError` if a model cannot place branches in this way."""
+    def check_call(self, call: GenerationCall) -> None:
+        """Raise `UnsupportedModelError` if a model cannot place branches in this way, `ValueError` for a processor."""
+        for processor in call.logits_processor:
+            if name := BATCH_DEPENDENT.get(type(processor).__name__):
+                raise ValueError(f"{name} cannot be honoured by {self.mode}: branches are rows, but not prompts")
         if reason := self._why_not(call, self.positions):
             raise UnsupportedModelError(f"{self.positions_setting} {reason}: use 'reencode'")
 
@@ -71,7 +83,7 @@ class BranchSettings(ReplayConfig[OutputT]):
         name, found = type(call.model).__name__, call.capabilities
         if positions == "overlap" and found.rotary is None:
             return f"rotates keys to other positions ({found.why_no_rotation})"
-        if positions != "reencode" and found.mixers:
+        if positions in ("depth", "overlap") and found.mixers:
             return f"gives rows more than one sequence in order, but {name} keeps a state in {found.mixers[0].name}"
         if positions == "depth" and found.has_window:
             return f"lets paths share positions, but the sliding windows of {name} count tokens"
