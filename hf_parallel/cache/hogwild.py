@@ -33,6 +33,7 @@ class Workspace:
     gap: Block  # between the current steps of other workers
     pending_steps: list[Block] = field(default_factory=list)  # ended steps not yet moved into `history`
     step_workers: list[int] = field(default_factory=list)  # worker of each ended step; -1: written by no worker
+    replaced: dict[Block, Block] = field(default_factory=dict)  # by pending step whose tokens are computed again
     views: dict[int, list[Block]] = field(default_factory=dict)  # by worker; cleared when the blocks change
 
     @property
@@ -115,18 +116,27 @@ class HogwildCache(SharedPrefixCache):
         space.step_workers.append(-1)
         return block
 
-    def end_step(self, space: Workspace, worker: int) -> None:
-        """Append a worker's current step to the history and start a new one."""
-        block = self.pool.new_block(STEP_CAPACITY)
+    def end_step(self, space: Workspace, worker: int, num_again: int = 0) -> Block:
+        """Append a worker's current step to the history and start a new one. Return the block of the ended step.
+
+        `num_again`: the length of an empty block that takes its place, for its tokens to be computed again.
+        """
+        step, block = space.workers[worker], self.pool.new_block(STEP_CAPACITY)
+        if num_again:
+            again = self.pool.new_block(num_again)
+            space.replaced[again], step = step, again
         space.views.clear()
-        space.pending_steps.append(space.workers[worker])
+        space.pending_steps.append(step)
         space.step_workers.append(worker)
         space.workers[worker] = block
+        return step
 
     def move_ended(self, space: Workspace, count: int | None = None) -> None:
         """Move the first `count` pending steps (default: all) into the history block, with keys rotated."""
         for _ in range(len(space.pending_steps) if count is None else count):
             step, *pending = space.pending_steps
+            if step in space.replaced:
+                self.pool.free(space.replaced.pop(step))
             self.pool.move(step, space.history)
             space.views.clear()
             space.pending_steps = pending

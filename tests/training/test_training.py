@@ -112,6 +112,7 @@ def fork_join(positions: str) -> dict[str, Any]:
 PDOS = {"opening": "", "titles": ["a", "b"], "branch_max_new_tokens": 6, "max_new_tokens": 80}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     **{layout: ("hogwild", {"layout": layout, "num_workers": 3, "max_new_tokens": 60}) for layout in LAYOUTS},
+    "steps computed again": ("hogwild", {"step_move": "reencode", "num_workers": 3, "max_new_tokens": 60}),
     "early finisher": ("hogwild", {"num_workers": 2, "max_new_tokens": 12, "finisher_tokens": 5}),
     **{join: ("pdos", {**PDOS, "join": join}) for join in ("reencode", "rotate")},
     **{mode: (mode, {}) for mode in ("self_consistency", "skeleton_of_thought")},

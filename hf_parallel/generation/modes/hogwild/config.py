@@ -78,6 +78,12 @@ class HogwildConfig(HogwildSettings):
         Text between the steps of two others.
     step_prefix : str
         Beginning of every step; may contain `{name}` and `{step}`.
+    step_move : str
+        `rotate`: the keys of a finished step are rotated to its place in the history. `reencode`: its tokens are
+        computed again there, without the others' unfinished steps that they had seen (the ablation of appendix E.1).
+        Steps of the `contiguous` layout do not move.
+    openings : list of str, optional
+        First words of each worker, after the prefix of its first step.
     separator : str
         Ends a step when it follows one of `sentence_ends` outside a code block.
     sentence_ends : list of str
@@ -145,7 +151,7 @@ class HogwildConfig(HogwildSettings):
         checks = min(steps, self.num_workers * new // self.redundancy_interval)
         workers = self.num_workers * (2 * (new + prefix) + count(self.separator))
         inserted = sum(map(count, (*self.headers, self.control_prompt, self.finisher_prompt)))
-        inserted += checks * count(self.redundancy_prompt)
+        inserted += checks * count(self.redundancy_prompt) + sum(map(count, self.openings or ()))
         group = inserted + workers + self.finisher_tokens
         positions = max_positions(call.model.config)
         longest = max(map(len, call.prompts)) + new

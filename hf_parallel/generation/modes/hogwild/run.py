@@ -76,7 +76,8 @@ class HogwildRun:
 
     def __init__(self, config: HogwildSettings, call: GenerationCall) -> None:
         needed = (*map(config.step_prefix_of, config.names), config.finisher_prompt)
-        check_vocabulary(call, (*config.headers, config.separator, config.redundancy_prompt), needed)
+        texts = (*config.headers, config.separator, config.redundancy_prompt, *(config.openings or ()))
+        check_vocabulary(call, texts, needed)
         if config.control_prompt:
             check_vocabulary(call, (config.control_prompt,), needed=YES_NO)
         if call.capabilities.rotary is None:

@@ -45,6 +45,8 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
     step_gap: str = "\n\n"
     step_prefix: str = "**{name} [{step}]:**"
     separator: str = "\n\n"
+    step_move: str = "rotate"
+    openings: Sequence[str] | None = None
     sentence_ends: Sequence[str] = (".", "!", "?", '."', '!"', '?"', ".)", "\\]", "$$", "。", "！", "？")
     code_fence: str = "```"
     redundancy_prompt: str = "Let me check: is somebody else already doing what I am doing (yes/no)?"
@@ -75,10 +77,12 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
         headers = ("history_header", "others_header", "own_header", "step_gap")
         for name in (*headers, "code_fence", "redundancy_prompt", "control_prompt", "finisher_prompt"):
             check_text(name, getattr(self, name))
-        if self.own_headers is not None:
-            check_texts("own_headers", self.own_headers)
-            if len(self.own_headers) != self.num_workers:
-                raise ValueError(f"own_headers must be {self.num_workers} texts, got {self.own_headers!r}")
+        for name, texts in (("own_headers", self.own_headers), ("openings", self.openings)):
+            if texts is not None:
+                check_texts(name, texts)
+                if len(texts) != self.num_workers:
+                    raise ValueError(f"{name} must be {self.num_workers} texts, got {texts!r}")
+        check_choice("step_move", self.step_move, ("rotate", "reencode"))
         check_int("control_interval", self.control_interval, at_least=1)
         if self.control_prompt and (self.num_workers < 2 or self.layout == "interleaved"):
             raise ValueError(

@@ -86,17 +86,15 @@ class Worker(Row):
         """Stop the worker. A finished step joins the history; an unfinished one stays visible in the worker's block."""
         if self.stopped:
             return
-        group, block = self.group, self.group.space.workers[self.number]
+        group = self.group
         self.stopped = True
         self._record(finished)
         self._show("", "end")
         if finished and group.config.has_steps:
-            if not self.current.text.endswith(group.config.separator):
-                tokens = group.encode(group.config.separator)
-                self.pending += tokens
-                group.inserted_tokens += len(tokens)
-            group.cache.end_step(group.space, self.number)
-        group.writes.add(block, self.pending)
+            separator = group.config.separator
+            self._join_history([] if self.current.text.endswith(separator) else group.encode(separator))
+        else:
+            group.writes.add(group.space.workers[self.number], self.pending)
 
     def current_step(self, finished: bool = False) -> Step:
         """Return a copy of the worker's current step."""
@@ -108,6 +106,8 @@ class Worker(Row):
         group = self.group
         self._step += 1
         prefix = group.config.step_prefix_of(self.name, self._step) + group.redundancy_prompt()
+        if self._step == 1 and group.config.openings is not None:
+            prefix += group.config.openings[self.number]
         self.current = IncrementalDetokenizer(group.call.tokenizer)
         self._generated = ""
         self.pending = list(pending)
@@ -116,13 +116,18 @@ class Worker(Row):
 
     def _end_step(self) -> None:
         """Move the step to the history. The next pass computes the KV of its last token."""
-        group = self.group
         self._record(finished=True)
-        if group.config.has_steps:
-            group.writes.add(group.space.workers[self.number], self.pending)
-            group.cache.end_step(group.space, self.number)
+        if self.group.config.has_steps:
+            self._join_history()
             self.pending = []
         self._begin_step(self.pending)
+
+    def _join_history(self, end: Sequence[int] = ()) -> None:
+        """Append the step and the tokens `end` to the history. The next pass computes the tokens that it lacks."""
+        group, again = self.group, self.group.config.step_move == "reencode"
+        tokens = [*(self.current.tokens if again else self.pending), *end]
+        group.inserted_tokens += len(tokens) - len(self.pending)
+        group.writes.add(group.cache.end_step(group.space, self.number, len(tokens) if again else 0), tokens)
 
     def _record(self, finished: bool) -> None:
         self.group.history.append(self.current_step(finished))

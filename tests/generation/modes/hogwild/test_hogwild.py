@@ -14,7 +14,7 @@ import tiny
 import torch
 from dense import DenseOracle
 from transformers import LogitsProcessor, PreTrainedModel
-from workers import SETTINGS, Recording, check_against
+from workers import SETTINGS, TOKENIZER, Recording, check_against
 
 import hf_parallel
 from hf_parallel.cache.hogwild import LAYOUTS
@@ -36,6 +36,8 @@ EVERY_SETTING: dict[str, Any] = {
     "own_headers": ["first\n", "second\n", "third\n"],
     "step_gap": "\n",
     "step_prefix": "{name}: ",
+    "step_move": "reencode",
+    "openings": ["A", "B", "C"],
     "separator": "\n",
     "sentence_ends": [".", "。"],
     "code_fence": "~~~",
@@ -142,6 +144,22 @@ def test_the_logits_of_the_mode_equal_the_dense_oracle(layout: str, num_workers:
     finished = sum(step.forward_pass is not None for history in out.history for step in history)
     assert finished > 2 * num_workers
     assert (len(recording.moved) > 50) == (layout != "contiguous")  # a growing block moves its tokens, too
+
+
+@pytest.mark.parametrize("layout", ["combined", "interleaved"])
+def test_steps_that_are_computed_again_see_the_history_alone(layout: str) -> None:
+    """The logits equal a dense recomputation in which a finished step is text after the steps before it."""
+    model = dense.in_float64(tiny.build("starcoder2"), num_layers=2)
+    settings = {**SETTINGS, **BUSY, "layout": layout, "num_workers": 3, "logits_processor": [StepsEnd(4)]}
+    recording, distance, out = generate(model, tiny.make_prompts([17])[0][None], **settings, step_move="reencode")
+    assert distance < 1e-9
+    ended = [step.tokens for step in out.history[0] if step.forward_pass is not None]
+    computed = {(*segment.tokens,): segment.seen for one in recording.passes for segment in one.segments}
+    seen = TOKENIZER.decode(tiny.make_prompts([17])[0].tolist()) + SETTINGS["history_header"]
+    assert len(ended) > 6
+    for tokens in ended[:-3]:  # the last ones may end with the call
+        seen += TOKENIZER.decode(tokens)
+        assert computed[(*tokens,)] == seen
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -83,6 +83,7 @@ def test_another_seed_leaves_the_cached_passes_and_continues_exactly(layout: str
         {"eos_token_id": [ord("e"), ord("t"), ord("o")], "stop_on_answer": "all"},
         {"do_sample": False},
         {"prefill_chunk_size": 8},
+        {"step_move": "reencode"},
         {"output_logits": True, "output_scores": True},
     ],
     ids=lambda settings: next(iter(settings)),

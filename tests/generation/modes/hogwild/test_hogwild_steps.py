@@ -64,6 +64,13 @@ def test_each_layout_shows_the_steps_of_appendix_a(layout: str, seen_by_alice: s
     assert recording.passes[-1].seen[-2:] == [seen_by_alice, seen_by_bob]
 
 
+def test_openings_follow_the_first_step_prefix() -> None:
+    out = write("a.\n\nb", "c", openings=["Hi! ", "I agree: "])
+    assert steps(out) == [("Alice 1: Hi! a.\n\n", True), ("Alice 2: b", False), ("Bob 1: I agree: cxxxx", False)]
+    with pytest.raises(ValueError, match="openings must be 2 texts"):
+        write("a", "b", openings=["Hi!"])
+
+
 def test_the_redundancy_prompt_begins_the_next_step_after_the_interval() -> None:
     """Counted over all workers: the first to end a step 10 tokens after the last prompt gets the next one."""
     out = write("aaa.\n\nbbbbb.\n\nc", "dd.\n\nee.\n\nf", redundancy_interval=10, redundancy_prompt="Again? ")
