@@ -5,7 +5,7 @@ fixed length. Fully replayed samples are excluded. All methods keep keys and val
 in the logits that they keep:
 
 - `none`: no logits;
-- `single path`: logits of the last decoded sequence, as in the paper;
+- `single path`, `single path hotspot`: logits of the last decoded sequence, replayed as in the paper's two settings;
 - `stepwise`, `hotspot`: logits of every sequence so far, which also provide draft tokens.
 
 The overhead of a cache without hits is measured for a new one (`cold`) and for one full of other states (`no hits`).
@@ -30,12 +30,14 @@ from .measure import timed
 
 SIZES: dict[str, Any] = {"puzzles": 2, "samples": 16, "length": 100, "temperatures": (0.2, 0.4, 0.6, 0.8, 1.0)}
 SIZES |= {"baseline_samples": 4, "overhead_rounds": 7}
-"""Samples per state include the first decode, samples of `none` and `single path` do not."""
+"""Samples per state include the first decode; the baselines are `none` and the ways of a single path."""
 QUICK: dict[str, Any] = {"puzzles": 1, "samples": 6, "length": 6, "temperatures": (0.2, 0.8), "overhead_rounds": 2}
 NUCLEUS = 0.9
 """Value of `top_p` in the runs that use it."""
-WAYS = ("none", "single path", "stepwise", "hotspot")
+SINGLE = ("single path", "single path hotspot")
+WAYS = ("none", *SINGLE, "stepwise", "hotspot")
 MORE: dict[str, dict[str, Any]] = {"single path": {"draft_tokens": 0}, "hotspot": {"replay": "hotspot"}}
+MORE["single path hotspot"] = MORE["single path"] | MORE["hotspot"]
 """Settings per method. The cache of the paper provides no draft tokens."""
 TARGETS = (
     ("stepwise", "at least", 1.8, "stepwise: mean speed-up over no cache"),
@@ -76,7 +78,9 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     ]
     speed_ups = {way: [r[way]["speed_up"] for r in results if r[way]["speed_up"]] for way in WAYS[1:]}
     means = {way: statistics.mean(values) for way, values in speed_ups.items() if values}
-    return {"results": results, "speed_up": means, "overhead": {"ratios": overhead}, "ratios": means | overhead}
+    hits = {way: statistics.mean(r[way]["hit_ratio"] for r in results if r[way]["samples"]) for way in means}
+    found = {"results": results, "speed_up": means, "hit_ratio": hits, "overhead": {"ratios": overhead}}
+    return found | {"ratios": means | overhead}
 
 
 def sample(
@@ -94,7 +98,7 @@ def sample(
                 continue
             given = {"past_key_values": held[way], "seed": seed, **settings, **MORE.get(way, {})}
             seconds, output = call(model, ids, sizes.length, caches.get(way), **given)
-            if way == "single path":
+            if way in SINGLE:
                 caches[way].keep_last_path()
             if seed and output.stats.replayed_tokens == sizes.length:
                 into[way].whole += 1
@@ -137,6 +141,7 @@ def summary(measured: dict[str, Measured], length: int) -> dict[str, Any]:
         if speed_ups:
             found[way] |= {
                 "mean_tokens_per_second": statistics.mean(length / took for took in of.seconds.values()),
+                "median_tokens_per_second": length / statistics.median(of.seconds.values()),
                 "speed_up": statistics.mean(speed_ups),
                 "median_speed_up": statistics.median(speed_ups),
                 "hit_ratio": statistics.mean(of.replayed) / length,
