@@ -50,6 +50,16 @@ class Delta:
         """Replace the text by the parts of a reply that it has completed."""
         self.text, self.reasoning, self.calls = parsed.content, parsed.reasoning, parsed.calls
 
+    def append(self, delta: Delta) -> None:
+        """Append a later delta of the same choice."""
+        self.text += delta.text
+        self.reasoning += delta.reasoning
+        self.calls += delta.calls
+        self.logged += delta.logged
+        self.row = delta.row or self.row
+        self.finish_reason, self.record, self.error = delta.finish_reason, delta.record, delta.error
+        self.prompt = delta.prompt
+
 
 class Answers:
     """Reads the choices of one submission. `first` is the index of its first choice in the response."""
@@ -84,14 +94,7 @@ class Answers:
     def _whole(self, output: ParallelOutput) -> list[Delta]:
         choices = [Delta(self.first + index) for index in range(self.submission.choices)]
         for delta in self._all(output):
-            choice = choices[delta.index - self.first]
-            choice.text += delta.text
-            choice.reasoning += delta.reasoning
-            choice.calls += delta.calls
-            choice.logged += delta.logged
-            choice.row = delta.row or choice.row
-            choice.finish_reason, choice.record, choice.error = delta.finish_reason, delta.record, delta.error
-            choice.prompt = delta.prompt
+            choices[delta.index - self.first].append(delta)
         return choices
 
     def _all(self, output: ParallelOutput) -> Iterator[Delta]:

@@ -34,6 +34,13 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SMALL_BODY = 1 << 14  # bytes of a body that is read, tokenized and submitted in milliseconds
+BODIES: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponseBody,
+    "/v1/score": ScoreBody,
+}
+"""Bodies of the requests that run the model, by path."""
 POOL_THREADS = 2  # threads for small bodies, and as many for larger ones
 
 
@@ -85,32 +92,22 @@ def create_app(
     app = FastAPI(title="hf_parallel", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.metrics = server.metrics
     app.add_middleware(Gate, limits=limits, api_keys=api_keys, hosts=hosts, on_response=server.metrics.add_response)
-    for kind in (APIError, HTTPException, Exception):
-        app.add_exception_handler(kind, server.error_response)
+    for error in (APIError, HTTPException, Exception):
+        app.add_exception_handler(error, server.error_response)
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await server.respond(ChatBody, request)
+    for path, kind in BODIES.items():
+        app.add_api_route(path, partial(server.respond, kind), methods=["POST"], name=path)
+    for other in (TokenizeBody, DetokenizeBody):
+        app.add_api_route(other.path, partial(server.answer, other), methods=["POST"], name=other.path)
 
-    @app.post("/v1/completions")
-    async def complete(request: Request) -> Response:
-        return await server.respond(CompletionBody, request)
-
-    @app.post("/v1/responses")
-    async def respond(request: Request) -> Response:
-        return await server.respond(ResponseBody, request)
-
-    @app.post("/v1/score")
-    async def score(request: Request) -> Response:
-        return await server.respond(ScoreBody, request)
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        return await server.answer(TokenizeBody, request)
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        return await server.answer(DetokenizeBody, request)
+    @app.get("/v1/responses/{name}")
+    @app.delete("/v1/responses/{name}")
+    async def kept(name: str, request: Request) -> Response:
+        if request.query_params:
+            raise APIError(400, "kept responses are returned whole, without options", next(iter(request.query_params)))
+        is_read = request.method == "GET"
+        found, _ = server.conversations.find(request.scope["cache_salt"], name, keep=is_read)
+        return json_response(found if is_read else {"id": name, "object": "response", "deleted": True})
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -175,10 +172,9 @@ class _Server:
     def _writer(self, body: Body, salt: str) -> Writer:
         if isinstance(body, ResponseBody):
 
-            def keep(name: str, text: str) -> None:
+            def keep(response: dict[str, Any], answer: dict[str, Any]) -> None:
                 if body.store is not False:
-                    answer = {"role": "assistant", "content": text}
-                    self.conversations.add(salt, name, [*body.messages, answer])
+                    self.conversations.add(salt, response, [*body.messages, answer])
 
             return ResponseWriter(self.model, body, self.engine.tokenizer, keep)
         if isinstance(body, ScoreBody):

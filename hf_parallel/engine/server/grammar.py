@@ -22,9 +22,9 @@ class JSONProcessor(LogitsProcessor):
     """Restricts rows to texts that match a JSON schema, without whitespace between its parts, or a grammar.
 
     `schema` is the schema, or a text: a grammar of `call_grammar`. `vocabulary` is the size of the model's vocabulary,
-    `begin` the length of the prompt. A row ends if its text does not match yet and no token can continue it; `error_of`
-    says why. Raises `ValueError` if the schema is invalid, not supported or too costly, or the tokenizer is not a fast
-    one, and `ImportError` without llguidance.
+    `begin` the length of the prompt, `field` the name of the request's field in errors. A row ends if its text does not
+    match yet and no token can continue it; `error_of` says why. Raises `ValueError` if the schema is invalid, not
+    supported or too costly, or the tokenizer is not a fast one, and `ImportError` without llguidance.
     """
 
     keeps_rows = False
@@ -36,17 +36,18 @@ class JSONProcessor(LogitsProcessor):
         vocabulary: int,
         eos_token_ids: list[int],
         begin: int,
+        field: str = "response_format",
     ) -> None:
         from llguidance import LLMatcher
 
         if isinstance(schema, str):
-            self._field, grammar = "tools", LLMatcher.grammar_from_lark(schema)
+            grammar = LLMatcher.grammar_from_lark(schema)
         else:
-            self._field, text = "response_format", json.dumps(schema)
+            text = json.dumps(schema)
             if error := error_of(text):
-                raise ValueError(f"response_format holds a schema that is not supported: {error}")
+                raise ValueError(f"{field} holds a schema that is not supported: {error}")
             grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
-        self.begin, self.ends = begin, [token for token in eos_token_ids if token < vocabulary]
+        self._field, self.begin, self.ends = field, begin, [token for token in eos_token_ids if token < vocabulary]
         self._first = LLMatcher(_grammar_tokenizer(tokenizer, vocabulary, tuple(eos_token_ids)), grammar)
         self._matchers: dict[tuple[int, ...], Any] = {}  # by the new tokens of a row
         self._errors: dict[tuple[int, ...], str] = {}  # by the new tokens of a row that ended with an error

@@ -1,67 +1,162 @@
-"""`/v1/responses`: OpenAI's Responses over the same path as chats. Conversations of the last responses are kept."""
+"""`/v1/responses`: OpenAI's Responses over the same path as chats. The last responses are kept."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import PrivateAttr, Tag, field_validator
+from pydantic import PrivateAttr, Tag, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
+from hf_parallel.engine.server import schema
 from hf_parallel.engine.server.answers import Delta
 from hf_parallel.engine.server.errors import APIError, to_json
 from hf_parallel.engine.server.responses import Writer
-from hf_parallel.engine.server.schema import Body, Count, Id, Items, Message, Prompt, Text, one_of
+from hf_parallel.engine.server.schema import Body, Count, Effort, Id, Items, Part, Prompt, Text
+from hf_parallel.generation.arguments import encode
 
+JSONObject: TypeAlias = dict[str, Any]
+Keep: TypeAlias = Callable[[JSONObject, JSONObject], None]
 MAX_KEPT = 256
-"""Conversations that are kept."""
+"""Responses that are kept."""
 MAX_CHARACTERS = 1 << 26
-"""Characters of all of them, as JSON: they hold images."""
+"""Characters of all of them and their conversations, as JSON: they hold images."""
+PARTS = {**dict.fromkeys(("input_text", "output_text", "reasoning_text"), "text"), "input_image": "image_url"}
+"""Types of parts in chats, by their type here."""
+ITEMS: dict[str, tuple[str, str, JSONObject]] = {
+    "message": ("msg", "output_text", {"type": "output_text", "text": "", "annotations": [], "logprobs": []}),
+    "reasoning": ("rs", "reasoning_text", {"type": "reasoning_text", "text": ""}),
+    "function_call": ("fc", "function_call_arguments", {}),
+}
+"""By type of an item: the prefix of its id, the name of its events, and its content."""
+CUT = ("length", "error")  # reasons for the end of an item that is not complete
+ECHOED: JSONObject = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id")),
+    **dict.fromkeys(("reasoning", "temperature", "top_p", "user")),
+    **{"parallel_tool_calls": True, "store": True, "text": {"format": {"type": "text"}}},
+    **{"tool_choice": "auto", "tools": [], "truncation": "disabled"},
+}
+"""Fields of a request that its response repeats, with their defaults."""
 
 
-class InputMessage(Message):
-    """Message of a conversation. Earlier answers bring an `id` and a `status`, which are not used."""
+class Item(schema.Message):
+    """Item of a conversation: a message, reasoning, a call or its output. `id` and `status` are not used."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     id: Text | None = None
     status: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_message(cls, given: Any) -> Any:
+        """Give items that are no messages the form that they have in chats."""
+        kind, item = given.get("type") if isinstance(given, dict) else None, given
+        if kind == "function_call":
+            item = {"role": "assistant", **given}
+            call = {"id": item.pop("call_id", None), "function": {n: item.pop(n, None) for n in ("name", "arguments")}}
+            item["tool_calls"] = [call]
+        elif kind == "function_call_output":
+            item = {"role": "tool", **given}
+            item["tool_call_id"], item["content"] = item.pop("call_id", None), item.pop("output", None)
+        elif kind == "reasoning":
+            item = {"role": "assistant", **given, "content": given.get("content") or ""}
+        return item
 
     @field_validator("content", mode="before")
     @classmethod
     def _as_in_chats(cls, content: object) -> object:
-        """Give parts of the types input_text, output_text and input_image the form that they have in chats."""
+        """Give parts the types and the form that they have in chats."""
         parts = []
         for part in content if isinstance(content, list) else []:
             given = part if isinstance(part, dict) else {}
-            kind = {"input_text": "text", "output_text": "text", "input_image": "image_url"}.get(str(given.get("type")))
+            kind = PARTS.get(str(given.get("type")))
             url = {"image_url": {"url": given["image_url"]}} if "image_url" in given else {}
             parts.append({**given, "type": kind, **url} if kind else part)
         return parts if isinstance(content, list) else content
 
+    def to_chat(self) -> JSONObject:
+        """See `Message.to_chat`."""
+        chat = super().to_chat()
+        return {**chat, "content": "", "reasoning_content": chat["content"]} if self.type == "reasoning" else chat
 
-class ResponseBody(Body):
+
+class FlatTool(schema.Function):
+    """A tool, or the choice of one."""
+
+    type: Literal["function"]
+
+    @property
+    def function(self) -> schema.Function:
+        """The function itself."""
+        return self
+
+
+class FlatFormat(schema.JSONSchema):
+    """Format of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+    @property
+    def json_schema(self) -> schema.JSONSchema:
+        """The schema itself."""
+        return self
+
+
+class Reasoning(Part):
+    """Options of the reasoning. There are no summaries: the response holds the reasoning itself."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+
+
+class TextOptions(Part):
+    """Options of the text."""
+
+    format: FlatFormat | None = None
+
+
+class ResponseBody(schema.ConversationBody):
     """Body of `/v1/responses`."""
 
     prompt_field: ClassVar = "input"
+    format_field: ClassVar = "text"
+    effort_field: ClassVar = "reasoning"
     input: Annotated[
-        Annotated[Text, Tag("a text")] | Annotated[Items[InputMessage], Tag("a list")],
-        one_of("a text or a list of messages"),
+        Annotated[Text, Tag("a text")] | Annotated[Items[Item], Tag("a list")],
+        schema.one_of("a text or a list of items"),
     ]
     instructions: Text | None = None
     max_output_tokens: Count | None = None
+    max_tool_calls: Count | None = None  # of tools that the server runs: it has none
     previous_response_id: Id | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    tools: schema.Tools[FlatTool] | None = None
+    tool_choice: schema.Choice[FlatTool] | None = None
     truncation: Literal["disabled"] | None = None
-    _history: list[dict[str, Any]] = PrivateAttr(default_factory=list)
+    _history: list[JSONObject] = PrivateAttr(default_factory=list)
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation so far. Instructions of earlier responses do not apply, and are not in it."""
-        given = self.input
-        own = [{"role": "user", "content": given}] if isinstance(given, str) else [one.to_chat() for one in given]
-        return [*self._history, *own]
+    def messages(self) -> list[JSONObject]:
+        """The conversation so far. Instructions of earlier responses do not apply, and are not in it.
+
+        Reasoning, text and calls that follow each other are one message of the assistant.
+        """
+        given, messages = self.input, list(self._history)
+        own = [{"role": "user", "content": given}] if isinstance(given, str) else [item.to_chat() for item in given]
+        for new in own:
+            last = messages[-1] if messages else {}
+            if last.get("role") == new["role"] == "assistant" and "reasoning_content" not in new:
+                calls = [*last.get("tool_calls", ()), *new.get("tool_calls", ())]
+                if "tool_calls" in new or not (last["content"] or calls):
+                    new = {**messages.pop(), **new, "content": last["content"] or new["content"]}
+                    new |= {"tool_calls": calls} if calls else {}
+            messages.append(new)
+        return messages
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -72,116 +167,150 @@ class ResponseBody(Body):
     @property
     def budget(self) -> int | None:
         """See `Body.budget`. Raises `ValueError` for fields of chats that have another name here."""
-        for name in ("max_tokens", "stream_options", "prompt_logprobs", "response_format"):
+        for name in ("max_tokens", "prompt_logprobs", "reasoning_effort", "response_format"):
             if name in self.model_fields_set:
                 raise ValueError(f"{name} is no field of /v1/responses")
         return self.max_output_tokens
 
+    @property
+    def answer_format(self) -> FlatFormat | None:
+        """See `Body.answer_format`."""
+        return None if self.text is None else self.text.format
+
+    @property
+    def effort(self) -> Effort | None:
+        """See `ConversationBody.effort`."""
+        return None if self.reasoning is None else self.reasoning.effort
+
 
 class Conversations:
-    """Conversations of the last responses, by id. Clients that share no cached prefixes share no conversations."""
+    """The last responses with their conversations, by id. Clients that share no cached prefixes share no responses."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], str] = OrderedDict()  # as JSON
+        self._kept: OrderedDict[tuple[str, str], str] = OrderedDict()  # response and messages, as JSON
         self._lock = threading.Lock()
 
-    def add(self, salt: str, name: str, messages: list[dict[str, Any]]) -> None:
-        """Keep a conversation, instead of those that were used least recently."""
+    def add(self, salt: str, response: JSONObject, messages: list[JSONObject]) -> None:
+        """Keep a response, instead of those that were used least recently."""
         with self._lock:
-            self._kept[salt, name] = to_json(messages)
+            self._kept[salt, response["id"]] = to_json([response, messages])
             while len(self._kept) > MAX_KEPT or sum(map(len, self._kept.values())) > MAX_CHARACTERS:
                 self._kept.popitem(last=False)
+
+    def find(self, salt: str, name: str, field: str | None = None, keep: bool = True) -> tuple[JSONObject, list[Any]]:
+        """Return a response and its conversation. Raises an error of `field` if it is not kept."""
+        with self._lock:
+            if (found := self._kept.pop((salt, name), None)) is None:
+                message = f"there is no response {name[:200]!r}: the server keeps the last {MAX_KEPT}"
+                raise APIError(404, message, field, f"{'previous_' if field else ''}response_not_found")
+            if keep:
+                self._kept[salt, name] = found  # as the one used last
+        response, messages = json.loads(found)
+        return response, messages
 
     def resume(self, salt: str, body: Body) -> None:
         """Give a body the conversation that it continues."""
         if isinstance(body, ResponseBody) and body.previous_response_id is not None:
-            with self._lock:
-                if (found := self._kept.get(key := (salt, body.previous_response_id))) is not None:
-                    self._kept.move_to_end(key)
-            if found is None:
-                message = f"there is no response {body.previous_response_id!r}: the server keeps the last {MAX_KEPT}"
-                raise APIError(404, message, "previous_response_id", "previous_response_not_found")
-            body._history = json.loads(found)
+            _, body._history = self.find(salt, body.previous_response_id, "previous_response_id")
 
 
 class ResponseWriter(Writer):
-    """Writes a response, or its events. Each answer is a message; `keep` receives the id and the first answer."""
+    """Writes a response, or its events. `keep` receives the response, and the first answer as a message of a chat."""
 
-    def __init__(
-        self, model: str, body: ResponseBody, tokenizer: PreTrainedTokenizerBase, keep: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, model: str, body: ResponseBody, tokenizer: PreTrainedTokenizerBase, keep: Keep) -> None:
         super().__init__(model, True, tokenizer)
-        self._keep, self._number, self._found = keep, 0, dict[int, Delta]()
+        self._keep, self._numbers, self._items = keep, count(), list[JSONObject]()
+        self._answers = dict[int, Delta]()  # by choice
+        self._open = dict[int, JSONObject]()  # by choice, the item that it writes
         self._id = str(self.head["id"]).replace("chatcmpl-", "resp_")
-        names = ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "metadata")
-        own = {name: getattr(body, name) for name in names}
-        fixed: dict[str, object] = {
-            "error": None,
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
-            "truncation": "disabled",
-        }
         self._body = {"id": self._id, "object": "response", "created_at": self.head["created"], "model": model}
-        self._body |= {**own, **fixed, "store": body.store is not False, "output": [], "usage": None}
+        given = body.model_dump(include={*ECHOED}, by_alias=True)
+        self._body |= {name: ECHOED[name] if value is None else value for name, value in given.items()}
+        self._body |= {"error": None, "incomplete_details": None, "output": [], "usage": None}
 
-    def whole(self, choices: Sequence[Delta], usage: dict[str, object]) -> dict[str, object]:
-        """Return the body of a response."""
-        self._keep(self._id, choices[0].text)
-        is_cut = any(choice.finish_reason == "length" for choice in choices)
-        counts = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-        }
-        status: dict[str, object] = {"status": "incomplete" if is_cut else "completed", "usage": counts}
-        status["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
-        return {**self._body, **status, "output": [self._item(choice) for choice in choices]}
+    def whole(self, choices: Sequence[Delta], usage: JSONObject) -> JSONObject:
+        """Return the body of a response. `choices` are those that `events` has not received."""
+        for choice in choices:
+            list(self._write(choice))
+        answers = [self._answers[index] for index in sorted(self._answers)]
+        errors = [{"code": "server_error", "message": answer.error} for answer in answers if answer.error is not None]
+        is_cut = any(answer.finish_reason == "length" for answer in answers)
+        thought = sum(len(encode(self.tokenizer, answer.reasoning)) for answer in answers if answer.reasoning)
+        counts = {"input_tokens": usage["prompt_tokens"], "input_tokens_details": usage["prompt_tokens_details"]}
+        counts |= {"output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": thought}}
+        counts["total_tokens"] = usage["total_tokens"]
+        response = {**self._body, "output": self._items, "usage": counts, "error": errors[0] if errors else None}
+        response["status"] = "failed" if errors else "incomplete" if is_cut else "completed"
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        self._keep(response, _as_message(answers[0]))
+        return response
 
-    def events(self, delta: Delta, is_first: bool) -> list[dict[str, object]]:
-        """Return the events of new text, after those that begin the response and the message."""
-        place = {"output_index": delta.index, "content_index": 0, "item_id": f"msg_{self._id}_{delta.index}"}
-        found: list[dict[str, object]] = []
-        if not self._found:
-            begun = {**self._body, "status": "in_progress"}
-            found += [
-                {"type": "response.created", "response": begun},
-                {"type": "response.in_progress", "response": begun},
-            ]
-        if is_first:
-            self._found[delta.index] = Delta(delta.index)
-            item = self._item(self._found[delta.index], [], "in_progress")
-            found.append({"type": "response.output_item.added", "output_index": delta.index, "item": item})
-            found.append({"type": "response.content_part.added", "part": _part(""), **place})
-        whole = self._found[delta.index]
-        whole.text += delta.text
-        if delta.text:
-            found.append({"type": "response.output_text.delta", "delta": delta.text, "logprobs": [], **place})
-        if delta.finish_reason is not None:
-            whole.finish_reason = delta.finish_reason
-            found.append({"type": "response.output_text.done", "text": whole.text, "logprobs": [], **place})
-            found.append({"type": "response.content_part.done", "part": _part(whole.text), **place})
-            item = self._item(whole)
-            found.append({"type": "response.output_item.done", "output_index": delta.index, "item": item})
-        return [self._numbered(event) for event in found]
+    def events(self, delta: Delta, is_first: bool) -> list[JSONObject]:
+        """Return the events of what is new in a choice, after those that begin the response."""
+        kinds = () if self._answers else ("created", "in_progress")
+        begun = [{"type": f"response.{kind}", "response": {**self._body, "status": "in_progress"}} for kind in kinds]
+        return [{**event, "sequence_number": next(self._numbers)} for event in [*begun, *self._write(delta)]]
 
-    def usage_chunk(self, usage: dict[str, object]) -> dict[str, object]:
+    def usage_chunk(self, usage: JSONObject) -> JSONObject:
         """Return the last event, which holds the whole response."""
-        response = self.whole([self._found[index] for index in sorted(self._found)], usage)
-        return self._numbered({"type": f"response.{response['status']}", "response": response})
+        response = self.whole([], usage)
+        name = f"response.{response['status']}"
+        return {"type": name, "response": response, "sequence_number": next(self._numbers)}
 
-    def _numbered(self, event: dict[str, object]) -> dict[str, object]:
-        self._number += 1
-        return {**event, "sequence_number": self._number - 1}
+    def _write(self, delta: Delta) -> Iterator[JSONObject]:
+        """Add what is new to the items of a choice, and yield its events."""
+        answer = self._answers.setdefault(delta.index, Delta(delta.index))
+        answer.append(delta)
+        is_empty = delta.finish_reason is not None and not (answer.text or answer.calls)
+        if delta.reasoning:
+            yield from self._add(delta.index, "reasoning", delta.reasoning, summary=[], content=[])
+        if delta.text or is_empty:
+            yield from self._add(delta.index, "message", delta.text, role="assistant", content=[])
+        for call in delta.calls:
+            own = {"call_id": call.id, "name": call.name, "arguments": ""}
+            yield from self._add(delta.index, "function_call", call.arguments, **own)
+        if delta.finish_reason is not None:
+            yield from self._close(delta.index, "incomplete" if delta.finish_reason in CUT else "completed")
 
-    def _item(self, choice: Delta, content: list[object] | None = None, status: str = "") -> dict[str, object]:
-        status = status or ("incomplete" if choice.finish_reason == "length" else "completed")
-        content = [_part(choice.text)] if content is None else content
-        item = {"id": f"msg_{self._id}_{choice.index}", "type": "message", "role": "assistant", "status": status}
-        return {**item, "content": content}
+    def _add(self, choice: int, kind: str, text: str, **fields: object) -> Iterator[JSONObject]:
+        """Append text to the item that a choice writes, or to a new one: of another kind, or a call."""
+        prefix, streamed, part = ITEMS[kind]
+        if choice not in self._open or self._open[choice]["type"] != kind or not part:
+            yield from self._close(choice)
+            name = f"{prefix}_{self._id}_{choice}_{len(self._items)}"
+            item: JSONObject = {"id": name, "type": kind, "status": "in_progress", **fields}
+            self._open[choice] = item
+            self._items.append(item)
+            yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": {**item}}
+            if part:
+                item["content"] = [{**part}]
+                yield {"type": "response.content_part.added", "part": part, **self._place(item)}
+        item = self._open[choice]
+        holder, name = (item["content"][0], "text") if part else (item, "arguments")
+        holder[name] += text
+        if text:
+            yield {"type": f"response.{streamed}.delta", "delta": text, **self._place(item)}
+
+    def _close(self, choice: int, status: str = "completed") -> Iterator[JSONObject]:
+        """End the item that a choice writes."""
+        if (item := self._open.pop(choice, None)) is not None:
+            item["status"], (_, streamed, _), place = status, ITEMS[item["type"]], self._place(item)
+            for part in item.get("content", ()):
+                yield {"type": f"response.{streamed}.done", "text": part["text"], **place}
+                yield {"type": "response.content_part.done", "part": part, **place}
+            if "arguments" in item:
+                own = {"name": item["name"], "arguments": item["arguments"]}
+                yield {"type": f"response.{streamed}.done", **own, **place}
+            yield {"type": "response.output_item.done", "output_index": place["output_index"], "item": item}
+
+    def _place(self, item: JSONObject) -> JSONObject:
+        place = {"output_index": self._items.index(item), "item_id": item["id"]}
+        return place | ({"content_index": 0, "logprobs": []} if "content" in item else {})
 
 
-def _part(text: str) -> dict[str, object]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _as_message(answer: Delta) -> JSONObject:
+    """Return an answer as a message of a chat."""
+    functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in answer.calls]
+    calls = [{**call.to_dict(), "function": own} for call, own in zip(answer.calls, functions, strict=True)]
+    more = {"reasoning_content": answer.reasoning, "tool_calls": calls}
+    return {"role": "assistant", "content": answer.text} | {name: value for name, value in more.items() if value}

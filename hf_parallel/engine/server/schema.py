@@ -132,17 +132,18 @@ class Function(Part):
 
 
 class Tool(Part):
-    """A tool of a request."""
+    """A tool of a request, or the choice of one."""
 
     type: Literal["function"]
     function: Function
 
 
-class ToolChoice(Part):
-    """Choice of one tool."""
-
-    type: Literal["function"]
-    function: Function
+Tools = Annotated[list[T], Field(fail_fast=True, max_length=MAX_TOOLS)]
+Choice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("a text")] | Annotated[T, Tag("an object")],
+    one_of("auto, none, required or a function", lambda value: _kind(value) or "an object"),
+]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class CalledFunction(Part):
@@ -174,7 +175,7 @@ class Message(Part):
         | None
     ) = None
     name: Text | None = None  # of the participant or tool
-    tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_calls: Tools[Call] | None = None
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
 
@@ -206,7 +207,7 @@ class StreamOptions(Part):
 class JSONSchema(Part):
     """A JSON schema, whose answer is to match it."""
 
-    definition: dict[str, object] = Field(alias="schema")
+    definition: dict[str, object] | None = Field(None, alias="schema")
     name: Text | None = None
     description: Text | None = None
     strict: Flag | None = None
@@ -220,9 +221,10 @@ class ResponseFormat(Part):
 
 
 class Body(BaseModel):
-    """Fields of both kinds of requests."""
+    """Fields of all kinds of requests."""
 
     prompt_field: ClassVar[str]  # name of the field that holds the prompts
+    format_field: ClassVar = "response_format"  # name of the field that holds the format of the answer
     model_config = ConfigDict(extra="allow")
 
     model: Text
@@ -280,6 +282,11 @@ class Body(BaseModel):
         return self.n or 1
 
     @property
+    def answer_format(self) -> Any:
+        """Format of an answer, with the fields of `ResponseFormat`; None: any text."""
+        return self.response_format
+
+    @property
     def budget(self) -> int | None:
         """Maximum number of new tokens of an answer, if it is given."""
         return getattr(self, "max_completion_tokens", None) or self.max_tokens
@@ -300,30 +307,27 @@ class Body(BaseModel):
         return getattr(self, "logprobs", None)
 
 
-class ChatBody(Body):
-    """Body of `/v1/chat/completions`."""
+class ConversationBody(Body):
+    """Fields of requests whose answers may reason and call tools."""
 
-    prompt_field: ClassVar = "messages"
-    messages: Items[Message]
-    max_completion_tokens: Count | None = None
-    logprobs: Flag | None = None
-    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["auto", "none", "required"], Tag("a text")] | Annotated[ToolChoice, Tag("an object")],
-            one_of("auto, none, required or a function", lambda value: _kind(value) or "an object"),
-        ]
-        | None
-    ) = None
+    effort_field: ClassVar = "reasoning_effort"  # name of the field that holds the effort
+    reasoning_effort: Effort | None = None
+    tools: Any = None
+    tool_choice: Any = None
+
+    @property
+    def effort(self) -> str | None:
+        """Effort of the reasoning, if it is given."""
+        return self.reasoning_effort
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """Tools that the answer may call. Raises `ValueError` for a choice of tools that were not given."""
-        choice, tools = self.tool_choice, [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        if isinstance(choice, ToolChoice):
-            tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+        choice, functions = self.tool_choice, [tool.function for tool in self.tools or ()]
+        if not isinstance(choice, str | None):
+            functions = [function for function in functions if function.name == choice.function.name]
+        own = [function.model_dump(exclude={"type"}, exclude_none=True) for function in functions]
+        tools = [{"type": "function", "function": function} for function in own]
         if self.must_call and not tools:
             raise ValueError(f"tool_choice must be none or auto, or name one of the tools, got {choice!r:.200}")
         return [] if choice == "none" else tools
@@ -332,6 +336,18 @@ class ChatBody(Body):
     def must_call(self) -> bool:
         """Whether the answer has to be a call."""
         return self.tool_choice not in (None, "none", "auto")
+
+
+class ChatBody(ConversationBody):
+    """Body of `/v1/chat/completions`."""
+
+    prompt_field: ClassVar = "messages"
+    messages: Items[Message]
+    max_completion_tokens: Count | None = None
+    logprobs: Flag | None = None
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    tools: Tools[Tool] | None = None
+    tool_choice: Choice[Tool] | None = None
 
     @property
     def top_logprobs_wanted(self) -> int | None:

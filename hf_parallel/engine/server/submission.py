@@ -20,7 +20,7 @@ from hf_parallel.engine.server.images import chat_texts, encode_chat
 from hf_parallel.engine.server.limits import Limits
 from hf_parallel.engine.server.replies import Reply, ReplySpec, write_tools
 from hf_parallel.engine.server.reply_formats import reply_format
-from hf_parallel.engine.server.schema import Body, ChatBody, Prompt
+from hf_parallel.engine.server.schema import Body, ConversationBody, Prompt
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.log_probs import TopLogProbs
@@ -39,8 +39,8 @@ SAMPLING = (
 )
 """Fields of a body that are settings of `generate`, with the same names."""
 UNSUPPORTED = (
-    *("audio", "echo", "function_call", "functions", "modalities", "prediction"),
-    *("suffix", "tool_choice", "tools", "verbosity", "web_search_options"),
+    *("audio", "background", "conversation", "echo", "function_call", "functions", "include", "modalities"),
+    *("prediction", "suffix", "tool_choice", "tools", "verbosity", "web_search_options"),
 )
 """Fields of OpenAI that are not supported; values in `NEUTRAL` are accepted."""
 NEUTRAL: tuple[object, ...] = (None, False, "", "none", "auto", [], ["text"])
@@ -155,7 +155,7 @@ class Translator:
         return submission
 
     def _reply(self, body: Body) -> ReplySpec | None:
-        if not isinstance(body, ChatBody) or not (body.callable_tools or self.format.thinks):
+        if not isinstance(body, ConversationBody) or not (body.callable_tools or self.format.thinks):
             return None
         return ReplySpec(self.format, body.callable_tools, 1 if body.parallel_tool_calls is False else None)
 
@@ -257,14 +257,14 @@ class Translator:
 
     def _with_tools(self, body: Body, chat: Chat) -> tuple[list[Any], dict[str, object]]:
         """Return a chat and the variables of its template, with the tools that the answer may call."""
-        tools = body.callable_tools if isinstance(body, ChatBody) else []
+        tools = body.callable_tools if isinstance(body, ConversationBody) else []
         self.check_length("tools", len(json.dumps(tools)))
         template, source = dict(body.chat_template_kwargs or {}), str(self.engine.tokenizer.chat_template)
-        if isinstance(body, ChatBody) and (effort := body.reasoning_effort) is not None:
+        if isinstance(body, ConversationBody) and (effort := body.effort) is not None:
             known = {"reasoning_effort": effort, ENABLE_THINKING: effort != "none"}
             read = {variable: value for variable, value in known.items() if variable in source}
             if not read and effort != "none":
-                raise APIError(400, f"the chat template has no variable for effort {effort!r}", "reasoning_effort")
+                raise APIError(400, f"the chat template has no variable for effort {effort!r}", body.effort_field)
             template |= read
         if not self.format.reads_tools:
             return write_tools(chat, tools), template
@@ -315,11 +315,11 @@ class Translator:
         processors: list[object] = []
         criteria: list[object] = []
         schema: dict[str, object] | str | None = _schema(body)
-        if isinstance(body, ChatBody) and body.must_call:
+        field_name = body.format_field
+        if isinstance(body, ConversationBody) and body.must_call:
             if schema is not None:
-                raise APIError(400, "response_format cannot be combined with a tool_choice of calls", "tool_choice")
-            schema = self._calls(body)
-        field_name = "tool_choice" if isinstance(schema, str) else "response_format"
+                raise APIError(400, f"{field_name} cannot be combined with a tool_choice of calls", "tool_choice")
+            schema, field_name = self._calls(body), "tool_choice"
         features = {field_name: schema, "logprobs": body.top_logprobs_wanted}
         features |= {"prompt_logprobs": body.prompt_logprobs, "echo": getattr(body, "echo", None) or None}
         for name, wanted in features.items():
@@ -329,7 +329,7 @@ class Translator:
             for name in BANNING:
                 if getattr(body, name):
                     raise APIError(400, f"{name} cannot be combined with {field_name}", name)
-            processors.append(self._json(schema, begin))
+            processors.append(self._json(schema, begin, field_name))
             submission.is_constrained = True
         if body.frequency_penalty or body.presence_penalty:
             penalties = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
@@ -352,7 +352,7 @@ class Translator:
         if criteria:
             submission.arguments["stopping_criteria"] = criteria
 
-    def _calls(self, body: ChatBody) -> str:
+    def _calls(self, body: ConversationBody) -> str:
         """Return the grammar of an answer that has to call tools."""
         if not self.format.call:
             message = "the model writes arguments in a format without a grammar: tool_choice must be auto or none"
@@ -360,16 +360,15 @@ class Translator:
         several = body.parallel_tool_calls is not False and body.tool_choice == "required"
         return call_grammar(self.format.call, body.callable_tools, several, self.engine.tokenizer)
 
-    def _json(self, schema: dict[str, object] | str, begin: int) -> JSONProcessor:
+    def _json(self, schema: dict[str, object] | str, begin: int, name: str) -> JSONProcessor:
         model, tokenizer = self.engine.model, self.engine.tokenizer
         ends = model.generation_config.eos_token_id
         ends = [tokenizer.eos_token_id] if ends is None else ends
         ends = ends if isinstance(ends, list) else [ends]
         try:
-            return JSONProcessor(schema, tokenizer, vocabulary_size(model), ends, begin)
+            return JSONProcessor(schema, tokenizer, vocabulary_size(model), ends, begin, name)
         except ImportError as error:
-            message = "response_format needs llguidance, which the server has not installed"
-            raise APIError(400, message, "response_format") from error
+            raise APIError(400, f"{name} needs llguidance, which the server has not installed", name) from error
 
 
 def _padded(prompts: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
@@ -385,11 +384,11 @@ def _padded(prompts: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch
 
 def _schema(body: Body) -> dict[str, object] | None:
     """Return the JSON schema of the answer; None: any text."""
-    given = body.response_format
+    given = body.answer_format
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":
         return {"type": "object"}
-    if given.json_schema is None:
-        raise APIError(400, "response_format of the type json_schema needs the field json_schema", "response_format")
+    if given.json_schema is None or given.json_schema.definition is None:
+        raise APIError(400, f"{body.format_field} of the type json_schema needs a schema", body.format_field)
     return given.json_schema.definition

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ openai = pytest.importorskip("openai")
 from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
+from hf_parallel.engine.server.answers import Delta  # noqa: E402
+from hf_parallel.engine.server.replies import ToolCall  # noqa: E402
+from hf_parallel.engine.server.responses_api import ResponseBody, ResponseWriter  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,8 +62,10 @@ def test_events_add_up_to_the_response(client: Any, settings: dict[str, Any]) ->
         "response.output_item.added",
     ]
     assert events[-1].type == f"response.{whole.status}"
-    assert events[-1].response.output_text == whole.output_text
-    for index, item in enumerate(whole.output):
+    streamed = events[-1].response.output
+    texts = [sorted(item.content[0].text for item in output) for output in (streamed, whole.output)]
+    assert texts[0] == texts[1]  # answers are in the order in which they begin
+    for index, item in enumerate(streamed):
         own = [event for event in events if getattr(event, "output_index", None) == index]
         text = "".join(event.delta for event in own if event.type == "response.output_text.delta")
         assert text == item.content[0].text
@@ -89,6 +95,106 @@ def test_a_previous_response_is_continued_from_the_cache(server: Served, client:
         assert raised.value.param == "previous_response_id"
 
 
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Köln", "Oslo"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+ASK: dict[str, Any] = {"model": MODEL, "input": "How is the weather?", "max_output_tokens": 100, "temperature": 0}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_a_call_is_streamed_and_its_output_is_sent_back(server: Served, client: Any, choice: Any) -> None:
+    pytest.importorskip("llguidance")
+    given = {**ASK, "tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
+    answer = client.responses.create(**given)
+    (call,) = answer.output
+    assert (call.type, call.name, call.status, answer.output_text) == ("function_call", "weather", "completed", "")
+    assert json.loads(call.arguments)["city"] in ("Köln", "Oslo")
+    assert (answer.tool_choice, answer.tools[0].name) == (choice, "weather") or answer.tool_choice.name == "weather"
+    with client.responses.stream(**given) as stream:
+        events = list(stream)
+    assert [event.type.removeprefix("response.") for event in events] == [
+        *("created", "in_progress", "output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done", "completed"),
+    ]
+    assert events[3].snapshot == events[4].arguments == call.arguments
+    assert events[-1].response.output[0].arguments == call.arguments
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Snow."}
+    rest = {"tools": [TOOL], "store": False}
+    after = client.responses.create(**{**ASK, "input": [output]}, previous_response_id=answer.id, **rest)
+    said = {"type": "message", "role": "user", "content": ASK["input"]}
+    again = client.responses.create(**{**ASK, "input": [said, call.to_dict(), output]}, **rest)
+    assert (again.output_text, again.usage.input_tokens) == (after.output_text, after.usage.input_tokens)
+    chat = [{"role": "user", "content": ASK["input"]}, {"role": "assistant", "content": None, "tool_calls": []}]
+    chat[1]["tool_calls"] = [
+        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": call.arguments}}
+    ]
+    nested = {"type": "function", "function": {name: TOOL[name] for name in ("name", "parameters", "strict")}}
+    same = client.chat.completions.create(
+        model=MODEL,
+        messages=[*chat, {"role": "tool", "tool_call_id": "1", "content": "Snow."}],
+        **{"tools": [nested], "max_tokens": 100, "temperature": 0},
+    )
+    assert same.choices[0].message.content == after.output_text
+
+
+def test_text_has_the_format_of_a_schema(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    definition = TOOL["parameters"]
+    form = {"type": "json_schema", "name": "place", "schema": definition, "strict": True}
+    answer = client.responses.create(**ASK, text={"format": form})
+    assert json.loads(answer.output_text)["city"] in ("Köln", "Oslo")
+    assert answer.text.format.schema_ == definition
+
+
+def test_reasoning_text_and_calls_are_items_of_one_message(server: Served) -> None:
+    kept: list[Any] = []
+    body = ResponseBody(model=MODEL, input="a", tools=[TOOL])
+    writer = ResponseWriter(MODEL, body, server.engine.tokenizer, lambda *given: kept.append(given))
+    call = ToolCall(0, "weather", '{"city": "Oslo"}')
+    deltas = [Delta(0, reasoning="I "), Delta(0, reasoning="ask."), Delta(0, "Wait."), Delta(0, calls=[call])]
+    deltas.append(Delta(0, finish_reason="tool_calls"))
+    events = [event for delta in deltas for event in writer.events(delta, delta is deltas[0])]
+    usage = {"prompt_tokens": 1, "prompt_tokens_details": {}, "completion_tokens": 9, "total_tokens": 10}
+    response = writer.usage_chunk(usage)["response"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert response["output"] == done
+    assert [(item["type"], item["status"]) for item in done] == [
+        *(("reasoning", "completed"), ("message", "completed"), ("function_call", "completed"))
+    ]
+    assert done[0]["content"] == [{"type": "reasoning_text", "text": "I ask."}]
+    tokens = response["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert tokens == len(server.engine.tokenizer("I ask.", add_special_tokens=False)["input_ids"])
+    assert [event["delta"] for event in events if event["type"].endswith("text.delta")] == ["I ", "ask.", "Wait."]
+    ((_, message),) = kept
+    again = ResponseBody(
+        model=MODEL, input=[*done, {"type": "function_call_output", "call_id": call.id, "output": "x"}]
+    )
+    assert again.messages == [message, {"role": "tool", "tool_call_id": call.id, "content": "x"}]
+
+
+def test_kept_responses_are_found_and_deleted(server: Served, client: Any) -> None:
+    answer = client.responses.create(**{**ASK, "max_output_tokens": 5}, instructions="Be brief.")
+    assert client.responses.retrieve(answer.id).to_dict() == answer.to_dict()
+    other = openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0)
+    for call in (other.responses.retrieve, other.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            call(answer.id)
+    with pytest.raises(openai.BadRequestError, match="without options"):
+        client.responses.retrieve(answer.id, stream=True)
+    client.responses.delete(answer.id)
+    for call in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            call(answer.id)
+
+
 @pytest.mark.parametrize(
     ("field", "body"),
     [
@@ -96,7 +202,18 @@ def test_a_previous_response_is_continued_from_the_cache(server: Served, client:
         ("input", {"input": []}),
         ("input", {"input": [{"type": "item_reference", "id": "x"}]}),
         ("max_tokens", {"input": "a", "max_tokens": 5}),
-        ("tools", {"input": "a", "tools": [{"type": "function", "name": "f"}]}),
+        ("input", {"input": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}]}]}),
+        ("input", {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "[]"}]}),
+        ("input", {"input": [{"type": "function_call_output", "call_id": "1"}]}),
+        ("tools", {"input": "a", "tools": [{"type": "web_search"}]}),
+        ("tools", {"input": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("tool_choice", {"input": "a", "tool_choice": {"type": "function", "name": "f"}}),
+        ("reasoning", {"input": "a", "reasoning": {"effort": "high"}}),
+        ("text", {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}),
+        ("text", {"input": "a", "text": {"format": {"type": "json_schema", "schema": {"$ref": "#/none"}}}}),
+        ("text", {"input": "a", "text": {"verbosity": "low"}}),
+        ("background", {"input": "a", "background": True}),
+        ("reasoning_effort", {"input": "a", "reasoning_effort": "none"}),
         ("truncation", {"input": "a", "truncation": "auto"}),
         ("unknown", {"input": "a", "unknown": 1}),
     ],
