@@ -114,6 +114,16 @@ def test_large_problems_equal_the_oracle(problem: str, dtype: str, head_dim: int
     assert check(problem, dtype, DEVICE, head_dim) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 128), ("float16", 64), ("bfloat16", 256)])
+@pytest.mark.parametrize("problem", ["tree", "prefill"])
+def test_the_flash_attn_package_equals_the_oracle(
+    problem: str, dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("flash_attn")
+    monkeypatch.setenv("HF_PARALLEL_BACKEND", "flash")
+    assert check(problem, dtype, DEVICE, head_dim) <= TOLERANCE[dtype]
+
+
 # Whole calls, in float32
 
 

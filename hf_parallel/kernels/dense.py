@@ -1,20 +1,24 @@
 """Dense attention that also returns the log-sum-exp, computed by the fastest kernel available on the device.
 
 PyTorch's fused kernels serve most calls. On a GPU, FlashAttention serves calls without a mask: the flash-attn package
-where it is installed, PyTorch's own otherwise. cuDNN computes long prefills if PyTorch prefers it on that GPU. Calls
-that no fused kernel supports (for example with soft-capping) are computed by plain matrix products.
+where it is installed (version 3 on Hopper GPUs), PyTorch's own otherwise. cuDNN computes long prefills if PyTorch
+prefers it on that GPU. Calls that no fused kernel supports (such as with soft-capping) are plain matrix products.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+BACKEND_VARIABLE, FLASH = "HF_PARALLEL_BACKEND", "flash"
 FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALIGNED_BYTES = 16
 """Alignment of heads that PyTorch's fused kernels require on a GPU: head dimensions of 8 in half precision."""
@@ -47,7 +51,8 @@ def dense_attention(
             out, lse = dense_attention(q, k, v, mask, causal, scale, softcap)
             return out[..., :dim], lse
         if mask is None and flash_supports(q):
-            if q.shape[2] * k.shape[2] >= CUDNN_SCORES and _cudnn_is_preferred(q, k, v, causal, scale):
+            is_large = q.shape[2] * k.shape[2] >= CUDNN_SCORES and os.environ.get(BACKEND_VARIABLE) != FLASH
+            if is_large and _cudnn_is_preferred(q, k, v, causal, scale):
                 out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
                 return out, lse.squeeze(-1)
             return _flash(q, k, v, causal, scale)
@@ -80,18 +85,21 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse, _ = function(q, k, v, softmax_scale=scale, causal=causal, return_attn_probs=True)
+    out, lse, *_ = function(q, k, v, softmax_scale=scale, causal=causal, return_attn_probs=True)
     return out.transpose(1, 2), lse
 
 
 @lru_cache
-def flash_package() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-    """Return `flash_attn_func` of the flash-attn package; None if it is not installed."""
-    try:
-        from flash_attn import flash_attn_func
-    except ImportError:
-        return None
-    return flash_attn_func
+def flash_package() -> Callable[..., tuple[Tensor, ...]] | None:
+    """Return `flash_attn_func` of FlashAttention 3, on GPUs that it supports, or 2; None if it is not installed."""
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    for name in ("flash_attn_interface", "flash_attn")[not is_hopper :]:
+        try:
+            module: Any = importlib.import_module(name)
+        except ImportError:
+            continue
+        return module.flash_attn_func  # type: ignore[no-any-return]
+    return None
 
 
 def _repeat_heads(q: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

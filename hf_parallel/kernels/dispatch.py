@@ -1,6 +1,7 @@
 """Selection of the backend of block attention, once per layer's storage.
 
-`HF_PARALLEL_BACKEND` (`torch` or `triton`) overrides the choice; the backend it names must be available.
+`HF_PARALLEL_BACKEND` (`flash`, `torch` or `triton`) overrides the choice; the backend it names must be available.
+With `flash`, the flash-attn package computes all prefills that it can, and all else is chosen as without the variable.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_parallel.kernels.dense import flash_package
+from hf_parallel.kernels.dense import BACKEND_VARIABLE, FLASH, flash_package
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.storage import CompactStorage
 from hf_parallel.kernels.torch_attention import TorchBackend
 
-BACKEND_VARIABLE = "HF_PARALLEL_BACKEND"
-
-_NAMES = ("torch", "triton")
+_NAMES = ("flash", "torch", "triton")
 _LEAST_CAPABILITY = (8, 0)
 _logger = logging.get_logger(__name__)
 
@@ -65,7 +64,9 @@ def select_backend(device: torch.device | str | None = None) -> str:
 
 @lru_cache
 def _select(name: str, device: torch.device, interpreted: bool) -> str:
-    if not name:
+    if name == FLASH and (reason := _flash_unavailable(device)):
+        raise ValueError(f"{BACKEND_VARIABLE}={FLASH} cannot be used on {device}: {reason}")
+    if name in ("", FLASH):
         return "triton" if device.type == "cuda" and not _triton_unavailable(device, interpreted) else "torch"
     if name not in _NAMES:
         raise ValueError(f"{BACKEND_VARIABLE} must be one of {list(_NAMES)}, got {name!r}")
@@ -116,7 +117,7 @@ def backend_for(keys: Tensor, values: Tensor) -> TorchBackend:
         triton_attention = importlib.import_module(".triton.attention", __package__)
         reason = triton_attention.unsupported_reason(keys, values)
         if not reason:
-            is_chosen = bool(os.environ.get(BACKEND_VARIABLE))
+            is_chosen = os.environ.get(BACKEND_VARIABLE) == "triton"
             return triton_attention.TritonBackend(is_chosen)  # type: ignore[no-any-return]
         _logger.warning_once(f"block attention uses PyTorch's kernels instead of Triton's: {reason}")
     return TorchBackend()

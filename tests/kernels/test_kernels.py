@@ -138,7 +138,7 @@ def test_backend_variable_selects_and_an_unknown_name_raises(monkeypatch: pytest
     monkeypatch.setenv(BACKEND_VARIABLE, "")
     assert select_backend("cpu") == "torch"
     monkeypatch.setenv(BACKEND_VARIABLE, "cudnn")
-    with pytest.raises(ValueError, match=r"HF_PARALLEL_BACKEND must be one of .*torch.*triton.*'cudnn'"):
+    with pytest.raises(ValueError, match=r"HF_PARALLEL_BACKEND must be one of .*flash.*torch.*triton.*'cudnn'"):
         select_backend()
 
 

@@ -120,13 +120,32 @@ def test_selecting_triton_where_it_cannot_run_raises_the_reason(monkeypatch: pyt
         select_backend("cpu")
 
 
+def test_flash_computes_prefills_alone_and_raises_where_it_cannot_run(
+    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BACKEND_VARIABLE, "flash")
+    with pytest.raises(ValueError, match="HF_PARALLEL_BACKEND=flash cannot be used on cpu: .*CUDA"):
+        select_backend("cpu")
+    gpu((9, 0))
+    monkeypatch.setenv(BACKEND_VARIABLE, "flash")
+    with pytest.raises(ValueError, match=r"cannot be used on cuda:5: .*pip install 'hf_parallel\[flash-attn\]'"):
+        select_backend("cuda:5")
+    for name in ("flash_attn", "flash_attn_interface"):  # versions 2 and 3
+        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
+        module.flash_attn_func = name
+        dense.flash_package.cache_clear()
+        assert dense.flash_package() == name
+    dense.flash_package.cache_clear()
+    assert select_backend("cuda:5") == "triton"
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
     """Pretends that the machine has a GPU of a compute capability, and Triton."""
 
     def pretend(capability: tuple[int, int]) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some GPU")
 
     monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
