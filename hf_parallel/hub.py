@@ -115,17 +115,14 @@ def push_to_hub(
     """
     (config, model), api = _mode_and_model(model_or_config, tokenizer), HfApi(token=token)
     with TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        _write(folder, repo_id, config, model, tokenizer)
-        url = api.create_repo(repo_id, private=private, exist_ok=True)
-        _write_card(folder, url.repo_id, config, model, tokenizer)  # with the full id
-        if api.file_exists(url.repo_id, CARD):
-            existing = Path(api.hf_hub_download(url.repo_id, CARD))
-            if CARD_MARK.encode() not in existing.read_bytes():
-                (folder / CARD).unlink()
+        full_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        _write(Path(temporary), full_id, config, model, tokenizer)
+        card = Path(api.hf_hub_download(full_id, CARD)).read_bytes() if api.file_exists(full_id, CARD) else None
+        if card is not None and CARD_MARK.encode() not in card:
+            Path(temporary, CARD).unlink()
         stale = None if model is None else list(WEIGHTS)
         return api.upload_folder(
-            repo_id=url.repo_id, folder_path=temporary, commit_message=commit_message, delete_patterns=stale
+            repo_id=full_id, folder_path=temporary, commit_message=commit_message, delete_patterns=stale
         )
 
 
@@ -212,11 +209,7 @@ def _write(folder: Path, name: str, config: ParallelConfig, model: Any, tokenize
     code = CODE_TEMPLATE.read_text(encoding="utf-8").format(mark=MARK, mode=config.mode, settings=settings)
     (folder / GENERATE).write_text(code, encoding="utf-8")
     (folder / REQUIREMENTS).write_text(f"hf_parallel>={version('hf_parallel')}\n", encoding="utf-8")
-    _write_card(folder, name, config, model, tokenizer)
-
-
-def _write_card(folder: Path, name: str, config: ParallelConfig, model: Any, tokenizer: Any) -> None:
-    """Write the README, whose code takes a model or tokenizer that is not exported from elsewhere."""
+    # The code of the README takes a model or tokenizer that is not exported from elsewhere.
     arguments = config.traits.example_arguments
     if model is None:
         arguments = {**arguments, "custom_generate": json.dumps(name), "trust_remote_code": "True"}

@@ -26,28 +26,25 @@ def run_graph(trace: RunTrace) -> str:
 
     Instances of one function are one node. Selected states are green, dropped ones dashed.
     """
-    names = instance_names(trace)
     lines = ["flowchart TD", *(f"classDef {name} {style}" for name, style in STYLES.items())]
-    ids = {name: f"a{index}" for index, name in enumerate(dict.fromkeys(names.values()))}
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    links: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    ids: dict[str, str] = {}  # of the nodes, by name of the function
+    links: Counter[tuple[str, str, str]] = Counter()
     for event in trace.events:
-        if event.agent not in names:
-            continue
-        counts[names[event.agent]].update({event.kind: 1, "token": event.data.get("tokens", 0)})
-        other = event.data["child"] if event.kind in _TO_CHILD else event.agent.rpartition("/")[0]
-        if event.kind in (*_TO_CHILD, "yield") and other in names:
-            links[names[event.agent], names[other]][event.kind] += 1
-    for name, node in ids.items():
-        number = Counter(names.values())[name]
-        words = [_count(number, "instance")]
-        units = {"gen": "generation", "token": "token", "tool": "tool call", "error": "error"}
-        words += [_count(counts[name][kind], unit) for kind, unit in units.items() if counts[name][kind]]
-        lines.append(f"{node}[{_label(name, ', '.join(words))}]")
-    for (begin, end), messages in links.items():
-        label = _label(", ".join(f"{kind} {number}" for kind, number in messages.items()))
-        lines.append(f"{ids[begin]} -->|{label}| {ids[end]}")
+        if event.agent:
+            name = _function(event.agent)
+            ids.setdefault(name, f"a{len(ids)}")
+            other = event.data["child"] if event.kind in _TO_CHILD else event.agent.rpartition("/")[0]
+            if event.kind in (*_TO_CHILD, "yield") and other:
+                ids.setdefault(_function(other), f"a{len(ids)}")
+                links[name, _function(other), event.kind] += 1
+    lines += [f"{node}[{_label(name)}]" for name, node in ids.items()]
+    lines += [f"{ids[begin]} -->|{kind} {number}| {ids[end]}" for (begin, end, kind), number in links.items()]
     return "\n".join([*lines, *_searches(trace)]) + "\n"
+
+
+def _function(agent: str) -> str:
+    """Return the function name of an agent instance: `gather` for `solve#0/gather#1`."""
+    return agent.rpartition("/")[2].partition("#")[0]
 
 
 def _searches(trace: RunTrace) -> Iterator[str]:
@@ -74,17 +71,6 @@ def _searches(trace: RunTrace) -> Iterator[str]:
         yield "end"
 
 
-def instance_names(trace: RunTrace) -> dict[str, str]:
-    """Return the function name of each agent instance, in order of appearance: `gather` for `solve#0/gather#1`."""
-    names: dict[str, str] = {}
-    for event in trace.events:
-        if event.agent:
-            names.setdefault(event.agent, event.agent.rpartition("/")[2].rpartition("#")[0] or event.agent)
-        if event.kind == "spawn":
-            names[event.data["child"]] = event.data["name"]
-    return names
-
-
 def render(trace: RunTrace) -> str:
     """Return a run as an HTML page: a column for each agent, and a card for each of its operations.
 
@@ -98,7 +84,7 @@ def render(trace: RunTrace) -> str:
 
 def _transcript(trace: RunTrace) -> Mapping[str, Any]:
     """Return a run as the plain data of a transcript, whose passes are the order of events."""
-    names = instance_names(trace)
+    agents = list(dict.fromkeys(event.agent for event in trace.events if event.agent))
     spans = [(float(event.data.get("begin", event.time)), event) for event in trace.events]
     ticks = {
         time: tick for tick, time in enumerate(sorted({time for begin, one in spans for time in (begin, one.time)}))
@@ -107,7 +93,7 @@ def _transcript(trace: RunTrace) -> Mapping[str, Any]:
     ends: dict[str, int] = {}  # last tick of each column
     cards = []
     for begin, event in sorted(spans, key=lambda span: span[0]):
-        if event.agent not in names or (words := _words(event)) is None:
+        if not event.agent or (words := _words(event)) is None:
             continue
         first, last = ticks[begin], ticks[event.time]
         lanes = (event.agent if lane == 1 else f"{event.agent}, {lane}" for lane in count(1))
@@ -116,11 +102,11 @@ def _transcript(trace: RunTrace) -> Mapping[str, Any]:
         place = columns.setdefault(column, len(columns))
         cards.append(Card(place, first, last, "end", words[0], [(last, words[1], COMPUTED)]))
     gens = [event.data for event in trace.events if event.kind == "gen"]
-    facts = {"agents": len(names), "generations": len(gens), "tokens": sum(data["tokens"] for data in gens)}
+    facts = {"agents": len(agents), "generations": len(gens), "tokens": sum(data["tokens"] for data in gens)}
     facts |= {name: sum(data[key] for data in gens) for name, key in _PROMPTS.items()}
     facts["seconds"] = round(max((event.time for event in trace.events), default=0.0), 3)
     return {
-        **{"format": FORMAT, "version": VERSION, "mode": f"run of {next(iter(names), 'no agent')}", "settings": {}},
+        **{"format": FORMAT, "version": VERSION, "mode": f"run of {next(iter(agents), 'no agent')}", "settings": {}},
         **{"passes": len(ticks), "style": TranscriptStyle("operation", visibility="")._asdict(), "stats": None},
         "facts": [(number, unit) for unit, number in facts.items()],
         "sections": [asdict(Section(None, 0, [*columns], cards, [("Graph (Mermaid)", run_graph(trace))]))],
@@ -149,10 +135,6 @@ def _words(event: Event) -> tuple[str, str] | None:
         case "cancel":
             return "cancelled", ""
     return None
-
-
-def _count(number: int, unit: str) -> str:
-    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 def _label(*lines: str) -> str:

@@ -23,27 +23,23 @@ from hf_parallel.files import JSONObject, write_atomically
 from hf_parallel.generation import MODES, GenerationStats, ParallelConfig, ParallelOutput, enable
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.mixin import take_parallel_config
-from hf_parallel.generation.modes import DEFAULT_MODE, PDOSConfig, SharedPrefixConfig
+from hf_parallel.generation.modes import DEFAULT_MODE
 from hf_parallel.generation.printing import ConsoleStreamer
 from hf_parallel.generation.prompts import build_prompt, check_unused_template_kwargs, encode_task
 from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.rng import mix
-from hf_parallel.generation.validation import is_int, suggestion
+from hf_parallel.generation.validation import is_int
 from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import check_model_folder, load_model
 from hf_parallel.transcript.page import render
 
-EXAMPLES = f"""examples:
-  hf-parallel generate "..." --mode {SharedPrefixConfig.mode} --sample --num-return-sequences 8
-  hf-parallel generate "..." --mode {PDOSConfig.mode} --model Qwen/Qwen3-8B --set join=rotate
-"""
 _WRITERS: dict[str, Callable[[JSONObject], str]] = {".json": json.dumps, ".html": render, ".htm": render}
 """Functions that convert a transcript to text, by suffix of the output file."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.epilog = f"{EXAMPLES}\nsettings of the modes, for --set:\n{_settings_help()}"
+    parser.epilog = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument_group("prompts").add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a prompt; - or none: read one from stdin")
@@ -55,9 +51,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model and mode").add_argument
     add_model_options(add)
     words = f"{', '.join(MODES)}, or {PLAIN} (no mode); default: {DEFAULT_MODE}"
-    add("--mode", default=DEFAULT_MODE, type=_mode, metavar="MODE", help=words)
+    add("--mode", default=DEFAULT_MODE, choices=[*MODES, PLAIN], metavar="MODE", help=words)
     add("--settings", action="store_true", help="print what the mode does and what its settings mean, and exit")
-    words = "a setting of the mode or of generate, see below"
+    words = "a setting of the mode, see --settings, or of generate"
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=words)
     add("--logits-cache", type=Path, metavar="FILE", help="load cached logits from the file, and save them there")
     add = parser.add_argument_group("generation").add_argument
@@ -73,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--format", default="text", choices=("text", "jsonl"), help=words)
     words = "save the transcript: .json for `hf-parallel view`, .html or .htm for the page itself"
     add("-o", "--output", type=Path, metavar="FILE", help=words)
-    add("--stats", action="store_true", help="print the cost on stderr")
+    add("--stats", action="store_true", help="print the cost on stderr, as JSON")
     parser.set_defaults(run=generate)
 
 
@@ -83,20 +79,6 @@ def add_model_options(add: Callable[..., object]) -> None:
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="weight dtype (auto)")
     add("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
     add("--no-preset", action="store_true", help="the embedded model without the settings chosen for it")
-
-
-def _mode(name: str) -> str:
-    known = [*MODES, PLAIN]
-    if name not in known:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}, got {name!r}{suggestion(name, known)}")
-    return name
-
-
-def _settings_help() -> str:
-    lines = ["  values are JSON or plain text: num_workers=3, layout=interleaved, branch_stops='[\"\\n\"]'"]
-    for mode, config in MODES.items():
-        lines.append(f"  {mode}: " + ", ".join(name for name in config.fields() if name != "logits_cache"))
-    return "\n".join(lines) + f"\n  their meanings: hf-parallel generate --mode {DEFAULT_MODE} --settings"
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -118,7 +100,8 @@ def generate(options: argparse.Namespace) -> int:
     outputs: list[ParallelOutput] = []
     with ExitStack() as at_end:  # finished batches are saved even if a later one fails or is interrupted
         at_end.callback(_save_run, options, outputs, tokenizer)
-        at_end.callback(_save_logits, options, config)
+        if options.logits_cache is not None and isinstance(config, ReplayConfig) and config.logits_cache is not None:
+            at_end.callback(config.logits_cache.save, options.logits_cache)
         for number, begin in enumerate(range(0, len(prompts), options.batch_size)):
             batch = prompts[begin : begin + options.batch_size]
             inputs = encode(batch, tokenizer, config, options, model.device)
@@ -130,7 +113,7 @@ def generate(options: argparse.Namespace) -> int:
                 for record in records(output, batch, tokenizer, inputs["input_ids"].shape[1]):
                     print(json.dumps(record), flush=True)
     if options.stats:
-        print(_cost(_total(outputs)), file=sys.stderr)
+        print(json.dumps(_total(outputs).to_dict()), file=sys.stderr)
     return 0
 
 
@@ -156,12 +139,6 @@ def _save_run(
         "model": options.model or MODEL_NAME,
     }
     write_atomically(options.output, _WRITERS[options.output.suffix.lower()](run))
-
-
-def _save_logits(options: argparse.Namespace, config: ParallelConfig | None) -> None:
-    cache = config.logits_cache if isinstance(config, ReplayConfig) else None
-    if options.logits_cache is not None and cache:
-        cache.save(options.logits_cache)
 
 
 def _answer(
@@ -324,12 +301,3 @@ def _total(outputs: Sequence[ParallelOutput]) -> GenerationStats:
     for output in outputs:
         total.add(output.stats)
     return total
-
-
-def _cost(stats: GenerationStats) -> str:
-    replayed = f" ({stats.replayed_tokens} replayed)" if stats.replayed_tokens else ""
-    return (
-        f"{stats.forward_passes} forward passes, {stats.decoded_tokens} tokens decoded{replayed}, "
-        f"{stats.prefilled_tokens} prefilled, {stats.kv_bytes / 1e6:.1f} MB KV cache, "
-        f"{stats.prefill_seconds:.2f} s prefill, {stats.decode_seconds:.2f} s decode"
-    )

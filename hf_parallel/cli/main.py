@@ -107,3 +107,7 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 def _line(message: object) -> str:
     return " ".join(str(message).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

