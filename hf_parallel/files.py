@@ -6,12 +6,11 @@ import errno
 import json
 import logging
 import os
-import reprlib
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 import transformers
@@ -27,29 +26,6 @@ _logger = logging.getLogger(__name__)
 
 JSONObject: TypeAlias = Mapping[str, Any]
 """JSON object whose fields have been checked, or that the package has made."""
-
-
-class Field(NamedTuple):
-    """Allowed values of a field of a file."""
-
-    is_valid: Callable[[Any], bool]
-    description: str
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, float) or (
-        isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
-    )
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and _is_number(value) and abs(value) <= MAX_NUMBER
-
-
-TEXT = Field(lambda value: isinstance(value, str), "text")
-OBJECT = Field(lambda value: isinstance(value, dict), "an object")
-FINITE = Field(_is_finite, f"a finite number from -{MAX_NUMBER:.0e} to {MAX_NUMBER:.0e}")
-COUNT = Field(lambda value: isinstance(value, int) and _is_finite(value) and value >= 0, "an integer from 0")
 
 
 def cache_folder() -> Path:
@@ -153,15 +129,3 @@ def parse_json(text: str | bytes, where: object) -> Any:
 def read_json(path: str | Path) -> Any:
     """Return the value of a JSON file; see `read_file`. Raises `ValueError` if it is not JSON."""
     return parse_json(read_file(path, MAX_JSON_BYTES), path)
-
-
-def check_fields(entry: object, fields: Mapping[str, Field], where: str) -> dict[str, Any]:
-    """Return a JSON object; raise `ValueError` that names the first field that is missing or not allowed."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where} must be an object, got {reprlib.repr(entry)}")
-    for name, field in fields.items():
-        if name not in entry:
-            raise ValueError(f"{where}: {name!r} is missing")
-        if not field.is_valid(entry[name]):
-            raise ValueError(f"{where}: {name!r} must be {field.description}, got {reprlib.repr(entry[name])}")
-    return entry

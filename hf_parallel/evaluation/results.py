@@ -5,41 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from hf_parallel.files import (
-    COUNT,
-    FINITE,
-    OBJECT,
-    TEXT,
-    Field,
-    check_fields,
-    parse_json,
-    read_json,
-    read_lines,
-    write_atomically,
-)
+from hf_parallel.files import MAX_NUMBER, parse_json, read_json, read_lines, write_atomically
 
-_KEY = {
-    "task": TEXT,
-    "index": COUNT,
-    "problem": TEXT,
-    "mode": TEXT,
-    "settings": OBJECT,
-    "budget": COUNT,
-    "seed": Field(lambda value: isinstance(value, int) and not isinstance(value, bool), "an integer"),
-    "sample": COUNT,
-}
-_MEASURED = {
-    **dict.fromkeys(("passes", "tokens"), FINITE),
-    "answered": Field(lambda value: isinstance(value, bool) or FINITE.is_valid(value), "true or false"),
-    "score": FINITE,
-}
-_FIELDS = {**_KEY, **_MEASURED, "text": TEXT}
-"""Fields of a result."""
+_KEY = {"task": str, "index": int, "problem": str, "mode": str, "settings": dict, "budget": int, "seed": int}
+_KEY |= {"sample": int}
+_MEASURED = dict.fromkeys(("passes", "tokens", "answered", "score"), float)
 KEY = tuple(_KEY)
 """Fields that identify a result."""
 MEASURED = tuple(_MEASURED)
@@ -111,7 +87,19 @@ def _read(folder: Path) -> Iterator[Result]:
     for path in sorted(folder.glob("results.rank*.jsonl")):
         for number, line in enumerate(read_lines(path)[0].split("\n")[:-1], start=1):
             where = f"{path}, line {number}"
-            yield check_fields(parse_json(line, where), _FIELDS, where)
+            yield _checked(parse_json(line, where), where)
+
+
+def _checked(result: Any, where: str) -> Result:
+    """Return a result that was read; raise `ValueError` that names the first field that is missing or invalid."""
+    for name, kind in (_KEY | _MEASURED | {"text": str}).items():
+        value = result.get(name) if isinstance(result, dict) else None
+        is_valid = (
+            isinstance(value, int | float) and abs(value) <= MAX_NUMBER if kind is float else isinstance(value, kind)
+        )
+        if not is_valid:
+            raise ValueError(f"{where}: {name!r} must be a {kind.__name__}, got {reprlib.repr(value)}")
+    return result
 
 
 # The table
