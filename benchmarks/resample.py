@@ -25,6 +25,7 @@ import torch
 
 import hf_parallel
 from hf_parallel.cache.logits import LogitsCache
+from hf_parallel.cache.logits_trie import TrieNode
 
 from .measure import timed
 
@@ -99,12 +100,29 @@ def sample(
             given = {"past_key_values": held[way], "seed": seed, **settings, **MORE.get(way, {})}
             seconds, output = call(model, ids, sizes.length, caches.get(way), **given)
             if way in SINGLE:
-                caches[way].keep_last_path()
+                keep_last_path(caches[way])
             if seed and output.stats.replayed_tokens == sizes.length:
                 into[way].whole += 1
             elif seed:
                 into[way].seconds[puzzle, seed] = seconds
                 into[way].replayed.append(output.stats.replayed_tokens)
+
+
+def keep_last_path(logits: LogitsCache) -> None:
+    """Keep only the most recently used sequence of each model, as Hive's own cache does, and delete the rest."""
+    nodes = list(logits.nodes())
+    last: dict[str, TrieNode] = {}
+    for key, node in nodes:
+        if key not in last or node.last_used > last[key].last_used:
+            last[key] = node
+    kept = set(last.values())
+    for _, node in reversed(nodes):  # children before their parents
+        node.children = {token: child for token, child in node.children.items() if child in kept}
+        if node.children:
+            kept.add(node)
+        elif node not in kept:
+            logits.num_bytes -= node.num_bytes
+            node.delete()
 
 
 def call(model: Any, ids: torch.Tensor, length: int, logits: LogitsCache | None, **settings: Any) -> tuple[float, Any]:

@@ -122,30 +122,6 @@ class LogitsCache:
                 node.delete()
             self._roots, self._vocabularies, self._queue, self.num_bytes = {}, {}, [], 0
 
-    def keep_last_path(self) -> None:
-        """Keep only the most recently used sequence of each model, as Hive's own cache does, and delete the rest.
-
-        Running calls continue, but store nothing on deleted nodes.
-        """
-        with self.lock:
-            nodes = list(self.nodes())
-            last: dict[str, TrieNode] = {}
-            for key, node in nodes:
-                if key not in last or node.last_used > last[key].last_used:
-                    last[key] = node
-            kept = set(last.values())
-            for _, node in reversed(nodes):  # children before their parents
-                node.children = {token: child for token, child in node.children.items() if child in kept}
-                if node.children:
-                    kept.add(node)
-                elif node not in kept:
-                    self.num_bytes -= node.num_bytes
-                    node.delete()
-            self._queue = [entry for entry in self._queue if entry[2].alive]
-            heapq.heapify(self._queue)
-            for node in last.values():
-                self._enqueue(node)
-
     def store_distribution(self, node: TrieNode, distribution: CachedDistribution) -> bool:
         """Replace a node's distribution. Return False if it does not fit, or the node is deleted or has no logits."""
         with self.lock:

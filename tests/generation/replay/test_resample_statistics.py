@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_parallel
+from benchmarks.resample import keep_last_path
 from hf_parallel import LogitsCache, ReplayPolicy, Stepwise
 from hf_parallel.cache.fingerprint import fingerprint
 
@@ -105,7 +106,7 @@ def filled_cache(model: PreTrainedModel, reference: list[int], single_path: bool
         settings = {"logits_cache": cache, "num_return_sequences": 8, "seed": 5}
         model.generate(PROMPT, generation_mode="resample", **SETTINGS, **settings)  # type: ignore[operator]
     else:
-        cache.keep_last_path()
+        keep_last_path(cache)
     return cache
 
 
