@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,12 +85,15 @@ def _of_state(name: str, state: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 def active_adapters(model: nn.Module) -> list[object]:
     """Return the active and merged adapters of each PEFT layer and their scales; switching them changes no weight."""
-    layers: list[nn.Module] = []
-    for module in model.modules():  # `hasattr(module, ...)` is slow for most modules
-        if "active_adapters" in vars(module) or hasattr(type(module), "active_adapters"):
-            layers += [module] if hasattr(module, "merged_adapters") else []
     names = ("active_adapters", "disable_adapters", "scaling", "merged_adapters")
-    return [tuple(getattr(layer, name, None) for name in names) for layer in layers]
+    return [tuple(getattr(layer, name, None) for name in names) for layer in adapter_layers(model)]
+
+
+def adapter_layers(model: nn.Module) -> list[Any]:
+    """Return the layers of a model that PEFT has replaced by layers with adapters."""
+    # `hasattr(module, ...)` is slow for most modules
+    found = (one for one in model.modules() if "active_adapters" in vars(one) or hasattr(type(one), "active_adapters"))
+    return [layer for layer in found if hasattr(layer, "merged_adapters")]
 
 
 def active_dropout(model: nn.Module) -> list[str]:

@@ -89,7 +89,7 @@ class SharedPrefixCache(BlockCache):
         if not self.pool.blocks and not self._has_device:
             self.device = execution_device(model)
         key = (weights or fingerprint(model), str(execution_device(model))) if kept else None
-        if kept and key != self.filled_by and any(self.root.children.values()):
+        if kept and key != self.filled_by and any(True for _ in self.tree.nodes()):
             raise ValueError(
                 "past_key_values was filled by another model, or before the model's weights changed: reset() it first, "
                 "or pass a new cache"

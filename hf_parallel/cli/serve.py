@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from hf_parallel.cli.generate import add_model_options, check_model_options, load
+from hf_parallel.models.adapters import load_adapters
 from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import load_processor
 
@@ -26,6 +27,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add_model_options(add)
     add("--served-model-name", metavar="NAME", help="name of the model for clients (default: from --model)")
+    words = "LoRA adapter that clients may name as the model; may be repeated"
+    add("--lora", action="append", default=[], metavar="NAME=PATH", help=words)
     add = parser.add_argument_group("address").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
     add("--port", type=_port, default=8000, metavar="N", help="port to listen on (8000); 0: any that is free")
@@ -77,6 +80,9 @@ def serve(options: argparse.Namespace) -> int:
 
     check_model_options(options)
     name = options.served_model_name or _name(options.model)
+    adapters = dict(one.partition("=")[::2] for one in options.lora)
+    if len(adapters) < len(options.lora) or {"", name} & {*adapters} or "" in adapters.values():
+        raise ValueError(f"--lora must be NAME=PATH, with names that differ, also from {name!r}, got {options.lora}")
     keys = options.api_key or [*filter(None, map(str.strip, os.environ.get(KEY_VARIABLE, "").split(",")))]
     is_local = _is_local(options.host)
     if not keys and not is_local:
@@ -95,6 +101,8 @@ def serve(options: argparse.Namespace) -> int:
         except (ImportError, OSError, ValueError) as error:
             processor = None
             print(f"hf-parallel: warning: images are not accepted, as there is no processor: {error}", file=sys.stderr)
+        if adapters:
+            model = load_adapters(model, adapters)
         names = ("rows", "tokens", "images", "image_bytes", "image_pixels")
         given = {name: getattr(options, f"max_{name}") for name in names} | {"default_tokens": options.default_tokens}
         limits = Limits(options.max_body_bytes or (2**20 if processor is None else 2**23), **given)
@@ -102,7 +110,7 @@ def serve(options: argparse.Namespace) -> int:
         settings = {name: getattr(options, name) for name in ("max_rows", "max_waiting", "max_batch_tokens")}
         with Engine(model, tokenizer, max_kv_bytes, **settings) as engine:
             hosts = LOCAL_HOSTS if is_local and not keys else ()
-            app = create_app(engine, name, limits, keys, max_kv_bytes, hosts, processor)
+            app = create_app(engine, name, limits, keys, max_kv_bytes, hosts, processor, adapters)
             host = f"[{options.host}]" if ":" in options.host else options.host
             print(f"Serving {name} at http://{host}:{listening.getsockname()[1]}/v1", file=sys.stderr, flush=True)
             DrainingServer(app, engine, options.drain_seconds).run(sockets=[listening])

@@ -32,8 +32,8 @@ from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.sampling import sample_together
 from hf_parallel.kernels.native import release_threads
+from hf_parallel.models.adapters import AdaptedModel, check_no_virtual_tokens
 from hf_parallel.models.attention import gradient_checkpointing_disabled
-from hf_parallel.models.cached_model import CachedModel
 from hf_parallel.models.linear import linear_layers
 from hf_parallel.models.ranks import num_ranks
 
@@ -92,6 +92,7 @@ class Engine:
         limits = {"max_rows": max_rows, "max_waiting": max_waiting}
         optional = {"max_kv_bytes": max_kv_bytes, "max_batch_tokens": max_batch_tokens}
         check_limits(limits, **optional, state_interval=state_interval)
+        check_no_virtual_tokens(model)
         self.model = unwrap(enable(model, tokenizer=tokenizer))
         if (ranks := num_ranks(self.model)) > 1:
             # requests arrive at each rank at another time, so that the ranks would compute different batches
@@ -160,6 +161,7 @@ class Engine:
         submitter: Any = None,
         agent_hints: AgentHints | Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         **settings: Any,
     ) -> RequestHandle:
         """Submit a request and return its handle.
@@ -179,6 +181,8 @@ class Engine:
             The agent that submits it, for eviction policies.
         cache_salt : str, optional
             Cached prefixes are shared among requests of equal salt only, so that others cannot tell what is cached.
+        adapter : str, optional
+            LoRA adapter of PEFT, by name; "__base__": none. Default: the active ones. Each has its own prefixes.
         **settings
             As of `model.generate`, such as settings, `progress` and a streamer; `chat_template_kwargs`: `build_prompt`.
 
@@ -194,14 +198,14 @@ class Engine:
             If the engine is not open.
         """
         self.check_open()
-        check_request(priority, cache_salt)
+        check_request(self.model, priority, cache_salt, adapter)
         key, hints = submitter_key(submitter), AgentHints.of(agent_hints)
         config, arguments = split_arguments(self.model, self.tokenizer, prompt, generation_mode, settings)
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
         decoder = None if config.traits.streams_text else lambda: TokenDecoder(call.tokenizer, call.eos_token_ids)
         handle = RequestHandle(lambda: self._cancel(request), self._check_wait, decoder)
-        request = Request(config, call, handle, priority, key, hints, cache_salt)
+        request = Request(config, call, handle, priority, key, hints, cache_salt, adapter)
         self._scheduler.check_budget(request)
         with self._changed:
             self.check_open()
@@ -262,7 +266,7 @@ class Engine:
         storage = self._storage
         storage.reset()
         storage.cache.device = execution_device(self.model)
-        self._cached_model = CachedModel(self.model, enabled(self.model).capabilities, storage.cache, cuda_graph=True)
+        self._cached_model = AdaptedModel(self.model, enabled(self.model).capabilities, storage.cache, cuda_graph=True)
         storage.claim(self.model)
         storage.set_token_size(self._cached_model.token_bytes())
 
@@ -387,7 +391,7 @@ class Engine:
             if (planned := self._plan(batch)) is None:
                 return
             joined, forward = planned
-            logits = self._forward(joined, forward)
+            logits = self._forward(joined, forward, batch[0].adapter)
         except Exception as raised:
             self._storage.cache.rollback()
             if isinstance(raised, NonFiniteLogitsError):
@@ -433,9 +437,9 @@ class Engine:
             has_sampled = True
         return has_sampled
 
-    def _forward(self, joined: JoinedPasses, forward: ForwardPass) -> torch.Tensor:
+    def _forward(self, joined: JoinedPasses, forward: ForwardPass, adapter: str | None) -> torch.Tensor:
         """Run a pass that is planned. Return its logits; raise an error for NaN."""
-        logits = self._cached_model.logits(forward, joined.ids, joined.logits_to_keep)
+        logits = self._cached_model.logits(forward, joined.ids, joined.logits_to_keep, adapter)
         self._work.steps += 1
         if not bool(logits.amax(-1).isfinite().all()):
             raise NonFiniteLogitsError("the model's logits are not finite")

@@ -64,11 +64,13 @@ class Request(Executor):
         submitter: Any,
         hints: AgentHints,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         self.config, self.handle, self.priority, self.submitter = config, handle, priority, submitter
         # Log-probabilities of a prompt need all of its logits: its prefixes are neither shared nor kept.
         self.is_private = any(getattr(one, "prompt_top", None) is not None for one in call.logits_processor)
-        self.hints, self.identity = hints, self if self.is_private else cache_salt
+        self.hints, self.adapter = hints, adapter  # each adapter has prefixes of its own
+        self.identity = self if self.is_private else cache_salt if adapter is None else (adapter, cache_salt)
         self.call = replace(call, executor=self)  # instead of the call's own
         handle.stats = call.stats
         self.chunk_size = self.batch_rows = 0
@@ -149,7 +151,7 @@ class Request(Executor):
         self.handle.add_text(row, text, event)
 
     def fingerprint(self) -> str:
-        return self._storage.fingerprint
+        return self._storage.fingerprint if self.adapter is None else f"{self._storage.fingerprint} {self.adapter}"
 
     def wait(self) -> None:
         self.is_waiting = True

@@ -43,7 +43,8 @@ class Scheduler:
     """Admits requests, chooses the passes of a step, and preempts.
 
     The next request is that of the highest priority; among equals, of the submitter that was served the fewest tokens;
-    then the oldest. A step computes all decode passes, and prefills up to `max_batch_tokens` tokens, but at least one.
+    then the oldest. A step computes all decode passes, and prefills up to `max_batch_tokens` tokens, but at least one:
+    those of one adapter. Adapters take turns.
     """
 
     def __init__(self, storage: KVStorage, max_rows: int, max_batch_tokens: int) -> None:
@@ -56,6 +57,7 @@ class Scheduler:
         self.preemptions = 0
         self.isolated: set[Request] = set()  # see `isolate`
         self._submitted = 0
+        self._last_step: dict[str | None, int] = {}  # in which passes of an adapter were computed
 
     @property
     def is_busy(self) -> bool:
@@ -150,12 +152,14 @@ class Scheduler:
 
     def next_batch(self) -> list[Request]:
         """Return the requests whose passes are computed in the next step."""
-        batch: list[Request] = [one for one in self.running if one.pending is not None and one in self.isolated][:1]
-        if batch:
+        ready = [request for request in self.running if request.pending is not None]
+        if batch := [request for request in ready if request in self.isolated][:1]:
             return batch
+        adapter = min((request.adapter for request in ready), key=lambda one: self._last_step.get(one, 0), default=None)
+        self._last_step[adapter] = self.storage.tree.clock
         prefills: list[Request] = []
-        for request in self.running:
-            if request.pending is not None:
+        for request in ready:
+            if request.adapter == adapter and request.pending is not None:
                 (prefills if request.pending.is_prefill else batch).append(request)
         if prefills:
             tokens = {request: request.pending.num_tokens for request in (*batch, *prefills) if request.pending}

@@ -188,17 +188,18 @@ def _add_adapter(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_load, _scale_data, _add_adapter])
-def test_no_keys_of_other_weights_are_used(model: Any, change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("salt", [None, "salt"])
+def test_no_keys_of_other_weights_are_used(model: Any, change: Callable[[Any], None], salt: str | None) -> None:
     """Prefixes are computed again with the new weights; requests that ran meanwhile raise."""
     changed = hf_parallel.enable(copy.deepcopy(hf_parallel.disable(copy.deepcopy(model))))
     change(changed)
     before, after = CASE.alone(model), CASE.alone(changed)
     assert before != after
     with Engine(model) as engine:
-        assert engine.submit(PROMPT, **CASE.settings).result(600).sequences.tolist() == before
+        assert engine.submit(PROMPT, cache_salt=salt, **CASE.settings).result(600).sequences.tolist() == before
         change(model)
-        assert engine.submit(PROMPT, **CASE.settings).result(600).sequences.tolist() == after
-        assert engine.submit(PROMPT, **CASE.settings).result(600).sequences.tolist() == after
+        assert engine.submit(PROMPT, cache_salt=salt, **CASE.settings).result(600).sequences.tolist() == after
+        assert engine.submit(PROMPT, cache_salt=salt, **CASE.settings).result(600).sequences.tolist() == after
         assert engine.stats.reused_tokens
         assert_nothing_is_held(engine)
 

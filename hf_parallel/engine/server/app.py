@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -29,6 +29,7 @@ from hf_parallel.engine.server.responses_api import Conversations, ResponseBody,
 from hf_parallel.engine.server.schema import Body, ChatBody, CompletionBody, ScoreBody, read_body
 from hf_parallel.engine.server.submission import Translator
 from hf_parallel.engine.server.tokenization import DetokenizeBody, TokenizeBody
+from hf_parallel.models.adapters import BASE_MODEL, check_adapter
 
 _logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def create_app(
     max_kv_bytes: int | None = None,
     hosts: Sequence[str] = (),
     processor: Any = None,
+    adapters: Mapping[str, str] | None = None,
 ) -> FastAPI:
     """Return the application for an engine that is open.
 
@@ -70,12 +72,15 @@ def create_app(
         web pages whose name was made to resolve to this machine.
     processor : ProcessorMixin, optional
         Renders chats, and reads their images.
+    adapters : mapping, optional
+        LoRA adapters of the engine's model that clients may name as `model`, with their paths for `/v1/models`.
     """
     if engine.tokenizer is None:
         raise ValueError("the server needs an Engine with a tokenizer")
     check_keys(api_keys)
     limits = limits or Limits()
     server = _Server(engine, model, limits, Metrics(engine, max_kv_bytes), processor)
+    server.add_adapters(adapters or {})
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -111,12 +116,12 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [server.model_card]})
+        return json_response({"object": "list", "data": [*server.model_cards.values()]})
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
         server.check_model(name)
-        return json_response(server.model_card)
+        return json_response(server.model_cards[name])
 
     own_page = page()
 
@@ -142,14 +147,26 @@ class _Server:
     def __init__(self, engine: Engine, model: str, limits: Limits, metrics: Metrics, processor: Any) -> None:
         self.engine, self.model, self.limits, self.metrics = engine, model, limits, metrics
         self.translator, self.conversations = Translator(engine, limits, processor), Conversations()
-        self.model_card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf_parallel"}
+        card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf_parallel"}
+        self.model_cards: dict[str, dict[str, object]] = {model: card | {"root": model, "parent": None}}
+        self.adapters: dict[str, str | None] = {model: None}  # by name of the model
         # Large bodies take seconds to read and tokenize, in which others and small ones are served.
         self.small, self.large = FairPool(POOL_THREADS), FairPool(POOL_THREADS)
 
+    def add_adapters(self, paths: Mapping[str, str]) -> None:
+        """Serve adapters of the engine's model under their names, and the base model under its own."""
+        for name, path in paths.items():
+            check_adapter(self.engine.model, name)
+            if name in self.adapters:
+                raise ValueError(f"an adapter must have another name than the model, got {name!r}")
+            self.adapters |= {name: name, self.model: BASE_MODEL}
+            self.model_cards[name] = self.model_cards[self.model] | {"id": name, "root": path, "parent": self.model}
+
     def check_model(self, name: str) -> None:
         """Raise an error unless the server has a model of this name."""
-        if name != self.model:
-            raise APIError(404, f"the model is {self.model!r}, got {name[:200]!r}", "model", "model_not_found")
+        if name not in self.adapters:
+            message = f"the model must be one of {[*self.adapters]}, got {name[:200]!r}"
+            raise APIError(404, message, "model", "model_not_found")
 
     async def respond(self, kind: type[Body], request: Request) -> Response:
         """Submit the prompts of a request's body and return the response."""
@@ -176,10 +193,10 @@ class _Server:
                 if body.store is not False:
                     self.conversations.add(salt, response, [*body.messages, answer])
 
-            return ResponseWriter(self.model, body, self.engine.tokenizer, keep)
+            return ResponseWriter(body.model, body, self.engine.tokenizer, keep)
         if isinstance(body, ScoreBody):
-            return ScoreWriter(self.model, self.engine.tokenizer, body.apply_softmax)
-        return Writer(self.model, isinstance(body, ChatBody), self.engine.tokenizer)
+            return ScoreWriter(body.model, self.engine.tokenizer, body.apply_softmax)
+        return Writer(body.model, isinstance(body, ChatBody), self.engine.tokenizer)
 
     async def answer(self, kind: type[TokenizeBody | DetokenizeBody], request: Request) -> Response:
         """Return the response to a request that runs no model."""
@@ -211,6 +228,7 @@ class _Server:
             submissions = [self.translator.translate(body, group, body.prompt_field) for group in groups]
             for submission in submissions:
                 given = {"parallel_config": submission.config, "agent_hints": submission.hints, **submission.arguments}
+                given["adapter"] = self.adapters[body.model]
                 handle = self.engine.submit(submission.prompt, submitter=scope["submitter"], cache_salt=salt, **given)
                 answers.append(Answers(submission, handle, sum(one.submission.choices for one in answers)))
         except Exception as error:

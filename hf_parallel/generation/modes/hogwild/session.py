@@ -27,6 +27,7 @@ from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, S
 from hf_parallel.generation.modes.hogwild.stepping import open_run, read_journal, write_journal
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int, check_text
+from hf_parallel.models.adapters import check_no_virtual_tokens
 
 
 class HogwildSession:
@@ -64,10 +65,7 @@ class HogwildSession:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Any, **settings: object
     ) -> None:
-        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise ValueError(
-                "a session passes token ids to the model: virtual tokens of PEFT's prompt learning are lost"
-            )
+        check_no_virtual_tokens(model)
         model = unwrap(enable(model))
         self._model: Any = model
         self._location = model.device, model.dtype

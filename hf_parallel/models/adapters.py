@@ -1,0 +1,109 @@
+"""LoRA adapters of PEFT, one of which computes a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hf_parallel.cache import ForwardPass
+from hf_parallel.cache.fingerprint import adapter_layers
+from hf_parallel.models.cached_model import CachedModel
+from hf_parallel.models.compiled import decoder_layers
+
+BASE_MODEL = "__base__"
+"""Name of the model without adapters, as in PEFT's `adapter_names`."""
+_UNSUPPORTED = (
+    *("alora_invocation_tokens", "arrow_config", "layer_replication"),
+    *("modules_to_save", "target_parameters", "trainable_token_indices"),
+)
+"""Settings of LoRA that change more than linear layers, or depend on other tokens or adapters."""
+
+
+class AdaptedModel(CachedModel):
+    """A model over a block cache whose passes may each use another adapter."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._new = lambda: CachedModel(*arguments, **settings)
+        self._models: dict[str, CachedModel] = {}  # by adapter, as captured decode steps are those of one
+        self._adapters = adapter_layers(self.model)
+
+    def logits(
+        self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None, adapter: str | None = None
+    ) -> torch.Tensor:
+        """Run a pass as `CachedModel.logits` does, with an adapter or `BASE_MODEL`. None: with those that are active.
+
+        Raises `ValueError` if the adapter was deleted.
+        """
+        if adapter is None:
+            return super().logits(forward, ids, keep)
+        if adapter not in self._models:
+            check_adapter(self.model, adapter)
+            self._models[adapter] = self._new()
+        with _active(self._adapters, adapter):
+            return self._models[adapter].logits(forward, ids, keep)
+
+
+@contextmanager
+def _active(layers: Sequence[Any], adapter: str) -> Iterator[None]:
+    """Make layers compute with an adapter or without one; other threads see it, too."""
+    # PEFT's own methods would, in each pass, also set which weights of all adapters require gradients.
+    chosen = {"_active_adapter": [adapter], "_disable_adapters": adapter == BASE_MODEL}
+    before = [{name: getattr(layer, name) for name in chosen} for layer in layers]
+    try:
+        for layer in layers:
+            vars(layer).update(chosen)
+        yield
+    finally:
+        for layer, values in zip(layers, before, strict=True):
+            vars(layer).update(values)
+
+
+def check_adapter(model: Any, name: object) -> None:
+    """Raise `ValueError` if passes cannot be switched to an adapter, which may be `BASE_MODEL`."""
+    configs = getattr(model, "peft_config", None) or {}
+    if name not in (known := [BASE_MODEL, *configs]):
+        raise ValueError(f"adapter must be one of {known}, got {name!r}")
+    for other, config in configs.items():  # those not chosen must be switched off
+        if config.peft_type != "LORA":
+            raise ValueError(f"adapter {other!r} must be a LoRA adapter, got {config.peft_type}")
+        given = [field for field in _UNSUPPORTED if getattr(config, field, None)]
+        if given or config.bias != "none":
+            raise ValueError(f"adapter {other!r} may change linear layers only, its config has {given or ['bias']}")
+    decoder = {module for layer in decoder_layers(model) for module in layer.modules()}
+    for layer in adapter_layers(model):
+        if layer.merged_adapters or layer not in decoder:
+            reason = "is not in a decoder layer" if layer not in decoder else "has merged adapters: unmerge_adapter()"
+            raise ValueError(f"adapters can be chosen in decoder layers only, and {layer} {reason}")
+
+
+def check_no_virtual_tokens(model: object) -> None:
+    """Raise `ValueError` for PEFT's prompt learning, whose virtual tokens are lost where token ids are passed."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("the model has virtual tokens (PEFT's prompt learning), which are not supported here")
+
+
+def load_adapters(model: Any, paths: Mapping[str, str]) -> Any:
+    """Load LoRA adapters by name, from folders or the Hub, into a model. Return the `PeftModel`, with none active.
+
+    Raises `ValueError` for a name that PEFT does not allow, and for an adapter that changes more than decoder layers.
+    """
+    from peft import PeftModel, load_peft_weights
+
+    adapted: Any = None
+    for name, path in paths.items():
+        if not name or "." in name or name == BASE_MODEL:
+            raise ValueError(f"an adapter's name must have no '.' and not be {BASE_MODEL!r}, got {name!r}")
+        if adapted is None:
+            adapted = PeftModel.from_pretrained(model, path, name)
+        else:
+            adapted.load_adapter(path, name)
+        check_no_virtual_tokens(adapted)
+        check_adapter(model, name)
+        if others := sorted(key for key in load_peft_weights(path, "cpu") if "lora_" not in key):
+            raise ValueError(f"{path} must hold weights of LoRA only, got {others[:3]}")
+    adapted.base_model.disable_adapter_layers()
+    return adapted.eval()
