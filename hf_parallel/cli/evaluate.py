@@ -61,7 +61,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     words = "folder of results.rankN.jsonl: an object for each mode, problem, sample and budget; resumed if it exists"
     add("-o", "--output", required=True, type=Path, metavar="FOLDER", help=words)
-    add("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=evaluate)
 
 
@@ -87,7 +86,7 @@ def evaluate(options: argparse.Namespace) -> int:
     share = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if model.device.type == "cpu" else 1
     try:
         max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // (2 * share)
-        given = {"finisher": finisher, "max_kv_bytes": max_kv_bytes, "progress": not options.quiet, **counts, **common}
+        given = {"finisher": finisher, "max_kv_bytes": max_kv_bytes, "progress": True, **counts, **common}
         given |= {"seed": options.seed, "output": options.output}
         results = sweep(model, tokenizer, problems, runs, budgets, **given)
     except KeyboardInterrupt:

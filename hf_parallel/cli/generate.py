@@ -69,7 +69,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--format", default="text", choices=("text", "jsonl"), help=words)
     words = "save the transcript: .json for `hf-parallel view`, .html or .htm for the page itself"
     add("-o", "--output", type=Path, metavar="FILE", help=words)
-    add("--stats", action="store_true", help="print the cost on stderr, as JSON")
     parser.set_defaults(run=generate)
 
 
@@ -112,8 +111,6 @@ def generate(options: argparse.Namespace) -> int:
             if options.format == "jsonl":
                 for record in records(output, batch, tokenizer, inputs["input_ids"].shape[1]):
                     print(json.dumps(record), flush=True)
-    if options.stats:
-        print(json.dumps(_total(outputs).to_dict()), file=sys.stderr)
     return 0
 
 
@@ -130,10 +127,12 @@ def _save_run(
     """Write the transcripts of all batches as one, if there are any."""
     if options.output is None or not outputs:
         return
-    runs = [output.to_dict(tokenizer) for output in outputs]
+    runs, total = [output.to_dict(tokenizer) for output in outputs], GenerationStats()
+    for output in outputs:
+        total.add(output.stats)
     run = {
         **runs[0],
-        "stats": _total(outputs).to_dict(),
+        "stats": total.to_dict(),
         "passes": sum(run["passes"] for run in runs),
         "sections": [section for run in runs for section in run["sections"]],
         "model": options.model or MODEL_NAME,
@@ -230,9 +229,8 @@ def _read(path: Path, lines: bool) -> list[str]:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise `ValueError` for invalid options, even if they would fail only after generation."""
-    for given, use in ((options.output, "-o saves the transcript"), (options.stats, "--stats reports the cost")):
-        if given and options.mode == PLAIN:
-            raise ValueError(f"{use} of a mode, so it cannot be combined with --mode {PLAIN}")
+    if options.output is not None and options.mode == PLAIN:
+        raise ValueError(f"-o saves the transcript of a mode, so it cannot be combined with --mode {PLAIN}")
     for option, path in (("-o", options.output), ("--logits-cache", options.logits_cache)):
         if path is not None:
             _check_writable(option, path)
@@ -293,11 +291,3 @@ def encode(
     masks = [torch.ones_like(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0, padding_side="left")
     return {"input_ids": ids, "attention_mask": pad_sequence(masks, batch_first=True, padding_side="left")}
-
-
-def _total(outputs: Sequence[ParallelOutput]) -> GenerationStats:
-    """Return the cost of several calls."""
-    total = GenerationStats()
-    for output in outputs:
-        total.add(output.stats)
-    return total

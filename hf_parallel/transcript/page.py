@@ -165,14 +165,6 @@ def _intervals(cards: Sequence[JSONObject]) -> list[tuple[int, int]]:
     return sorted([*zip(bounds, bounds[1:], strict=False), *((at, at) for at in empty), (bounds[-1], bounds[-1] + 1)])
 
 
-def _hue(card: JSONObject) -> int:
-    return HUES[(card["column"] or 0) % len(HUES)]
-
-
-def _is_done(card: JSONObject, style: Mapping[str, str]) -> bool:
-    return card["ended"] in (style["final_event"], "join")
-
-
 def _end(card: JSONObject) -> int:
     """Return the pass at which a card ends; a card without tokens ends where it begins."""
     return card["begin"] if card["end"] is None else card["end"]
@@ -195,7 +187,7 @@ def _cards(
         yield {
             **card,
             "place": f"grid-row:{top} / {bottom};grid-column:{'2 / -1' if column is None else column + 2}",
-            "hue": _hue(card),
+            "hue": HUES[(column or 0) % len(HUES)],
             "name": name,
             "row_name": row_name,
             "passes": _passes(card, style),
@@ -235,7 +227,7 @@ def _source(at: int, origin: str, style: Mapping[str, str]) -> str:
 
 
 def _footer(card: JSONObject, style: Mapping[str, str]) -> str:
-    done = _is_done(card, style)
+    done = card["ended"] in (style["final_event"], "join")
     moved = [f"into the {style['history']} after {style['tick']} {_end(card)}"] if style["history"] else []
     notes = moved if done else []
     if reason := card.get("end_reason", "") or "truncated" * card.get("truncated", False):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 TASK = ["evaluate", "--task", "arithmetic", "--set", "task.num_questions=1"]
 SMALL = [*TASK, "--count", "3", "--samples", "2", "--mode", "none", "--set", "hogwild.num_workers=1,2"]
-SMALL += ["--budgets", "4,8", "--set", "temperature=1.0", "--device", "cpu", "--quiet"]
+SMALL += ["--budgets", "4,8", "--set", "temperature=1.0", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")

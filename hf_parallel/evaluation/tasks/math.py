@@ -74,12 +74,12 @@ class FormulaProblem(Problem):
 
     answer_pattern: ClassVar[str] = BOXED
     finisher_tokens: ClassVar[int] = 64
-    question_column: ClassVar[str] = "problem"
 
     @classmethod
     def from_row(cls, row: Mapping[str, object]) -> FormulaProblem:
-        """Read the question and `answer`."""
-        return cls(SOLVE + text_column(row, cls.question_column), text_column(row, "answer"))
+        """Read `problem` (in some datasets and copies: `question`) and `answer`."""
+        name = "question" if "problem" not in row and "question" in row else "problem"
+        return cls(SOLVE + text_column(row, name), text_column(row, "answer"))
 
     def score(self, text: str) -> float:
         return float(formulas_equal(self.answer, final_answer(text)))
@@ -91,7 +91,6 @@ class LIMOProblem(FormulaProblem):
 
     name: ClassVar[str] = "limo"
     source: ClassVar[str] = "GAIR/LIMO::train"
-    question_column: ClassVar[str] = "question"
 
 
 @dataclass(frozen=True)
@@ -108,13 +107,6 @@ class AIME25Problem(FormulaProblem):
 
     name: ClassVar[str] = "aime25"
     source: ClassVar[str] = "math-ai/aime25::test"
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, object]) -> FormulaProblem:
-        """Read `problem` (in some copies of the dataset: `question`) and `answer`."""
-        if "problem" not in row and "question" in row:
-            row = {**row, "problem": row["question"]}
-        return super().from_row(row)
 
     def score(self, text: str) -> float:
         """Return 1.0 if the final answer is the integer, otherwise 0.0."""
