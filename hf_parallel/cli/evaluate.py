@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from hf_parallel.files import JSONObject
 from hf_parallel.generation import MODES
 from hf_parallel.generation.arguments import GENERATION_SETTINGS
 from hf_parallel.generation.config import check_setting_names
-from hf_parallel.generation.presets import SAMPLING_ONLY
 from hf_parallel.generation.validation import suggestion
 
 TASK = "task"  # prefix of settings of the task in `--set`
@@ -38,7 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--source", metavar="FILE_OR_ID", help="file or Hub id of the problems, for tasks that are not generated")
     add("--count", type=int, metavar="N", help="number of problems (all of the source; 100 generated ones)")
     add = parser.add_argument_group("what is compared").add_argument
-    words = f"{', '.join(_modes())}, or {NO_MODE} (plain generate); may be repeated"
+    modes = [mode for mode, cls in MODES.items() if not cls.traits.needs_logits_cache]
+    words = f"{', '.join(modes)}, or {NO_MODE} (plain generate); may be repeated"
     words += f"; default: {NO_MODE}, if --set names no mode"
     add("--mode", action="append", default=[], metavar="MODE", help=words)
     words = "a setting with one or more values, see below"
@@ -114,7 +114,11 @@ def read_runs(options: argparse.Namespace) -> tuple[JSONObject, list[Run], JSONO
     for mode in modes:
         if mode not in (known := [*MODES, NO_MODE]):
             raise ValueError(f"mode must be one of {', '.join(known)}, got {mode!r}{suggestion(mode, known)}")
-    runs = [run for mode in modes or {NO_MODE: None} for run in _runs(mode, given.get(mode, {}))]
+    runs = [
+        Run(None if mode == NO_MODE else mode, dict(zip(given.get(mode, {}), values, strict=True)))
+        for mode in modes or {NO_MODE: None}
+        for values in product(*given.get(mode, {}).values())
+    ]
     swept = given.get("", {})
     common = {"do_sample": not options.greedy, **{name: values[0] for name, values in swept.items()}}
     if options.chat_template_kwargs:
@@ -124,22 +128,8 @@ def read_runs(options: argparse.Namespace) -> tuple[JSONObject, list[Run], JSONO
         raise ValueError(f"only settings of a mode may have several values, got {several[0]}: give MODE.{several[0]}")
     check_setting_names(None, common, (*GENERATION_SETTINGS, TEMPLATE))
     for run in runs:
-        _check_sampling({**common, **run.generation()})
+        check_generation({name: v for name, v in {**common, **run.generation()}.items() if name != TEMPLATE})
     return common, runs, {name: values[0] for name, values in given.get(TASK, {}).items()}
-
-
-def _check_sampling(settings: dict[str, object]) -> None:
-    """Raise `ValueError` for settings of `generate` that are invalid, or that greedy decoding would ignore."""
-    ignored = [name for name in SAMPLING_ONLY if settings.get(name) is not None and not settings["do_sample"]]
-    if ignored:
-        raise ValueError(f"--greedy disables sampling, so it cannot be combined with {', '.join(ignored)}")
-    check_generation({name: value for name, value in settings.items() if name != TEMPLATE})
-
-
-def _runs(mode: str, settings: Mapping[str, Sequence[object]]) -> Iterator[Run]:
-    """Yield a run for each combination of values."""
-    for values in product(*settings.values()):
-        yield Run(None if mode == NO_MODE else mode, dict(zip(settings, values, strict=True)))
 
 
 def _values(owner: str, name: str, text: str) -> Iterator[object]:
@@ -159,7 +149,3 @@ def _budgets(text: str) -> list[int]:
     if not all(number.strip().isdigit() and int(number) for number in numbers):
         raise ValueError(f"--budgets must be numbers of at least 1, separated by commas, got {text!r}")
     return [int(number) for number in numbers]
-
-
-def _modes() -> list[str]:
-    return [mode for mode, cls in MODES.items() if not cls.traits.needs_logits_cache]

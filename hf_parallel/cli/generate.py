@@ -162,19 +162,16 @@ def _answer(
 
 
 def _print_answers(printer: ConsoleStreamer, output: object, headings: Sequence[str]) -> None:
-    """Print the final answers of an output that has `answers`, and `ties` between them if it has those."""
+    """Print the final answers of an output that has `answers`."""
     found = getattr(output, "answers", None) or ()
-    ties = getattr(output, "ties", None) or [()] * len(found)
     count = len(found) // len(headings)
     for number, heading in enumerate(headings):
-        answers = list(zip(found, ties, strict=True))[number * count :][:count]
-        if len(headings) > 1 and any(answer is not None for answer, _ in answers):
+        answers = found[number * count :][:count]
+        if len(headings) > 1 and any(answer is not None for answer in answers):
             printer.print_line(f"\n{heading}")
-        for index, (answer, tied) in enumerate(answers, start=1):
+        for index, answer in enumerate(answers, start=1):
             if answer is not None:
-                place = f"[{index} of {count}] " if count > 1 else ""
-                tie = f" (the first of equally many votes for {', '.join(tied)})" if tied else ""
-                printer.print_line(f"{place}Answer: {answer}{tie}")
+                printer.print_line(f"{f'[{index} of {count}] ' if count > 1 else ''}Answer: {answer}")
 
 
 def records(

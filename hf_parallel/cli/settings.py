@@ -66,9 +66,8 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
         is_of_mode = cls is not None and name in cls.fields()
         parsed = parse(value, getattr(cls if is_of_mode else GenerationConfig(), name, None))
         (of_mode if is_of_mode else given)[name] = parsed
-    sampling = [name for name in SAMPLING_ONLY if given.get(name) is not None]
-    if sampling and not given.setdefault("do_sample", True):
-        raise ValueError(f"do_sample=False disables sampling, so it cannot be combined with {', '.join(sampling)}")
+    if any(given.get(name) is not None for name in SAMPLING_ONLY):
+        given.setdefault("do_sample", True)
     if given.get("max_length") is None:
         given.setdefault("max_new_tokens", 256)
     check_generation(given)
@@ -81,7 +80,10 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
 
 
 def check_generation(settings: dict[str, object]) -> None:
-    """Raise `ValueError` for values that `generate` rejects for any model."""
+    """Raise `ValueError` for values that `generate` rejects for any model, or that greedy decoding ignores."""
+    sampling = [name for name in SAMPLING_ONLY if settings.get(name) is not None]
+    if sampling and not settings.get("do_sample"):
+        raise ValueError(f"do_sample=False disables sampling, so it cannot be combined with {', '.join(sampling)}")
     check_values(settings)
     GenerationConfig(**{"do_sample": True, **settings})  # the model's own config may enable sampling
 

@@ -56,7 +56,7 @@ def test_each_combination_of_values_is_a_run() -> None:
         (["--set", "hogwild.num_workers=2,0"], "num_workers must be an int of at least 1, got 0"),
         (["--set", "temprature=1"], "did you mean 'temperature'"),
         (["--set", "temperature=1,2"], "only settings of a mode may have several values, got temperature"),
-        (["--greedy", "--set", "top_p=0.9"], "--greedy disables sampling"),
+        (["--greedy", "--set", "top_p=0.9"], "do_sample=False disables sampling"),
         (["--set", "max_new_tokens=5"], "max_new_tokens=5 cannot be given"),
         (["--set", "task.questions=5"], "arithmetic has no option 'questions' (got 5)"),
         (["--count", "0"], "count must be an int of at least 1, got 0"),

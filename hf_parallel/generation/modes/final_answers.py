@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 import regex
@@ -130,10 +130,4 @@ def majority(answers: Sequence[Key | None], weights: Sequence[float] | None = No
     for answer, weight in zip(answers, weights or [1] * len(answers), strict=True):
         if answer is not None:
             votes[answer] = votes.get(answer, 0) + weight
-    return (answers.index(leaders(votes)[0]) if votes else 0), votes
-
-
-def leaders(votes: Mapping[Key, float]) -> list[Key]:
-    """Return the answers with the most votes, in order of first occurrence; several if there is a tie."""
-    most = max(votes.values(), default=0)
-    return [answer for answer, count in votes.items() if count == most]
+    return (answers.index(max(votes, key=votes.__getitem__)) if votes else 0), votes

@@ -20,7 +20,6 @@ from hf_parallel.generation.modes.final_answers import (
     check_pattern,
     describe_pattern,
     find_answer,
-    leaders,
     majority,
     normal_form,
 )
@@ -184,7 +183,6 @@ class SelfConsistencyRun(StagedRun):
             texts=[[row.text for row in rows] for rows in answers],
             found=found,
             votes=votes,
-            ties=[tied if config.vote == "majority" and len(tied := leaders(count)) > 1 else [] for count in votes],
             chosen=chosen,
             answers=final,
             conclusions=[row.prefix + row.text for row in returned] if config.vote == "final" else [""] * len(returned),
@@ -250,10 +248,7 @@ class SelfConsistencyOutput(ParallelOutput):
     found: list[list[str | None]] = ALWAYS
     """Per prompt the final answer in each of them."""
     votes: list[dict[str, float]] = ALWAYS
-    """Per prompt the votes by normal form (see `normal_form`), in order of first occurrence."""
-    ties: list[list[str]] = ALWAYS
-    """Per prompt the answers with the most votes, by normal form, if there are several; the first is chosen. Empty
-    without a tie and for `final`."""
+    """Per prompt the votes by normal form (see `normal_form`), in order of first occurrence; the first wins a tie."""
     chosen: list[int | None] = ALWAYS
     """Per prompt the index of the chosen answer: the first with the winning final answer, or 0 without votes. `final`:
     the first that agrees with the conclusion, or None."""
@@ -272,6 +267,5 @@ class SelfConsistencyOutput(ParallelOutput):
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         votes = ", ".join(f"{form}: {round(count, 3)}" for form, count in self.votes[prompt].items())
         chosen, answer = self.chosen[prompt], self.answers[prompt]
-        votes += " (a tie)" if self.ties[prompt] else ""
         found = (("Answer", answer), ("Votes", votes), ("Chosen", None if chosen is None else f"answer {chosen + 1}"))
         return [(label, text) for label, text in found if text]

@@ -97,7 +97,6 @@ def test_the_majority_wins_and_the_first_of_equals(
     assert out.found == [found]
     assert out.votes == [votes]
     assert list(out.votes[0]) == list(votes)
-    assert out.ties == [list(votes) if len(votes) > 1 == len({*votes.values()}) else []]
     assert out.chosen == [chosen]
     assert out.answers == [found[chosen]]
     assert out.conclusions == [""]
