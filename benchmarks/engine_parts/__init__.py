@@ -1,0 +1,1 @@
+"""Worker process of `python -m benchmarks engines`."""
