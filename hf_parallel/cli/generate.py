@@ -25,7 +25,7 @@ from hf_parallel.generation.config import make_config
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import DEFAULT_MODE
 from hf_parallel.generation.printing import ConsoleStreamer
-from hf_parallel.generation.prompts import build_prompt, check_unused_template_kwargs, encode_task
+from hf_parallel.generation.prompts import check_unused_template_kwargs, encode_task
 from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.rng import mix
 from hf_parallel.generation.validation import is_int
@@ -279,11 +279,8 @@ def encode(
     for prompt in prompts:
         if options.raw:
             tokens = tokenizer(prompt, return_tensors="pt")
-        elif config is None:
-            tokens = encode_task(None, prompt, tokenizer, options.chat_template_kwargs)
         else:
-            template = options.chat_template_kwargs
-            tokens = build_prompt(type(config), prompt, tokenizer, config, chat_template_kwargs=template)
+            tokens = encode_task(config, prompt, tokenizer, options.chat_template_kwargs)
         rows.append(tokens["input_ids"].flatten().to(device))
     masks = [torch.ones_like(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0, padding_side="left")

@@ -11,8 +11,7 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -72,9 +71,9 @@ def load_embedded_model(
     gguf_file, package_version = _find_gguf_file()
     name = f"{MODEL_NAME.lower()}-{package_version}-format{FORMAT_VERSION}"
     folder = (cache_folder() if cache_dir is None else Path(cache_dir).expanduser()) / name
-    with _quiet_transformers():
-        if not folder.exists():
-            _convert_once(gguf_file, folder)
+    if not folder.exists():
+        _convert_once(gguf_file, folder)
+    with redirect_stderr(io.StringIO()):  # progress bars
         model, tokenizer = _load(folder, dtype)
     if preset:
         tokenizer.init_kwargs[PRESET_MARK] = PRESET
@@ -96,7 +95,8 @@ def _convert_once(gguf_file: Path, folder: Path) -> None:
             shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
             temporary.mkdir()
             try:
-                _convert(gguf_file, temporary)
+                with redirect_stderr(io.StringIO()):  # progress bars
+                    _convert(gguf_file, temporary)
                 temporary.rename(folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -124,9 +124,8 @@ def _find_gguf_file() -> tuple[Path, str]:
 
 def _convert(gguf_file: Path, folder: Path) -> None:
     source = {"gguf_file": gguf_file.name, "local_files_only": True}
-    with redirect_stderr(io.StringIO()):  # the GGUF progress bar cannot be disabled
-        dequantized = transformers.AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **source)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_file.parent, **source)
+    dequantized = transformers.AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_file.parent, **source)
 
     # A model read from GGUF is marked as quantized and cannot be saved; a new model with the same weights can.
     settings = dequantized.config.to_dict()
@@ -164,18 +163,3 @@ def _load(
             f"the converted embedded model cannot be loaded: {error}\nDelete the folder {folder} to convert it again."
         ) from error
     return model.eval(), tokenizer
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Disable transformers' progress bars and warnings; its settings are restored on exit."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
