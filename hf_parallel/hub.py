@@ -190,9 +190,7 @@ def _mode_and_model(given: Any, tokenizer: Any) -> tuple[ParallelConfig, Any]:
     else:
         kind = type(given).__name__
         raise TypeError(f"model_or_config must be a PreTrainedModel or a ParallelConfig, got {kind}")
-    for name in config.not_stored():
-        if getattr(config, name) is not None:
-            raise ValueError(f"{name} cannot be stored, it is an object of this process: pass it in each call instead")
+    config.check_storable()
     return config, model
 
 

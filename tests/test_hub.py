@@ -82,6 +82,27 @@ def test_every_setting_is_restored(mode: str, model: Any, tmp_path: Path) -> Non
     assert make_config(stored.generation_mode, stored.parallel_config) == config
 
 
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_configs_alone_are_saved_uploaded_and_loaded(mode: str, tmp_path: Path, local_hub: Hub) -> None:
+    config = MODES[mode](**every_setting(mode))
+    config.save_pretrained(tmp_path)
+    assert names(tmp_path) == {"generation_config.json"}
+    assert ParallelConfig.from_pretrained(tmp_path) == type(config).from_pretrained(tmp_path) == config
+    config.push_to_hub("only-config")
+    assert set(local_hub.files("somebody/only-config")) == names(tmp_path)
+    other = MODES["best_of" if mode != "best_of" else "pdos"]
+    with pytest.raises(ValueError, match=f"must store a generation_mode of {other.__name__}, got '{mode}'"):
+        other.from_pretrained(tmp_path)
+
+
+def test_an_object_of_the_process_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="logits_cache cannot be stored"):
+        HogwildConfig(logits_cache=hf_parallel.LogitsCache()).save_pretrained(tmp_path)
+    GenerationConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="got None"):
+        ParallelConfig.from_pretrained(tmp_path)
+
+
 # Errors
 
 

@@ -6,13 +6,17 @@ it; the rest of the package uses the mode only through this class and the object
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
+from huggingface_hub import CommitInfo, HfApi
+from transformers import GenerationConfig
 from transformers.utils import ModelOutput
-from typing_extensions import TypeVar
+from typing_extensions import Self, TypeVar
 
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.dialects import AnyDialect
@@ -217,6 +221,35 @@ class ParallelConfig(Settings, Generic[OutputT]):
         return call.num_rows * self.max_rows_per_prompt + 3 * prompts
 
     # What follows is for callers of a mode. A mode overrides none of it.
+
+    @classmethod
+    def from_pretrained(cls, name: str | os.PathLike[str], revision: str = "main", token: str | None = None) -> Self:
+        """Load the config of a mode from the `generation_config.json` of a folder or of a repository on the Hub.
+
+        No code of the repository runs. Raises `OSError` if there is no such file, and `ValueError` if it names no mode,
+        a mode of another class than `cls`, or invalid settings.
+        """
+        stored = GenerationConfig.from_pretrained(name, revision=revision, token=token)
+        mode = getattr(stored, "generation_mode", None)
+        if mode is None or not issubclass(MODES.get(mode, cls), cls):
+            raise ValueError(f"{name} must store a generation_mode of {cls.__name__}, got {mode!r}")
+        return cast(Self, make_config(mode, getattr(stored, "parallel_config", None)))
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the mode and its settings to `generation_config.json` in a folder, without a model.
+
+        Raises `ValueError` for settings that cannot be stored.
+        """
+        self.check_storable()
+        GenerationConfig(generation_mode=self.mode, parallel_config=self.stored()).save_pretrained(folder)
+
+    def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> CommitInfo:
+        """Upload what `save_pretrained` writes to a repository on the Hub, which is created if it does not exist."""
+        api = HfApi(token=token)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            return api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Settings of {self.mode}")
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

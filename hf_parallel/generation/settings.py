@@ -56,6 +56,12 @@ class Settings:
         """Return `given()` without `not_stored()`, ready for `generation_config.json`."""
         return {name: value for name, value in self.given().items() if name not in self.not_stored()}
 
+    def check_storable(self) -> None:
+        """Raise `ValueError` if a setting of `not_stored()` has a value."""
+        for name in self.not_stored():
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} cannot be stored, it is an object of this process: pass it in each call")
+
     def stored(self) -> Arguments:
         """Return `to_dict()` after a JSON round trip; raise `ValueError` if a setting is not JSON-serializable."""
         texts = {f.name for f in dataclasses.fields(self) if "Sequence[str]" in str(f.type)}  # tuples become lists
