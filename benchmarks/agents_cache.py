@@ -2,6 +2,8 @@
 
 - `workflow`: the five agents of the paper, in 7 and 21 rounds, at the budget where LRU has the hotspot hit rate of the
   paper's baseline: 0.903 and 0.935.
+- `alphas`: the same with other weights of the intrinsic utility in the contribution score.
+- `scores`: the scores of the agents over time (figure 9).
 - `budgets`: the same with other budgets.
 """
 
@@ -10,8 +12,9 @@ from __future__ import annotations
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hf_parallel.engine import ContributionPolicy, LeastRecentlyUsed
@@ -19,6 +22,7 @@ from hf_parallel.engine import ContributionPolicy, LeastRecentlyUsed
 from .cache_simulation import TraceRequest, named_tokens, simulate
 
 POLICIES: dict[str, Any] = {"lru": LeastRecentlyUsed, "contribution": ContributionPolicy}
+ALPHAS: dict[str, Any] = {str(alpha): partial(ContributionPolicy, alpha) for alpha in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)}
 AGENTS = ("Decision", "Patcher", "Viewer", "Summary", "Searcher")
 HOTSPOTS = ("Patcher", "Viewer")
 PAPER = {7: 0.903, 21: 0.935}
@@ -27,7 +31,7 @@ GRID = 100
 """Step between tried budgets, in tokens."""
 BUDGETS = (4500, 5500, 6500, 7500, 8500, 9500)
 SIZES, QUICK = {"seeds": 10, "few": 5}, {"seeds": 1, "few": 1}
-"""Traces of `workflow` and of `budgets`."""
+"""Traces of `workflow`, and of `alphas` and `budgets`."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +140,16 @@ def budget_of(trace: Sequence[Request], hit_rate: float) -> int:
     return min(near, key=lambda budget: abs(measure(trace, budget)["hotspot_hit_rate"] - hit_rate))
 
 
-def compare(traces: Sequence[Sequence[Request]], budgets: Sequence[int]) -> list[dict[str, Any]]:
+def compare(
+    traces: Sequence[Sequence[Request]], budgets: Sequence[int], policies: Mapping[str, Any] = POLICIES
+) -> list[dict[str, Any]]:
     """Return means over traces for each policy and without a limit (`unlimited`), with the spread of ratios to LRU.
 
     Any policy evicts the tokens that exceed the budget. In `unlimited`, `fewer_evicted` compares LRU with this minimum.
     """
     entries: list[dict[str, Any]] = []
     lru = [measure(*pair) for pair in zip(traces, budgets, strict=True)]
-    for name, policy in {"unlimited": LeastRecentlyUsed, **POLICIES}.items():
+    for name, policy in {"unlimited": LeastRecentlyUsed, **policies}.items():
         found, fewer = [], dict[str, list[float]](fewer_misses=[], fewer_evicted=[])
         for trace, budget, base in zip(traces, budgets, lru, strict=True):
             one = measure(trace, None if name == "unlimited" else budget, policy())
@@ -157,18 +163,26 @@ def compare(traces: Sequence[Sequence[Request]], budgets: Sequence[int]) -> list
     return entries
 
 
-def workflow(seeds: int) -> list[dict[str, Any]]:
-    """Compare the policies on the workflow of the paper."""
+def workflow(seeds: int, policies: Mapping[str, Any] = POLICIES) -> list[dict[str, Any]]:
+    """Compare policies on the workflow of the paper."""
     entries = []
     for rounds, hit_rate in PAPER.items():
         traces = [FiveAgents(rounds, seed).trace() for seed in range(seeds)]
         budgets = [budget_of(trace, hit_rate) for trace in traces]
-        entries += [{"rounds": rounds, "budgets": budgets, **entry} for entry in compare(traces, budgets)]
+        entries += [{"rounds": rounds, "budgets": budgets, **entry} for entry in compare(traces, budgets, policies)]
     return entries
+
+
+def scores() -> dict[str, list[float]]:
+    """Return the contribution scores of the agents in one trace of 7 rounds; 0 before an agent's first request."""
+    trace, policy = FiveAgents().trace(), ContributionPolicy()
+    measure(trace, budget_of(trace, PAPER[7]), policy)
+    return {agent: [one[agent].score if agent in one else 0.0 for one in policy.scores.history] for agent in AGENTS}
 
 
 def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     """Return the entries of the report."""
     traces = [FiveAgents(7, seed).trace() for seed in range(sizes.few)]
     others = [{"budget": size, **entry} for size in BUDGETS for entry in compare(traces, [size] * len(traces))]
-    return {"seeds": sizes.seeds, "workflow": workflow(sizes.seeds), "budgets": others}
+    found = {"seeds": sizes.seeds, "workflow": workflow(sizes.seeds), "alphas": workflow(sizes.few, ALPHAS)}
+    return found | {"scores": scores(), "budgets": others}

@@ -37,6 +37,10 @@ EMPTY = ("history_header", "others_header", "own_header", "step_gap", "redundanc
 HOGWILD = {"generation_mode": "hogwild", "step_prefix": "{name}", "separator": "\n", **dict.fromkeys(EMPTY, "")}
 
 
+ABLATIONS = ({"layout": "interleaved"}, {"layout": "contiguous"}, {"step_move": "reencode"})
+"""Settings of two workers other than those of the training (Hogwild! Inference, appendix E.1)."""
+
+
 def make_tokenizer(words=WORDS, pattern=r"\.\n|[^\s.]+", separator=" "):
     """Return a tokenizer with one token per word."""
     tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token="<pad>"))
@@ -165,7 +169,7 @@ def train(model, dataset, collator, steps, folder, **settings):
     return model.eval(), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def run(model, tokenizer, problems, num_workers, shared):
+def run(model, tokenizer, problems, num_workers, shared, **settings):
     """Return the steps of the workers, per problem: (words, forward pass that ended the step).
 
     Without `shared`, each worker has a run of its own.
@@ -174,6 +178,7 @@ def run(model, tokenizer, problems, num_workers, shared):
     out = model.generate(
         **encode([problem for problem in problems for _ in range(runs)], tokenizer),
         **HOGWILD,
+        **settings,
         tokenizer=tokenizer,
         num_workers=workers,
         max_new_tokens=MAX_PASSES,
@@ -187,10 +192,11 @@ def run(model, tokenizer, problems, num_workers, shared):
     return found
 
 
-def measure(model, tokenizer, problems, num_workers, shared):
+def measure(model, tokenizer, problems, num_workers, shared, **settings):
     """Return how many passes the workers need, and how much of their text is about lists that others do, too."""
     ended, tokens, duplicated, repeated = [], 0, 0, 0
-    for problem, steps in zip(problems, run(model, tokenizer, problems, num_workers, shared), strict=True):
+    found = run(model, tokenizer, problems, num_workers, shared, **settings)
+    for problem, steps in zip(problems, found, strict=True):
         for label, numbers in zip(LABELS, problem, strict=True):
             of_list = [(words[2:-1], end) for words, end in steps if words[1:2] == [label]]
             answers = sorted((end, answer) for answer, end in of_list if answer)
@@ -205,6 +211,7 @@ def measure(model, tokenizer, problems, num_workers, shared):
     return {
         "workers": num_workers,
         "shared": shared,
+        **settings,
         "accuracy": float(np.isfinite(ended).mean()),
         "passes": int(needed) if np.isfinite(needed) else None,
         "accuracy_by_pass": [round(float((ended <= i).mean()), 4) for i in range(0, 80, 4)],
@@ -250,9 +257,11 @@ def main():
     problems = [make_problem(rng) for _ in range(options.problems)]
     ways = [(n, shared) for n in WORKERS for shared in (True, False) if n > 1 or shared]
     results = [measure(model, tokenizer, problems, n, shared) for n, shared in ways]
+    results += [measure(model, tokenizer, problems, 2, True, **settings) for settings in ABLATIONS]
     print(f"{'workers':>13}  {'accuracy':>8}  {'passes':>6}  {'ratio':>5}  duplicated")
     for result in results:
-        name = f"{result['workers']}{'' if result['shared'] else ' independent'}"
+        kind = result.get("layout") or result.get("step_move") or ("" if result["shared"] else "independent")
+        name = f"{result['workers']} {kind}".strip()
         passes, alone = result["passes"], results[0]["passes"]
         result["ratio"] = passes / alone if passes and alone else None
         figures = f"{passes or '-':>6}  {format(result['ratio'] or np.nan, '.2f'):>5}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -16,15 +17,19 @@ from gpu_problems import PROBLEMS, TOLERANCE
 from pages import ROOT, random_stand_in
 
 import benchmarks.__main__
-from benchmarks import engine, measure
+from benchmarks import engine, measure, papers
 from benchmarks.gpu_parts import layer
+from hf_parallel.cli import evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-QUICK = ("shared_prefix", "linear")
+QUICK = ("shared_prefix", "linear", "levels")
 NAMES = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in benchmarks.__main__.benchmarks()
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in benchmarks.__main__.benchmarks()
+    if name != "papers"
 ]
+EXPERIMENTS = [(paper, name) for paper, entry in papers.PAPERS.items() for name in entry["experiments"]]
 
 
 def entries(report: Any) -> Iterator[tuple[str, Any]]:
@@ -54,6 +59,38 @@ def test_the_smallest_form_measures_everything(name: str, tmp_path: Path, monkey
         assert found or not what.startswith("same"), f"{what} is {found}"
         assert what not in ("error", "error_of_continuous_batching"), found
         assert what != "not_measured" or "flashinfer" in found, found  # which no CPU has
+
+
+@pytest.mark.parametrize(("paper", "name"), EXPERIMENTS)
+def test_the_commands_of_a_paper_are_known_and_shown(paper: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    about = papers.PAPERS[paper]["experiments"][name]
+    assert {"paper", "quick"} | ({"cpu_takes"} if "cpu" in about else {"why_no_cpu"}) <= set(about)
+    assert f"`python -m benchmarks papers {paper} {name}" in (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    evaluate.add_options(parser)
+    for form in ("cpu", "paper", "quick"):
+        for text in about.get(form, ()):
+            first, *rest = papers.command_of(text, paper, Path("runs"), [])[0 if text.startswith("examples") else 1 :]
+            if first == "benchmarks":
+                assert rest[0] in benchmarks.__main__.benchmarks()
+            elif first == "hf_parallel":
+                evaluate.read_runs(parser.parse_args(rest[1:]))
+            else:
+                assert (ROOT / first).is_file()
+    assert papers.main([paper, name, "--paper", "--show"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("  python ") == len(about["paper"])
+    assert f"time: {about['paper_takes']}" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("paper", "name"), EXPERIMENTS)
+def test_the_smallest_form_of_an_experiment_runs(paper: str, name: str, tmp_path: Path) -> None:
+    random_stand_in(tmp_path / "model")[1].save_pretrained(tmp_path / "model")
+    quick = papers.PAPERS[paper]["experiments"][name]["quick"]
+    given = ["--model", str(tmp_path / "model")] if any("{model}" in text for text in quick) else []
+    assert papers.main([paper, name, "--quick", "--output", str(tmp_path / "new" / "found"), *given]) == 0
+    assert any((tmp_path / "new").iterdir())
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
