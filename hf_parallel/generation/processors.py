@@ -148,6 +148,33 @@ class RowOccurrence(RowPenalty):
         self.ignored = [processor.prompt_length] * len(table.lengths)
 
 
+class ThinkingBudget(LogitsProcessor):
+    """Ends the reasoning of a row that has `budget` tokens of it.
+
+    `begin` are the tokens that open reasoning, `end` is the one that closes it. `known` is how often the prompt holds
+    `begin` without opening the reply's reasoning.
+    """
+
+    keeps_rows = False
+
+    def __init__(self, budget: int, begin: Sequence[int], end: int, known: int) -> None:
+        self.budget, self.begin, self.end, self.known = budget, list(begin), end, known
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        opens, place = self.opens(input_ids), torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
+        opened = (opens * place).amax(1)  # number of tokens up to the last mark
+        spent = input_ids.shape[1] - opened
+        is_open = (opens.sum(1) > self.known) & (opened > ((input_ids == self.end) * place).amax(1))
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.end] = 0
+        return torch.where((is_open & (spent >= self.budget))[:, None], forced, scores)
+
+    def opens(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return where the tokens that open reasoning end, bool `[rows, length]`."""
+        windows = F.pad(ids, (len(self.begin) - 1, 0), value=-1).unfold(1, len(self.begin), 1)
+        return (windows == torch.tensor(self.begin, device=ids.device)).all(-1)
+
+
 class PerPromptProcessor(LogitsProcessor):
     """Calls a stateless processor that expects one row per prompt on several rows per prompt, ordered by prompt."""
 

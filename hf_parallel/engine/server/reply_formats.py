@@ -40,6 +40,13 @@ class ReplyFormat:
         """Whether replies may hold reasoning."""
         return bool(self.fields.keys() & REASONING)
 
+    @property
+    def thinking_marks(self) -> list[str]:
+        """The first text that opens reasoning, and the first that closes it; less if there is none."""
+        (field,) = [self.fields[name] for name in self.fields.keys() & REASONING] or [{}]
+        marks = [field.get(name) for name in ("open", "close")]
+        return [mark if isinstance(mark, str) else mark[0] for mark in marks if mark]
+
 
 _DATA: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 FORMATS = {mark: ReplyFormat(**settings) for mark, settings in _DATA.items()}

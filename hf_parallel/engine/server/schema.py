@@ -312,6 +312,7 @@ class ConversationBody(Body):
 
     effort_field: ClassVar = "reasoning_effort"  # name of the field that holds the effort
     reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # of vLLM
     tools: Any = None
     tool_choice: Any = None
 

@@ -21,13 +21,14 @@ from hf_parallel.engine.server.limits import Limits
 from hf_parallel.engine.server.replies import Reply, ReplySpec, write_tools
 from hf_parallel.engine.server.reply_formats import reply_format
 from hf_parallel.engine.server.schema import Body, ConversationBody, Prompt
+from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.log_probs import TopLogProbs
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import SharedPrefixConfig
 from hf_parallel.generation.presets import preset_of
-from hf_parallel.generation.processors import OccurrencePenalty
+from hf_parallel.generation.processors import OccurrencePenalty, ThinkingBudget
 from hf_parallel.generation.prompts import ENABLE_THINKING, Chat
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.stop_texts import StopTexts
@@ -247,7 +248,7 @@ class Translator:
             self.check_ids(name, prompt)
         else:
             self.check_texts(prompt, name)
-            prompt, template = self._with_tools(body, prompt)
+            prompt, template = self._with_effort(body, prompt)
             if self.processor is not None:
                 return encode_chat(self.processor, config, prompt, template, self.limits)
             if not all(isinstance(message["content"], str) for message in prompt):
@@ -255,10 +256,8 @@ class Translator:
                 raise APIError(400, message, name)
         return encode_prompt(prompt, config, tokenizer, torch.device("cpu"), template)
 
-    def _with_tools(self, body: Body, chat: Chat) -> tuple[list[Any], dict[str, object]]:
-        """Return a chat and the variables of its template, with the tools that the answer may call."""
-        tools = body.callable_tools if isinstance(body, ConversationBody) else []
-        self.check_length("tools", len(json.dumps(tools)))
+    def _with_effort(self, body: Body, chat: Chat) -> tuple[list[Any], dict[str, object]]:
+        """Return a chat and the variables of its template, with tools and effort."""
         template, source = dict(body.chat_template_kwargs or {}), str(self.engine.tokenizer.chat_template)
         if isinstance(body, ConversationBody) and (effort := body.effort) is not None:
             known = {"reasoning_effort": effort, ENABLE_THINKING: effort != "none"}
@@ -266,6 +265,13 @@ class Translator:
             if not read and effort != "none":
                 raise APIError(400, f"the chat template has no variable for effort {effort!r}", body.effort_field)
             template |= read
+        return self.with_tools(chat, body.callable_tools if isinstance(body, ConversationBody) else [], template)
+
+    def with_tools(
+        self, chat: Chat, tools: list[dict[str, Any]], template: dict[str, object]
+    ) -> tuple[list[Any], dict[str, object]]:
+        """Return a chat and the variables of its template, with the tools that the answer may call."""
+        self.check_length("tools", len(json.dumps(tools)))
         if not self.format.reads_tools:
             return write_tools(chat, tools), template
         return list(chat), template | ({"tools": tools} if tools else {})
@@ -334,6 +340,9 @@ class Translator:
         if body.frequency_penalty or body.presence_penalty:
             penalties = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
             processors.append(OccurrencePenalty(begin, *penalties))
+        if isinstance(body, ConversationBody) and body.thinking_token_budget is not None:
+            budget = self._thinking_budget(body.thinking_token_budget, submission.prompt["input_ids"])
+            processors += [] if submission.is_constrained else [budget]  # without reasoning
         top, prompt_top = body.top_logprobs_wanted, body.prompt_logprobs_wanted
         if top is not None or prompt_top is not None:
             self.check_ids("label_token_ids", [0, *body.label_tokens])
@@ -351,6 +360,17 @@ class Translator:
             submission.arguments["logits_processor"] = processors
         if criteria:
             submission.arguments["stopping_criteria"] = criteria
+
+    def _thinking_budget(self, budget: int, prompt: torch.Tensor) -> ThinkingBudget:
+        tokenizer, marks = self.engine.tokenizer, self.format.thinking_marks
+        begin, end = [encode(tokenizer, mark) for mark in marks] if len(marks) == 2 else ([], [])
+        if not begin or len(end) != 1:
+            message = "thinking_token_budget needs a model whose reasoning has an opening mark and ends with one token"
+            raise APIError(400, message, "thinking_token_budget")
+        found = ThinkingBudget(budget, begin, end[0], 0)
+        last = decode(tokenizer, prompt[0, -len(begin) - 2 :].tolist(), skip_special_tokens=False).rstrip()
+        found.known = int(found.opens(prompt).sum()) - last.endswith(marks[0])
+        return found
 
     def _calls(self, body: ConversationBody) -> str:
         """Return the grammar of an answer that has to call tools."""

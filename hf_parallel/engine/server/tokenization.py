@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hf_parallel.detokenizer import decode
 from hf_parallel.engine.server.errors import APIError
-from hf_parallel.engine.server.schema import Flag, Items, Message, Text, Token
+from hf_parallel.engine.server.schema import Flag, Items, Message, Text, Token, Tool, Tools
 from hf_parallel.engine.server.submission import Translator
 from hf_parallel.generation.prompts import apply_template, check_template_kwargs
 from hf_parallel.generation.validation import check_text
@@ -23,6 +23,7 @@ class TokenizeBody(BaseModel):
     model: Text | None = None
     prompt: Text | None = None
     messages: Items[Message] | None = None
+    tools: Tools[Tool] | None = None
     add_special_tokens: Flag | None = None
     add_generation_prompt: Flag = True
     chat_template_kwargs: dict[str, object] | None = None
@@ -32,10 +33,13 @@ class TokenizeBody(BaseModel):
         tokenizer, text = translator.engine.tokenizer, self.prompt
         if (text is None) == (self.messages is None):
             raise APIError(400, "give either prompt or messages", "prompt")
+        if self.messages is None and self.tools:
+            raise APIError(400, "tools need messages", "tools")
         if self.messages is not None:
             chat = [message.to_chat() for message in self.messages]
             translator.check_texts(chat, "messages")
-            template = check_template_kwargs(self.chat_template_kwargs)
+            tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+            chat, template = translator.with_tools(chat, tools, check_template_kwargs(self.chat_template_kwargs))
             text = apply_template(chat, tokenizer, add_generation_prompt=self.add_generation_prompt, **template)
         assert text is not None
         translator.check_length("prompt", len(text))

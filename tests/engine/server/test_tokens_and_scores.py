@@ -56,6 +56,12 @@ def test_tokens_are_those_of_prompts_and_decode_to_them(server: Served) -> None:
     assert found["max_model_len"] == server.engine.model.config.max_position_embeddings
     assert ask(server, "/detokenize", tokens=found["tokens"]) == {"prompt": text}
     chat = [{"role": "user", "content": "Hello"}]
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    called = [*chat, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "8", "tool_call_id": "1"}]
+    tools = {"messages": called, "tools": [tool]}
+    usage = server.chat(max_tokens=1, **tools)["usage"]
+    assert ask(server, "/tokenize", **tools)["count"] == usage["prompt_tokens"]
     whole = ask(server, "/tokenize", messages=chat)["tokens"]
     assert len(whole) == server.chat(max_tokens=1)["usage"]["prompt_tokens"]
     assert whole[: len(ask(server, "/tokenize", messages=chat, add_generation_prompt=False)["tokens"])] != whole
@@ -67,6 +73,8 @@ def test_tokens_are_those_of_prompts_and_decode_to_them(server: Served) -> None:
         ("/tokenize", "prompt", {}),
         ("/tokenize", "prompt", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}),
         ("/tokenize", "messages", {"messages": [{"role": "nobody", "content": "a"}]}),
+        ("/tokenize", "tools", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("/tokenize", "tools", {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "web"}]}),
         ("/tokenize", "model", {"prompt": "a", "model": "other"}),
         ("/detokenize", "tokens", {"tokens": [10**6]}),
         ("/v1/score", "items", {"query": [5], "items": ["a"], "label_token_ids": [5]}),
