@@ -28,6 +28,10 @@ _COUNTERS = {
     "cancelled": "Requests that were cancelled",
 }
 
+_API = ("chat/completions", "completions", "models", "responses", "score")
+PATHS = ("/", "/health", "/metrics", "/tokenize", "/detokenize", *(f"/v1/{name}" for name in _API))
+"""Paths that responses are counted by; all others, which clients may invent, are one."""
+
 
 class Metrics:
     """Collects the metrics of one server."""
@@ -50,8 +54,7 @@ class Metrics:
 
     def add_response(self, path: str, status: int) -> None:
         """Count a response."""
-        known = path in ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
-        self._responses.labels(path if known else "other", str(status)).inc()
+        self._responses.labels(path if path in PATHS else "other", str(status)).inc()
 
     def add_request(self, handle: RequestHandle, num_rows: int) -> None:
         """Record the times of a request that has ended."""
