@@ -86,8 +86,12 @@ Stops = Annotated[
 ]
 
 
+def _is_empty(value: object) -> bool:
+    return value is None or value == [] or (isinstance(value, dict) and all(map(_is_empty, value.values())))
+
+
 class Part(BaseModel):
-    """An object in a body. Names that it does not define may have no value: null or an empty list."""
+    """An object in a body. Names that it does not define may have no value: null, or a list or object without any."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -96,7 +100,7 @@ class Part(BaseModel):
     def _check_others(cls, given: object) -> object:
         known = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in given.items() if isinstance(given, dict) else ():
-            if name not in known and value is not None and value != []:
+            if name not in known and not _is_empty(value):
                 raise ValueError(f"{name} is not supported")
         return given
 
