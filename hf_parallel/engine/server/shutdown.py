@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from hf_parallel.engine import Engine
 
 ANSWER_SECONDS = 10  # time in which clients can read the errors of requests that were cancelled
+IDLE_SECONDS = 75  # of a connection. Clients close theirs sooner (httpx after 5 s): else a request meets the close
 
 
 class DrainingServer(uvicorn.Server):
@@ -24,9 +25,9 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, engine: Engine, drain_seconds: float) -> None:
         seconds = int(drain_seconds) + ANSWER_SECONDS
-        super().__init__(
-            uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=seconds, server_header=False)
-        )
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=seconds, server_header=False)
+        config.timeout_keep_alive = IDLE_SECONDS
+        super().__init__(config)
         self._engine, self._drain_seconds, self._is_cancelled = engine, drain_seconds, False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
