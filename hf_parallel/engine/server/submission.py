@@ -40,10 +40,11 @@ SAMPLING = (
 )
 """Fields of a body that are settings of `generate`, with the same names."""
 UNSUPPORTED = (
-    *("audio", "background", "conversation", "echo", "function_call", "functions", "include", "modalities"),
-    *("prediction", "suffix", "tool_choice", "tools", "verbosity", "web_search_options"),
+    *("access_programs", "audio", "background", "background_options", "context_management", "conversation"),
+    *("echo", "function_call", "functions", "image", "include", "modalities", "moderation", "prediction", "prompt"),
+    *("prompt_cache_options", "suffix", "tool_choice", "tools", "top_logprobs", "verbosity", "web_search_options"),
 )
-"""Fields of OpenAI that are not supported; values in `NEUTRAL` are accepted."""
+"""Fields of OpenAI that some or all endpoints do not support; values in `NEUTRAL` are accepted."""
 NEUTRAL: tuple[object, ...] = (None, False, "", "none", "auto", [], ["text"])
 GREEDY_BELOW = 1e-5  # temperatures below are 0: logits divided by them are not finite
 MAX_TEXT = 4096

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 openai = pytest.importorskip("openai")
 
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams  # noqa: E402
+from openai.types.completion_create_params import CompletionCreateParamsStreaming as CompletionParams  # noqa: E402
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseParams  # noqa: E402
 from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
@@ -93,6 +97,25 @@ def test_a_previous_response_is_continued_from_the_cache(server: Served, client:
         with pytest.raises(openai.NotFoundError) as raised:
             asking.responses.create(input="More", previous_response_id=name, **settings)
         assert raised.value.param == "previous_response_id"
+
+
+@pytest.mark.parametrize(
+    ("path", "params", "prompt"),
+    [
+        ("/v1/chat/completions", ChatParams, {"messages": [{"role": "user", "content": "Hello"}]}),
+        ("/v1/completions", CompletionParams, {"prompt": "Hello"}),
+        ("/v1/responses", ResponseParams, {"input": "Hello"}),
+    ],
+)
+def test_every_field_of_openai_is_in_the_table_and_answered(
+    server: Served, path: str, params: Any, prompt: dict[str, Any]
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
+    body = {ResponseParams: {"max_output_tokens": 1}}.get(params, {"max_tokens": 1})
+    for name in get_type_hints(params):
+        assert f"`{name}`" in page or f"`{name}." in page, name
+        response = server.post(path, {"Authorization": "Bearer key"}, **{**body, **prompt, name: {"odd": 1}})
+        assert check_error(response, 400)["param"] in (name, "max_tokens"), name
 
 
 TOOL: dict[str, Any] = {
