@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_parallel.cache import ForwardPass
 from hf_parallel.cache.fingerprint import adapter_layers
 from hf_parallel.models.cached_model import CachedModel
-from hf_parallel.models.compiled import decoder_layers
 
 BASE_MODEL = "__base__"
 """Name of the model without adapters, as in PEFT's `adapter_names`."""
@@ -34,14 +34,11 @@ class AdaptedModel(CachedModel):
     def logits(
         self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None, adapter: str | None = None
     ) -> torch.Tensor:
-        """Run a pass as `CachedModel.logits` does, with an adapter or `BASE_MODEL`. None: with those that are active.
-
-        Raises `ValueError` if the adapter was deleted.
-        """
+        """Run a pass as `CachedModel.logits` does, with an adapter, `BASE_MODEL`, or those active (None)."""
         if adapter is None:
             return super().logits(forward, ids, keep)
         if adapter not in self._models:
-            check_adapter(self.model, adapter)
+            check_adapter(self.model, adapter)  # it may have been deleted since its request was submitted
             self._models[adapter] = self._new()
         with _active(self._adapters, adapter):
             return self._models[adapter].logits(forward, ids, keep)
@@ -73,11 +70,12 @@ def check_adapter(model: Any, name: object) -> None:
         given = [field for field in _UNSUPPORTED if getattr(config, field, None)]
         if given or config.bias != "none":
             raise ValueError(f"adapter {other!r} may change linear layers only, its config has {given or ['bias']}")
-    decoder = {module for layer in decoder_layers(model) for module in layer.modules()}
+    decoder, paths = {*(model.get_decoder() or model).modules()}, {one: path for path, one in model.named_modules()}
     for layer in adapter_layers(model):
-        if layer.merged_adapters or layer not in decoder:
-            reason = "is not in a decoder layer" if layer not in decoder else "has merged adapters: unmerge_adapter()"
-            raise ValueError(f"adapters can be chosen in decoder layers only, and {layer} {reason}")
+        if layer.merged_adapters:
+            raise ValueError(f"adapters {layer.merged_adapters} are merged into the weights: call unmerge_adapter()")
+        if layer not in decoder or isinstance(layer.get_base_layer(), nn.Embedding):
+            raise ValueError(f"an adapter may change linear layers of the decoder only, but one changes {paths[layer]}")
 
 
 def check_no_virtual_tokens(model: object) -> None:
@@ -89,7 +87,7 @@ def check_no_virtual_tokens(model: object) -> None:
 def load_adapters(model: Any, paths: Mapping[str, str]) -> Any:
     """Load LoRA adapters by name, from folders or the Hub, into a model. Return the `PeftModel`, with none active.
 
-    Raises `ValueError` for a name that PEFT does not allow, and for an adapter that changes more than decoder layers.
+    Raises `ValueError` for a name that PEFT does not allow, and for an adapter that changes more than the decoder.
     """
     from peft import PeftModel, load_peft_weights
 

@@ -122,10 +122,14 @@ def test_without_a_name_the_active_adapter_computes() -> None:
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
         ({"bias": "all"}, "bias"),
-        ({"target_modules": ["embed_tokens"]}, "decoder layers"),
+        (
+            {"target_modules": ["embed_tokens"]},
+            "decoder only, but one changes model.embed_tokens",
+        ),
+        ({"target_modules": ["lm_head"]}, "but one changes lm_head"),
     ],
 )
-def test_adapters_that_change_more_than_decoder_layers_raise(settings: dict[str, Any], message: str) -> None:
+def test_adapters_that_change_more_than_linear_layers_raise(settings: dict[str, Any], message: str) -> None:
     lora = peft.LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **settings})
     with Engine(peft.get_peft_model(enabled("llama"), lora)) as engine:
         for name in ("default", "__base__"):

@@ -190,3 +190,23 @@ def test_graphs_are_released_with_their_call(
         assert [graphs_of_call() for graphs_of_call in made] == [None]
     finally:
         gc.enable()
+
+
+def test_each_adapter_of_an_engine_has_graphs_of_its_own(graphs: Graphs, model: PreTrainedModel) -> None:
+    pytest.importorskip("greenlet")
+    from hf_parallel.engine import Engine
+
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, lora_alpha=32, target_modules=["q_proj"])
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(copy.deepcopy(model), lora, "first")
+    adapted.add_adapter("second", lora)
+    expected = {}
+    for name in ("first", "second"):
+        adapted.set_adapter(name)
+        expected[name] = adapted.generate(INPUT_IDS[-1:], max_new_tokens=NEW, do_sample=False).tolist()
+    assert expected["first"] != expected["second"]
+    with Engine(adapted.eval()) as engine:
+        submitted = {name: engine.submit(INPUT_IDS[-1:], max_new_tokens=NEW, adapter=name) for name in expected}
+        assert {name: handle.result(600).sequences.tolist() for name, handle in submitted.items()} == expected
+    assert len([captured for captured in graphs._made if captured._steps]) == 3  # with those of the active adapter
