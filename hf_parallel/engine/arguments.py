@@ -16,7 +16,6 @@ from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.prompts import NOT_RENDERED, check_task, check_unused_template_kwargs, encode_task
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_text, is_int
-from hf_parallel.models.adapters import check_adapter
 from hf_parallel.models.signature import CACHE
 
 
@@ -27,14 +26,12 @@ def check_limits(required: Mapping[str, object], **optional: object) -> None:
             check_int(name, limit, at_least=1)
 
 
-def check_request(model: PreTrainedModel, priority: object, cache_salt: object, adapter: object) -> None:
-    """Raise `ValueError` for a priority that is no int, a salt that is no string or None, or an unsuitable adapter."""
+def check_request(priority: object, cache_salt: object) -> None:
+    """Raise `ValueError` for a priority that is not an int, or a salt that is not a string or None."""
     if not is_int(priority):
         raise ValueError(f"priority must be an int, got {priority!r}")
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise ValueError(f"cache_salt must be a string or None, got {cache_salt!r}")
-    if adapter is not None:
-        check_adapter(model, adapter)
 
 
 def submitter_key(submitter: object) -> tuple[type, int]:

@@ -198,7 +198,8 @@ class Engine:
             If the engine is not open.
         """
         self.check_open()
-        check_request(self.model, priority, cache_salt, adapter)
+        check_request(priority, cache_salt)
+        self._cached_model.check(adapter)
         key, hints = submitter_key(submitter), AgentHints.of(agent_hints)
         config, arguments = split_arguments(self.model, self.tokenizer, prompt, generation_mode, settings)
         assert self._claim is not None

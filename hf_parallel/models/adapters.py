@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,9 +28,14 @@ class AdaptedModel(CachedModel):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._new = lambda: CachedModel(*arguments, **settings)
-        self._models: dict[str, CachedModel] = {}  # by adapter, as captured decode steps are those of one
-        self._adapters = adapter_layers(self.model)
+        self._models = defaultdict[str, CachedModel](lambda: CachedModel(*arguments, **settings))  # own CUDA graphs
+        self._adapters, self._checked = adapter_layers(self.model), {None}
+
+    def check(self, adapter: Any) -> None:
+        """Raise `ValueError` if passes cannot be switched to an adapter. See `check_adapter`, which is slow."""
+        if not isinstance(adapter, str | None) or adapter not in self._checked:
+            check_adapter(self.model, adapter)
+            self._checked.add(adapter)
 
     def logits(
         self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None, adapter: str | None = None
@@ -37,9 +43,7 @@ class AdaptedModel(CachedModel):
         """Run a pass as `CachedModel.logits` does, with an adapter, `BASE_MODEL`, or those active (None)."""
         if adapter is None:
             return super().logits(forward, ids, keep)
-        if adapter not in self._models:
-            check_adapter(self.model, adapter)  # it may have been deleted since its request was submitted
-            self._models[adapter] = self._new()
+        self.check(adapter)  # it may have been deleted since its request was submitted
         with _active(self._adapters, adapter):
             return self._models[adapter].logits(forward, ids, keep)
 

@@ -143,9 +143,13 @@ def test_adapters_that_no_pass_can_use_raise() -> None:
         for name in ("third", "", 5):
             with pytest.raises(ValueError, match=r"adapter must be one of \['__base__', 'first', 'second'\], got"):
                 engine.submit(PROMPT, adapter=name)
+        assert engine.submit(PROMPT, max_new_tokens=2, adapter="second").result(600)
+        model.delete_adapter("second")
+        with pytest.raises(ValueError, match="adapter must be one of"):
+            engine.submit(PROMPT, max_new_tokens=2, adapter="second").result(600)
     model.merge_adapter()
     with Engine(model) as engine, pytest.raises(ValueError, match="unmerge_adapter"):
-        engine.submit(PROMPT, adapter="second")
+        engine.submit(PROMPT, adapter="first")
     tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="virtual tokens"):
         Engine(peft.get_peft_model(enabled("llama"), tuning))
