@@ -44,6 +44,7 @@ class Delta:
     finish_reason: str | None = None
     error: str | None = None  # why the choice ended with an error
     record: dict[str, object] | None = None  # fields of the mode's output
+    transcript: str | None = None  # of the run, as a page
     prompt: list[tuple[int, TokenLogProbs]] | None = None  # tokens of the prompt after the first
 
     def show(self, parsed: Parsed) -> None:
@@ -58,7 +59,7 @@ class Delta:
         self.logged += delta.logged
         self.row = delta.row or self.row
         self.finish_reason, self.record, self.error = delta.finish_reason, delta.record, delta.error
-        self.prompt = delta.prompt
+        self.prompt, self.transcript = delta.prompt, delta.transcript
 
 
 class Answers:
@@ -140,6 +141,8 @@ class Answers:
             delta.error = errors.get(index)
             delta.finish_reason = reason if delta.error is None else "error"
             delta.record = records[index]
+            if submission.has_transcript and index + 1 == submission.choices:
+                delta.transcript = output.to_html(submission.engine.tokenizer)
             if submission.prompt_log_probs is not None:
                 found = submission.prompt_log_probs.prompts[index]
                 delta.prompt = list(zip(submission.prompt_of(index)[1:], found, strict=True))

@@ -169,7 +169,7 @@ function body() {
   const numbers = ["n", "max_tokens", "temperature", "seed"].filter(name => find(name).value !== "").map(name => [name, find(name).valueAsNumber]);
   const found = {...Object.fromEntries([...given, ...numbers]), ...(mode ? {generation_mode: mode} : {})};
   const messages = [{role: "user", content: find("prompt").value}];
-  return JSON.stringify({model, messages, stream: true, stream_options: {include_usage: true}, ...found});
+  return JSON.stringify({model, messages, transcript: true, stream: true, stream_options: {include_usage: true}, ...found});
 }
 
 // The server
@@ -239,16 +239,20 @@ async function run() {
   find("rows").replaceChildren();
   find("error").textContent = "";
   find("status").textContent = "Waiting for the first token";
+  find("transcript").hidden = true;
   find("run").disabled = true;
   find("stop").disabled = false;
   showNumbers([]);
-  let usage = null;
+  let usage = null, transcript = "";
   try {
     const response = await ask("v1/chat/completions", {method: "POST", body: body(), signal});
     watch(polling.signal).catch(() => null);
     for await (const event of events(response)) {
       usage = event.usage ?? usage;
-      for (const choice of event.choices) receive(mode, answers, several, choice);
+      for (const choice of event.choices) {
+        receive(mode, answers, several, choice);
+        transcript = choice.transcript ?? transcript;
+      }
       const writing = [...find("rows").querySelectorAll(".writing h3")].map(head => head.firstChild.data);
       const words = writing.length > MAX_NAMED ? `${writing.length} rows are writing` : `${listed(writing)} ${writing.length === 1 ? "is" : "are"} writing`;
       if (writing.length && find("status").textContent !== words) find("status").textContent = words;
@@ -257,6 +261,10 @@ async function run() {
     find("status").textContent = `Finished: ${tokens} tokens in ${seconds.toFixed(1)} s`;
     const shared = `${usage.prompt_tokens} tokens of the prompt stored once, ${usage.prompt_tokens_details.cached_tokens} of them before this run`;
     showNumbers([`${(tokens / seconds).toFixed(1)} tokens/s`, `${usage.forward_passes} passes`, megabytes(usage.kv_bytes), shared]);
+    // A file, as the policy of this page would forbid the scripts of another page that it opens.
+    URL.revokeObjectURL(find("transcript").href);
+    find("transcript").href = URL.createObjectURL(new Blob([transcript], {type: "text/html"}));
+    find("transcript").hidden = !transcript;
   } catch (error) {
     find("status").textContent = signal.aborted ? "Stopped" : "";
     if (!signal.aborted) find("error").textContent = error.message;

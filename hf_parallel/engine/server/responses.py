@@ -173,7 +173,7 @@ def _reply_fields(delta: Delta) -> dict[str, Any]:
 def _mode_fields(delta: Delta) -> dict[str, object]:
     """Return the fields that modes and errors add to a choice."""
     error = None if delta.error is None else APIError(500, delta.error, "response_format").to_dict()["error"]
-    fields = {"row": delta.row, "mode_output": delta.record, "error": error}
+    fields = {"row": delta.row, "mode_output": delta.record, "error": error, "transcript": delta.transcript}
     return {name: value for name, value in fields.items() if value is not None}
 
 

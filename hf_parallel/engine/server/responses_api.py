@@ -167,7 +167,7 @@ class ResponseBody(schema.ConversationBody):
     @property
     def budget(self) -> int | None:
         """See `Body.budget`. Raises `ValueError` for fields of chats that have another name here."""
-        for name in ("max_tokens", "prompt_logprobs", "reasoning_effort", "response_format"):
+        for name in ("max_tokens", "prompt_logprobs", "reasoning_effort", "response_format", "transcript"):
             if name in self.model_fields_set:
                 raise ValueError(f"{name} is no field of /v1/responses")
         return self.max_output_tokens

@@ -254,6 +254,7 @@ class Body(BaseModel):
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
     no_repeat_ngram_size: Annotated[int, Field(strict=True, ge=0, le=MAX_NGRAM)] | None = None
     min_new_tokens: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None
+    transcript: Flag | None = None  # whether a prompt's last choice holds the transcript of its run, a page
     agent_hints: dict[str, object] | None = None  # of `AgentHints`
     cache_salt: Annotated[Id, Field(min_length=1)] | None = None
     chat_template_kwargs: Annotated[dict[str, object], AfterValidator(_check_template_size)] | None = None

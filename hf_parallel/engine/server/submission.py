@@ -71,6 +71,7 @@ class Submission:
     echo: bool = False
     is_empty: bool = False  # whether the token that it generates is not part of the answer
     has_mode: bool = False
+    has_transcript: bool = False
     hints: AgentHints = field(default_factory=AgentHints)
     reply: ReplySpec | None = None  # None: the answer is its text
     is_constrained: bool = False  # whether a grammar begins with the answer, without reasoning
@@ -147,7 +148,7 @@ class Translator:
                 raise APIError(400, f"temperature=0 gives {body.answers} equal answers; set n to 1", "n")
         submission = Submission(self.engine, config, encoded, arguments, body.answers * len(prompts), body.stops)
         submission.echo, submission.is_empty = bool(getattr(body, "echo", False)), body.max_tokens == 0
-        submission.has_mode = body.generation_mode is not None
+        submission.has_mode, submission.has_transcript = body.generation_mode is not None, bool(body.transcript)
         given = (body.agent_hints or {}).items()
         submission.hints = AgentHints.of({name: value for name, value in given if value is not None})
         submission.reply = self._reply(body)

@@ -123,6 +123,59 @@ def test_any_value_of_a_field_is_answered_or_is_an_error_that_names_the_field(
         assert is_elsewhere or error["param"] in (name, "generation_mode", "max_tokens", "items"), error
 
 
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"enum": [1, "a"]}}}}
+FLAT = {"type": "function", **FUNCTION}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+NESTED: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "messages": [*HELLO, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "a"}],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "max_tokens": 2,
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"x": 1}'},
+            {"type": "function_call_output", "call_id": "1", "output": "a"},
+        ],
+        "tools": [FLAT],
+        "tool_choice": {"type": "function", "name": "f"},
+        "reasoning": {"effort": "none"},
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": FUNCTION["parameters"]}},
+        "max_output_tokens": 2,
+    },
+    "/tokenize": {"messages": HELLO, "tools": [{"type": "function", "function": FUNCTION}]},
+}
+"""Bodies that hold objects in objects."""
+
+
+def replaced(part: Any, value: Any, data: st.DataObject) -> Any:
+    """Return a part of a body in which one place, at any depth, holds another value."""
+    places = list(part) if isinstance(part, dict) else list(range(len(part))) if isinstance(part, list) else []
+    if not places or data.draw(st.integers(0, 4)) == 0:
+        return value
+    place, copied = data.draw(st.sampled_from(places)), part.copy()
+    copied[place] = replaced(part[place], value, data)
+    return copied
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from(list(NESTED)),
+    value=VALUES | st.sampled_from(["f", "json_object", {"type": "text"}]),
+    data=st.data(),
+)
+def test_any_value_at_any_depth_is_answered_or_is_an_error(server: Served, path: str, value: Any, data: Any) -> None:
+    name = data.draw(st.sampled_from(list(NESTED[path])))
+    body = {**NESTED[path], name: replaced(NESTED[path][name], value, data)}
+    if data.draw(st.booleans()):
+        body.pop("tool_choice", None)
+    status, error = send(server, json.dumps({"model": MODEL, **body}).encode(), path)
+    assert status < 500, (body, error)
+
+
 FIELDS: list[dict[str, Any]] = [
     {"messages": []},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;"}}]}]},
@@ -198,6 +251,10 @@ def test_other_content_types_methods_and_paths_are_rejected(server: Served) -> N
     for path in (CHAT, COMPLETION, *OTHERS):
         for method in ("GET", "PUT", "DELETE", "TRACE", "FETCH"):
             assert send(server, b"", path, method)[0] == 405
+    for method in ("POST", "PUT"):
+        assert send(server, b"{}", "/v1/responses/x", method)[0] == 405
+    for method, name in (("GET", "x"), ("DELETE", "%00"), ("GET", "x" * 3000)):
+        assert send(server, b"", f"/v1/responses/{name}", method)[0] == 404
     for path in ("/v1", "/v1//chat/completions", "/docs", "/v1/embeddings", "/%00", "/x" * 3000):
         assert send(server, VALID.encode(), path)[0] == 404
     for name in ("other", "..%2f..%2fetc%2fpasswd", "../../../etc/passwd", "x" * 3000):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import time
@@ -68,6 +69,18 @@ def test_the_page_is_open_without_a_key_and_describes_every_setting(url: str) ->
             assert [setting["name"] for setting in mode["settings"] if not setting["about"]] == []
 
 
+@pytest.mark.parametrize(("settings", "answers"), [({"n": 2}, 2), ({"generation_mode": "hogwild"}, 1)])
+def test_the_last_choice_holds_the_transcript_of_the_run(url: str, settings: dict[str, Any], answers: int) -> None:
+    body = {"model": "small", "messages": [{"role": "user", "content": MARKUP}], "max_tokens": 8, "seed": 1, **settings}
+    send = functools.partial(httpx.post, f"{url}/v1/chat/completions", headers={"Authorization": f"Bearer {KEY}"})
+    *others, last = send(json=body | {"transcript": True}).json()["choices"]
+    assert (len(others), [other.get("transcript") for other in others]) == (answers - 1, [None] * (answers - 1))
+    assert last["transcript"].startswith("<!DOCTYPE html>")
+    assert "Content-Security-Policy" in last["transcript"]
+    assert MARKUP not in last["transcript"]
+    assert all("transcript" not in choice for choice in send(json=body).json()["choices"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 400])
 def test_workers_are_seen_writing_at_the_same_time_until_the_run_is_stopped(tab: Any, width: int) -> None:
@@ -92,6 +105,12 @@ def test_workers_are_seen_writing_at_the_same_time_until_the_run_is_stopped(tab:
     page.wait_for(f"{STATUS}.startsWith('Finished: ')")
     assert "tokens of the prompt stored once" in page.value("document.getElementById('numbers').textContent")
     assert MARKUP in page.value("document.getElementById('rows').textContent")
+    link = "document.getElementById('transcript')"
+    assert page.value(f"[{link}.hidden, {link}.href.split(':')[0], {link}.download]") == [
+        False,
+        "blob",
+        "transcript.html",
+    ]
     assert page.value("document.querySelectorAll('#rows img, #rows script').length") == 0
     assert page.value("document.title") == "hf_parallel"
 
