@@ -68,7 +68,7 @@ class ForkJoinOutput(ParallelOutput):
     critical_path : list of int
         Decode steps of each answer: its own tokens, plus the longest path of each fork.
     fallback : list of str or None
-        Why the last region that an answer opened has not forked; None if all have.
+        Why an answer has not forked, or the last region that it opened; None if all regions have.
     stages : dict of StageStats
         Cost of `skeleton` (the text up to the first fork), `branches` (the paths) and `continuation`.
     """
@@ -165,7 +165,7 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
             raise ValueError("positions='concatenated' is for training: a path cannot start where another will end")
         check_bool("force", self.force)
         if self.force and self.positions == "separate":
-            raise ValueError("force needs a dialect that plans its paths, got positions='separate'")
+            raise ValueError(f"force=True needs a dialect whose paths are joined, got dialect={self.dialect!r}")
         for name in ("paths", "max_paths", "max_depth", "path_max_new_tokens"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=1)
@@ -173,6 +173,11 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
             raise ValueError(f"force needs paths of at most max_paths={self.max_paths}, got {self.paths}")
         if isinstance(self.format, SkeletonDialect):
             self._skeletons(self.format)
+            return
+        before, tag, after = self.opening.partition(self.format.fork_text)
+        gap = self.format.first_text("")[0]
+        if self.format.region[0] in before + tag and after not in ("", gap):
+            raise ValueError(f"opening must end with {tag!r}, at which its paths start, got {after!r} after it")
 
     @property
     def format(self) -> AnyDialect:
@@ -208,9 +213,7 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
         """See `ParallelConfig.make_run`."""
         if isinstance(self.format, Dialect):
             return ForkJoinRun(self, self.format, call)
-        run = PDOSRun(self._skeletons(self.format), call, PathRecords(call))
-        run.none = f"the model has not written {self.format.branch_marker!r}"
-        return run
+        return PDOSRun(self._skeletons(self.format), call, PathRecords(call, self.format.branch_marker))
 
     def _skeletons(self, dialect: SkeletonDialect) -> PDOSConfig:
         """Return the settings of `pdos` for text with skeletons."""
@@ -260,13 +263,13 @@ class ForkJoinRun(BranchRun):
     def __init__(self, config: ForkJoinConfig, dialect: Dialect, call: GenerationCall) -> None:
         self.config: ForkJoinConfig
         self.dialect = dialect
-        self.none = f"the model has not written {self.dialect.fork_text!r}"
         tag = self.dialect.branch[1].encode()
         closing = self.dialect.branch[1] + self.dialect.gap
         limit = config.path_max_new_tokens
         self.plan = self.dialect.planned(config.paths) if config.force else [""]
         opening = config.opening + self.plan[0], "the plan of force" if config.force else "opening"
-        super().__init__(config, call, PathRecords(call), [(tag, len(tag), "tag")], closing, limit, *opening)
+        records = PathRecords(call, self.dialect.fork_text)
+        super().__init__(config, call, records, [(tag, len(tag), "tag")], closing, limit, *opening)
         for text in (self.dialect.fork_text, *self.dialect.branch, self.dialect.joined_text):
             self.tokens(text, "tags of the dialect")
         self.titles = _TitleMask(self.dialect, self.plan[1], self.vocabulary) if self.plan[1:] else None
@@ -351,8 +354,8 @@ class ForkJoinRun(BranchRun):
 class PathRecords(Records):
     """Forks of the answers, and their paths."""
 
-    def __init__(self, call: GenerationCall) -> None:
-        self.call = call
+    def __init__(self, call: GenerationCall, fork_text: str) -> None:
+        self.call, self.none = call, f"the model has not written {fork_text!r}"
 
     def record(self, lane: Lane, start: int, end: int) -> Fork:
         """See `Records.record`."""
@@ -365,7 +368,8 @@ class PathRecords(Records):
     def output(self, roots: Sequence[Lane]) -> tuple[type[ForkJoinOutput], dict[str, Any]]:
         """See `Records.output`."""
         forks, steps = [root.forks for root in roots], [root.steps for root in roots]
-        return ForkJoinOutput, {"forks": forks, "critical_path": steps}
+        fallback = [root.answer.fallback or (None if root.forks else self.none) for root in roots]
+        return ForkJoinOutput, {"forks": forks, "critical_path": steps, "fallback": fallback}
 
     def _path(self, path: Lane) -> Path:
         text, index = text_of(path.tokens).decode(errors="replace"), path.output_row // self.call.num_rows

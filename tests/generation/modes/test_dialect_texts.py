@@ -203,7 +203,7 @@ def test_a_malformed_text_is_written_as_plain_text_and_raises_in_training(
     out = run(name, [[Piece(text)]])
     assert out.transcripts == [text]
     assert out.forks == [[]]
-    assert str(reason) in str(out.fallback[0])
+    assert (reason or "the model has not written") in str(out.fallback[0])
     if error is None:
         assert placed(ParallelExample.from_text(text, TOKENIZER, name, PROMPTS[0])) == places(PROMPTS[0] + text)
     else:
@@ -254,6 +254,17 @@ def test_a_path_of_apar_may_end_with_the_last_token_of_answers_and_streams_besid
     assert out.sequences[0, -1] == tiny.EOS
     assert streamed == {0: "One.[SplitMask] Three.", 1: "[SplitSop]two</s>"}
     assert out.critical_path == [len("One.[SplitMask] Three.") + 1]
+
+
+def test_an_opening_with_text_after_the_fork_raises_and_an_answer_without_a_fork_says_why() -> None:
+    with pytest.raises(ValueError, match=re.escape("opening must end with '[SplitMask]'")):
+        ForkJoinConfig(dialect="apar", opening="One.[SplitMask] Two.")
+    with pytest.raises(ValueError, match="force=True needs .*'apar'"):
+        ForkJoinConfig(dialect="apar", force=True)
+    assert ForkJoinConfig(opening=PLAN + "\n").opening.endswith("</Goal>\n")
+    with pytest.warns(UserWarning, match="the model has not written '</Goal>'"):
+        out = run("multiverse", [[Piece("No fork.")]])
+    assert out.fallback == ["the model has not written '</Goal>'"]
 
 
 SKELETON = "I look.\n####a:......\n####b b:......\n####%%%%"

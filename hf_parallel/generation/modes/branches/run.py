@@ -157,18 +157,17 @@ class BranchRun:
             call.record.trace = None  # passes do not say after which token a replayed one was sampled
         sampler, answers = loop.sampler, [root.tokens for root in self.roots]
         sampler.scores, sampler.logits = (aligned(kept, answers) for kept in (sampler.scores, sampler.logits))
-        fallback = [root.answer.fallback for root in self.roots]
         kind, records = self.records.output(self.roots)
+        records = {"fallback": [root.answer.fallback for root in self.roots], **records}
         output = loop.output(
             kind,
             self.roots,
             transcripts=[self._transcript(root) for root in self.roots],
-            fallback=fallback,
             stages=self.stages,
             log_probs=answer_log_probs(sampler, answers),
             **records,
         )
-        pairs = zip(self.roots, fallback, strict=True)
+        pairs = zip(self.roots, records["fallback"], strict=True)
         warn_sequential([None if root.forks else reason or self.none for root, reason in pairs])
         return output
 
@@ -197,7 +196,7 @@ class BranchRun:
         lane.context = None
         lane.answer.left -= len(tokens)
         self.loop.table.extend(lane.index, ids(tokens))
-        self.show(lane, text_of(tokens))
+        self.show(lane, text_of(tokens), "inject")
 
     def show(self, lane: Lane, text: bytes, event: str = "token") -> None:
         """Stream text of a lane."""
