@@ -330,12 +330,14 @@ class ConversationBody(Body):
     def callable_tools(self) -> list[dict[str, Any]]:
         """Tools that the answer may call. Raises `ValueError` for a choice of tools that were not given."""
         choice, functions = self.tool_choice, [tool.function for tool in self.tools or ()]
+        names = [function.name for function in functions]
         if not isinstance(choice, str | None):
-            functions = [function for function in functions if function.name == choice.function.name]
+            choice = choice.function.name
+            functions = [function for function in functions if function.name == choice]
         own = [function.model_dump(exclude={"type"}, exclude_none=True) for function in functions]
         tools = [{"type": "function", "function": function} for function in own]
         if self.must_call and not tools:
-            raise ValueError(f"tool_choice must be none or auto, or name one of the tools, got {choice!r:.200}")
+            raise ValueError(f"tool_choice={choice!r:.200} needs a tool to call, tools has {names!r:.200}")
         return [] if choice == "none" else tools
 
     @property

@@ -243,6 +243,8 @@ class Translator:
         if isinstance(prompt, list) and len(prompt) > self.max_tokens:
             raise self._too_long(name, f"{self.max_tokens} {'messages' if is_chat else 'token ids'}", len(prompt))
         if isinstance(prompt, str):
+            if not prompt and not tokenizer("").input_ids:
+                raise APIError(400, f"{name} must have at least one token, got ''", name)
             self.check_length(name, len(prompt))
             if config.prompt.rules() is not None:
                 self.check_length(name, len(config.prompt.task_text(prompt)))  # a template may hold it several times
