@@ -100,7 +100,7 @@ def test_tools_that_cannot_be_called_are_named(client: Any) -> None:
     other = {"type": "function", "function": {"name": "other"}}
     bad: list[tuple[dict[str, Any], str]] = [
         ({"tool_choice": "required"}, "needs a tool to call"),
-        ({"tools": TOOLS, "tool_choice": other}, "needs a tool to call.*other"),
+        ({"tools": TOOLS, "tool_choice": other}, "'other' needs a tool to call"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "combined"),
