@@ -76,6 +76,7 @@ def add_model_options(add: Callable[..., object]) -> None:
     """Add the options of `load`."""
     add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="weight dtype (auto)")
+    add("--weights", choices=("packed",), help="keep GGUF blocks or half precision in memory, on a CPU (docs/cpu.md)")
     add("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
     add("--no-preset", action="store_true", help="the embedded model without the settings chosen for it")
 
@@ -260,8 +261,9 @@ def _check_writable(option: str, path: Path) -> None:
 
 def load(options: argparse.Namespace) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the model and its tokenizer."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return load_model(options.model, getattr(torch, options.dtype, None), device, not options.no_preset)
+    device = options.device or ("cuda" if torch.cuda.is_available() and not options.weights else "cpu")
+    dtype = getattr(torch, options.dtype, None)
+    return load_model(options.model, dtype, device, not options.no_preset, options.weights)
 
 
 def encode(

@@ -220,7 +220,8 @@ def has_dropout(model: PreTrainedModel, cache: str) -> bool:
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of rows of a model's embedding."""
-    weight: Any = getattr(model.get_input_embeddings(), "weight", None)  # None: another rank has the embeddings
+    embedding: Any = model.get_input_embeddings()
+    weight = getattr(embedding, "packed" if hasattr(embedding, "packed") else "weight", None)  # None: on another rank
     size: int = model.config.get_text_config(decoder=True).vocab_size if weight is None else weight.shape[0]
     return size
 

@@ -1,13 +1,16 @@
-/* A linear layer in float32 for a few tokens: y = x W^T + b.
+/* A linear layer in float32 for a few tokens: y = x W^T + b, with weights in float32 or packed in fewer bits.
  *
  * The product is bound by reading the weights, so each weight is read once for all tokens, in memory order, and
  * prefetched. A token's sums are accumulated in the same order, with the same roundings, for any number of other tokens:
- * the results of a row do not depend on the other rows of the pass. C with GCC's vector types.
+ * the results of a row do not depend on the other rows of the pass. Packed weights are unpacked, exactly, into a few rows
+ * of float32 that stay in the first cache, so that the results equal those of the unpacked weights to the last bit.
+ * C with GCC's vector types.
  */
 
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
-#if defined __AVX512F__ || defined __FMA__
+#if defined __AVX512F__ || defined __FMA__ || defined __F16C__
 #include <immintrin.h>
 #endif
 
@@ -20,6 +23,7 @@
 #define TOKENS 4
 #define OUTPUTS 2
 #endif
+#define GROUP (1 << 15) /* weights of a group of rows that stay in the second cache */
 #define AHEAD 2048 /* prefetch distance in weights: about four rows of a small model */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -102,12 +106,103 @@ static void dispatch(int outputs, int tokens, int64_t inputs, int64_t stride, co
     }
 }
 
-/* x [tokens, inputs], w [outputs, inputs], b [outputs] or NULL, y [tokens, outputs], all contiguous. */
-void linear(const float *x, const float *w, const float *b, float *y, int64_t tokens, int64_t inputs, int64_t outputs,
-            int threads) {
+/* Formats of rows of weights, by the numbers of `native.py`. Those of GGUF hold blocks of 32 weights: a scale and, in
+ * Q4_1, a minimum in float16, then 16 bytes whose low halves are the first weights and whose high halves the last, or
+ * 32 signed bytes. The product of a scale and an integer is exact in float32. */
+enum { FLOAT32, BFLOAT16, FLOAT16, Q4_0, Q4_1, Q8_0 };
+#define BLOCK 32
+
+INLINE float half(const uint8_t *bytes) {
+    uint16_t bits;
+    memcpy(&bits, bytes, 2);
+#ifdef __F16C__
+    return _cvtsh_ss(bits);
+#else
+    union { uint32_t bits; float value; } magnitude = {(uint32_t)(bits & 0x7fff) << 13}, scale = {239u << 23}; /* 2^112 */
+    return (bits & 0x8000 ? -1.0f : 1.0f) * (magnitude.value * scale.value);
+#endif
+}
+
+INLINE void unpack_block(int format, const uint8_t *packed, float *out) {
+    const float scale = half(packed);
+    if (format == Q8_0) {
+        for (int i = 0; i < BLOCK; i++) out[i] = scale * (int8_t)packed[i + 2];
+        return;
+    }
+    const float least = format == Q4_1 ? half(packed + 2) : -8 * scale;
+    const uint8_t *pairs = packed + (format == Q4_1 ? 4 : 2);
+#if defined __AVX512F__ /* a table of the 16 weights that the block can hold, indexed by the low 4 bits of integers */
+    const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 table = _mm512_fmadd_ps(_mm512_set1_ps(scale), integers, _mm512_set1_ps(least));
+    const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)pairs));
+    _mm512_storeu_ps(out, _mm512_permutexvar_ps(both, table));
+    _mm512_storeu_ps(out + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table));
+#elif defined __AVX2__ && defined __FMA__
+    const __m256 scales = _mm256_set1_ps(scale), leasts = _mm256_set1_ps(least);
+    for (int i = 0; i < 16; i += 8) {
+        const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(pairs + i)));
+        const __m256i low = _mm256_and_si256(both, _mm256_set1_epi32(15)), high = _mm256_srli_epi32(both, 4);
+        _mm256_storeu_ps(out + i, _mm256_fmadd_ps(_mm256_cvtepi32_ps(low), scales, leasts));
+        _mm256_storeu_ps(out + i + 16, _mm256_fmadd_ps(_mm256_cvtepi32_ps(high), scales, leasts));
+    }
+#else
+    for (int i = 0; i < 16; i++) out[i] = scale * (pairs[i] & 15) + least;
+    for (int i = 0; i < 16; i++) out[i + 16] = scale * (pairs[i] >> 4) + least;
+#endif
+}
+
+INLINE void unpack_row(int format, const uint8_t *packed, int64_t inputs, float *out) {
+    const int64_t bytes = format == Q8_0 ? 34 : format == Q4_1 ? 20 : 18;
+    if (format == BFLOAT16)
+        for (int64_t i = 0; i < inputs; i++) ((uint32_t *)out)[i] = (uint32_t)((const uint16_t *)packed)[i] << 16;
+    else if (format == FLOAT16)
+        for (int64_t i = 0; i < inputs; i++) out[i] = half(packed + 2 * i);
+    else
+        for (int64_t i = 0; i < inputs / BLOCK; i++) unpack_block(format, packed + i * bytes, out + i * BLOCK);
+}
+
+static void unpack_rows(int format, const uint8_t *packed, int64_t row_bytes, int64_t rows, int64_t inputs, float *out) {
+    for (int64_t row = 0; row < rows; row++, packed += row_bytes, out += inputs) switch (format) {
+        case BFLOAT16: unpack_row(BFLOAT16, packed, inputs, out); break;
+        case FLOAT16: unpack_row(FLOAT16, packed, inputs, out); break;
+        case Q4_0: unpack_row(Q4_0, packed, inputs, out); break;
+        case Q4_1: unpack_row(Q4_1, packed, inputs, out); break;
+        case Q8_0: unpack_row(Q8_0, packed, inputs, out); break;
+        default: memcpy(out, packed, inputs * sizeof(float));
+    }
+}
+
+/* Unpack rows of `row_bytes` bytes each into out [rows, inputs]. */
+void unpack(int format, const uint8_t *packed, int64_t row_bytes, float *out, int64_t rows, int64_t inputs, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t o = 0; o < outputs; o += OUTPUTS)
-        for (int64_t t = 0; t < tokens; t += TOKENS)
-            dispatch(min(outputs - o, OUTPUTS), min(tokens - t, TOKENS), inputs, outputs, w + o * inputs,
-                     x + t * inputs, b ? b + o : 0, y + t * outputs + o);
+    for (int64_t row = 0; row < rows; row++)
+        unpack_rows(format, packed + row * row_bytes, row_bytes, 1, inputs, out + row * inputs);
+}
+
+/* x [tokens, inputs], w [outputs] rows of `row_bytes` bytes, b [outputs] or NULL, y [tokens, outputs], all contiguous.
+ * Returns 1 if memory for the unpacked rows cannot be allocated. */
+int linear(int format, const float *x, const uint8_t *w, int64_t row_bytes, const float *b, float *y, int64_t tokens,
+           int64_t inputs, int64_t outputs, int threads) {
+    /* Tokens of several tiles share a group of rows in the second cache, and a tile of tokens stays in the first. */
+    int64_t group = tokens > TOKENS ? min(GROUP / inputs, outputs / (4 * threads)) : 0;
+    group = group < OUTPUTS ? OUTPUTS : group / OUTPUTS * OUTPUTS;
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        float *unpacked = format == FLOAT32 ? 0 : malloc(group * inputs * sizeof(float));
+        failed = format != FLOAT32 && !unpacked;
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < outputs; first += group) {
+            if (failed) continue;
+            const int64_t count = min(outputs - first, group);
+            if (unpacked) unpack_rows(format, w + first * row_bytes, row_bytes, count, inputs, unpacked);
+            const float *rows = unpacked ? unpacked : (const float *)w + first * inputs;
+            for (int64_t t = 0; t < tokens; t += TOKENS)
+                for (int64_t o = 0; o < count; o += OUTPUTS)
+                    dispatch(min(count - o, OUTPUTS), min(tokens - t, TOKENS), inputs, outputs, rows + o * inputs,
+                             x + t * inputs, b ? b + first + o : 0, y + t * outputs + first + o);
+        }
+        free(unpacked);
+    }
+    return failed;
 }

@@ -25,7 +25,10 @@ from hf_parallel.kernels.storage import CompactStorage
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 MAX_ROWS = 1024  # query rows per KV head up to which the attention kernel was measured to be faster than PyTorch
-MAX_TOKENS = 16  # tokens up to which the kernel of linear layers was measured to be faster than oneDNN (docs/cpu.md)
+MAX_TOKENS, MAX_PACKED_TOKENS = (16, 32), (24, 64)
+"""Tokens up to which linear layers were measured to be faster than oneDNN's (docs/cpu.md), without and with AVX-512."""
+PACKINGS = {"F32": (4, 1), "BF16": (2, 1), "F16": (2, 1), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q8_0": (34, 32)}
+"""Formats of weights by their names in GGUF, in the order of `cpu_linear.c`: bytes and weights of a block."""
 
 _OMP_PAUSE_SOFT = 1
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp")
@@ -115,24 +118,42 @@ def attend(
     return out, lse
 
 
-def supports_linear(tokens: int) -> bool:
-    """Whether the kernel of linear layers supports an input of `tokens` tokens."""
-    return tokens <= MAX_TOKENS and _library() is not None
+def supports_linear(tokens: int, packing: str = "F32") -> bool:
+    """Whether the kernel of linear layers should compute an input of `tokens` tokens; 0: whether it is available."""
+    most = MAX_TOKENS if packing == "F32" else MAX_PACKED_TOKENS
+    return tokens <= most["avx512f" in _processor()] and _library() is not None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packing: str = "F32") -> Tensor:
     """Return `x W^T + b`: float32 `[..., inputs]` to `[..., outputs]`.
 
-    `weight` `[outputs, inputs]` and `bias` `[outputs]` must be contiguous. A token's result is the same to the last
-    bit, whatever other tokens are computed with it.
+    `weight`: float32 `[outputs, inputs]`, or `[outputs, n]` packed as `packing` says, one of `PACKINGS`. It and `bias`
+    `[outputs]` must be contiguous. A token's result is the same to the last bit, whatever other tokens are computed
+    with it, and whether the weights are packed.
     """
     library = _library()
     assert library is not None, "supports_linear() was not checked"
-    outputs, inputs = weight.shape
     x = x.contiguous()
+    outputs, inputs = len(weight), x.shape[-1]
     out = x.new_empty(*x.shape[:-1], outputs)
-    pointers = (x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
-    library.linear(*pointers, x.numel() // inputs, inputs, outputs, torch.get_num_threads())
+    weights = weight.data_ptr(), weight.stride(0) * weight.element_size()
+    pointers = (None if bias is None else bias.data_ptr(), out.data_ptr())
+    sizes = x.numel() // inputs, inputs, outputs, torch.get_num_threads()
+    if library.linear(list(PACKINGS).index(packing), x.data_ptr(), *weights, *pointers, *sizes):
+        raise MemoryError(f"a layer of {inputs} inputs cannot allocate memory for a few rows of its weights")
+    return out
+
+
+@torch.compiler.disable
+def unpack(packed: Tensor, packing: str) -> Tensor:
+    """Return packed weights, contiguous `[outputs, n]`, in float32: `[outputs, inputs]`."""
+    library = _library()
+    if library is None or packed.device.type != "cpu":
+        raise RuntimeError(f"packed weights need the C kernels and a CPU, they are on {packed.device}")
+    row_bytes, (size, count) = packed.shape[1] * packed.element_size(), PACKINGS[packing]
+    out = torch.empty(len(packed), row_bytes // size * count)
+    weights = packed.data_ptr(), row_bytes, out.data_ptr()
+    library.unpack(list(PACKINGS).index(packing), *weights, *out.shape, torch.get_num_threads())
     return out
 
 
@@ -185,8 +206,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     library.attend.argtypes = [ctypes.POINTER(_Layer), pointer, size, ctypes.POINTER(_DenseCall), size, ctypes.c_int]
     library.attend.restype = ctypes.c_int
-    library.linear.argtypes = [*[pointer] * 4, *[size] * 3, ctypes.c_int]
-    library.linear.restype = None
+    library.linear.argtypes = [ctypes.c_int, pointer, pointer, size, pointer, pointer, *[size] * 3, ctypes.c_int]
+    library.linear.restype = ctypes.c_int
+    library.unpack.argtypes = [ctypes.c_int, pointer, size, pointer, size, size, ctypes.c_int]
+    library.unpack.restype = None
     library.row_sums.argtypes = [*[pointer] * 3, size, ctypes.c_int]
     library.row_sums.restype = None
     return library, ""
@@ -210,6 +233,11 @@ def _compile() -> Path:
             raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-300:]}")
         os.replace(output, path)
     return path
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor has instructions for products in bfloat16, which PyTorch then uses."""
+    return not {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}.isdisjoint(_processor().split())
 
 
 def _processor() -> str:

@@ -1,8 +1,9 @@
-"""Linear layers on a CPU in float32: a compiled kernel for few tokens, oneDNN for more.
+"""Linear layers on a CPU, computed in float32: a compiled kernel for few tokens, oneDNN for more.
 
 A decode step is bound by reading the weights, so a few rows, or a draft, should cost little more than one token. With
 MKL, which PyTorch uses, passes of two to eight tokens took up to twice as long as passes of one (docs/cpu.md).
-`HF_PARALLEL_LINEAR=torch` leaves the layers to PyTorch.
+Weights in bfloat16, or packed (`hf_parallel.models.packed`), are converted where they are used; PyTorch's products in
+bfloat16 are slow on processors without instructions for them. `HF_PARALLEL_LINEAR=torch` leaves the layers to PyTorch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from types import MethodType
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_parallel.cache.placement import all_modules
@@ -23,6 +25,8 @@ from hf_parallel.kernels import native
 
 LINEAR_VARIABLE = "HF_PARALLEL_LINEAR"
 LEAST_WEIGHTS = 1 << 16  # smaller layers are left to PyTorch: the library makes no difference
+PACKINGS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_MOST_UNPACKED = 1 << 22  # weights of a layer that are in float32 at a time
 
 _PASSES: dict[str, dict[int, float]] = {
     "native": {1: 1.0, 8: 1.0, 16: 1.68, 32: 2.3, 128: 5.6},
@@ -36,11 +40,12 @@ _PLAIN = nn.Linear.forward
 
 @contextmanager
 def linear_layers(model: nn.Module) -> Iterator[None]:
-    """Compute a model's large float32 linear layers on the CPU with the compiled kernel and oneDNN.
+    """Compute a model's large linear layers on the CPU with the compiled kernel and oneDNN.
 
-    Results differ from PyTorch's in the last bits, as they do between batch sizes. Layers whose `forward` was already
-    replaced are left unchanged; calls that need gradients or run under autocast use PyTorch. Other threads also see the
-    replacement. Raises `ValueError` if `HF_PARALLEL_LINEAR` names an unknown or unavailable library.
+    Layers in bfloat16 are computed in float32 if the processor has no instructions for bfloat16. Results differ from
+    PyTorch's in the last bits, as they do between batch sizes. Layers whose `forward` was already replaced are left
+    unchanged; calls that need gradients or run under autocast use PyTorch. Other threads also see the replacement.
+    Raises `ValueError` if `HF_PARALLEL_LINEAR` names an unknown or unavailable library.
     """
     forward = _replacement()
     replaced = []
@@ -62,7 +67,7 @@ def linear_backend(model: PreTrainedModel) -> str:
     Costs were measured on a CPU in float32: other dtypes and devices use those of `torch`.
     """
     forward = _replacement()
-    if forward is None or model.dtype != torch.float32 or model.device.type != "cpu":
+    if forward is None or not _is_computed(next(model.parameters())):
         return "torch"
     return "native" if forward is _forward and native.supports_linear(1) else "onednn"
 
@@ -96,32 +101,56 @@ def _library(name: str) -> str:
 
 def _is_large_linear(module: nn.Module) -> bool:
     weight = module.weight if type(module) is nn.Linear and "forward" not in vars(module) else None
-    return type(weight) is nn.Parameter and weight.numel() >= LEAST_WEIGHTS and _is_contiguous_float32(weight)
+    return type(weight) is nn.Parameter and weight.numel() >= LEAST_WEIGHTS and _is_computed(weight)
 
 
-def _is_contiguous_float32(parameter: torch.Tensor) -> bool:
-    return parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
+def _is_computed(parameter: torch.Tensor) -> bool:
+    is_slow = parameter.dtype == torch.bfloat16 and native.supports_linear(0) and not native.has_bfloat16()
+    has_dtype = parameter.dtype == torch.float32 or is_slow
+    return has_dtype and parameter.device.type == "cpu" and parameter.is_contiguous()
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, packing: str) -> torch.Tensor:
+    """Return `x W^T + b`, computed in float32, in the dtype of `x`, with the weights of `native.linear`."""
+    dtype, inputs = x.dtype, x.shape[-1]
+    x, bias = x.float(), None if bias is None else bias.float()
+    if native.supports_linear(x.numel() // inputs, packing):
+        return native.linear(x, weight, bias, packing).to(dtype)
+    if packing == "F32":
+        return _by_onednn(x, weight, bias)
+    parts = weight.split(max(1, _MOST_UNPACKED // inputs))
+    result = torch.cat([_by_onednn(x, native.unpack(part, packing)) for part in parts], dim=-1)
+    return (result if bias is None else result.add_(bias)).to(dtype)
 
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
     """`nn.Linear.forward` by the compiled kernel for few tokens, by oneDNN for more."""
-    if _is_supported(self, input) and input.shape[-1:] == self.weight.shape[1:]:
-        parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
-        few = native.supports_linear(input.numel() // self.weight.shape[1])
-        if few and all(map(_is_contiguous_float32, parameters)):
-            return native.linear(input, *parameters)
+    is_supported = _is_supported(self, input) and input.shape[-1:] == self.weight.shape[1:]
+    if is_supported and all(map(_is_computed, self.parameters(recurse=False))):
+        return product(input, self.weight, self.bias, PACKINGS[input.dtype])
     return _forward_by_onednn(self, input)
 
 
 def _forward_by_onednn(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-    if not _is_supported(self, input):
+    if input.dtype != torch.float32 or not _is_supported(self, input):
         return _PLAIN(self, input)
-    return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
+    return _by_onednn(input, self.weight, self.bias)
+
+
+def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not torch.backends.mkldnn.is_available():
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def _is_supported(layer: nn.Linear, x: torch.Tensor) -> bool:
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    if is_recorded():
         return False
     if layer.bias is not None and layer.bias.shape != layer.weight.shape[:1]:  # PyTorch would broadcast it
         return False
-    return type(x) is torch.Tensor and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
+    return type(x) is torch.Tensor and x.dtype == layer.weight.dtype and x.device.type == "cpu" and x.numel() > 0
+
+
+def is_recorded() -> bool:
+    """Whether gradients, autocast or a compiler need PyTorch's own operations."""
+    return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()

@@ -14,20 +14,28 @@ from transformers.models import auto
 
 from hf_parallel.models.embedded import load_embedded_model
 from hf_parallel.models.images import image_inputs
+from hf_parallel.models.packed import check_packed, pack_half
 
 CONFIGS = ("config.json", "adapter_config.json")  # configs of a model and of an adapter of PEFT
 
 
 def load_model(
-    name: str | None, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu", preset: bool = True
+    name: str | None,
+    dtype: torch.dtype | None = torch.float32,
+    device: torch.device | str = "cpu",
+    preset: bool = True,
+    weights: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in evaluation mode, and its tokenizer.
 
     `name` is a folder, or a model id on the Hub (default: the embedded model). `dtype=None`: that of the saved weights;
-    the embedded model has float32. `preset`: see `load_embedded_model`. Raises `ValueError` if the model is not found.
+    the embedded model has float32. `preset`: see `load_embedded_model`. `weights="packed"`: linear layers on a CPU stay
+    in the blocks of the embedded model's GGUF file, or in the half precision of the saved weights (docs/cpu.md). Raises
+    `ValueError` if the model is not found, or cannot be packed.
     """
     if name is None:
-        return load_embedded_model(dtype=dtype or torch.float32, device=device, preset=preset)
+        return load_embedded_model(dtype=dtype or torch.float32, device=device, preset=preset, weights=weights)
+    is_packed = check_packed(weights, dtype, device)
     check_model_folder("name", name)
     if not Path(name).is_dir():
         _check_hub(name)
@@ -35,7 +43,9 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(name)
     except ValueError as error:
         raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {error}") from error
-    model: Any = _model_class(name).from_pretrained(name, dtype=dtype or "auto")
+    model: Any = _model_class(name).from_pretrained(name, dtype="auto" if is_packed or dtype is None else dtype)
+    if is_packed:
+        pack_half(model)
     return model.to(device).eval(), tokenizer
 
 

@@ -1,0 +1,131 @@
+"""Layers whose weights stay packed in memory: blocks of 32 weights of a GGUF file, or half precision.
+
+A C kernel converts each weight to float32 where it is used. Activations stay in float32, so results equal those of a
+float32 model with the converted weights up to rounding of sums. For few tokens, they are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from hf_parallel.kernels import native
+from hf_parallel.models.linear import PACKINGS, is_recorded, product
+
+_BLOCKS = "packed.safetensors"
+
+
+class _Packed(nn.Module):
+    """Weights `[out_features, in_features]` in the buffer `packed`, uint8 `[out_features, bytes]`.
+
+    `packing` is one of `native.PACKINGS`. The `state_dict` has the unpacked `weight`: a saved model is a plain one.
+    """
+
+    def __init__(self, packing: str, packed: torch.Tensor, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        size, weights = native.PACKINGS[packing]
+        self.packing, self.out_features, self.in_features = packing, len(packed), packed.shape[1] // size * weights
+        self.register_buffer("packed", packed)
+        self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights in float32, a copy."""
+        return native.unpack(self.get_buffer("packed"), self.packing)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}packed"]
+        destination[f"{prefix}weight"] = self.weight
+
+
+class PackedLinear(_Packed):
+    """`nn.Linear` with packed weights, computed in float32. Results have the dtype of the input."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
+        """Return `x W^T + b`."""
+        bias = self._parameters["bias"]
+        fits = input.numel() and input.shape[-1] == self.in_features and input.device.type == "cpu"
+        if fits and not is_recorded():
+            return product(input, self.get_buffer("packed"), bias, self.packing)
+        return F.linear(input.float(), self.weight, bias).to(input.dtype)
+
+
+class PackedEmbedding(_Packed):
+    """`nn.Embedding` with packed weights, which returns float32."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """Return the rows of the weights for token ids."""
+        rows = native.unpack(self.get_buffer("packed")[input.flatten()], self.packing)
+        return rows.view(*input.shape, self.in_features)
+
+
+def check_packed(weights: str | None, dtype: torch.dtype | None, device: torch.device | str | int | None) -> bool:
+    """Return whether weights are packed. Raises `ValueError` for other values of `weights`, dtypes and devices."""
+    if weights not in (None, "packed"):
+        raise ValueError(f"weights must be 'packed' or None, got {weights!r}")
+    if weights and (dtype not in (None, torch.float32) or torch.device(device or "cpu").type != "cpu"):
+        raise ValueError(f"packed weights are computed in float32 on a CPU, got dtype={dtype} and device={device}")
+    return weights is not None
+
+
+def pack_half(model: PreTrainedModel) -> None:
+    """Keep bfloat16 and float16 weights of linear layers and embeddings, and convert the rest to float32.
+
+    Raises `ValueError` if the model has no such weights.
+    """
+    modules: list[Any] = [module for module in model.modules() if _is_plain(module)]
+    half = {module.weight for module in modules if module.weight.dtype in (torch.bfloat16, torch.float16)}
+    if not half:
+        raise ValueError(f"packed weights are in bfloat16 or float16, {type(model).__name__} has none ({model.dtype})")
+    _pack(model, {one: (PACKINGS[one.dtype], one.detach().contiguous().view(torch.uint8)) for one in half})
+    model.float()
+
+
+def pack_blocks(model: PreTrainedModel, folder: Path) -> None:
+    """Replace the weights of linear layers and the embedding by those of `save_blocks`."""
+    blocks = {key.rpartition(".")[::2]: data for key, data in load_file(folder / _BLOCKS).items()}
+    _pack(model, {model.get_submodule(name).weight: (packing, data) for (name, packing), data in blocks.items()})
+
+
+def save_blocks(model: PreTrainedModel, gguf_file: Path, folder: Path) -> None:
+    """Save the blocks of a Llama model's GGUF file by the names of its layers. Raises `ValueError` for other types."""
+    import gguf
+
+    config: Any = model.config
+    tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in gguf.GGUFReader(gguf_file).tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    blocks: dict[str, torch.Tensor] = {}
+    for name in (name for name, module in model.named_modules() if _is_plain(module)):
+        tensor = tensors.get(names.get_name(name) or "")
+        if tensor is None:  # a head that is tied to the embedding
+            continue
+        packing = tensor.tensor_type.name
+        if packing not in native.PACKINGS:
+            raise ValueError(f"{tensor.name} has weights in {packing}, not one of {list(native.PACKINGS)}")
+        data = torch.from_numpy(tensor.data.view("uint8").copy())
+        if count := heads.get(tensor.name.split(".")[-2]):  # llama.cpp interleaves the halves of rotated dimensions
+            data = data.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
+        blocks[f"{name}.{packing}"] = data
+    save_file(blocks, folder / _BLOCKS)
+
+
+def _pack(model: PreTrainedModel, blocks: Mapping[Any, tuple[str, torch.Tensor]]) -> None:
+    """Replace the modules with these weights; tied weights stay tied."""
+    for name, module in list(model.named_modules()):
+        if _is_plain(module) and module.weight in blocks:
+            kind = PackedLinear if isinstance(module, nn.Linear) else PackedEmbedding
+            model.set_submodule(name, kind(*blocks[module.weight], getattr(module, "bias", None)))
+
+
+def _is_plain(module: Any) -> bool:
+    is_plain = type(module) is nn.Linear or (type(module) is nn.Embedding and module.max_norm is None)
+    return is_plain and type(module.weight) is nn.Parameter

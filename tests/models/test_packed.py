@@ -1,0 +1,133 @@
+"""Packed weights: results of the float32 model with the same weights, in a fraction of its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import hf_parallel
+from hf_parallel.cache.fingerprint import fingerprint
+from hf_parallel.cli.main import main
+from hf_parallel.engine import Engine
+from hf_parallel.kernels import native
+from hf_parallel.models.linear import PACKINGS, linear_layers
+from hf_parallel.models.loading import load_model
+from hf_parallel.models.packed import PackedLinear, pack_half
+
+pytestmark = pytest.mark.skipif(bool(native.unavailable_reason()), reason="packed weights need a C compiler")
+QUESTIONS = ["Why is the sky blue?", "Name three rivers.", "What is 17 times 3?", "Write a haiku about rain."]
+
+
+def packed_weights(packing: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random weights packed, and what they stand for by the definition of GGUF or the dtype, in float32."""
+    weights = torch.randn(rows, columns)
+    if dtype := {name: dtype for dtype, name in PACKINGS.items()}.get(packing):
+        return weights.to(dtype), weights.to(dtype).float()
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType[packing]
+    blocks = gguf.quantize(weights.numpy(), kind)
+    return torch.from_numpy(blocks), torch.from_numpy(gguf.dequantize(blocks, kind))
+
+
+@pytest.mark.parametrize("packing", native.PACKINGS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_kernel_equals_that_of_the_unpacked_weights_to_the_last_bit(packing: str, threads: int) -> None:
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows, columns in ((1, 32), (31, 96), (200, 416)):
+            packed, weights = packed_weights(packing, rows, columns)
+            assert torch.equal(native.unpack(packed, packing), weights)
+            for tokens in (1, 2, 8, 9, 31, 64):
+                x, bias = torch.randn(tokens, columns), torch.randn(rows)
+                out = native.linear(x, packed, bias, packing)
+                assert torch.equal(out, native.linear(x, weights, bias))
+                torch.testing.assert_close(out, x @ weights.T + bias, rtol=0, atol=1e-4)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 300])
+def test_layers_of_many_and_few_tokens_and_with_gradients_compute_the_same(tokens: int) -> None:
+    packed, weights = packed_weights("BF16", 10_000, 480)  # unpacked in two parts
+    bias = nn.Parameter(torch.randn(10_000))
+    layer = PackedLinear("BF16", packed.view(torch.uint8), bias)
+    x = torch.randn(2, tokens // 2 + 1, 480, requires_grad=True)
+    recorded = layer(x)
+    torch.testing.assert_close(recorded, nn.functional.linear(x, weights, bias), rtol=0, atol=1e-4)
+    assert torch.autograd.grad(recorded.sum(), x)[0].isfinite().all()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), recorded, rtol=1e-5, atol=1e-4)
+        assert layer(x.bfloat16()).dtype == torch.bfloat16
+        assert layer(x[:, :0]).shape == (2, 0, 10_000)
+
+
+def test_the_embedded_model_in_its_own_blocks_gives_the_tokens_of_float32_in_a_fifth_of_the_memory(
+    embedded: Any,
+) -> None:
+    model, tokenizer = embedded
+    packed, _ = hf_parallel.load_embedded_model(weights="packed")
+    assert packed.lm_head.packed is packed.model.embed_tokens.packed
+    assert packed.get_memory_footprint() < 0.2 * model.get_memory_footprint()
+    assert fingerprint(packed) != fingerprint(model)
+    prompts = [tokenizer(question, return_tensors="pt").input_ids[0] for question in QUESTIONS]
+    ids, mask = tiny.left_pad(prompts)
+    inputs: Any = {"input_ids": ids, "attention_mask": mask}
+    settings: Any = {"generation_mode": "shared_prefix", "max_new_tokens": 16, "do_sample": False}
+    found = [hf_parallel.enable(one).generate(**inputs, **settings) for one in (packed, model)]
+    assert torch.equal(*found)
+    with torch.no_grad(), linear_layers(model):
+        logits = [one(input_ids=found[0], logits_to_keep=4).logits for one in (packed, model)]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_in_memory_and_is_computed_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+    plain = tiny.build("qwen2", dtype=dtype)  # with biases
+    plain.save_pretrained(tmp_path / "plain")
+    model: Any = type(plain).from_pretrained(tmp_path / "plain", dtype="auto")
+    pack_half(model)
+    assert isinstance(model.get_output_embeddings(), PackedLinear)
+    assert model.dtype == torch.float32
+    hf_parallel.enable(model)
+    model.save_pretrained(tmp_path / "saved")
+    again = type(plain).from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    ids = torch.stack(tiny.make_prompts([9, 9], seed=3))
+    settings: Any = {"generation_mode": "shared_prefix", "max_new_tokens": 8, "do_sample": False}
+    expected = hf_parallel.enable(again).generate(ids, **settings)
+    assert torch.equal(model.generate(ids, **settings), expected)
+    with Engine(model) as engine:
+        assert torch.equal(engine.submit(ids, **settings).result().sequences, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, again(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_what_cannot_be_packed_raises(embedded: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has none \(torch.float32\)"):
+        pack_half(tiny.build("llama"))
+    with pytest.raises(ValueError, match="float32 on a CPU, got dtype=torch.bfloat16"):
+        load_model(None, torch.bfloat16, weights="packed")
+    with pytest.raises(ValueError, match="weights must be 'packed' or None, got 'int4'"):
+        load_model(None, weights="int4")
+    assert main(["generate", "Hello", "--weights", "packed", "--dtype", "float16"]) == 2
+    assert "float32 on a CPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(native.has_bfloat16(), reason="PyTorch computes bfloat16 on this processor")
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+def test_bfloat16_layers_round_the_results_of_float32(tokens: int) -> None:
+    layer = nn.Linear(512, 300, dtype=torch.bfloat16)
+    x = torch.randn(tokens, 512, dtype=torch.bfloat16)
+    with torch.no_grad():
+        exact = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+        with linear_layers(nn.ModuleList([layer])):
+            assert "forward" in vars(layer)
+            found = layer(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)
