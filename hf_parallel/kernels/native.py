@@ -127,9 +127,8 @@ def supports_linear(tokens: int, packing: str = "F32") -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packing: str = "F32") -> Tensor:
     """Return `x W^T + b`: float32 `[..., inputs]` to `[..., outputs]`.
 
-    `weight`: float32 `[outputs, inputs]`, or `[outputs, n]` packed as `packing` says, one of `PACKINGS`. It and `bias`
-    `[outputs]` must be contiguous. A token's result is the same to the last bit, whatever other tokens are computed
-    with it, and whether the weights are packed.
+    `weight` `[outputs, n]`, packed as `packing` says, and `bias` must be contiguous. A token's result is the same to
+    the last bit, whatever other tokens are computed with it, and whether the weights are packed.
     """
     library = _library()
     assert library is not None, "supports_linear() was not checked"

@@ -59,8 +59,7 @@ def load_embedded_model(
         Whether modes and prompt builders use the defaults chosen for this small model, wherever a call, a config or
         the model's generation config gives no other value. False: the defaults for larger models.
     weights : str, optional
-        `"packed"` keeps the 4-bit and 8-bit blocks of the GGUF file in memory, 98 MB, for a CPU; `dtype` must be
-        float32. Default: weights in `dtype`.
+        `"packed"`: in the blocks of the GGUF file, computed in float32 on a CPU. Default: weights in `dtype`.
 
     Returns
     -------

@@ -9,7 +9,7 @@ bfloat16 are slow on processors without instructions for them. `HF_PARALLEL_LINE
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import MethodType
@@ -47,10 +47,8 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
     unchanged; calls that need gradients or run under autocast use PyTorch. Other threads also see the replacement.
     Raises `ValueError` if `HF_PARALLEL_LINEAR` names an unknown or unavailable library.
     """
-    forward = _replacement()
-    replaced = []
-    if forward is not None:
-        replaced = [(layer, MethodType(forward, layer)) for layer in all_modules(model) if _is_large_linear(layer)]
+    layers = [layer for layer in all_modules(model) if _is_large_linear(layer)] if _backend() != "torch" else []
+    replaced = [(layer, MethodType(_forward, layer)) for layer in layers]
     try:
         for layer, method in replaced:
             layer.forward = method  # type: ignore[method-assign]
@@ -62,14 +60,9 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
 
 
 def linear_backend(model: PreTrainedModel) -> str:
-    """Return the library whose costs `pass_cost` uses for a model: `native`, `onednn` or `torch`.
-
-    Costs were measured on a CPU in float32: other dtypes and devices use those of `torch`.
-    """
-    forward = _replacement()
-    if forward is None or not _is_computed(next(model.parameters())):
-        return "torch"
-    return "native" if forward is _forward and native.supports_linear(1) else "onednn"
+    """Return the library whose costs `pass_cost` uses for a model: `native`, `onednn` or `torch` (on other devices)."""
+    backend = _backend() if _is_computed(next(model.parameters())) else "torch"
+    return "onednn" if backend == "native" and not native.supports_linear(0) else backend
 
 
 @cache
@@ -79,11 +72,9 @@ def pass_cost(tokens: int, linear_backend: str) -> float:
     return float(np.interp(tokens, list(costs), list(costs.values()))) * max(1.0, tokens / max(costs))
 
 
-def _replacement() -> Callable[..., torch.Tensor] | None:
-    library = _library(os.environ.get(LINEAR_VARIABLE, ""))
-    if library == "torch" or not torch.backends.mkldnn.enabled or nn.Linear.forward is not _PLAIN:
-        return None
-    return _forward if library == "native" else _forward_by_onednn
+def _backend() -> str:
+    is_patched = not torch.backends.mkldnn.enabled or nn.Linear.forward is not _PLAIN
+    return "torch" if is_patched else _library(os.environ.get(LINEAR_VARIABLE, ""))
 
 
 @cache
@@ -105,16 +96,17 @@ def _is_large_linear(module: nn.Module) -> bool:
 
 
 def _is_computed(parameter: torch.Tensor) -> bool:
-    is_slow = parameter.dtype == torch.bfloat16 and native.supports_linear(0) and not native.has_bfloat16()
-    has_dtype = parameter.dtype == torch.float32 or is_slow
-    return has_dtype and parameter.device.type == "cpu" and parameter.is_contiguous()
+    if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    is_slow = parameter.dtype == torch.float32 or (native.supports_linear(0) and not native.has_bfloat16())
+    return is_slow and parameter.is_contiguous()
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, packing: str) -> torch.Tensor:
     """Return `x W^T + b`, computed in float32, in the dtype of `x`, with the weights of `native.linear`."""
     dtype, inputs = x.dtype, x.shape[-1]
     x, bias = x.float(), None if bias is None else bias.float()
-    if native.supports_linear(x.numel() // inputs, packing):
+    if native.supports_linear(x.numel() // inputs, packing) and _backend() != "onednn":
         return native.linear(x, weight, bias, packing).to(dtype)
     if packing == "F32":
         return _by_onednn(x, weight, bias)
@@ -123,34 +115,24 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pa
     return (result if bias is None else result.add_(bias)).to(dtype)
 
 
-def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
-    """`nn.Linear.forward` by the compiled kernel for few tokens, by oneDNN for more."""
-    is_supported = _is_supported(self, input) and input.shape[-1:] == self.weight.shape[1:]
-    if is_supported and all(map(_is_computed, self.parameters(recurse=False))):
-        return product(input, self.weight, self.bias, PACKINGS[input.dtype])
-    return _forward_by_onednn(self, input)
-
-
-def _forward_by_onednn(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-    if input.dtype != torch.float32 or not _is_supported(self, input):
-        return _PLAIN(self, input)
-    return _by_onednn(input, self.weight, self.bias)
-
-
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not torch.backends.mkldnn.is_available():
         return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def _is_supported(layer: nn.Linear, x: torch.Tensor) -> bool:
-    if is_recorded():
-        return False
-    if layer.bias is not None and layer.bias.shape != layer.weight.shape[:1]:  # PyTorch would broadcast it
-        return False
-    return type(x) is torch.Tensor and x.dtype == layer.weight.dtype and x.device.type == "cpu" and x.numel() > 0
+def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
+    """`nn.Linear.forward` by the compiled kernel for few tokens, by oneDNN for more."""
+    weight, bias = self.weight, self.bias
+    is_same = type(input) is torch.Tensor and input.dtype == weight.dtype and is_computable(input, weight.shape[-1])
+    is_broadcast = bias is not None and bias.shape != weight.shape[:1]
+    if not is_same or is_broadcast or not all(map(_is_computed, self.parameters(recurse=False))):
+        return _PLAIN(self, input)
+    return product(input, weight, bias, PACKINGS[input.dtype])
 
 
-def is_recorded() -> bool:
-    """Whether gradients, autocast or a compiler need PyTorch's own operations."""
-    return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+def is_computable(x: torch.Tensor, inputs: int) -> bool:
+    """Whether the kernels compute a layer of `inputs` inputs: not with gradients, autocast or a compiler."""
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return False
+    return x.numel() > 0 and x.shape[-1] == inputs and x.device.type == "cpu"

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_parallel.kernels import native
-from hf_parallel.models.linear import PACKINGS, is_recorded, product
+from hf_parallel.models.linear import PACKINGS, is_computable, product
 
 _BLOCKS = "packed.safetensors"
 
@@ -52,8 +52,7 @@ class PackedLinear(_Packed):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
         """Return `x W^T + b`."""
         bias = self._parameters["bias"]
-        fits = input.numel() and input.shape[-1] == self.in_features and input.device.type == "cpu"
-        if fits and not is_recorded():
+        if is_computable(input, self.in_features):
             return product(input, self.get_buffer("packed"), bias, self.packing)
         return F.linear(input.float(), self.weight, bias).to(input.dtype)
 
@@ -63,8 +62,8 @@ class PackedEmbedding(_Packed):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """Return the rows of the weights for token ids."""
-        rows = native.unpack(self.get_buffer("packed")[input.flatten()], self.packing)
-        return rows.view(*input.shape, self.in_features)
+        rows = self.get_buffer("packed")[input.flatten()]
+        return native.unpack(rows, self.packing).view(*input.shape, self.in_features)
 
 
 def check_packed(weights: str | None, dtype: torch.dtype | None, device: torch.device | str | int | None) -> bool:
@@ -77,10 +76,7 @@ def check_packed(weights: str | None, dtype: torch.dtype | None, device: torch.d
 
 
 def pack_half(model: PreTrainedModel) -> None:
-    """Keep bfloat16 and float16 weights of linear layers and embeddings, and convert the rest to float32.
-
-    Raises `ValueError` if the model has no such weights.
-    """
+    """Keep weights of linear layers and embeddings in half precision, others in float32. `ValueError`: it has none."""
     modules: list[Any] = [module for module in model.modules() if _is_plain(module)]
     half = {module.weight for module in modules if module.weight.dtype in (torch.bfloat16, torch.float16)}
     if not half:
@@ -96,7 +92,7 @@ def pack_blocks(model: PreTrainedModel, folder: Path) -> None:
 
 
 def save_blocks(model: PreTrainedModel, gguf_file: Path, folder: Path) -> None:
-    """Save the blocks of a Llama model's GGUF file by the names of its layers. Raises `ValueError` for other types."""
+    """Save the blocks of a Llama model's GGUF file by the names of its layers."""
     import gguf
 
     config: Any = model.config
@@ -108,13 +104,10 @@ def save_blocks(model: PreTrainedModel, gguf_file: Path, folder: Path) -> None:
         tensor = tensors.get(names.get_name(name) or "")
         if tensor is None:  # a head that is tied to the embedding
             continue
-        packing = tensor.tensor_type.name
-        if packing not in native.PACKINGS:
-            raise ValueError(f"{tensor.name} has weights in {packing}, not one of {list(native.PACKINGS)}")
         data = torch.from_numpy(tensor.data.view("uint8").copy())
         if count := heads.get(tensor.name.split(".")[-2]):  # llama.cpp interleaves the halves of rotated dimensions
             data = data.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
-        blocks[f"{name}.{packing}"] = data
+        blocks[f"{name}.{tensor.tensor_type.name}"] = data
     save_file(blocks, folder / _BLOCKS)
 
 

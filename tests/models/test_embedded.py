@@ -66,7 +66,7 @@ def test_damaged_weights_name_the_folder_to_delete(tiny_conversion, tmp_path):
     load_embedded_model(cache_dir=tmp_path)
     weights = next(tmp_path.glob("*/model.safetensors"))
     os.truncate(weights, weights.stat().st_size // 2)
-    with pytest.raises(RuntimeError, match="Delete the folder .*format1"):
+    with pytest.raises(RuntimeError, match="Delete the folder .*format2"):
         load_embedded_model(cache_dir=tmp_path)
 
 
