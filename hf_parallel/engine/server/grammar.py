@@ -95,16 +95,17 @@ class JSONProcessor(LogitsProcessor):
 
 
 def call_grammar(
-    call: str, tools: Sequence[Mapping[str, Any]], several: bool, tokenizer: PreTrainedTokenizerFast
+    call: str, tools: Sequence[Mapping[str, Any]], between: str | None, tokenizer: PreTrainedTokenizerFast
 ) -> str:
-    """Return the grammar of replies that consist of one tool call, or of any number.
+    """Return the grammar of replies that consist of one tool call, or of any number with a text `between` them.
 
     `call` is the text of a call, with `NAME` and `ARGUMENTS` in their places. Objects hold no properties that the
     parameters of a tool do not name, unless `additionalProperties` says so. Raises `ValueError` for parameters that are
     no supported JSON schema or too costly.
     """
     specials = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    rules = [f"start: call{'+' if several else ''}", "call: " + " | ".join(f"tool{i}" for i in range(len(tools)))]
+    more = "" if between is None else f" ({_literal(between, specials)} call)*"
+    rules = [f"start: call{more}", "call: " + " | ".join(f"tool{i}" for i in range(len(tools)))]
     for index, tool in enumerate(tools):
         function = tool["function"]
         parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}

@@ -27,6 +27,7 @@ class ReplyFormat:
 
     fields: dict[str, Any]
     call: str = ""
+    between: str = ""  # text between two calls
     anchor: str = ANCHOR
     reads_tools: bool = True  # whether the chat template describes tools to the model
 

@@ -382,7 +382,8 @@ class Translator:
             message = "the model writes arguments in a format without a grammar: tool_choice must be auto or none"
             raise APIError(400, message, "tool_choice")
         several = body.parallel_tool_calls is not False and body.tool_choice == "required"
-        return call_grammar(self.format.call, body.callable_tools, several, self.engine.tokenizer)
+        between = self.format.between if several else None
+        return call_grammar(self.format.call, body.callable_tools, between, self.engine.tokenizer)
 
     def _json(self, schema: dict[str, object] | str, begin: int, name: str) -> JSONProcessor:
         model, tokenizer = self.engine.model, self.engine.tokenizer

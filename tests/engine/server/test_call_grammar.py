@@ -79,7 +79,7 @@ def check(trials: range) -> None:
     for seed in trials:
         schemas = {f"tool_{i}": random_schema(random.Random(seed + 1000 * i)) for i in range(2)}
         tools = [{"function": {"name": name, "parameters": schema}} for name, schema in schemas.items()]
-        text = written(call_grammar(CALL, tools, False, tokenizer), tokenizer, seed)
+        text = written(call_grammar(CALL, tools, None, tokenizer), tokenizer, seed)
         name = next(name for name in schemas if text.startswith(head.replace("NAME", name)))
         assert text.endswith(tail)
         arguments = json.loads(text[len(head.replace("NAME", name)) : -len(tail)])
@@ -99,8 +99,28 @@ def test_special_tokens_of_a_call_are_tokens_and_bad_parameters_are_named() -> N
     _, tokenizer = small_model()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[CALL]"]})
     tools = [{"function": {"name": "now"}}]
-    text = written(call_grammar("[CALL]NAMEARGUMENTS", tools, False, tokenizer), tokenizer, 0)
+    text = written(call_grammar("[CALL]NAMEARGUMENTS", tools, None, tokenizer), tokenizer, 0)
     assert text == "[CALL]now{}"
     bad = [{"function": {"name": "odd", "parameters": {"properties": {"x": {"$ref": "#/none"}}}}}]
     with pytest.raises(ValueError, match="'odd' are not supported"):
-        call_grammar(CALL, bad, False, tokenizer)
+        call_grammar(CALL, bad, None, tokenizer)
+
+
+@pytest.mark.parametrize("between", [None, "", "; "])
+def test_calls_are_separated_as_the_format_says(between: str | None) -> None:
+    _, tokenizer = small_model()
+    call, size, end = '{"name": "NAME", "parameters": ARGUMENTS}', len(tokenizer), tokenizer.eos_token_id
+    one = '{"name": "now", "parameters": {}}'
+    grammar = call_grammar(call, [{"function": {"name": "now"}}], between, tokenizer)
+    for text, may_end in (
+        (one, True),
+        (f"{one}{between or ''}{one}", between is not None),
+        (f"{one}{between}", not between),
+    ):
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        processor = JSONProcessor(grammar, tokenizer, size, [end], 0)
+        if between is None and text != one:
+            continue
+        scores = processor(torch.tensor([tokens]), torch.zeros(1, size))[0]
+        assert torch.isfinite(scores[end]).item() == may_end, text
+        assert (scores.isfinite().sum() > may_end).item() == (between is not None), text

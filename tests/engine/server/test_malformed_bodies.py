@@ -56,7 +56,9 @@ def server() -> Iterator[Served]:
 @pytest.fixture
 def unaffected(server: Served) -> Iterator[None]:
     """Before and after the test, a valid request gets the same tokens, and as many bytes of the cache are in use."""
-    answer, before = server.chat(max_tokens=3)["choices"], server.engine.stats
+    answer = server.chat(max_tokens=3)["choices"]
+    assert server.wait_until(lambda stats: not stats.running)  # the answer arrives before its request is closed
+    before = server.engine.stats
     yield
     after = server.engine.stats
     for name in ("decoded_tokens", "failed", "cancelled", "kv_bytes"):

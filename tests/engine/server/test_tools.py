@@ -17,7 +17,7 @@ from serving import MODEL, Served, check_error, small_model  # noqa: E402
 
 from hf_parallel import OccurrencePenalty  # noqa: E402
 from hf_parallel.engine.server.replies import Reply, ReplySpec  # noqa: E402
-from hf_parallel.engine.server.reply_formats import FORMATS, reply_format  # noqa: E402
+from hf_parallel.engine.server.reply_formats import FORMATS, ReplyFormat, reply_format  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -151,6 +151,38 @@ def test_a_call_in_the_format_of_the_template_is_read_however_it_is_streamed(mar
     if found.call:
         own = found.call.replace("NAME", "f").replace("ARGUMENTS", '{"x": 1}')
         assert Reply(ReplySpec(found, [F]), "").add(own, ends=True).calls
+        assert_calls(found, found.between.join([own, own]))
+
+
+def assert_calls(found: ReplyFormat, text: str) -> None:
+    """Two calls of f are read from a text, and nothing else, however it is streamed."""
+    for size in (1, 3, 1000):
+        reply = Reply(ReplySpec(found, [F]), "")
+        pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
+        parts = [*map(reply.add, pieces), reply.add("", ends=True)]
+        assert [(call.index, call.name, call.arguments) for part in parts for call in part.calls] == [
+            *((0, "f", '{"x": 1}'), (1, "f", '{"x": 1}'))
+        ]
+        assert not "".join(part.content for part in parts)
+
+
+SEVERAL = [
+    (
+        "[TOOL_CALLS]",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "f", "arguments": {"x": 1}, "id": "a"}]',
+    ),
+    ('"parameters": ', '{"name": "f", "parameters": {"x": 1}}; {"name": "f", "parameters": {"x": 1}}'),
+    (
+        '"parameters": ',
+        '<|python_tag|>{"type": "function", "name": "f", "parameters": {"x": 1}}\n'
+        '{"name": "f", "parameters": {"x": 1}}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("mark", "text"), SEVERAL)
+def test_several_calls_of_one_reply_are_read(mark: str, text: str) -> None:
+    assert_calls(reply_format(Template(mark)), text)
 
 
 @pytest.mark.parametrize("text", ['<tool_call>{"name": "f"</tool_call> <tool', "a <b> <tool_call>[]</tool_call>", "<"])
