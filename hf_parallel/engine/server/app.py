@@ -102,8 +102,8 @@ def create_app(
 
     for path, kind in BODIES.items():
         app.add_api_route(path, partial(server.respond, kind), methods=["POST"], name=path)
-    for other in (TokenizeBody, DetokenizeBody):
-        app.add_api_route(other.path, partial(server.answer, other), methods=["POST"], name=other.path)
+    for path, other in (("/tokenize", TokenizeBody), ("/detokenize", DetokenizeBody)):
+        app.add_api_route(path, partial(server.answer, other), methods=["POST"], name=path)
 
     @app.get("/v1/responses/{name}")
     @app.delete("/v1/responses/{name}")

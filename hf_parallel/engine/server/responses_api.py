@@ -172,16 +172,6 @@ class ResponseBody(schema.ConversationBody):
                 raise ValueError(f"{name} is no field of /v1/responses")
         return self.max_output_tokens
 
-    @property
-    def answer_format(self) -> FlatFormat | None:
-        """See `Body.answer_format`."""
-        return None if self.text is None else self.text.format
-
-    @property
-    def effort(self) -> Effort | None:
-        """See `ConversationBody.effort`."""
-        return None if self.reasoning is None else self.reasoning.effort
-
 
 class Conversations:
     """The last responses with their conversations, by id. Clients that share no cached prefixes share no responses."""

@@ -289,7 +289,8 @@ class Body(BaseModel):
     @property
     def answer_format(self) -> Any:
         """Format of an answer, with the fields of `ResponseFormat`; None: any text."""
-        return self.response_format
+        given = getattr(self, self.format_field)
+        return getattr(given, "format", given)
 
     @property
     def budget(self) -> int | None:
@@ -322,9 +323,10 @@ class ConversationBody(Body):
     tool_choice: Any = None
 
     @property
-    def effort(self) -> str | None:
+    def effort(self) -> Any:
         """Effort of the reasoning, if it is given."""
-        return self.reasoning_effort
+        given = getattr(self, self.effort_field)
+        return getattr(given, "effort", given)
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import BaseModel, ConfigDict
 
 from hf_parallel.detokenizer import decode
@@ -17,7 +15,6 @@ from hf_parallel.generation.validation import check_text
 class TokenizeBody(BaseModel):
     """Body of `/tokenize`. Special tokens are added to texts by default; the chat template adds its own to a chat."""
 
-    path: ClassVar = "/tokenize"
     model_config = ConfigDict(extra="forbid")
 
     model: Text | None = None
@@ -52,7 +49,6 @@ class TokenizeBody(BaseModel):
 class DetokenizeBody(BaseModel):
     """Body of `/detokenize`."""
 
-    path: ClassVar = "/detokenize"
     model_config = ConfigDict(extra="forbid")
 
     model: Text | None = None
