@@ -31,12 +31,12 @@ from hf_parallel.models.embedded import _find_gguf_file
 from .engine import question, system_prompt
 from .report import set_up
 
-SIZES: dict[str, Any] = {"ways": "ours,generate,generate_batch,llama_cpp,openvino", "prompts": "512,2048"}
-SIZES |= {"rows": "1,4,16,64", "new_tokens": 32, "questions": 16, "systems": 4, "rounds": 3, "seconds": 900.0}
-SIZES |= {"limit": 120.0, "gguf": ""}
-"""`questions`: different ones over `systems` system prompts, each of the first length in `prompts` (0: none). `rounds`
-of a case: fewer if its part of the `seconds` is over. `limit`: seconds that a call may be expected to take. `gguf`:
-file with the weights of `--model`."""
+SIZES: dict[str, Any] = {"ways": "ours,packed,generate,generate_batch,llama_cpp,openvino"}
+SIZES |= {"prompts": "512,2048", "rows": "1,4,16,64", "new_tokens": 32, "questions": 16, "systems": 4}
+SIZES |= {"rounds": 3, "seconds": 900.0, "limit": 120.0, "gguf": ""}
+"""`ways`: `packed` is ours with `weights="packed"`. `questions`: different ones over `systems` system prompts, each of
+the first length in `prompts` (0: none). `rounds` of a case: fewer if its part of the `seconds` is over. `limit`:
+seconds that a call may be expected to take. `gguf`: file with the weights of `--model`."""
 QUICK: dict[str, Any] = {"ways": "ours,generate,generate_batch", "prompts": "24", "rows": "1,3", "new_tokens": 4}
 QUICK |= {"questions": 4, "systems": 2, "rounds": 1}
 PACKAGES = {"llama_cpp": "xllamacpp==2026.10.11549", "openvino": "openvino-genai==2026.4.1.0"}

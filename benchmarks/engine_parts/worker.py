@@ -74,8 +74,9 @@ def of_torch(settings: Any) -> Call:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(settings.threads)
     model: Any
-    model, tokenizer = load_model(settings.model, preset=False)
-    mode = {"generation_mode": "shared_prefix"} if settings.way == "ours" else {}
+    weights = "packed" if settings.way == "packed" else None
+    model, tokenizer = load_model(settings.model, preset=False, weights=weights)
+    mode = {"generation_mode": "shared_prefix"} if settings.way in ("ours", "packed") else {}
     if mode:
         hf_parallel.enable(model)
 
