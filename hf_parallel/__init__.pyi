@@ -20,7 +20,6 @@ from hf_parallel.generation import ParallelStreamer as ParallelStreamer
 from hf_parallel.generation import build_prompt as build_prompt
 from hf_parallel.generation import disable as disable
 from hf_parallel.generation import enable as enable
-from hf_parallel.generation import generate as generate
 from hf_parallel.generation import is_enabled as is_enabled
 from hf_parallel.generation.modes import BOXED as BOXED
 from hf_parallel.generation.modes import AsyncReasoningConfig as AsyncReasoningConfig

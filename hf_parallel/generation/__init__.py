@@ -1,7 +1,6 @@
 """Generation of several rows per forward pass: the decode loop, and the mixin that extends `model.generate`."""
 
 from hf_parallel.generation.config import ModePrompt, ModeRows, ModeTraits, ParallelConfig, RowPlace
-from hf_parallel.generation.entry import generate
 from hf_parallel.generation.mixin import ParallelGenerationMixin, disable, enable, is_enabled
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.presets import Preset
@@ -28,6 +27,5 @@ __all__ = [
     "build_prompt",
     "disable",
     "enable",
-    "generate",
     "is_enabled",
 ]

@@ -71,11 +71,11 @@ class Dialect:
             raise ValueError(f"region and branch must be pairs of tags, got {self.region!r} and {self.branch!r}")
         for name in ("region", "branch"):  # lists in JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        tags, is_separate = (*self.region, *self.branch), self.positions == "separate"
-        if not all(isinstance(tag, str) for tag in tags) or len(set(self.tags)) != 4 - is_separate:
-            raise ValueError(f"region and branch must be four different tags, got {tags!r}")
-        if is_separate and (self.region[1] or self.fork or self.outline or self.joined):
+        tags = (*self.region, *self.branch)
+        if self.is_separate and (self.region[1] or self.fork or self.outline or self.joined or self.plan):
             raise ValueError("positions='separate' has no text that closes a region, plans branches or follows them")
+        if not all(isinstance(tag, str) for tag in tags) or len(set(self.tags)) != 4 - self.is_separate:
+            raise ValueError(f"region and branch must be {4 - self.is_separate} different tags, got {tags!r}")
         for name in ("gap", "fork", "outline", "opening", "joined"):
             check_text(name, getattr(self, name))
         check_bool("is_nested", self.is_nested)
@@ -104,6 +104,11 @@ class Dialect:
     def tags(self) -> tuple[str, ...]:
         """Tags that open and close a region and a branch; `separate` closes no region."""
         return tuple(tag for tag in (*self.region, *self.branch) if tag)
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether the text after a branch never sees it."""
+        return self.positions == "separate"
 
     @property
     def fork_text(self) -> str:
@@ -143,6 +148,7 @@ class SkeletonDialect:
     """
 
     is_nested: ClassVar[bool] = False
+    is_separate: ClassVar[bool] = False
 
     branch_marker: str
     title_end: str

@@ -54,7 +54,7 @@ def parse(text: str, dialect: Dialect) -> list[Piece]:
     patterns = [re.escape(tag) for tag in sorted(dialect.tags, key=len, reverse=True)]
     patterns = [f"{p}(?:{re.escape(dialect.gap)})?" if p == re.escape(dialect.branch[1]) else p for p in patterns]
     pattern = re.compile("|".join(patterns))
-    is_separate = dialect.positions == "separate"
+    is_separate = dialect.is_separate
     opener = dialect.branch[0] if is_separate else dialect.region[0]
     pieces: list[Piece] = [Piece()]
     stack: list[tuple[str, int, list[Piece]]] = []  # open tags, with their line and the pieces around them
@@ -66,7 +66,7 @@ def parse(text: str, dialect: Dialect) -> list[Piece]:
         if is_separate and tag == dialect.region[0]:
             continue
         if is_separate:
-            if opens_branch and not text[begin : found.start()].endswith(dialect.region[0]):
+            if opens_branch and not text[begin : found.start()].rstrip().endswith(dialect.region[0]):
                 raise ValueError(f"line {line}: {tag} must follow {dialect.region[0]}")
         elif opens_branch and innermost != dialect.region[0]:
             raise ValueError(f"line {line}: {tag} must be directly in {dialect.region[0]}, but is in {_open(stack)}")
@@ -186,7 +186,7 @@ def _place_pieces(builder: Builder, dialect: Dialect, pieces: Sequence[Piece], a
             begin = builder.append(begin, builder.encode(tag), branch, builder.train_on_forced)
             content = [Piece(first.text.removeprefix(tag)), *others]
             ends.append(_place_pieces(builder, dialect, content, begin, branch))
-        if dialect.positions == "separate":  # the text after it continues that before it
+        if dialect.is_separate:  # the text after it continues that before it
             continue
         if dialect.positions == "overlap":
             at = _moved(at, ends)

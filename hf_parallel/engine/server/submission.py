@@ -193,9 +193,9 @@ class Translator:
         arguments = {"generation_mode": cls.mode if name is None else name, **settings}
         config = take_parallel_config(model_config, arguments)
         assert config is not None
-        limited, at_most = config.traits.rows_setting, self.limits.rows // body.answers
-        if limited not in ("", *given) and 1 < at_most < config.max_rows_per_prompt:
-            config = replace(config, **{limited: at_most})  # type: ignore[arg-type]
+        limited, excess = config.traits.rows_setting, config.max_rows_per_prompt - self.limits.rows // body.answers
+        if limited not in ("", *given) and 0 < excess < getattr(config, limited):
+            config = replace(config, **{limited: getattr(config, limited) - excess})
         known = {key for key, value in vars(model_config).items() if value is not None}
         known |= set(preset_of(config.mode, model_config).generation)
         sampling = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}

@@ -164,7 +164,7 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
         if self.format.positions == "concatenated":
             raise ValueError("positions='concatenated' is for training: a path cannot start where another will end")
         check_bool("force", self.force)
-        if self.force and self.positions == "separate":
+        if self.force and self.format.is_separate:
             raise ValueError(f"force=True needs a dialect whose paths are joined, got dialect={self.dialect!r}")
         for name in ("paths", "max_paths", "max_depth", "path_max_new_tokens"):
             if getattr(self, name) is not None:
@@ -201,13 +201,13 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
     @property
     def max_open_forks(self) -> int:
         """Maximum number of forks of an answer that are open at the same time."""
-        is_alone = not self.format.is_nested and self.positions != "separate"
+        is_alone = not self.format.is_nested and not self.format.is_separate
         return 1 if is_alone else self.max_paths * self.max_depth
 
     @property
     def max_rows_per_prompt(self) -> int:
         """Maximum number of paths at the same time, beside the text that is written on where paths are separate."""
-        return self.max_paths + (self.positions == "separate")
+        return self.max_paths + self.format.is_separate
 
     def make_run(self, call: GenerationCall) -> BranchRun:
         """See `ParallelConfig.make_run`."""
@@ -312,8 +312,7 @@ class ForkJoinRun(BranchRun):
         before = lane.text[:end].decode(errors="replace")
         if (begin := before.rfind(self.dialect.region[0])) < 0:
             return None
-        is_separate = self.dialect.positions == "separate"
-        numbers = self.dialect.numbers(before[begin:], 1 if is_separate else self.config.paths)
+        numbers = self.dialect.numbers(before[begin:], 1 if self.dialect.is_separate else self.config.paths)
         if reason := self._why_not(lane, len(numbers)):
             lane.answer.fallback = reason
             return None
@@ -321,7 +320,7 @@ class ForkJoinRun(BranchRun):
         if lane.text[end:].startswith(gap.encode()):
             end, gap = end + len(gap.encode()), ""
         head = slice_tokens(lane.own, self.vocabulary, 0, end) + self.tokens(gap)
-        if is_separate:
+        if self.dialect.is_separate:
             *head, last = head
             first = self.tokens(self.dialect.first_text("")[1])
             return Plan(head, [(str(lane.answer.num_paths + 1), [last, *first]), ("", [last])], [], is_separate=True)
@@ -336,7 +335,7 @@ class ForkJoinRun(BranchRun):
             return f"a fork would be deeper than max_depth={self.config.max_depth}"
         if not count:
             return "the region announces no path"
-        if self.dialect.positions == "separate" and lane.answer.num_paths >= self.config.max_open_forks:
+        if self.dialect.is_separate and lane.answer.num_paths >= self.config.max_open_forks:
             return f"an answer may have max_paths * max_depth={self.config.max_open_forks} paths in all"
         at_once = len(self.roots[lane.answer.output_row].writing()) - 1 + count
         if at_once > self.config.max_paths:

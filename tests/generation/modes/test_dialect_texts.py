@@ -14,6 +14,7 @@ import stories
 import tiny
 import torch
 from players import Player
+from small_tokenizers import make, small_llama
 from workers import TOKENIZER, encode, small_model
 
 import hf_parallel
@@ -254,6 +255,41 @@ def test_a_path_of_apar_may_end_with_the_last_token_of_answers_and_streams_besid
     assert out.sequences[0, -1] == tiny.EOS
     assert streamed == {0: "One.[SplitMask] Three.", 1: "[SplitSop]two</s>"}
     assert out.critical_path == [len("One.[SplitMask] Three.") + 1]
+
+
+def test_the_closing_tag_of_apar_may_be_the_end_of_sequence_token() -> None:
+    tokenizer = make("byte_level")
+    out = hf_parallel.enable(small_llama(tokenizer)).generate(
+        tokenizer("Q:", return_tensors="pt").input_ids,
+        generation_mode="fork_join",
+        dialect="apar",
+        opening="One[SplitMask]",
+        path_max_new_tokens=3,
+        max_new_tokens=60,
+        suppress_tokens=[tokenizer.eos_token_id],
+        tokenizer=tokenizer,
+        return_dict_in_generate=True,
+    )
+    (path,) = out.forks[0][0].paths
+    assert path.text.startswith("[SplitSop]")
+    assert path.text.endswith("</s>")
+    assert path.tokens[-1] == tokenizer.eos_token_id
+    assert out.transcripts[0].count("</s>") == 1
+    example = ParallelExample.from_text(out.transcripts[0], tokenizer, "apar", "Q:")
+    assert example.input_ids.tolist().count(tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"region": ("a", "b")}, "separate"),
+        ({"plan": ("a", "{number}{title}", "a")}, "separate"),
+        ({"branch": ("a", "d")}, "3 different tags"),
+    ],
+)
+def test_invalid_separate_dialects_raise(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Dialect(**{"region": ("a", ""), "branch": ("c", "d"), "positions": "separate", **settings})
 
 
 def test_an_opening_with_text_after_the_fork_raises_and_an_answer_without_a_fork_says_why() -> None:

@@ -34,7 +34,7 @@ class Plan:
     source: str = ""
     """Text that the paths replace."""
     is_separate: bool = False
-    """Whether the last path is the rest of the lane's text, and all begin with the token that ends `head`."""
+    """Whether the last path is the rest of the lane's text; both then begin with the last token before the fork."""
 
 
 class Answer:
@@ -208,21 +208,6 @@ class Records:
     def output(self, roots: Sequence[Lane]) -> tuple[type[ParallelOutput], dict[str, Any]]:
         """Return the class of the output, and its fields of records."""
         raise NotImplementedError
-
-
-def conclude(lane: Lane, records: Records) -> list[Token]:
-    """End a lane with a separate path, and with the rest of its text. Return the tokens that it gains."""
-    path, rest = lane.paths
-    _, *inside = path.tokens  # the first token of both ends the text before them
-    start, text = len(lane.tokens) + 1, [path.tokens[0], *inside, *rest.tokens[1:]]
-    path.tokens, path.forks = inside, records.moved(path.forks, -1)
-    lane.forks.append(records.record(lane, start, start + len(inside)))
-    lane.forks += records.moved(rest.forks, start + len(inside) - 1)
-    lane.steps += max(path.steps, rest.steps)
-    lane.answer.left += 1
-    lane.continue_after(text, lane.view, start + len(text))
-    lane.ended_by = rest.ended_by
-    return text
 
 
 def answer_log_probs(sampler: Sampler, answers: Sequence[Sequence[Token]]) -> torch.Tensor | None:

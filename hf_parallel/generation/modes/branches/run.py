@@ -25,16 +25,7 @@ from hf_parallel.generation.caller import warn_sequential
 from hf_parallel.generation.config import Generated
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.modes.branches.forcing import FormatProcessor
-from hf_parallel.generation.modes.branches.lanes import (
-    Answer,
-    Lane,
-    Plan,
-    Records,
-    aligned,
-    answer_log_probs,
-    conclude,
-    key_of,
-)
+from hf_parallel.generation.modes.branches.lanes import Answer, Lane, Plan, Records, aligned, answer_log_probs, key_of
 from hf_parallel.generation.modes.branches.output import BRANCHES, CONTINUATION, STAGES, StageStats
 from hf_parallel.generation.modes.branches.settings import BranchSettings
 from hf_parallel.generation.modes.branches.token_text import (
@@ -82,7 +73,8 @@ class BranchRun:
                 processor.run = self
         self.config: BranchSettings = config
         self.call, self.records, self.ends, self.limit = call, records, ends, limit
-        self.vocabulary = get_vocabulary(call.tokenizer, vocabulary_size(call.model)).without_text(call.eos_token_ids)
+        self._all_texts = get_vocabulary(call.tokenizer, vocabulary_size(call.model))
+        self.vocabulary = self._all_texts.without_text(call.eos_token_ids)  # that the model writes
         self._known: dict[str, list[Token]] = {"": []}
         self.opening, self.closing = self.tokens(opening, given), self.tokens(closing)
         if len(self.opening) >= call.max_new_tokens:
@@ -184,10 +176,10 @@ class BranchRun:
     def tokens(self, text: str, name: str = "") -> list[Token]:
         """Return the tokens of a text of the format. Raises `ValueError` if there are none."""
         if text not in self._known:
-            found = encode_exactly(self.call.tokenizer, self.vocabulary, text)
+            found = encode_exactly(self.call.tokenizer, self._all_texts, text)
             if found is None:
                 raise ValueError(f"{name or 'the format'} must be text that the tokenizer can encode, got {text!r}")
-            self._known[text] = [Token(token, self.vocabulary.texts[token]) for token in found]
+            self._known[text] = [Token(token, self._all_texts.texts[token]) for token in found]
         return self._known[text]
 
     def insert(self, lane: Lane, tokens: Sequence[Token]) -> None:
@@ -432,7 +424,17 @@ class BranchRun:
 
     def _conclude(self, lane: Lane) -> None:
         """End a lane with the rest of its text, which follows the path that was written beside it."""
-        self.loop.table.extend(lane.index, ids(conclude(lane, self.records)))
+        path, rest = lane.paths
+        _, *inside = path.tokens  # the first token of both ends the text before them
+        start, text = len(lane.tokens) + 1, [path.tokens[0], *inside, *rest.tokens[1:]]
+        path.tokens, path.forks = inside, self.records.moved(path.forks, -1)
+        lane.forks.append(self.records.record(lane, start, start + len(inside)))
+        lane.forks += self.records.moved(rest.forks, start + len(inside) - 1)
+        lane.steps += max(path.steps, rest.steps)
+        lane.answer.left += 1
+        lane.continue_after(text, lane.view, start + len(text))
+        lane.ended_by = rest.ended_by
+        self.loop.table.extend(lane.index, ids(text))
         lane.answer.free(self.cache.pool, lane.own_blocks())
 
     def _placed(self, lane: Lane) -> list[Any]:
@@ -444,5 +446,5 @@ class BranchRun:
         return self.cache.join(lane.view, branches, lane.position, at_depth=self.positions == "depth")
 
     def _transcript(self, root: Lane) -> str:
-        kept = [token for token in ids(root.tokens) if token not in self.call.eos_token_ids]
+        kept = ids(root.tokens[: -1 if root.ended_by == "eos" else None])
         return self.call.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
