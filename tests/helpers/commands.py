@@ -65,7 +65,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any
 
         monkeypatch.setitem(vars(loaded), "generate", generate)
 
-        def load(name: Any, dtype: Any, device: Any, preset: bool) -> Any:
+        def load(name: Any, dtype: Any, device: Any, preset: bool, weights: Any) -> Any:
             mark = "embedded" if preset and name is None else None
             monkeypatch.setattr(loaded.generation_config, "parallel_preset", mark, raising=False)
             return loaded, Tokenizer()
