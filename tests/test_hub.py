@@ -90,6 +90,8 @@ def test_configs_alone_are_saved_uploaded_and_loaded(mode: str, tmp_path: Path, 
     assert ParallelConfig.from_pretrained(tmp_path) == type(config).from_pretrained(tmp_path) == config
     config.push_to_hub("only-config")
     assert set(local_hub.files("somebody/only-config")) == names(tmp_path)
+    text = (tmp_path / "generation_config.json").read_bytes()
+    assert local_hub.files("somebody/only-config")["generation_config.json"] == text
     other = MODES["best_of" if mode != "best_of" else "pdos"]
     with pytest.raises(ValueError, match=f"must store a generation_mode of {other.__name__}, got '{mode}'"):
         other.from_pretrained(tmp_path)
@@ -101,6 +103,27 @@ def test_an_object_of_the_process_is_not_saved(tmp_path: Path) -> None:
     GenerationConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="got None"):
         ParallelConfig.from_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"generation_mode": ["x"]}')
+    with pytest.raises(ValueError, match=r"got \['x'\]"):
+        ParallelConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="generation_mode must be one of .* got ''"):
+        ParallelConfig().save_pretrained(tmp_path / "without-mode")
+    assert not (tmp_path / "without-mode").exists()
+
+
+def test_values_of_a_model_are_kept_where_a_config_is_saved(tmp_path: Path, local_hub: Hub) -> None:
+    values = {"eos_token_id": [2, 3], "temperature": 0.3, "do_sample": False, "of_another_library": 1}
+    stored = {**values, "generation_mode": "pdos", "parallel_config": {"titles": ["a"]}}
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(stored))
+    local_hub.repositories["somebody/model"] = [{path.name: path.read_bytes(), "README.md": b"card"}]
+    config = HogwildConfig(num_workers=3)
+    config.save_pretrained(tmp_path)
+    config.push_to_hub("model")
+    files = local_hub.files("somebody/model")
+    assert {*files} == {path.name, "README.md"}
+    for text in (path.read_bytes(), files[path.name]):
+        assert json.loads(text) == {**values, "generation_mode": "hogwild", "parallel_config": {"num_workers": 3}}
 
 
 # Errors

@@ -15,7 +15,7 @@ import torch
 from hf_parallel.cli.generate import add_model_options, check_model_options, load
 from hf_parallel.models.adapters import load_adapters
 from hf_parallel.models.embedded import MODEL_NAME
-from hf_parallel.models.loading import load_processor
+from hf_parallel.models.loading import check_model_folder, load_processor
 
 KEY_VARIABLE = "HF_PARALLEL_API_KEY"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -83,6 +83,8 @@ def serve(options: argparse.Namespace) -> int:
     adapters = dict(one.partition("=")[::2] for one in options.lora)
     if len(adapters) < len(options.lora) or {"", name} & {*adapters} or "" in adapters.values():
         raise ValueError(f"--lora must be NAME=PATH, with names that differ, also from {name!r}, got {options.lora}")
+    for adapter, path in adapters.items():
+        check_model_folder(f"--lora {adapter}:", path, ["adapter_config.json"])
     keys = options.api_key or [*filter(None, map(str.strip, os.environ.get(KEY_VARIABLE, "").split(",")))]
     is_local = _is_local(options.host)
     if not keys and not is_local:

@@ -6,16 +6,18 @@ it; the rest of the package uses the mode only through this class and the object
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from huggingface_hub import CommitInfo, HfApi
 from transformers import GenerationConfig
-from transformers.utils import ModelOutput
+from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput
 from typing_extensions import Self, TypeVar
 
 from hf_parallel.generation.call import GenerationCall
@@ -231,24 +233,30 @@ class ParallelConfig(Settings, Generic[OutputT]):
         """
         stored = GenerationConfig.from_pretrained(name, revision=revision, token=token)
         mode = getattr(stored, "generation_mode", None)
-        if mode is None or not issubclass(MODES.get(mode, cls), cls):
+        if not isinstance(mode, str) or not issubclass(MODES.get(mode, cls), cls):
             raise ValueError(f"{name} must store a generation_mode of {cls.__name__}, got {mode!r}")
         return cast(Self, make_config(mode, getattr(stored, "parallel_config", None)))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the mode and its settings to `generation_config.json` in a folder, without a model.
+        """Write the mode and its settings to `generation_config.json` in a folder, and keep its other values.
 
-        Raises `ValueError` for settings that cannot be stored.
+        Raises `ValueError` for settings that cannot be stored, and for a config without a mode.
         """
-        self.check_storable()
-        GenerationConfig(generation_mode=self.mode, parallel_config=self.stored()).save_pretrained(folder)
+        make_config(self.mode, self).check_storable()  # values may have been assigned since the checks of `__init__`
+        path = Path(folder, GENERATION_CONFIG_NAME)
+        values = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        values |= {"generation_mode": self.mode, "parallel_config": self.stored()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> CommitInfo:
-        """Upload what `save_pretrained` writes to a repository on the Hub, which is created if it does not exist."""
+        """Do what `save_pretrained` does in a repository on the Hub, which is created if it does not exist."""
         api = HfApi(token=token)
         with TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
+            self.save_pretrained(folder)  # raises before anything is created
             name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            if api.file_exists(name, GENERATION_CONFIG_NAME):
+                self.save_pretrained(Path(api.hf_hub_download(name, GENERATION_CONFIG_NAME, local_dir=folder)).parent)
             return api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Settings of {self.mode}")
 
     def __init_subclass__(cls, **kwargs: object) -> None:

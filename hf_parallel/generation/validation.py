@@ -73,10 +73,10 @@ def check_text(name: str, value: object) -> None:
         raise ValueError(f"{name} must be text without lone surrogates, got {part!r}") from error
 
 
-def check_texts(name: str, value: object) -> None:
-    """Raise `ValueError` unless `value` is a list of non-empty strings."""
-    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
-        raise ValueError(f"{name} must be a list of non-empty strings, got {value!r}")
+def check_texts(name: str, value: object, may_be_empty: bool = False) -> None:
+    """Raise `ValueError` unless `value` is a list of strings, non-empty ones by default."""
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) and (one or may_be_empty) for one in value):
+        raise ValueError(f"{name} must be a list of {'' if may_be_empty else 'non-empty '}strings, got {value!r}")
     for text in value:
         check_text(name, text)
 

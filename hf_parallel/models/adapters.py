@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,23 +43,16 @@ class AdaptedModel(CachedModel):
         if adapter is None:
             return super().logits(forward, ids, keep)
         self.check(adapter)  # it may have been deleted since its request was submitted
-        with _active(self._adapters, adapter):
+        # PEFT's own methods would, in each pass, also set which weights of all adapters require gradients.
+        chosen = {"_active_adapter": [adapter], "_disable_adapters": adapter == BASE_MODEL}
+        before = [(layer._active_adapter, layer._disable_adapters) for layer in self._adapters]
+        try:
+            for layer in self._adapters:  # other threads see it, too
+                layer.__dict__.update(chosen)
             return self._models[adapter].logits(forward, ids, keep)
-
-
-@contextmanager
-def _active(layers: Sequence[Any], adapter: str) -> Iterator[None]:
-    """Make layers compute with an adapter or without one; other threads see it, too."""
-    # PEFT's own methods would, in each pass, also set which weights of all adapters require gradients.
-    chosen = {"_active_adapter": [adapter], "_disable_adapters": adapter == BASE_MODEL}
-    before = [{name: getattr(layer, name) for name in chosen} for layer in layers]
-    try:
-        for layer in layers:
-            vars(layer).update(chosen)
-        yield
-    finally:
-        for layer, values in zip(layers, before, strict=True):
-            vars(layer).update(values)
+        finally:
+            for layer, values in zip(self._adapters, before, strict=True):
+                layer.__dict__["_active_adapter"], layer.__dict__["_disable_adapters"] = values
 
 
 def check_adapter(model: Any, name: object) -> None:
@@ -103,8 +95,7 @@ def load_adapters(model: Any, paths: Mapping[str, str]) -> Any:
             adapted = PeftModel.from_pretrained(model, path, name)
         else:
             adapted.load_adapter(path, name)
-        check_no_virtual_tokens(adapted)
-        check_adapter(model, name)
+        check_adapter(adapted, name)
         if others := sorted(key for key in load_peft_weights(path, "cpu") if "lora_" not in key):
             raise ValueError(f"{path} must hold weights of LoRA only, got {others[:3]}")
     adapted.base_model.disable_adapter_layers()

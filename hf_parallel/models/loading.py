@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,12 @@ def _model_class(name: str) -> Any:
     return auto.AutoModelForImageTextToText if reads else AutoModelForCausalLM
 
 
-def check_model_folder(name: str, value: str) -> None:
-    """Raise `ValueError` for a path that is not a folder, and for a folder without a model or adapter."""
+def check_model_folder(name: str, value: str, configs: Sequence[str] = CONFIGS) -> None:
+    """Raise `ValueError` for a path that is not a folder, and for a folder without any of the config files."""
     if value.startswith((os.sep, ".", "~")) and not Path(value).is_dir():
         raise ValueError(f"{name} {value}: no such folder")
-    if Path(value).is_dir() and not any((Path(value) / file).is_file() for file in CONFIGS):
-        raise ValueError(f"{name} {value}: no model in this folder, there must be a config.json")
+    if Path(value).is_dir() and not any((Path(value) / file).is_file() for file in configs):
+        raise ValueError(f"{name} {value}: this folder must contain {' or '.join(configs)}")
 
 
 def _check_hub(name: str) -> None:

@@ -46,7 +46,7 @@ def test_a_folder_is_loaded_without_the_hub(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (False, "name .*folder: no model in this folder, there must be a config.json"),
+        (False, "name .*folder: this folder must contain config.json or adapter_config.json"),
         (True, "the tokenizer of '.*folder' cannot be loaded: "),
     ],
 )

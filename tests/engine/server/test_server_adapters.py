@@ -82,10 +82,16 @@ def test_the_command_serves_adapters(tmp_path: Path) -> None:
             assert answer.choices[0].message.content == answers[MODEL if name == "tiny" else name]
 
 
-def test_adapters_that_cannot_be_served_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_that_cannot_be_served_raise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for options in (["formal"], ["=a"], ["a=x", "a=y"], ["SmolLM2-135M-Instruct=x"]):
         assert main(["serve", *(f"--lora={option}" for option in options)]) == 2
         assert "--lora must be NAME=PATH" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    Path("loras").mkdir()
+    assert main(["serve", "--lora=x=loras"]) == 2
+    assert "--lora x: loras: this folder must contain adapter_config.json" in capsys.readouterr().err
     paths = saved_adapters(tmp_path, modules_to_save=["lm_head"])
     with pytest.raises(ValueError, match="modules_to_save"):
         load_adapters(small_model()[0], paths)
@@ -93,7 +99,7 @@ def test_adapters_that_cannot_be_served_raise(tmp_path: Path, capsys: pytest.Cap
         load_adapters(small_model()[0], {"v1.5": paths["formal"]})
     tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     peft.get_peft_model(small_model()[0], tuning).save_pretrained(tmp_path / "tuned")
-    with pytest.raises(ValueError, match="virtual tokens"):
+    with pytest.raises(ValueError, match="must be a LoRA adapter, got .*PROMPT_TUNING"):
         load_adapters(small_model()[0], {"tuned": str(tmp_path / "tuned")})
     lora = peft.get_peft_model(small_model()[0], peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     lora.save_pretrained(tmp_path / "embeddings", save_embedding_layers=True)

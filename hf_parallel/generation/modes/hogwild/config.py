@@ -81,9 +81,9 @@ class HogwildConfig(HogwildSettings):
     step_move : str
         `rotate`: the keys of a finished step are rotated to its place in the history. `reencode`: its tokens are
         computed again there, without the others' unfinished steps that they had seen (the ablation of appendix E.1).
-        Steps of the `contiguous` layout do not move.
+        `reencode` raises where no step moves: in the `contiguous` layout, and with a `control_prompt`.
     openings : list of str, optional
-        First words of each worker, after the prefix of its first step.
+        First words of each worker, after the prefix of its first step. Empty: none.
     separator : str
         Ends a step when it follows one of `sentence_ends` outside a code block.
     sentence_ends : list of str

@@ -70,33 +70,31 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
         super().validate()
         if self.prefetch:
             raise ValueError("prefetch must be None or False for hogwild, whose workers decode in lockstep, got True")
-        check_int("num_workers", self.num_workers, at_least=1)
+        for name in ("num_workers", "control_interval", "redundancy_interval"):
+            check_int(name, getattr(self, name), at_least=1)
         if self.num_workers > MAX_WORKERS:
             raise ValueError(f"num_workers must be at most {MAX_WORKERS}, got {self.num_workers!r}")
         check_choice("layout", self.layout, LAYOUTS)
         headers = ("history_header", "others_header", "own_header", "step_gap")
-        for name in (*headers, "code_fence", "redundancy_prompt", "control_prompt", "finisher_prompt"):
+        for name in (*headers, "code_fence", "redundancy_prompt", "control_prompt", "finisher_prompt", "separator"):
             check_text(name, getattr(self, name))
         for name, texts in (("own_headers", self.own_headers), ("openings", self.openings)):
             if texts is not None:
-                check_texts(name, texts)
+                check_texts(name, texts, may_be_empty=True)
                 if len(texts) != self.num_workers:
                     raise ValueError(f"{name} must be {self.num_workers} texts, got {texts!r}")
         check_choice("step_move", self.step_move, ("rotate", "reencode"))
-        check_int("control_interval", self.control_interval, at_least=1)
+        found = f"num_workers={self.num_workers}, layout={self.layout!r}, control_prompt={self.control_prompt!r}"
+        if self.step_move != "rotate" and not self.has_steps:
+            raise ValueError(f"step_move must be 'rotate' where no step moves, got {self.step_move!r} with {found}")
         if self.control_prompt and (self.num_workers < 2 or self.layout == "interleaved"):
-            raise ValueError(
-                "control_prompt needs two workers that see each other's unfinished text, got "
-                f"num_workers={self.num_workers}, layout={self.layout!r}"
-            )
+            raise ValueError(f"control_prompt needs two workers that see each other's unfinished text, got {found}")
         if self.control_prompt and self.logits_cache is not None:
             raise ValueError("logits_cache must be None with a control_prompt, whose answers it does not hold")
-        check_text("separator", self.separator)
         if not self.separator:
             raise ValueError(f"separator must be a non-empty string, got {self.separator!r}")
         check_texts("sentence_ends", self.sentence_ends)
         check_pattern("answer_pattern", self.answer_pattern)
-        check_int("redundancy_interval", self.redundancy_interval, at_least=1)
         check_int("finisher_tokens", self.finisher_tokens, at_least=0)
         check_choice("stop_on_answer", self.stop_on_answer, ("any", "all", "never"))
         if self.worker_names is not None:

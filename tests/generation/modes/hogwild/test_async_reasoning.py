@@ -218,6 +218,7 @@ def test_a_loaded_session_continues_with_the_same_pauses(passes: int, tmp_path: 
         ({"layout": "interleaved"}, "layout='interleaved'"),
         ({"own_headers": ["one"]}, r"own_headers must be 2 texts, got \['one'\]"),
         ({"control_prompt": 3}, "control_prompt must be a string, got 3"),
+        ({"step_move": "reencode"}, "step_move must be 'rotate' where .* got 'reencode' with .*control_prompt='.*Wait"),
         ({"control_interval": 0}, "control_interval must be an int of at least 1, got 0"),
         ({"logits_cache": hf_parallel.LogitsCache()}, "logits_cache must be None with a control_prompt"),
     ],

@@ -36,7 +36,6 @@ EVERY_SETTING: dict[str, Any] = {
     "own_headers": ["first\n", "second\n", "third\n"],
     "step_gap": "\n",
     "step_prefix": "{name}: ",
-    "step_move": "reencode",
     "openings": ["A", "B", "C"],
     "separator": "\n",
     "sentence_ends": [".", "。"],
@@ -52,7 +51,7 @@ EVERY_SETTING: dict[str, Any] = {
     "collaboration_prompt": "{names} work.",
     "task_prompt": "Task: {task}",
 }
-"""A value other than the default for each setting that can be stored."""
+"""A value other than the default for each setting that can be stored, except `step_move`, which excludes others."""
 SMALL_CALL: dict[str, Any] = {
     "num_workers": 3,
     "collaboration_prompt": "{names} talk.",

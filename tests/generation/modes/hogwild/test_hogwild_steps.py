@@ -67,8 +67,14 @@ def test_each_layout_shows_the_steps_of_appendix_a(layout: str, seen_by_alice: s
 def test_openings_follow_the_first_step_prefix() -> None:
     out = write("a.\n\nb", "c", openings=["Hi! ", "I agree: "])
     assert steps(out) == [("Alice 1: Hi! a.\n\n", True), ("Alice 2: b", False), ("Bob 1: I agree: cxxxx", False)]
+    assert steps(write("a", "b", openings=["", "I agree: "])) == [("Alice 1: a", False), ("Bob 1: I agree: b", False)]
     with pytest.raises(ValueError, match="openings must be 2 texts"):
         write("a", "b", openings=["Hi!"])
+
+
+def test_steps_that_do_not_move_cannot_be_computed_again() -> None:
+    with pytest.raises(ValueError, match="step_move must be 'rotate' .* got 'reencode' with .*layout='contiguous'"):
+        write("a", "b", layout="contiguous", step_move="reencode")
 
 
 def test_the_redundancy_prompt_begins_the_next_step_after_the_interval() -> None:
