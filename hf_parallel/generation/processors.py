@@ -149,7 +149,7 @@ class RowOccurrence(RowPenalty):
 
 
 class ThinkingBudget(LogitsProcessor):
-    """Ends the reasoning of a row that has `budget` tokens of it.
+    """Ends the reasoning of a row that has `budget` tokens of it, however often it begins and ends.
 
     `begin` are the tokens that open reasoning, `end` is the one that closes it. `known` is how often the prompt holds
     `begin` without opening the reply's reasoning.
@@ -162,12 +162,12 @@ class ThinkingBudget(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         opens, place = self.opens(input_ids), torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
-        opened = (opens * place).amax(1)  # number of tokens up to the last mark
-        spent = input_ids.shape[1] - opened
-        is_open = (opens.sum(1) > self.known) & (opened > ((input_ids == self.end) * place).amax(1))
+        opened = ((opens & (opens.cumsum(1) > self.known)) * place).cummax(1).values  # tokens up to the last mark
+        thinks = opened > ((input_ids == self.end) * place).cummax(1).values
+        spent = (thinks[:, 1:] & thinks[:, :-1]).sum(1)  # without the marks that open reasoning
         forced = torch.full_like(scores, -torch.inf)
         forced[:, self.end] = 0
-        return torch.where((is_open & (spent >= self.budget))[:, None], forced, scores)
+        return torch.where((thinks[:, -1] & (spent >= self.budget))[:, None], forced, scores)
 
     def opens(self, ids: torch.Tensor) -> torch.Tensor:
         """Return where the tokens that open reasoning end, bool `[rows, length]`."""

@@ -112,7 +112,8 @@ def create_app(
             raise APIError(400, "kept responses are returned whole, without options", next(iter(request.query_params)))
         is_read = request.method == "GET"
         found, _ = server.conversations.find(request.scope["cache_salt"], name, keep=is_read)
-        return json_response(found if is_read else {"id": name, "object": "response", "deleted": True})
+        deleted = to_json({"id": name, "object": "response", "deleted": True})
+        return Response(found if is_read else deleted, media_type="application/json")
 
     @app.get("/v1/models")
     async def models() -> Response:

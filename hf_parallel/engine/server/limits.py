@@ -72,7 +72,7 @@ class Gate:
 
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start" and self.on_response is not None:
-                self.on_response(scope["path"], message["status"])
+                self.on_response(getattr(scope.get("route"), "path", "other"), message["status"])
             await send(message)
 
         await self._pass(scope, receive, counting_send)

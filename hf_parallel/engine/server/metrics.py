@@ -28,10 +28,6 @@ _COUNTERS = {
     "cancelled": "Requests that were cancelled",
 }
 
-_API = ("chat/completions", "completions", "models", "responses", "score")
-PATHS = ("/", "/health", "/metrics", "/tokenize", "/detokenize", *(f"/v1/{name}" for name in _API))
-"""Paths that responses are counted by; all others, which clients may invent, are one."""
-
 
 class Metrics:
     """Collects the metrics of one server."""
@@ -53,8 +49,8 @@ class Metrics:
         }
 
     def add_response(self, path: str, status: int) -> None:
-        """Count a response."""
-        self._responses.labels(path if path in PATHS else "other", str(status)).inc()
+        """Count a response by the path of its route."""
+        self._responses.labels(path, str(status)).inc()
 
     def add_request(self, handle: RequestHandle, num_rows: int) -> None:
         """Record the times of a request that has ended."""

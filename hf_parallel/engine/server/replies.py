@@ -138,14 +138,17 @@ def write_tools(chat: Chat, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return a chat whose tools, calls and results are texts, for a chat template that knows none."""
     written = []
     for message in chat:
-        content = message["content"]
+        content, is_output = message["content"], message["role"] == "tool"
+        before, after = ("<tool_response>\n", "\n</tool_response>") if is_output else ("", "")
         for call in message.get("tool_calls") or ():
             arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-            content += TEXT.call.replace("NAME", call["function"]["name"]).replace("ARGUMENTS", arguments)
-        if message["role"] == "tool":
-            written.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
-        else:
-            written.append({"role": message["role"], "content": content})
+            after += TEXT.call.replace("NAME", call["function"]["name"]).replace("ARGUMENTS", arguments)
+        ends = [{"type": "text", "text": text} for text in (before, after)]
+        if isinstance(content, str):
+            content = before + content + after
+        else:  # parts, with images
+            content = [part for part in (ends[0], *content, ends[1]) if part.get("text") != ""]
+        written.append({"role": "user" if is_output else message["role"], "content": content})
     if not tools:
         return written
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)

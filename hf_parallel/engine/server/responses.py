@@ -24,12 +24,8 @@ class Writer:
         self._bytes: dict[tuple[int, bool], bytes] = {}  # by token, and whether the text begins with it
         kind = "chat.completion" if is_chat else "text_completion"
         self._chunk_kind = f"{kind}.chunk" if is_chat else kind
-        self.head = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": model,
-        }
+        name = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
     def whole(self, choices: Sequence[Delta], usage: dict[str, object]) -> dict[str, object]:
         """Return the body of a response that is not streamed."""
@@ -78,12 +74,8 @@ class Writer:
         for token, found in choice.prompt:
             ranked = {other: (value, rank) for rank, (other, value) in enumerate(found.top, 1)}
             ranked[token] = found.log_prob, found.rank
-            entries.append(
-                {
-                    str(other): {"logprob": _finite(value), "rank": rank, "decoded_token": self._name(other, False)}
-                    for other, (value, rank) in ranked.items()
-                }
-            )
+            known = {other: {"logprob": _finite(value), "rank": rank} for other, (value, rank) in ranked.items()}
+            entries.append({str(x): {**own, "decoded_token": self._name(x, False)} for x, own in known.items()})
         return {"prompt_logprobs": entries}
 
     def _log_probs(self, delta: Delta) -> dict[str, object] | None:

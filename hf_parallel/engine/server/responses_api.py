@@ -6,10 +6,10 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import PrivateAttr, Tag, field_validator, model_validator
+from pydantic import Field, Json, PrivateAttr, Tag, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.engine.server import schema
@@ -34,6 +34,11 @@ ITEMS: dict[str, tuple[str, str, JSONObject]] = {
 }
 """By type of an item: the prefix of its id, the name of its events, and its content."""
 CUT = ("length", "error")  # reasons for the end of an item that is not complete
+NEEDED: dict[str, tuple[str, ...]] = {
+    **{"message": ("role", "content"), "reasoning": ()},
+    **{"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")},
+}
+"""Fields that an item needs, by its type."""
 ECHOED: JSONObject = {
     **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id")),
     **dict.fromkeys(("reasoning", "temperature", "top_p", "user")),
@@ -47,26 +52,21 @@ class Item(schema.Message):
     """Item of a conversation: a message, reasoning, a call or its output. `id` and `status` are not used."""
 
     type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    role: Annotated[Text, Field(min_length=1, max_length=64)] = ""  # of a message
+    call_id: Text | None = None
+    arguments: Json[JSONObject] | None = None
+    output: schema.Content | None = None
     id: Text | None = None
     status: Text | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_message(cls, given: Any) -> Any:
-        """Give items that are no messages the form that they have in chats."""
-        kind, item = given.get("type") if isinstance(given, dict) else None, given
-        if kind == "function_call":
-            item = {"role": "assistant", **given}
-            call = {"id": item.pop("call_id", None), "function": {n: item.pop(n, None) for n in ("name", "arguments")}}
-            item["tool_calls"] = [call]
-        elif kind == "function_call_output":
-            item = {"role": "tool", **given}
-            item["tool_call_id"], item["content"] = item.pop("call_id", None), item.pop("output", None)
-        elif kind == "reasoning":
-            item = {"role": "assistant", **given, "content": given.get("content") or ""}
-        return item
+    @model_validator(mode="after")
+    def _check_content(self) -> Item:
+        given = self.model_dump(exclude_unset=True, exclude_none=True)
+        if missing := [name for name in NEEDED[self.type] if name not in given]:
+            raise ValueError(f"an item of the type {self.type} needs the field {missing[0]}")
+        return self
 
-    @field_validator("content", mode="before")
+    @field_validator("content", "output", mode="before")
     @classmethod
     def _as_in_chats(cls, content: object) -> object:
         """Give parts the types and the form that they have in chats."""
@@ -76,12 +76,17 @@ class Item(schema.Message):
             kind = PARTS.get(str(given.get("type")))
             url = {"image_url": {"url": given["image_url"]}} if "image_url" in given else {}
             parts.append({**given, "type": kind, **url} if kind else part)
-        return parts if isinstance(content, list) else content
+        return parts or None if isinstance(content, list) else content
 
     def to_chat(self) -> JSONObject:
         """See `Message.to_chat`."""
-        chat = super().to_chat()
-        return {**chat, "content": "", "reasoning_content": chat["content"]} if self.type == "reasoning" else chat
+        chat, own = super().to_chat(), {"role": "assistant", "content": ""}
+        if self.type == "function_call":
+            function = {"name": self.name, "arguments": self.arguments}
+            return {**own, "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
+        if self.type == "function_call_output":
+            return schema.Message(role="tool", content=self.output, tool_call_id=self.call_id).to_chat()
+        return {**own, "reasoning_content": chat["content"]} if self.type == "reasoning" else chat
 
 
 class FlatTool(schema.Function):
@@ -89,21 +94,11 @@ class FlatTool(schema.Function):
 
     type: Literal["function"]
 
-    @property
-    def function(self) -> schema.Function:
-        """The function itself."""
-        return self
-
 
 class FlatFormat(schema.JSONSchema):
     """Format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
-
-    @property
-    def json_schema(self) -> schema.JSONSchema:
-        """The schema itself."""
-        return self
 
 
 class Reasoning(Part):
@@ -144,18 +139,18 @@ class ResponseBody(schema.ConversationBody):
     def messages(self) -> list[JSONObject]:
         """The conversation so far. Instructions of earlier responses do not apply, and are not in it.
 
-        Reasoning, text and calls that follow each other are one message of the assistant.
+        Reasoning, text and calls that follow each other are one message of the assistant; two texts are two.
         """
         given, messages = self.input, list(self._history)
         own = [{"role": "user", "content": given}] if isinstance(given, str) else [item.to_chat() for item in given]
+        before = messages[-1] if messages else {"role": ""}
         for new in own:
-            last = messages[-1] if messages else {}
-            if last.get("role") == new["role"] == "assistant" and "reasoning_content" not in new:
-                calls = [*last.get("tool_calls", ()), *new.get("tool_calls", ())]
-                if "tool_calls" in new or not (last["content"] or calls):
-                    new = {**messages.pop(), **new, "content": last["content"] or new["content"]}
-                    new |= {"tool_calls": calls} if calls else {}
-            messages.append(new)
+            joins = before["role"] == new["role"] == "assistant" and before.keys() | new.keys() > {"role", "content"}
+            if joins and type((last := messages[-1])["content"]) is type(new["content"]):
+                messages[-1] = {**last, **new, **{x: last[x] + new[x] for x in last.keys() & new.keys() - {"role"}}}
+            else:
+                messages.append(new)
+            before = new
         return messages
 
     @property
@@ -177,31 +172,30 @@ class Conversations:
     """The last responses with their conversations, by id. Clients that share no cached prefixes share no responses."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], str] = OrderedDict()  # response and messages, as JSON
+        self._kept: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
         self._lock = threading.Lock()
 
     def add(self, salt: str, response: JSONObject, messages: list[JSONObject]) -> None:
         """Keep a response, instead of those that were used least recently."""
         with self._lock:
-            self._kept[salt, response["id"]] = to_json([response, messages])
-            while len(self._kept) > MAX_KEPT or sum(map(len, self._kept.values())) > MAX_CHARACTERS:
+            self._kept[salt, response["id"]] = to_json(response), to_json(messages)
+            while len(self._kept) > MAX_KEPT or sum(map(len, chain(*self._kept.values()))) > MAX_CHARACTERS:
                 self._kept.popitem(last=False)
 
-    def find(self, salt: str, name: str, field: str | None = None, keep: bool = True) -> tuple[JSONObject, list[Any]]:
-        """Return a response and its conversation. Raises an error of `field` if it is not kept."""
+    def find(self, salt: str, name: str, field: str | None = None, keep: bool = True) -> tuple[str, str]:
+        """Return a response and its conversation, as JSON. Raises an error of `field` if it is not kept."""
         with self._lock:
             if (found := self._kept.pop((salt, name), None)) is None:
                 message = f"there is no response {name[:200]!r}: the server keeps the last {MAX_KEPT}"
                 raise APIError(404, message, field, f"{'previous_' if field else ''}response_not_found")
             if keep:
                 self._kept[salt, name] = found  # as the one used last
-        response, messages = json.loads(found)
-        return response, messages
+        return found
 
     def resume(self, salt: str, body: Body) -> None:
         """Give a body the conversation that it continues."""
         if isinstance(body, ResponseBody) and body.previous_response_id is not None:
-            _, body._history = self.find(salt, body.previous_response_id, "previous_response_id")
+            body._history = json.loads(self.find(salt, body.previous_response_id, "previous_response_id")[1])
 
 
 class ResponseWriter(Writer):
@@ -300,7 +294,6 @@ class ResponseWriter(Writer):
 
 def _as_message(answer: Delta) -> JSONObject:
     """Return an answer as a message of a chat."""
-    functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in answer.calls]
-    calls = [{**call.to_dict(), "function": own} for call, own in zip(answer.calls, functions, strict=True)]
+    calls = [{**x.to_dict(), "function": {"name": x.name, "arguments": json.loads(x.arguments)}} for x in answer.calls]
     more = {"reasoning_content": answer.reasoning, "tool_calls": calls}
     return {"role": "assistant", "content": answer.text} | {name: value for name, value in more.items() if value}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from reprlib import repr as _shortened
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -98,7 +98,10 @@ class Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_others(cls, given: object) -> object:
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = {field.alias or name: field for name, field in cls.model_fields.items()}
+        kinds = get_args(known["type"].annotation) if "type" in known else ()
+        if kinds and isinstance(given, dict) and given.get("type", kinds[0]) not in kinds:
+            raise ValueError(f"type {_shortened(given['type'])} is not supported, only {', '.join(kinds)}")
         for name, value in given.items() if isinstance(given, dict) else ():
             if name not in known and not _is_empty(value):
                 raise ValueError(f"{name} is not supported")
@@ -166,18 +169,18 @@ class Call(Part):
     index: Int | None = None  # of a streamed call; not used
 
 
+Content = Annotated[
+    Annotated[Text, Tag("a text")]
+    | Annotated[Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Tag("a list")],
+    one_of("a text, or a list of parts of the types text and image_url"),
+]
+
+
 class Message(Part):
     """Message of a chat."""
 
-    role: Annotated[str, Field(strict=True, min_length=1, max_length=64)]
-    content: (
-        Annotated[
-            Annotated[Text, Tag("a text")]
-            | Annotated[Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Tag("a list")],
-            one_of("a text, or a list of parts of the types text and image_url"),
-        ]
-        | None
-    ) = None
+    role: Annotated[Text, Field(min_length=1, max_length=64)]
+    content: Content | None = None
     name: Text | None = None  # of the participant or tool
     tool_calls: Tools[Call] | None = None
     tool_call_id: Text | None = None
@@ -331,10 +334,10 @@ class ConversationBody(Body):
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """Tools that the answer may call. Raises `ValueError` for a choice of tools that were not given."""
-        choice, functions = self.tool_choice, [tool.function for tool in self.tools or ()]
+        choice, functions = self.tool_choice, [getattr(one, "function", one) for one in self.tools or ()]
         names = [function.name for function in functions]
         if not isinstance(choice, str | None):
-            choice = choice.function.name
+            choice = getattr(choice, "function", choice).name
             functions = [function for function in functions if function.name == choice]
         own = [function.model_dump(exclude={"type"}, exclude_none=True) for function in functions]
         tools = [{"type": "function", "function": function} for function in own]
@@ -435,7 +438,7 @@ def read_body(kind: type[M], content: bytes) -> M:
         return kind.model_validate_json(content)
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
-        if found["type"] == "json_invalid":
+        if found["type"] == "json_invalid" and not found["loc"]:
             raise APIError(400, f"the body is not valid JSON: {found['msg']}") from error
         places = [str(place) for place in found["loc"] if str(place).isidentifier() or isinstance(place, int)]
         if not places:

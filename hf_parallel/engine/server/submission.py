@@ -255,9 +255,6 @@ class Translator:
             prompt, template = self._with_effort(body, prompt)
             if self.processor is not None:
                 return encode_chat(self.processor, config, prompt, template, self.limits)
-            if not all(isinstance(message["content"], str) for message in prompt):
-                message = f"{name} hold images, but the model, or the processor in its folder, reads text only"
-                raise APIError(400, message, name)
         return encode_prompt(prompt, config, tokenizer, torch.device("cpu"), template)
 
     def _with_effort(self, body: Body, chat: Chat) -> tuple[list[Any], dict[str, object]]:
@@ -286,7 +283,10 @@ class Translator:
             raise APIError(400, f"{name} must hold token ids below {size}, got {max(tokens)}", name)
 
     def check_texts(self, chat: Chat, name: str) -> None:
-        """Raise an error for texts of a chat that are too long or that no tokenizer can read."""
+        """Raise an error for texts of a chat that are too long or that no tokenizer can read, and for images."""
+        if self.processor is None and not all(isinstance(message["content"], str) for message in chat):
+            message = f"{name} hold images, but the model, or the processor in its folder, reads text only"
+            raise APIError(400, message, name)
         self.check_length(name, sum(map(len, chat_texts(chat))))
         for text in chat_texts(chat):
             check_text(name, text)
@@ -414,6 +414,7 @@ def _schema(body: Body) -> dict[str, object] | None:
         return None
     if given.type == "json_object":
         return {"type": "object"}
-    if given.json_schema is None or given.json_schema.definition is None:
+    schema = getattr(given, "json_schema", given)
+    if schema is None or schema.definition is None:
         raise APIError(400, f"{body.format_field} of the type json_schema needs a schema", body.format_field)
-    return given.json_schema.definition
+    return schema.definition  # type: ignore[no-any-return]

@@ -172,3 +172,13 @@ def test_bad_images_are_named_and_nothing_is_lost(server: Served, name: str) -> 
         assert error["param"] == "messages"
         assert re.search(words, error["message"]), error
     assert (ask(server, *good), server.engine.stats.kv_bytes) == (before, kv_bytes)
+
+
+def test_an_image_in_a_tools_output_is_read(server: Served) -> None:
+    calls = [{"id": "1", "function": {"name": "look", "arguments": "{}"}}]
+    before = [{"role": "user", "content": "Look."}, {"role": "assistant", "tool_calls": calls}]
+    output = {"role": "tool", "tool_call_id": "1", "content": [shown(1)]}
+    same = {"role": "user", "content": [text("<tool_response>\n"), shown(1), text("\n</tool_response>")]}
+    found, expected = (server.chat(messages=[*before, one], temperature=0, max_tokens=8) for one in (output, same))
+    assert found["choices"][0]["message"] == expected["choices"][0]["message"]
+    assert found["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"] < 400

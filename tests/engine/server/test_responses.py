@@ -203,6 +203,54 @@ def test_reasoning_text_and_calls_are_items_of_one_message(server: Served) -> No
     assert again.messages == [message, {"role": "tool", "tool_call_id": call.id, "content": "x"}]
 
 
+def test_items_in_any_order_are_the_message_that_is_kept() -> None:
+    call, output = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}, "function_call_output"
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}
+    said = [{"role": "assistant", "content": text} for text in "AB"]
+    ask = {"type": output, "call_id": "1", "output": "x"}
+    called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    for items, expected in (
+        ([said[0], {**call, "role": "user"}, said[1]], {"content": "AB", "tool_calls": [called]}),
+        ([thought, thought, call, call], {"content": "", "reasoning_content": "HmHm", "tool_calls": [called] * 2}),
+        ([said[0], thought, said[1]], {"content": "AB", "reasoning_content": "Hm"}),
+    ):
+        tool = {"role": "tool", "content": "x", "tool_call_id": "1"}
+        assert ResponseBody(model=MODEL, input=[*items, ask]).messages == [{"role": "assistant", **expected}, tool]
+    assert ResponseBody(model=MODEL, input=said).messages == said
+    pictured = {"role": "assistant", "content": [IMAGE]}
+    roles = [message["role"] for message in ResponseBody(model=MODEL, input=[pictured, call, said[1], ask]).messages]
+    assert roles == ["assistant", "assistant", "tool"]
+
+
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("message", "item"),
+    [
+        ("needs the field output", {"type": "function_call_output", "call_id": "1"}),
+        ("needs the field call_id", {"type": "function_call_output", "output": "x"}),
+        ("needs the field call_id", {**CALL, "call_id": None}),
+        ("needs the field name", {**CALL, "name": None}),
+        ("input.0.arguments: Invalid JSON", {**CALL, "arguments": "{"}),
+        ("type 'item_reference' is not supported", {"type": "item_reference", "id": "x"}),
+        ("reads text only", {"type": "function_call_output", "call_id": "1", "output": [IMAGE]}),
+        ("reads text only", {"role": "user", "content": [IMAGE]}),
+    ],
+)
+def test_errors_name_the_fields_that_were_sent(server: Served, message: str, item: dict[str, Any]) -> None:
+    error = check_error(server.post("/v1/responses", {"Authorization": "Bearer key"}, input=[item]), 400)
+    assert message in error["message"]
+    assert error["param"] == "input"
+
+
+def test_tools_of_the_server_are_named_in_the_error(server: Served) -> None:
+    given = {"input": "a", "tools": [{"type": "web_search", "search_context_size": "low"}]}
+    error = check_error(server.post("/v1/responses", {"Authorization": "Bearer key"}, **given), 400)
+    assert "tools.0: type 'web_search' is not supported, only function" in error["message"]
+
+
 def test_kept_responses_are_found_and_deleted(server: Served, client: Any) -> None:
     answer = client.responses.create(**{**ASK, "max_output_tokens": 5}, instructions="Be brief.")
     assert client.responses.retrieve(answer.id).to_dict() == answer.to_dict()

@@ -364,6 +364,8 @@ def test_metrics_count_requests_tokens_and_times(another: tuple[Any, Any]) -> No
     with Engine(*another, max_kv_bytes=10**7) as engine, served(engine, max_kv_bytes=10**7) as running:
         for _ in range(2):
             running.chat(max_tokens=8)
+        for name in ("responses/resp_none", "nothing"):
+            httpx.get(f"{running.url}/v1/{name}", timeout=600)
         text = httpx.get(f"{running.url}/metrics", timeout=600).text
         values = dict(re.findall(r"^hf_parallel_(\S+) (\S+)$", text, re.MULTILINE))
         assert float(values["decoded_tokens_total"]) == 16
@@ -374,6 +376,8 @@ def test_metrics_count_requests_tokens_and_times(another: tuple[Any, Any]) -> No
         assert float(values["kv_bytes"]) > 0
         assert float(values["running"]) == float(values["waiting"]) == 0
         assert float(values['responses_total{path="/v1/chat/completions",status="200"}']) == 2
+        for path in ("/v1/responses/{name}", "other"):
+            assert float(values[f'responses_total{{path="{path}",status="404"}}']) == 1
 
 
 # The command

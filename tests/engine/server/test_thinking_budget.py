@@ -81,13 +81,13 @@ def test_only_models_whose_reasoning_has_marks_have_a_budget(thinking: Served, s
 
 def expected(row: list[int], begin: list[int], end: int, known: int, budget: int) -> bool:
     """Whether a row has to end its reasoning, token by token."""
-    opens, opened = 0, None
+    opens, spent, thinks = 0, 0, False
     for place in range(1, len(row) + 1):
-        if row[max(0, place - len(begin)) : place] == begin:
-            opens, opened = opens + 1, place
-        if row[place - 1] == end:
-            opened = None
-    return opens > known and opened is not None and len(row) - opened >= budget
+        opened = row[max(0, place - len(begin)) : place] == begin
+        opens += opened
+        spent += thinks and row[place - 1] != end  # a mark within the reasoning is one of its tokens
+        thinks = row[place - 1] != end and (thinks or (opened and opens > known))
+    return thinks and spent >= budget
 
 
 @pytest.mark.parametrize("begin", [[1], [1, 2], [2, 1, 2]])
@@ -105,3 +105,14 @@ def test_the_end_is_forced_as_in_a_count_by_hand(begin: list[int]) -> None:
             else:
                 assert torch.equal(before, after)
     assert forced > 0
+
+
+def test_a_row_cannot_begin_anew_with_its_budget() -> None:
+    limit, scores = ThinkingBudget(3, [1], 2, 0), torch.zeros(1, 6)
+    for row, is_over in (
+        ([1, 5, 1, 5], True),
+        ([1, 5, 5, 2, 1, 4], True),
+        ([1, 5, 5, 2, 1], False),
+        ([1, 5, 1], False),
+    ):
+        assert (limit(torch.tensor([row]), scores)[0, 5] == -torch.inf) == is_over, row
