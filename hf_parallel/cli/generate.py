@@ -76,8 +76,8 @@ def add_model_options(add: Callable[..., object]) -> None:
     """Add the options of `load`."""
     add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="weight dtype (auto)")
-    add("--weights", choices=("packed",), help="keep GGUF blocks or half precision in memory, on a CPU (docs/cpu.md)")
-    add("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
+    add("--weights", help="packed: GGUF blocks or half precision on a CPU; or a quantization config, JSON")
+    add("--device", help="such as cpu or cuda:1; auto: on all (default: a GPU if there is one)")
     add("--no-preset", action="store_true", help="the embedded model without the settings chosen for it")
 
 
@@ -247,8 +247,13 @@ def check_model_options(options: argparse.Namespace) -> None:
     """Raise `ValueError` for a folder or device that does not exist, and for a folder without a model."""
     if options.model is not None:
         check_model_folder("--model", options.model)
+    if options.weights not in (None, "packed"):
+        try:
+            options.weights = json.loads(options.weights)
+        except ValueError as error:
+            raise ValueError(f"--weights must be packed or JSON, got {options.weights!r}: {error}") from error
     try:
-        torch.empty(0, device=options.device)
+        torch.empty(0, device=None if options.device == "auto" else options.device)
     except (RuntimeError, AssertionError) as error:  # the following lines are for developers of torch
         raise ValueError(f"--device {options.device}: {str(error).partition(chr(10))[0]}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models import auto
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_parallel.models.embedded import load_embedded_model
 from hf_parallel.models.images import image_inputs
@@ -25,15 +26,21 @@ def load_model(
     dtype: torch.dtype | None = torch.float32,
     device: torch.device | str = "cpu",
     preset: bool = True,
-    weights: str | None = None,
+    weights: str | Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in evaluation mode, and its tokenizer.
 
     `name` is a folder, or a model id on the Hub (default: the embedded model). `dtype=None`: that of the saved weights;
     the embedded model has float32. `preset`: see `load_embedded_model`. `weights="packed"`: linear layers on a CPU stay
-    in the blocks of the embedded model's GGUF file, or in the half precision of the saved weights (docs/cpu.md). Raises
-    `ValueError` if the model is not found, or cannot be packed.
+    in the blocks of the embedded model's GGUF file, or in the half precision of the saved weights (docs/cpu.md).
+    A mapping is a quantization config of Transformers, with `quant_method`. `device="auto"`: on all, by accelerate.
+    Raises `ValueError` if the model is not found, or cannot be packed or quantized.
     """
+    more: dict[str, Any] = {"device_map": device} if device == "auto" or isinstance(weights, Mapping) else {}
+    if more and name is None:
+        raise ValueError(f"the embedded model has no weights={weights!r} with device={device!r}: name another model")
+    if isinstance(weights, Mapping):
+        more["quantization_config"], weights = AutoQuantizationConfig.from_dict(dict(weights)), None
     if name is None:
         return load_embedded_model(dtype=dtype or torch.float32, device=device, preset=preset, weights=weights)
     is_packed = check_packed(weights, dtype, device)
@@ -44,10 +51,10 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(name)
     except ValueError as error:
         raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {error}") from error
-    model: Any = _model_class(name).from_pretrained(name, dtype="auto" if is_packed or dtype is None else dtype)
+    model: Any = _model_class(name).from_pretrained(name, dtype="auto" if is_packed or dtype is None else dtype, **more)
     if is_packed:
         pack_half(model)
-    return model.to(device).eval(), tokenizer
+    return (model if more else model.to(device)).eval(), tokenizer
 
 
 def load_processor(model: PreTrainedModel, name: str | None) -> Any:

@@ -69,7 +69,7 @@ class PackedEmbedding(_Packed):
 def check_packed(weights: str | None, dtype: torch.dtype | None, device: torch.device | str | int | None) -> bool:
     """Return whether weights are packed. Raises `ValueError` for other values of `weights`, dtypes and devices."""
     if weights not in (None, "packed"):
-        raise ValueError(f"weights must be 'packed' or None, got {weights!r}")
+        raise ValueError(f"weights must be 'packed', a quantization config or None, got {weights!r}")
     if weights and (dtype not in (None, torch.float32) or torch.device(device or "cpu").type != "cpu"):
         raise ValueError(f"packed weights are computed in float32 on a CPU, got dtype={dtype} and device={device}")
     return weights is not None

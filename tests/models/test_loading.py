@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -10,6 +11,7 @@ import tiny
 import torch
 from hub_server import running_hub
 
+import hf_parallel
 from hf_parallel.models import loading
 from hf_parallel.models.loading import load_model
 
@@ -57,3 +59,34 @@ def test_a_folder_without_a_model_or_tokenizer_is_named(tmp_path: Path, config: 
         tiny.build("llama").config.save_pretrained(folder)
     with pytest.raises(ValueError, match=message):
         load_model(str(folder))
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_quantized_model_gives_its_own_tokens_in_a_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    pytest.importorskip("torchao")
+    from torchao.core.config import config_to_dict
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    tiny.build("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", lambda name: name)
+    weights = {"quant_method": "torchao", "quant_type": {"default": config_to_dict(Int8WeightOnlyConfig())}}
+    model: Any = load_model(str(tmp_path), device=device, weights=weights)[0]
+    assert type(model.model.layers[0].self_attn.q_proj.weight).__module__.startswith("torchao")
+    ids = torch.stack(tiny.make_prompts([9, 9], seed=1))
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **given)
+    assert torch.equal(hf_parallel.enable(model).generate(ids, generation_mode="shared_prefix", **given), plain)
+
+
+def test_a_model_is_placed_by_accelerate_and_bad_weights_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.build("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", lambda name: name)
+    assert load_model(str(tmp_path), device="auto")[0].device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ValueError, match="nope"):
+        load_model(str(tmp_path), weights={"quant_method": "nope"})
+    with pytest.raises(ValueError, match="weights must be 'packed', a quantization config or None, got 'int8'"):
+        load_model(str(tmp_path), weights="int8")
+    with pytest.raises(ValueError, match="the embedded model has no .*device='auto'"):
+        load_model(None, device="auto")

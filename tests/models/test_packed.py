@@ -113,7 +113,7 @@ def test_what_cannot_be_packed_raises(embedded: Any, tmp_path: Path, capsys: pyt
         pack_half(tiny.build("llama"))
     with pytest.raises(ValueError, match="float32 on a CPU, got dtype=torch.bfloat16"):
         load_model(None, torch.bfloat16, weights="packed")
-    with pytest.raises(ValueError, match="weights must be 'packed' or None, got 'int4'"):
+    with pytest.raises(ValueError, match="weights must be 'packed', a quantization config or None, got 'int4'"):
         load_model(None, weights="int4")
     assert main(["generate", "Hello", "--weights", "packed", "--dtype", "float16"]) == 2
     assert "float32 on a CPU" in capsys.readouterr().err
