@@ -51,8 +51,8 @@ MAX_TEXT = 4096
 """Characters of a setting that is text or a list of texts: the modes encode and format them for each prompt."""
 MAX_PREFIX = 4096  # tokens at the end of a prompt that may be the beginning of the reply
 MAX_ITEMS = 64  # items of a setting that is a list
-BANNING = ("no_repeat_ngram_size", "min_new_tokens")
-"""Settings that may ban every token that continues an answer in JSON."""
+BANNING = ("no_repeat_ngram_size", "min_new_tokens", "thinking_token_budget")
+"""Settings that may ban every token that continues an answer in JSON, or that have no meaning in it."""
 COMMON = ("seed", "cuda_graph")  # settings of all modes that a request cannot give as further fields
 
 
@@ -337,7 +337,7 @@ class Translator:
                 raise APIError(400, f"{name} is not supported with generation_mode={config.mode!r}", name)
         if schema is not None:
             for name in BANNING:
-                if getattr(body, name):
+                if getattr(body, name, None):
                     raise APIError(400, f"{name} cannot be combined with {field_name}", name)
             processors.append(self._json(schema, begin, field_name))
             submission.is_constrained = True

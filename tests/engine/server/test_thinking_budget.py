@@ -76,6 +76,8 @@ def test_only_models_whose_reasoning_has_marks_have_a_budget(thinking: Served, s
     for one, budget in ((server, 5), (thinking, -1), (thinking, True)):
         error = check_error(one.post("/v1/chat/completions", messages=HELLO, thinking_token_budget=budget), 400)
         assert error["param"] == "thinking_token_budget"
+    own = {"messages": HELLO, "thinking_token_budget": 5, "response_format": {"type": "json_object"}}
+    assert check_error(thinking.post("/v1/chat/completions", **own), 400)["param"] == "thinking_token_budget"
     assert check_error(thinking.post("/v1/completions", prompt="a", thinking_token_budget=5), 400)["param"]
 
 
