@@ -165,11 +165,11 @@ def test_prompts_whose_states_a_failed_pass_has_half_written_are_computed_again(
     with Engine(model, max_batch_tokens=16) as engine:  # prompts are computed in several passes
         run = engine._forward
 
-        def fail(joined: Any, forward: Any) -> torch.Tensor:
+        def fail(joined: Any, forward: Any, adapter: str | None) -> torch.Tensor:
             if len(joined.parts) > 1 and len(broken) < 6 and rng.random() < 0.3:
                 broken.append(engine._cached_model.logits(forward, joined.ids, joined.logits_to_keep))
                 raise RuntimeError("a kernel failed")
-            return run(joined, forward)
+            return run(joined, forward, adapter)
 
         engine._forward = fail  # type: ignore[method-assign]
         handles = [engine.submit(prompt, **settings) for prompt in prompts]
