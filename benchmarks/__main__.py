@@ -8,8 +8,6 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from .report import run_benchmark
-
 
 def benchmarks() -> dict[str, str]:
     """Return the first line of each benchmark's docstring, by name."""
@@ -27,7 +25,11 @@ def main() -> int:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in known:
         module = import_module(f"benchmarks.{name}")
-        return module.main(arguments) if hasattr(module, "main") else run_benchmark(module, arguments)
+        if hasattr(module, "main"):
+            return int(module.main(arguments))
+        from .report import run_benchmark  # imports PyTorch: a benchmark on a GPU sets variables before
+
+        return run_benchmark(module, arguments)
     print("usage: python -m benchmarks NAME [options]\n")
     for benchmark, words in known.items():
         print(f"  {benchmark:<18}{words}")

@@ -75,7 +75,8 @@ class Dialect:
         if self.is_separate and (self.region[1] or self.fork or self.outline or self.joined or self.plan):
             raise ValueError("positions='separate' has no text that closes a region, plans branches or follows them")
         if not all(isinstance(tag, str) for tag in tags) or len(set(self.tags)) != 4 - self.is_separate:
-            raise ValueError(f"region and branch must be {4 - self.is_separate} different tags, got {tags!r}")
+            count = "three" if self.is_separate else "four"
+            raise ValueError(f"region and branch must be {count} different tags, got {tags!r}")
         for name in ("gap", "fork", "outline", "opening", "joined"):
             check_text(name, getattr(self, name))
         check_bool("is_nested", self.is_nested)

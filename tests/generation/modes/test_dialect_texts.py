@@ -284,7 +284,7 @@ def test_the_closing_tag_of_apar_may_be_the_end_of_sequence_token() -> None:
     [
         ({"region": ("a", "b")}, "separate"),
         ({"plan": ("a", "{number}{title}", "a")}, "separate"),
-        ({"branch": ("a", "d")}, "3 different tags"),
+        ({"branch": ("a", "d")}, "three different tags"),
     ],
 )
 def test_invalid_separate_dialects_raise(settings: dict[str, Any], message: str) -> None:
