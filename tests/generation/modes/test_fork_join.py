@@ -139,7 +139,7 @@ def random_call(rng: random.Random) -> dict[str, Any]:
     )
     settings = {
         "dialect": dialect,
-        "opening": rng.choice(["", "So", f"So {a}"]),
+        "opening": rng.choice(["", "So", f"Q {a}"]),
         "paths": rng.randint(1, 4),
         "max_depth": rng.randint(1, 3),
         "max_paths": rng.randint(3, 12),
