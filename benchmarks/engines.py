@@ -171,7 +171,7 @@ def extrapolated(points: list[tuple[int, float]], rows: int) -> float:
 
 
 def request(case: dict[str, int], number: int, tokenizer: Any, sizes: Any) -> dict[str, Any]:
-    """Return the request of a round. Each round has prompts of its own, as engines may keep those of earlier ones."""
+    """Return the request of a round. Prompts are new in each round, because engines may cache earlier prompts."""
     systems = [system_prompt(tokenizer, 100 * number + place, case["prompt"]) for place in range(sizes.systems)]
     prompts = [systems[one % sizes.systems] + question(tokenizer, one) for one in range(case["questions"])]
     prompts = systems[:1] if case["questions"] == 1 else prompts

@@ -23,7 +23,7 @@ MODEL = ("model", "device", "dtype")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """List the experiments or run one; return the exit status, that of the first command that fails."""
+    """List the experiments, or run one and return the exit status of its first failing command, or 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks papers", description=(__doc__ or "").splitlines()[0])
     parser.epilog = "Further options are those of the commands: --rounds 3."
     parser.add_argument("paper", nargs="?", choices=PAPERS)

@@ -38,7 +38,7 @@ HOGWILD = {"generation_mode": "hogwild", "step_prefix": "{name}", "separator": "
 
 
 ABLATIONS = ({"layout": "interleaved"}, {"layout": "contiguous"}, {"step_move": "reencode"})
-"""Settings of two workers other than those of the training (Hogwild! Inference, appendix E.1)."""
+"""Settings of two workers that differ from training (Hogwild! Inference, appendix E.1)."""
 
 
 def make_tokenizer(words=WORDS, pattern=r"\.\n|[^\s.]+", separator=" "):

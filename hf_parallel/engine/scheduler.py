@@ -43,8 +43,8 @@ class Scheduler:
     """Admits requests, chooses the passes of a step, and preempts.
 
     The next request is that of the highest priority; among equals, of the submitter that was served the fewest tokens;
-    then the oldest. A step computes all decode passes, and prefills up to `max_batch_tokens` tokens, but at least one:
-    those of one adapter. Adapters take turns.
+    then the oldest. A step computes all decode passes, and prefills up to `max_batch_tokens` tokens, but at least one.
+    All passes of a step use the same adapter. Adapters take turns.
     """
 
     def __init__(self, storage: KVStorage, max_rows: int, max_batch_tokens: int) -> None:

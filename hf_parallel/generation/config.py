@@ -20,6 +20,7 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput
 from typing_extensions import Self, TypeVar
 
+from hf_parallel.files import write_atomically
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.dialects import AnyDialect
 from hf_parallel.generation.presets import Preset
@@ -247,7 +248,7 @@ class ParallelConfig(Settings, Generic[OutputT]):
         values = json.loads(path.read_text("utf-8")) if path.is_file() else {}
         values |= {"generation_mode": self.mode, "parallel_config": self.stored()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+        write_atomically(path, json.dumps(values, indent=2) + "\n")
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> CommitInfo:
         """Do what `save_pretrained` does in a repository on the Hub, which is created if it does not exist."""

@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT, one of which computes a forward pass."""
+"""LoRA adapters of PEFT: each forward pass uses one of them, or none."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class Conversations:
         self._lock = threading.Lock()
 
     def add(self, salt: str, response: JSONObject, messages: list[JSONObject]) -> None:
-        """Keep a response, instead of those that were used least recently."""
+        """Keep a response; drop the least recently used ones beyond the limit."""
         with self._lock:
             self._kept[salt, response["id"]] = to_json(response), to_json(messages)
             while len(self._kept) > MAX_KEPT or sum(map(len, chain(*self._kept.values()))) > MAX_CHARACTERS:
@@ -213,7 +213,7 @@ class ResponseWriter(Writer):
         self._body |= {"error": None, "incomplete_details": None, "output": [], "usage": None}
 
     def whole(self, choices: Sequence[Delta], usage: JSONObject) -> JSONObject:
-        """Return the body of a response. `choices` are those that `events` has not received."""
+        """Return the body of a response. `choices`: the choices that `events` has not received."""
         for choice in choices:
             list(self._write(choice))
         answers = [self._answers[index] for index in sorted(self._answers)]
@@ -230,7 +230,7 @@ class ResponseWriter(Writer):
         return response
 
     def events(self, delta: Delta, is_first: bool) -> list[JSONObject]:
-        """Return the events of what is new in a choice, after those that begin the response."""
+        """Return the events for new text and calls of a choice; the first ones also begin the response."""
         kinds = () if self._answers else ("created", "in_progress")
         begun = [{"type": f"response.{kind}", "response": {**self._body, "status": "in_progress"}} for kind in kinds]
         return [{**event, "sequence_number": next(self._numbers)} for event in [*begun, *self._write(delta)]]

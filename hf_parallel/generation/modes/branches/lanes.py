@@ -114,7 +114,7 @@ class Lane(Row):
 
     @property
     def path(self) -> Lane | None:
-        """The path whose text it writes; None if it is that of the answer."""
+        """The path whose text this lane writes, or None if it writes the answer's text."""
         return self.parent and (self.parent.path if self.is_rest else self)
 
     def own_blocks(self) -> list[Block]:
