@@ -239,6 +239,7 @@ def has_bfloat16() -> bool:
     return not {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}.isdisjoint(_processor().split())
 
 
+@lru_cache
 def _processor() -> str:
     """String that is equal for processors with the same instruction set."""
     try:
