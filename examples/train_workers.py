@@ -3,7 +3,7 @@
 A prompt has ten labelled lists of numbers, such as `31 7 50 b.` A worker takes the next list that nobody has taken, and
 writes its label and its numbers in reverse: `Alice b 50 7 31.` If two workers take the same list in the same forward
 pass, the one whose name comes later ends its step and takes another list. The script trains one model on runs of 1, 2
-and 4 workers, and measures how many forward passes they need for new problems.
+and 4 workers, and measures how many forward passes 1 to 4 workers need for new problems.
 """
 
 import argparse
@@ -24,8 +24,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 import hf_parallel
 from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model
 
-WORKERS = (1, 2, 4)
+WORKERS = (1, 2, 4)  # that the model is trained with
+MEASURED = (1, 2, 3, 4)
 TARGET = 0.95  # share of right lists that the workers are to reach
+ALONE = 3  # problems that are solved one by one, to measure the time of a forward pass
 BATCH = 16
 MAX_PASSES = 96
 NAMES = ["Alice", "Bob", "Carol", "Dave"]
@@ -35,8 +37,6 @@ END = ".\n"  # of a list and of a step
 WORDS = ["<pad>", "<s>", "</s>", END, *NAMES, *LABELS, *NUMBERS]
 EMPTY = ("history_header", "others_header", "own_header", "step_gap", "redundancy_prompt", "answer_pattern")
 HOGWILD = {"generation_mode": "hogwild", "step_prefix": "{name}", "separator": "\n", **dict.fromkeys(EMPTY, "")}
-
-
 ABLATIONS = ({"layout": "interleaved"}, {"layout": "contiguous"}, {"step_move": "reencode"})
 """Settings of two workers that differ from training (Hogwild! Inference, appendix E.1)."""
 
@@ -170,7 +170,7 @@ def train(model, dataset, collator, steps, folder, **settings):
 
 
 def run(model, tokenizer, problems, num_workers, shared, **settings):
-    """Return the steps of the workers, per problem: (words, forward pass that ended the step).
+    """Return the output, and the steps of the workers, per problem: (words, forward pass that ended the step).
 
     Without `shared`, each worker has a run of its own.
     """
@@ -189,13 +189,17 @@ def run(model, tokenizer, problems, num_workers, shared, **settings):
         found[index // runs] += [
             (tokenizer.decode(step.tokens).split(), step.forward_pass) for step in steps if step.forward_pass
         ]
-    return found
+    return out, found
 
 
 def measure(model, tokenizer, problems, num_workers, shared, **settings):
     """Return how many passes the workers need, and how much of their text is about lists that others do, too."""
     ended, tokens, duplicated, repeated = [], 0, 0, 0
-    found = run(model, tokenizer, problems, num_workers, shared, **settings)
+    _, found = run(model, tokenizer, problems, num_workers, shared, **settings)
+    began, passes = time.process_time(), 0
+    for problem in problems[:ALONE]:
+        passes += run(model, tokenizer, [problem], num_workers, shared, **settings)[0].stats.forward_passes
+    pass_seconds = (time.process_time() - began) / passes
     for problem, steps in zip(problems, found, strict=True):
         for label, numbers in zip(LABELS, problem, strict=True):
             of_list = [(words[2:-1], end) for words, end in steps if words[1:2] == [label]]
@@ -214,6 +218,7 @@ def measure(model, tokenizer, problems, num_workers, shared, **settings):
         **settings,
         "accuracy": float(np.isfinite(ended).mean()),
         "passes": int(needed) if np.isfinite(needed) else None,
+        "pass_seconds": pass_seconds,  # of CPU time, of a problem alone
         "accuracy_by_pass": [round(float((ended <= i).mean()), 4) for i in range(0, 80, 4)],
         "duplicated_tokens": duplicated / max(tokens, 1),
         "repeated_lists": repeated / len(ended),
@@ -232,17 +237,9 @@ def about():
     return {"machine": machine}
 
 
-def main():
-    """Train, measure, print a table and write a report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2000, help="of training")
-    parser.add_argument("--layouts", type=int, default=64, help="runs per number of workers from which examples come")
-    parser.add_argument("--problems", type=int, default=100, help="for the measurement")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write a report in JSON")
-    options = parser.parse_args()
-    tokenizer, began = make_tokenizer(), time.perf_counter()
-    rng = random.Random(options.seed)
+def train_new_model(tokenizer, options):
+    """Return a trained model, and the losses and seconds of its training."""
+    rng, began = random.Random(options.seed), time.perf_counter()
     smallest = make_model(len(WORDS), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     layouts = {n: [make_layout(rng, smallest, tokenizer, n) for _ in range(options.layouts)] for n in WORKERS}
     made = time.perf_counter()
@@ -252,10 +249,31 @@ def main():
         model, losses = train(
             make_small_model(len(WORDS)), examples, collator, options.steps, folder, seed=options.seed
         )
-    trained = time.perf_counter()
+    seconds = {"layouts_seconds": made - began, "training_seconds": time.perf_counter() - made}
+    return model, {**seconds, "losses": losses}
 
+
+def main():
+    """Train, measure, print a table and write a report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2000, help="of training")
+    parser.add_argument("--layouts", type=int, default=64, help="runs per number of workers from which examples come")
+    parser.add_argument("--problems", type=int, default=100, help="for the measurement")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write a report in JSON")
+    words = "folder of a trained model; if it does not exist, the model is trained and saved there"
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help=words)
+    options = parser.parse_args()
+    tokenizer = make_tokenizer()
+    if options.model and options.model.exists():
+        model, of_training = hf_parallel.enable(transformers.LlamaForCausalLM.from_pretrained(options.model)), {}
+    else:
+        model, of_training = train_new_model(tokenizer, options)
+        if options.model:
+            model.save_pretrained(options.model)
+    rng = random.Random(f"new problems {options.seed}")  # other ones than those of the training
     problems = [make_problem(rng) for _ in range(options.problems)]
-    ways = [(n, shared) for n in WORKERS for shared in (True, False) if n > 1 or shared]
+    ways = [(n, shared) for n in MEASURED for shared in (True, False) if n > 1 or shared]
     results = [measure(model, tokenizer, problems, n, shared) for n, shared in ways]
     results += [measure(model, tokenizer, problems, 2, True, **settings) for settings in ABLATIONS]
     print(f"{'workers':>13}  {'accuracy':>8}  {'passes':>6}  {'ratio':>5}  duplicated")
@@ -267,10 +285,9 @@ def main():
         figures = f"{passes or '-':>6}  {format(result['ratio'] or np.nan, '.2f'):>5}"
         print(f"{name:>13}  {result['accuracy']:>8.1%}  {figures}  {result['duplicated_tokens']:>10.1%}")
     if options.output:
-        seconds = {"layouts_seconds": made - began, "training_seconds": trained - made}
-        settings = {name: value for name, value in vars(options).items() if name != "output"}
-        report = {**about(), "settings": settings, "parameters": model.num_parameters(), **seconds}
-        options.output.write_text(json.dumps(report | {"losses": losses, "results": results}, indent=1) + "\n")
+        settings = {name: value for name, value in vars(options).items() if name not in ("output", "model")}
+        report = {**about(), "settings": settings, "parameters": model.num_parameters(), **of_training}
+        options.output.write_text(json.dumps(report | {"results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

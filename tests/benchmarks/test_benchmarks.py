@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,10 @@ def entries(report: Any) -> Iterator[tuple[str, Any]]:
             yield from entries(value)
 
 
+class ParsedError(Exception):
+    """Raised instead of running a program that has parsed its arguments."""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_smallest_form_measures_everything(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl" if name == "training" else "torch")
@@ -62,21 +68,31 @@ def test_the_smallest_form_measures_everything(name: str, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(("paper", "name"), EXPERIMENTS)
-def test_the_commands_of_a_paper_are_known_and_shown(paper: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_a_paper_are_known_and_shown(
+    paper: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     about = papers.PAPERS[paper]["experiments"][name]
     assert {"paper", "quick"} | ({"cpu_takes"} if "cpu" in about else {"why_no_cpu"}) <= set(about)
     assert f"`python -m benchmarks papers {paper} {name}" in (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-    parser = argparse.ArgumentParser()
+    parser, parse = argparse.ArgumentParser(), argparse.ArgumentParser.parse_args
     evaluate.add_options(parser)
+
+    def parse_and_stop(parser: argparse.ArgumentParser, *given: Any) -> None:
+        parse(parser, *given)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     for form in ("cpu", "paper", "quick"):
         for text in about.get(form, ()):
             first, *rest = papers.command_of(text, paper, Path("runs"), [])[0 if text.startswith("examples") else 1 :]
-            if first == "benchmarks":
-                assert rest[0] in benchmarks.__main__.benchmarks()
-            elif first == "hf_parallel":
-                evaluate.read_runs(parser.parse_args(rest[1:]))
-            else:
-                assert (ROOT / first).is_file()
+            if first == "hf_parallel":
+                evaluate.read_runs(parse(parser, rest[1:]))
+                continue
+            monkeypatch.setattr("sys.argv", [first, *rest])
+            script = partial(runpy.run_path, str(ROOT / first), {}, "__main__")
+            with pytest.raises(ParsedError):
+                (benchmarks.__main__.main if first == "benchmarks" else script)()
+    monkeypatch.undo()
     assert papers.main([paper, name, "--paper", "--show"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("  python ") == len(about["paper"])
