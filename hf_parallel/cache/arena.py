@@ -6,8 +6,9 @@ layer, regardless of the layer's dimensions. The arena manages slots and bytes, 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -48,6 +49,18 @@ class Extent:
         return TokenRange(self.origin, self.capacity, start, length)
 
 
+def _reported(change: Callable[..., None]) -> Callable[..., None]:
+    """Pass the arguments of a change of the storage to `on_change` of its arena, once it is made."""
+
+    @functools.wraps(change)
+    def run(self: Arena, *arguments: Any) -> None:
+        change(self, *arguments)
+        if self.on_change is not None:
+            self.on_change(self, change.__name__, arguments)
+
+    return run
+
+
 class Arena:
     """Allocates extents and copies tokens between them.
 
@@ -59,6 +72,8 @@ class Arena:
 
     max_slots: int | None = None
     first_slot: ClassVar[int] = 0
+    on_change: Callable[[Arena, str, tuple[Any, ...]], None] | None = None
+    """Called after each change of the storage that is not a write of the model, with the method and its arguments."""
 
     def __init__(self) -> None:
         self.compact: CompactArena | None = None
@@ -120,6 +135,7 @@ class Arena:
             arena = self.compact if extent.is_compact and self.compact is not None else self
             arena._free_slots(extent.origin % COMPACT, extent.capacity)
 
+    @_reported
     def grow(self) -> None:
         """Grow every layer to `num_slots`, so that a lack of memory is detected before any layer is written."""
         for layer in self.layers.values():
@@ -147,6 +163,7 @@ class Arena:
             raise
         return extents
 
+    @_reported
     def limit(self, max_slots: int) -> None:
         """Set the budget, of at least `num_slots`, and release memory beyond it."""
         self.max_slots = max_slots
@@ -175,6 +192,7 @@ class Arena:
             self._grow(layer)
         layer.backend.append(layer.keys, layer.values, key, value, plan)
 
+    @_reported
     def copy(
         self, source: TokenRange, target: TokenRange, delta: int = 0, rotary: dict[int, RotarySpec | None] | None = None
     ) -> None:
@@ -191,6 +209,7 @@ class Arena:
             if spec is not None:
                 stored[0][rows] = rotate_by(stored[0][rows], delta, spec)
 
+    @_reported
     def compress(self, source: TokenRange, target: TokenRange) -> None:
         """Copy tokens to a compact extent."""
         assert self.compact is not None, "no dtype was chosen for compact slots"
@@ -198,6 +217,17 @@ class Arena:
         for layer in self.layers.values():
             layer.compact.write(layer.rows(target), *layer.read(source))
 
+    @_reported
+    def clear_unused(self, used: Sequence[TokenRange]) -> None:
+        """Overwrite everything but the `used` tokens with zeros."""
+        for layer in self.layers.values():
+            unused = torch.ones(len(layer.keys), dtype=torch.bool, device=layer.keys.device)
+            for tokens in used:
+                unused[layer.rows(tokens)] = False
+            for tensor in layer.tensors:
+                tensor[unused] = tensor.new_zeros(tensor.shape[-1])
+
+    @_reported
     def _copy_all(self, sources: Sequence[TokenRange], targets: Sequence[TokenRange]) -> None:
         """Copy tokens in all layers, or in none: targets that are no sources are free, so that copies can go back."""
         rows: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}

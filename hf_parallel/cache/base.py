@@ -152,6 +152,11 @@ class BlockCache(Cache):
         self._pass, self.dense.batch = forward, None
         return forward
 
+    def adopt(self, forward: ForwardPass) -> None:
+        """Prepare a pass that another process has planned for blocks at the same places of its storage."""
+        forward.position_ids = forward.position_ids.to(self.device)
+        self._pass, self.dense.batch = forward, None
+
     def plan_of(self, layer_idx: int = -1) -> AttentionPlan:
         """Return the attention plan of a layer in the prepared pass. Each layer calls it once."""
         step = self._pass

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from hf_parallel.cache.arena import Arena, Extent
 from hf_parallel.cache.images import ImageTable
 from hf_parallel.cache.states import StateArena
@@ -396,14 +394,9 @@ class Pool:
 
     def clear_unused(self) -> None:
         """Overwrite all unused memory with zeros: attention may read it with weight 0, which does not hide a NaN."""
-        for arena in (self.arena, self.arena.compact):
-            for layer in () if arena is None else arena.layers.values():
-                unused = torch.ones(len(layer.keys), dtype=torch.bool, device=layer.keys.device)
-                for block in self.blocks:
-                    if block.extent.is_compact == (arena is not self.arena):
-                        unused[layer.rows(block.tokens)] = False
-                for tensor in layer.tensors:
-                    tensor[unused] = tensor.new_zeros(tensor.shape[-1])
+        for arena in filter(None, (self.arena, self.arena.compact)):
+            is_compact = arena is not self.arena
+            arena.clear_unused([block.tokens for block in self.blocks if block.extent.is_compact == is_compact])
 
     @property
     def kv_bytes(self) -> int:

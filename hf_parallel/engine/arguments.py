@@ -16,6 +16,8 @@ from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.prompts import NOT_RENDERED, check_task, check_unused_template_kwargs, encode_task
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_text, is_int
+from hf_parallel.models.images import image_inputs
+from hf_parallel.models.ranks import num_ranks
 from hf_parallel.models.signature import CACHE
 
 
@@ -70,6 +72,8 @@ def split_arguments(
             arguments["generation_mode"] = mode
         config = take_parallel_config(model.generation_config, arguments)
     assert config is not None, "a mode is named"
+    if num_ranks(model) > 1 and (images := image_inputs(model) & arguments.keys()):
+        raise ValueError(f"an engine over a model that several processes compute reads no images, got {sorted(images)}")
     if arguments.get("tokenizer") is None and tokenizer is not None:
         arguments["tokenizer"] = tokenizer
     template = arguments.pop("chat_template_kwargs", None)

@@ -23,6 +23,7 @@ from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, Toke
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.passes import JoinedPasses, join_passes
 from hf_parallel.engine.policies.base import EvictionPolicy
+from hf_parallel.engine.ranks import Ranks
 from hf_parallel.engine.request import NonFiniteLogitsError, Request, record_passes
 from hf_parallel.engine.scheduler import BATCH_TOKENS, QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, engine_stats
@@ -35,11 +36,12 @@ from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.adapters import AdaptedModel, check_no_virtual_tokens
 from hf_parallel.models.attention import gradient_checkpointing_disabled
 from hf_parallel.models.linear import linear_layers
-from hf_parallel.models.ranks import num_ranks
 
 
 class Engine:
     """Serves `submit` calls of many threads or coroutines with one model.
+
+    If several processes compute the model, each opens an engine: the first one takes requests, the others wait for it.
 
     Parameters
     ----------
@@ -75,6 +77,8 @@ class Engine:
     """The error that has stopped the engine; None: it runs, or was closed."""
     is_closing = False
     """Whether the engine accepts no more requests."""
+    leads: bool
+    """Whether this process takes requests: it is the only one that computes the model, or the first."""
 
     def __init__(
         self,
@@ -94,9 +98,8 @@ class Engine:
         check_limits(limits, **optional, state_interval=state_interval)
         check_no_virtual_tokens(model)
         self.model = unwrap(enable(model, tokenizer=tokenizer))
-        if (ranks := num_ranks(self.model)) > 1:
-            # requests arrive at each rank at another time, so that the ranks would compute different batches
-            raise ValueError(f"an engine cannot use a model that {ranks} processes compute: use model.generate")
+        self._ranks = Ranks(self.model)
+        self.leads = self._ranks.leads
         self.tokenizer: Any = tokenizer or enabled(self.model).tokenizer
         self.max_waiting = max_waiting
         device, rotary = execution_device(self.model), enabled(self.model).capabilities.rotary
@@ -136,6 +139,8 @@ class Engine:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         """Close the engine; wait for its requests, unless the body has raised an error."""
         self.close(drain=error is None)
+        if not self.leads and self.error is not None and error is None:
+            raise self.error
 
     def close(self, drain: bool = True) -> None:
         """Stop accepting requests, and end. `drain`: first finish those that were submitted, else cancel them.
@@ -230,8 +235,8 @@ class Engine:
         return engine_stats(self._scheduler, self._work, len(self._submitted))
 
     def _check_process(self) -> None:
-        if self._process != os.getpid():
-            raise RuntimeError("the engine runs in the process that opened it, not in a fork of it")
+        if self._process != os.getpid() or not self.leads:
+            raise RuntimeError("the engine runs in the (first) process that opened it, not in a fork of it")
 
     def _check_wait(self) -> None:
         """Raise an error where waiting for a request would never end."""
@@ -252,7 +257,7 @@ class Engine:
                 self._claim = claim
                 self._open_storage()
                 started.set()
-                self._run()
+                self._ranks.run(self._run, self._storage.cache, self._open_storage, lambda: self._cached_model)
         except BaseException as error:
             self.error = error
             if started.is_set():
@@ -270,6 +275,7 @@ class Engine:
         self._cached_model = AdaptedModel(self.model, enabled(self.model).capabilities, storage.cache, cuda_graph=True)
         storage.claim(self.model)
         storage.set_token_size(self._cached_model.token_bytes())
+        self._ranks.begin(storage.arena)
 
     def _run(self) -> None:
         while True:
@@ -278,12 +284,11 @@ class Engine:
                     if self.is_closing:
                         return
                     self._changed.wait()
-                closing = self.is_closing and not self._draining
+                if self.is_closing and not self._draining:
+                    return
                 while self._submitted:
                     self._scheduler.add(self._submitted.popleft())
                 cancelled, self._cancelled = self._cancelled, []
-            if closing:
-                return
             for request in cancelled:
                 if not request.is_done:
                     self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
@@ -292,17 +297,9 @@ class Engine:
     def _abandon(self) -> None:
         """End all requests, as the engine ends."""
         with self._changed:
-            self.is_closing = True
-            requests = [*self._scheduler.waiting, *self._scheduler.running, *self._submitted]
-        for request in [request for request in requests if not request.is_done]:
-            error: BaseException = RequestCancelledError("the engine was closed")
-            if self.error is not None:
-                error = RuntimeError("the engine has stopped")
-                error.__cause__ = self.error
-            try:
-                request.fail(error)
-            except BaseException:  # the state that the error has left
-                request.handle.end(error=error)
+            self.is_closing = True  # nothing is submitted from now on
+        for request in [*self._scheduler.waiting, *self._scheduler.running, *self._submitted]:
+            request.abandon(self.error)
         self._storage.reset()
 
     def _step(self) -> None:
@@ -335,6 +332,7 @@ class Engine:
         except WeightsChangedError as error:
             for request in [request for request in self._scheduler.running if request not in new]:
                 self._call(request, request.fail, WeightsChangedError(*error.args))
+            self._ranks.broadcast(())
             self._open_storage()
 
     def _call(self, request: Request, function: Callable[..., None], *arguments: Any) -> None:
@@ -397,6 +395,8 @@ class Engine:
             self._storage.cache.rollback()
             if isinstance(raised, NonFiniteLogitsError):
                 self._storage.pool.clear_unused()  # where the pass has written
+            elif self._ranks.are_several:  # which are not at the same place any more
+                raise RuntimeError("a pass failed in one of the processes that compute the model") from raised
             if len(batch) == 1 or isinstance(raised, MissingStateError):  # a defect, which a second try would hide
                 error = raised
         self._known_seconds += time.perf_counter() - began
@@ -440,6 +440,7 @@ class Engine:
 
     def _forward(self, joined: JoinedPasses, forward: ForwardPass, adapter: str | None) -> torch.Tensor:
         """Run a pass that is planned. Return its logits; raise an error for NaN."""
+        self._ranks.send(forward, joined.ids, joined.logits_to_keep, adapter)
         logits = self._cached_model.logits(forward, joined.ids, joined.logits_to_keep, adapter)
         self._work.steps += 1
         if not bool(logits.amax(-1).isfinite().all()):

@@ -23,7 +23,7 @@ from hf_parallel.cache.pass_log import BlockCopy, DecodeRun, PassLog
 from hf_parallel.cache.pool import parts_of
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Node
-from hf_parallel.engine.handle import RequestHandle
+from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.passes import JoinedPasses, PendingPass
 from hf_parallel.engine.storage import KVStorage
@@ -225,6 +225,19 @@ class Request(Executor):
             _stubborn.append(self._coroutine)
             self.pending, self.sampling, self._coroutine = None, None, None
             self._end(error=error)
+
+    def abandon(self, cause: BaseException | None) -> None:
+        """End it as the engine ends, or has stopped because of an error."""
+        if self.is_done:
+            return
+        error: BaseException = RequestCancelledError("the engine was closed")
+        if cause is not None:
+            error = RuntimeError("the engine has stopped")
+            error.__cause__ = cause
+        try:
+            self.fail(error)
+        except BaseException:  # the state that the error has left
+            self.handle.end(error=error)
 
     def _run_mode(self) -> None:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -14,7 +13,16 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from engine_requests import MODES, STATE_MODES, TOKENIZER, Case, assert_nothing_is_held, random_case, random_prefixes
+from engine_requests import (
+    MODES,
+    STATE_MODES,
+    TOKENIZER,
+    Case,
+    assert_nothing_is_held,
+    random_case,
+    random_prefixes,
+    submit_all,
+)
 from hybrids import SETTINGS as HYBRIDS
 from transformers import PreTrainedModel
 
@@ -23,7 +31,7 @@ import hf_parallel
 pytest.importorskip("greenlet")
 
 from hf_parallel.cache.pool import Block, Pool
-from hf_parallel.engine import Engine, KVBudgetError, RequestCancelledError, RequestHandle
+from hf_parallel.engine import Engine, KVBudgetError, RequestCancelledError
 from hf_parallel.engine.request import Request
 from hf_parallel.engine.scheduler import Scheduler
 from hf_parallel.kernels import native, storage
@@ -42,33 +50,6 @@ ARCHITECTURES = [("llama", 7)] + [
 
 def enabled(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return hf_parallel.enable(copy.deepcopy(tiny.build(name, dtype=dtype)))
-
-
-def submit_all(engine: Engine, cases: list[Case], rng: random.Random) -> list[RequestHandle | None]:
-    """Submit requests from four threads; cancel some. None: the request alone exceeds the budget."""
-    handles: list[RequestHandle | None] = [None] * len(cases)
-    delays = [rng.random() for _ in cases]
-
-    def submit(first: int) -> None:
-        for i in range(first, len(cases), 4):
-            try:
-                handle = handles[i] = engine.submit(
-                    cases[i].prompt, cases[i].mode, submitter=first, cache_salt=str(i % 2), **cases[i].arguments
-                )
-            except KVBudgetError:
-                continue
-            if delays[i] < 0.1:
-                time.sleep(delays[i] / 10)
-                handle.cancel()
-            elif delays[i] > 0.7:
-                time.sleep(delays[i] / 50)
-
-    threads = [threading.Thread(target=submit, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return handles
 
 
 def peak_bytes(model: PreTrainedModel, cases: list[Case]) -> int:

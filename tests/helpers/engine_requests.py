@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from test_fork_join import random_call
 from transformers import PreTrainedModel
 
 from hf_parallel import LogitsCache
-from hf_parallel.engine import Engine
+from hf_parallel.engine import Engine, KVBudgetError, RequestHandle
 
 TOKENIZER: Any = AsciiTokenizer()
 MODES = ("hogwild", "pdos", "resample", "self_consistency", "shared_prefix", "skeleton_of_thought", None)
@@ -75,6 +76,33 @@ def random_prefixes(rng: random.Random, count: int, length: int) -> list[torch.T
     """Return random prefixes of prompts, int64 `[length]`."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     return [torch.randint(32, 126, (length,), generator=generator) for _ in range(count)]
+
+
+def submit_all(engine: Engine, cases: list[Case], rng: random.Random) -> list[RequestHandle | None]:
+    """Submit requests from four threads; cancel some. None: the request alone exceeds the budget."""
+    handles: list[RequestHandle | None] = [None] * len(cases)
+    delays = [rng.random() for _ in cases]
+
+    def submit(first: int) -> None:
+        for i in range(first, len(cases), 4):
+            try:
+                handle = handles[i] = engine.submit(
+                    cases[i].prompt, cases[i].mode, submitter=first, cache_salt=str(i % 2), **cases[i].arguments
+                )
+            except KVBudgetError:
+                continue
+            if delays[i] < 0.1:
+                time.sleep(delays[i] / 10)
+                handle.cancel()
+            elif delays[i] > 0.7:
+                time.sleep(delays[i] / 50)
+
+    threads = [threading.Thread(target=submit, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return handles
 
 
 def clear_hooks(model: Any) -> None:
