@@ -1,10 +1,8 @@
-"""Drawing: a run of agents as Mermaid text, and as the HTML page of a transcript."""
+"""Drawing: a run of agents as the HTML page of a transcript."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import count
 from typing import Any
@@ -13,62 +11,6 @@ from hf_parallel.agents.trace import Event, RunTrace
 from hf_parallel.transcript import page
 from hf_parallel.transcript.record import COMPUTED
 from hf_parallel.transcript.sections import FORMAT, VERSION, Card, Section, TranscriptStyle
-
-MAX_STATES = 300
-"""Maximum number of search states to draw."""
-STYLES = {"selected": "fill:#e2f3e6,stroke:#2c7a3f", "dropped": "stroke-dasharray:4 3"}
-_SPECIAL = re.compile(r'["#&;<>`\\]')
-_TO_CHILD = ("spawn", "next", "resume")
-
-
-def run_graph(trace: RunTrace) -> str:
-    """Return a run as Mermaid text: the agents with their messages, and the states of each search.
-
-    Instances of one function are one node. Selected states are green, dropped ones dashed.
-    """
-    lines = ["flowchart TD", *(f"classDef {name} {style}" for name, style in STYLES.items())]
-    ids: dict[str, str] = {}  # of the nodes, by name of the function
-    links: Counter[tuple[str, str, str]] = Counter()
-    for event in trace.events:
-        if event.agent:
-            name = _function(event.agent)
-            ids.setdefault(name, f"a{len(ids)}")
-            other = event.data["child"] if event.kind in _TO_CHILD else event.agent.rpartition("/")[0]
-            if event.kind in (*_TO_CHILD, "yield") and other:
-                ids.setdefault(_function(other), f"a{len(ids)}")
-                links[name, _function(other), event.kind] += 1
-    lines += [f"{node}[{_label(name)}]" for name, node in ids.items()]
-    lines += [f"{ids[begin]} -->|{kind} {number}| {ids[end]}" for (begin, end, kind), number in links.items()]
-    return "\n".join([*lines, *_searches(trace)]) + "\n"
-
-
-def _function(agent: str) -> str:
-    """Return the function name of an agent instance: `gather` for `solve#0/gather#1`."""
-    return agent.rpartition("/")[2].partition("#")[0]
-
-
-def _searches(trace: RunTrace) -> Iterator[str]:
-    """Yield the lines of the search trees with several states, up to `MAX_STATES` states in all."""
-    trees: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
-    for event in trace.events:
-        if event.kind == "state":
-            known = trees[event.agent].get(event.state, {})
-            trees[event.agent][event.state] = known | {k: v for k, v in event.data.items() if v is not None}
-            if (parent := event.data["parent"]) is not None:
-                trees[event.agent].setdefault(parent, {})
-    left = MAX_STATES
-    for number, (agent, states) in enumerate(trees.items()):
-        if not 1 < len(states) <= left:
-            continue
-        left -= len(states)
-        ids = {state: f"s{number}x{index}" for index, state in enumerate(states)}
-        yield f"subgraph g{number}[{_label(f'States of {agent}')}]"
-        for state, data in states.items():
-            words = (state,) if "value" not in data else (state, f"{data['value']:.3g}")
-            style = f":::{data['status']}" if data.get("status") in STYLES else ""
-            yield f"{ids[state]}[{_label(*words)}]{style}"
-        yield from (f"{ids[data['parent']]} --> {ids[state]}" for state, data in states.items() if "parent" in data)
-        yield "end"
 
 
 def render(trace: RunTrace) -> str:
@@ -109,7 +51,7 @@ def _transcript(trace: RunTrace) -> Mapping[str, Any]:
         **{"format": FORMAT, "version": VERSION, "mode": f"run of {next(iter(agents), 'no agent')}", "settings": {}},
         **{"passes": len(ticks), "style": TranscriptStyle("operation", visibility="")._asdict(), "stats": None},
         "facts": [(number, unit) for unit, number in facts.items()],
-        "sections": [asdict(Section(None, 0, [*columns], cards, [("Graph (Mermaid)", run_graph(trace))]))],
+        "sections": [asdict(Section(None, 0, [*columns], cards))],
     }
 
 
@@ -135,9 +77,3 @@ def _words(event: Event) -> tuple[str, str] | None:
         case "cancel":
             return "cancelled", ""
     return None
-
-
-def _label(*lines: str) -> str:
-    """Return lines as a quoted label; special characters of Mermaid and HTML become entities."""
-    plain = ("".join(one for one in line if one.isprintable()) for line in lines)
-    return f'"{"<br>".join(_SPECIAL.sub(lambda found: f"#{ord(found[0])};", line) for line in plain)}"'

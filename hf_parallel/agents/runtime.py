@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_parallel.agents.definition import Agent
-from hf_parallel.agents.drawing import run_graph
 from hf_parallel.agents.models import EngineModel, Model
 from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.run import AgentStats, Run
@@ -43,11 +42,6 @@ class AgentResult:
     values: list[Any]
     trace: RunTrace = field(repr=False)
     stats: AgentStats
-
-    @property
-    def graph(self) -> str:
-        """Agents, their messages and the states of their searches, as Mermaid text."""
-        return run_graph(self.trace)
 
 
 class Runtime:
