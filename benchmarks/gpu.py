@@ -1,4 +1,4 @@
-"""Measures everything on a GPU: whole models, prefill, hybrids, start of a process, sampling, workers, attention.
+"""Measures everything on a GPU: whole models, prefill, start, sampling, workers, attention, training, other shapes.
 
 The first cases of each stage matter most. The report is written during the run, so an interrupted one keeps its
 results.
@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-STAGES = ("model", "prefill", "hybrids", "start", "sampling", "hogwild", "attention")
+STAGES = ("model", "prefill", "start", "sampling", "hogwild", "attention", "grpo", "shapes")
 RESULTS = Path(__file__).parent / "results"
 
 

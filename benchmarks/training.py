@@ -31,8 +31,8 @@ TARGETS = (
     ("rollouts_of_continuous_batching_by_ours", "at least", 1.0, "rollouts: continuous batching relative to ours"),
     ("step_of_stock_by_ours", "at least", 4.0, "a whole step of GRPO: TRL relative to both shared"),
 )
-
-
+STEPS = ("both_shared", "stock")
+"""Ways of a whole step."""
 SIZES: dict[str, Any] = {"prompt": 1024, "completions": 16, "new_tokens": 64, "rounds": 2, "rows": 4}
 """`rows`: rows of a micro-batch of full rows, divides `completions`. Each round of the loss times the tree and one
 micro-batch."""
@@ -42,7 +42,10 @@ QUICK: dict[str, Any] = {"prompt": 48, "completions": 4, "new_tokens": 4, "rows"
 def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     """Return the entries of the report."""
     ids = long_prompt(tokenizer, sizes.prompt)
-    rollouts, step = rollouts_of(model, ids, sizes), steps_of(model, tokenizer, ids, sizes)
+    rollouts, step = rollouts_of(model, ids, sizes), {}
+    for way in STEPS:
+        print(f"step of GRPO, {way}")
+        step[way] = grpo_step(hf_parallel.enable(copy.deepcopy(model)), tokenizer, ids, sizes, way)
     loss = loss_of(model, ids[0].tolist(), sizes)  # last, as it changes the model's forward
     ratios = {
         "loss_of_full_rows_by_tree": loss["full_rows"] / loss["tree"],
@@ -95,40 +98,40 @@ def rollouts_of(model: Any, ids: torch.Tensor, sizes: Any) -> dict[str, Any]:
     return found
 
 
-def steps_of(model: Any, tokenizer: Any, ids: torch.Tensor, sizes: Any) -> dict[str, Any]:
-    """Return the seconds of one step of GRPO: rollouts, loss, optimizer."""
-    ways: dict[str, tuple[Any, int, dict[str, Any]]] = {
-        "both_shared": (SharedPrefixGRPOTrainer, sizes.completions, {"generation_mode": "shared_prefix"}),
-        "stock": (GRPOTrainer, sizes.rows, {}),
-    }
-    found = {}
-    for name, (cls, rows, generation) in ways.items():
-        print(f"step of GRPO, {name}")
-        trainer = cls(
-            model=hf_parallel.enable(copy.deepcopy(model)),
-            processing_class=tokenizer,
-            reward_funcs=lambda completions, **columns: [float(len(text)) for text in completions],
-            train_dataset=Dataset.from_dict({"prompt": [tokenizer.decode(ids[0])]}),
-            args=GRPOConfig(
-                output_dir=tempfile.mkdtemp(),
-                max_steps=1,
-                num_generations=sizes.completions,
-                per_device_train_batch_size=rows,
-                gradient_accumulation_steps=sizes.completions // rows,
-                max_completion_length=sizes.new_tokens,
-                gradient_checkpointing=False,
-                generation_kwargs={"min_new_tokens": sizes.new_tokens, **generation},
-                bf16=False,
-                use_cpu=True,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-            ),
-        )
-        trainer.train()
-        found[name] = next(logs["step_time"] for logs in trainer.state.log_history if "step_time" in logs)
-    return found
+def lengths(completions: list[str], **columns: Any) -> list[float | None]:
+    """Return the reward of each completion."""
+    return [float(len(text)) for text in completions]
+
+
+def grpo_step(model: Any, tokenizer: Any, ids: torch.Tensor, sizes: Any, way: str, steps: int = 1) -> float:
+    """Return the seconds of the last of some steps of GRPO, which change the model: rollouts, loss, optimizer."""
+    shared = way == "both_shared"
+    rows = sizes.completions if shared else sizes.rows
+    trainer = (SharedPrefixGRPOTrainer if shared else GRPOTrainer)(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=lengths,
+        train_dataset=Dataset.from_dict({"prompt": [tokenizer.decode(ids[0])] * steps}),
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            max_steps=steps,
+            num_generations=sizes.completions,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=sizes.completions // rows,
+            max_completion_length=sizes.new_tokens,
+            gradient_checkpointing=False,
+            generation_kwargs={"min_new_tokens": sizes.new_tokens}
+            | ({"generation_mode": "shared_prefix"} if shared else {}),
+            bf16=False,
+            use_cpu=model.device.type == "cpu",
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+    return [logs["step_time"] for logs in trainer.state.log_history if "step_time" in logs][-1]
 
 
 def backward(way: Callable[..., torch.Tensor], *given: Any) -> None:

@@ -20,29 +20,32 @@ from hf_parallel.models import compiled
 
 from .attention import AttentionStage
 from .cases import Bench, Stage, run_cases
+from .grpo import GRPOStage
 from .hogwild import HogwildStage
 from .models import Models
 from .sampling import SamplingStage
 from .timing import Deadline, Timer, measure_ceilings
-from .whole import HybridsStage, ModelStage, PrefillStage, StartStage
+from .whole import ModelStage, PrefillStage, ShapesStage, StartStage
 
 FULL: dict[str, Any] = {
     "model": ModelStage(),
     "prefill": PrefillStage(),
-    "hybrids": HybridsStage(),
     "start": StartStage(),
     "sampling": SamplingStage(),
     "hogwild": HogwildStage(),
     "attention": AttentionStage(),
+    "grpo": GRPOStage(),
+    "shapes": ShapesStage(),
 }
 TOY: dict[str, Any] = {
-    "model": ModelStage(("toy",), (2,), (8, 16), (1,), (2,), (1, 2), (8,), unshared=((2, 8),), steps=4),
+    "model": ModelStage(("toy",), (2,), (8, 16), (1,), (2,), (1, 2), (8,), (2,), unshared=((2, 8),), steps=4),
     "prefill": PrefillStage(("toy",), lengths=(16,), repeats=1),
-    "hybrids": HybridsStage("toy hybrid", rows=(2,), prefix=8, steps=4),
     "start": StartStage("toy", prefix=8, steps=4),
     "sampling": SamplingStage((2,), vocabulary=300, spreads=(4.0,), dtype="float32"),
     "hogwild": HogwildStage((1, 2), tokens=(32,), heads=(2, 1, 16), dtype="float32", layers=2, steps=1),
     "attention": AttentionStage(((2, 1, 16),), rows=(1, 3), prefixes=(64,), suffixes=(16,), dtype="float32"),
+    "grpo": GRPOStage("toy", prompt=16, completions=2, new_tokens=4, rows=1),
+    "shapes": ShapesStage(("toy hybrid", "toy latents", "toy images"), rows=(2,), prefix=8, steps=2),
 }
 """Toy sizes on a CPU, in dtypes that the Triton interpreter supports. The figures are meaningless."""
 WRITTEN_EVERY = 5.0

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from .. import measure
 from ..measure import StepClock
 from .cases import OUT_OF_MEMORY, fits
-from .models import PAD, attention_skipped, draw_prompt, head_dim, hogwild_settings, kv_bytes_per_token
+from .models import PAD, attention_skipped, draw_prompt, head_dim, hogwild_settings, kv_bytes_per_token, pdos_settings
 from .timing import Deadline, OutOfTimeError, PeakMemory
 
 FIRST_STEPS = 3
@@ -63,6 +63,28 @@ def hogwild(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) 
     return _timed(model, prompt, rows, steps, deadline, **hogwild_settings(model, rows), compile=True)
 
 
+def pdos(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
+    """Measure an answer of `rows` branches with `steps` tokens each: the stage in which all branches decode.
+
+    Its tokens are streamed when they are final, so the output's own times count, of a second call: the first one
+    compiles and captures.
+    """
+    prompt, settings = draw_prompt(model, 1, prefix), pdos_settings(rows, steps)
+    for _ in range(2):
+        deadline.check()
+        memory = PeakMemory(model.device)
+        given = {"do_sample": False, "return_dict_in_generate": True, "pad_token_id": PAD}
+        began = time.perf_counter()
+        output = model.generate(prompt, **given, **settings)
+        seconds = time.perf_counter() - began
+    if output.fallback[0] is not None:
+        raise RuntimeError(f"no block of {rows} branches: {output.fallback[0]}")
+    stage = output.stages["branches"]
+    figures = {"step_seconds": stage.seconds / stage.forward_passes, "steps": stage.forward_passes}
+    figures |= {"tokens_per_second": stage.decoded_tokens / stage.seconds, "call_seconds": seconds}
+    return figures | memory.figures() | {"stats": output.stats.to_dict()}
+
+
 def generate(model: Any, rows: int, prefix: int, steps: int, deadline: Deadline) -> dict[str, Any]:
     """Measure plain `generate` with a KV cache of random numbers per row instead of a prefill."""
     if not fits(rows * (prefix + steps) * kv_bytes_per_token(model), model.device):
@@ -93,7 +115,8 @@ def generate_batch(model: Any, rows: int, prefix: int, steps: int, deadline: Dea
     return _figures(rows, [after - before for before, after in itertools.pairwise(ticks)])
 
 
-_WAYS = (shared_prefix, uncompiled, unshared, no_attention, hogwild, generate, prefilled, static_cache, generate_batch)
+_OURS = (shared_prefix, uncompiled, unshared, no_attention, hogwild, pdos)
+_WAYS = (*_OURS, generate, prefilled, static_cache, generate_batch)
 WAYS: dict[str, Way] = {way.__name__: way for way in _WAYS}
 """Methods by name."""
 

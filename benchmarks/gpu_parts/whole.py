@@ -55,6 +55,7 @@ class ModelStage:
     compared_rows: tuple[int, ...] = (128,)  # with and without compilation
     workers: tuple[int, ...] = (1, 4, 2, 8)
     hogwild_prefixes: tuple[int, ...] = (4096, 16384)
+    branches: tuple[int, ...] = (10, 4)
     unshared: tuple[tuple[int, int], ...] = ((128, 1024), (32, 4096), (16, 16384), (32, 16384))
     steps: int = 48
 
@@ -67,6 +68,7 @@ class ModelStage:
             *itertools.product(ours, [most], self.prefixes),
             *itertools.product(["shared_prefix"], self.compared_rows, short),
             *itertools.product(["hogwild"], self.workers, self.hogwild_prefixes),
+            *itertools.product(["pdos"], self.branches, short),
         ]
         others = [("shared_prefix", *size) for size in self.unshared] + [*itertools.product(ours, fewer, self.prefixes)]
         uncompiled = itertools.product(["uncompiled"], [*self.few_rows, *self.compared_rows, most], short)
@@ -133,14 +135,17 @@ class ModelStage:
 
 
 @dataclass(frozen=True)
-class HybridsStage:
-    """Completions of one prompt on a hybrid: states of all rows, beside `generate` over a prompt of 4 tokens."""
+class ShapesStage:
+    """Completions of one prompt on models of other shapes, beside `generate` over a prompt of 4 tokens.
 
-    share: ClassVar[float] = 0.08
+    The layers of a hybrid keep states, those of DeepSeek-V2 latents. Prompts have no images.
+    """
 
-    model: str = "Qwen3.5-9B"
-    rows: tuple[int, ...] = (16, 1, 128)
-    prefix: int = 16384
+    share: ClassVar[float] = 0.16
+
+    models: tuple[str, ...] = ("Qwen3.5-9B", "DeepSeek-V2-Lite", "Qwen3-VL-8B")
+    rows: tuple[int, ...] = (64, 1)
+    prefix: int = 8192
     steps: int = 32
 
     def cases(self, bench: Bench) -> Iterator[Case]:
@@ -148,27 +153,31 @@ class HybridsStage:
         sizes = [("prefilled", 1, self.prefix)]
         for rows in self.rows:
             sizes += [("shared_prefix", rows, self.prefix), ("prefilled", rows, BOUND_PROMPT)]
-        for way, rows, prefix in sizes:
-            run = partial(self._measure, bench, way, rows, prefix)
-            yield Case({"model": self.model, "way": way, "rows": rows, "prefix": prefix}, run)
+        sizes.append(("unshared", max(self.rows), self.prefix))
+        for name, (way, rows, prefix) in itertools.product(self.models, sizes):
+            run = partial(self._measure, bench, name, way, rows, prefix)
+            yield Case({"model": name, "way": way, "rows": rows, "prefix": prefix}, run)
 
-    def _measure(self, bench: Bench, way: str, rows: int, prefix: int) -> Figures:
-        return WAYS[way](bench.models.get(self.model), rows, prefix, self.steps, bench.deadline)
+    def _measure(self, bench: Bench, name: str, way: str, rows: int, prefix: int) -> Figures:
+        return WAYS[way](bench.models.alone(name), rows, prefix, self.steps, bench.deadline)
 
     def targets(self) -> list[Target]:
         """See `Stage.targets`."""
 
         def ratios(name: str, bound_of: Any, cases: list[Figures]) -> Iterable[float | None]:
-            known = {(case["way"], case["rows"], case["prefix"]): case.get(name) for case in cases}
-            for rows in self.rows:
-                ours, bound = known.get(("shared_prefix", rows, self.prefix)), known.get(bound_of(rows))
+            known = {(case["model"], case["way"], case["rows"], case["prefix"]): case.get(name) for case in cases}
+            for model, rows in itertools.product(self.models, self.rows):
+                ours, bound = (
+                    known.get((model, "shared_prefix", rows, self.prefix)),
+                    known.get((model, *bound_of(rows))),
+                )
                 yield None if ours is None or bound is None else ours / bound
 
         step = partial(ratios, "step_seconds", lambda rows: ("prefilled", rows, BOUND_PROMPT))
         prefill = partial(ratios, "first_token_seconds", lambda rows: ("prefilled", 1, self.prefix))
         return [
-            Target(f"{self.model}: decode step relative to generate's over {BOUND_PROMPT} tokens", step, 1.25),
-            Target(f"{self.model}: time to the first token relative to generate's of one row", prefill, 1.1),
+            Target(f"other shapes: decode step relative to generate's over {BOUND_PROMPT} tokens", step, 1.25),
+            Target("other shapes: time to the first token relative to generate's of one row", prefill, 1.1),
         ]
 
 

@@ -64,7 +64,7 @@ def test_the_smallest_form_measures_everything(name: str, tmp_path: Path, monkey
     for what, found in entries(json.loads(path.read_text(), parse_constant=pytest.fail)):
         assert found or not what.startswith("same"), f"{what} is {found}"
         assert what not in ("error", "error_of_continuous_batching"), found
-        assert what != "not_measured" or "flashinfer" in found, found  # which no CPU has
+        assert what != "not_measured" or "flashinfer" in found or "trl" in found, found  # optional packages
 
 
 @pytest.mark.parametrize(("paper", "name"), EXPERIMENTS)
