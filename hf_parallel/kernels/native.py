@@ -24,11 +24,14 @@ from hf_parallel.files import cache_folder
 from hf_parallel.kernels.storage import CompactStorage
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
-MAX_ROWS = 1024  # query rows per KV head up to which the attention kernel was measured to be faster than PyTorch
+MAX_ROWS = 1024  # query rows per KV head up to which attention was measured to be faster than PyTorch without AVX2
 MAX_TOKENS, MAX_PACKED_TOKENS = (16, 32), (24, 64)
 """Tokens up to which linear layers were measured to be faster than oneDNN's (docs/cpu.md), without and with AVX-512."""
 PACKINGS = {"F32": (4, 1), "BF16": (2, 1), "F16": (2, 1), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q8_0": (34, 32)}
 """Formats of weights by their names in GGUF, in the order of `cpu_linear.c`: bytes and weights of a block."""
+
+FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
+"""Formats of keys and values, in the order of `cpu_attention.c`."""
 
 _OMP_PAUSE_SOFT = 1
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp")
@@ -49,13 +52,20 @@ class _DenseCall(ctypes.Structure):
     )
 
 
+class _Storage(ctypes.Structure):
+    """`Storage` of `cpu_attention.c`."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("keys", "values", "scales")), ("format", ctypes.c_int64))
+
+
 class _Layer(ctypes.Structure):
     """`Layer` of `cpu_attention.c`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "leads", "keys", "values", "out", "lse")),
-        *((name, ctypes.c_void_p) for name in ("packed_keys", "packed_values", "scales")),
-        ("is_float", ctypes.c_int64),
+        ("query", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("query_token", "query_head")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse")),
+        *(("storage", _Storage), ("compact", _Storage)),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "lead", "dim")),
         ("scale", ctypes.c_float),
     )
@@ -77,8 +87,10 @@ class NativeCalls:
 
 def supports(dtype: torch.dtype, device: torch.device, rows: int, key_dim: int, value_dim: int, lead: int = 0) -> bool:
     """Whether the attention kernel supports a call with `rows` query rows per block and KV head."""
-    fits = rows <= MAX_ROWS and key_dim == value_dim and key_dim % 8 == lead % 8 == 0
-    return fits and dtype == torch.float32 and device.type == "cpu" and _library() is not None
+    if device.type != "cpu" or (rows > MAX_ROWS and "avx2" not in _processor()):
+        return False
+    computes = dtype == torch.float32 or (dtype in (torch.bfloat16, torch.float16) and not has_bfloat16())
+    return computes and key_dim == value_dim and key_dim % 8 == lead % 8 == 0 and _library() is not None
 
 
 def attend(
@@ -92,30 +104,34 @@ def attend(
     leads: Tensor | None = None,
     compact: CompactStorage | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of float32 queries `[T, heads, head_dim]` to the blocks of all calls, merged.
+    """Attention of queries `[T, heads, head_dim]` to the blocks of all calls, merged; sums are in float32.
 
-    `keys` and `values` `[slots * kv_heads, head_dim]` are the storage of one layer, `sinks` `[heads]` the logits of its
-    attention sinks. `leads` `[slots, lead]`, with one KV head: the first dimensions of the keys, to which `keys` are
-    the others; queries have `lead + head_dim`. `compact` are the blocks of the layer in 8 bits. Returns `(out, lse)`:
-    `[T, heads, head_dim]` and `[T, heads]`.
+    `keys` and `values` `[slots * kv_heads, head_dim]` are the storage of one layer, of the query's dtype, `sinks`
+    `[heads]` the logits of its attention sinks. `leads` `[slots, lead]`, with one KV head: the first dimensions of the
+    keys, to which `keys` are the others; queries have `lead + head_dim`. `compact` are the blocks of the layer in 8
+    bits. Returns `(out, lse)`: `[T, heads, head_dim]` of the query's dtype and float32 `[T, heads]`.
     """
     library = _library()
     assert library is not None, "supports() was not checked"
-    query = query.contiguous()
+    query = query if query.stride(2) == 1 else query.contiguous()
     tokens, heads, _ = query.shape
     lead, dim = 0 if leads is None else leads.shape[1], values.shape[1]
-    out, lse = query.new_empty(tokens, heads, dim), query.new_empty(tokens, heads)
-    tensors = query, keys if leads is None else leads, keys, values, out, lse
+    out, lse = torch.empty(tokens, heads, dim), torch.empty(tokens, heads)
+    storage = keys.data_ptr(), (values if leads is None else leads).data_ptr(), 0, FORMATS.index(query.dtype)
     packed: tuple[int, ...] = (0,) * 4
     if compact is not None:
-        packed = compact.keys.data_ptr(), compact.values.data_ptr(), compact.scales.data_ptr(), compact.is_float
-    layer = _Layer(*map(Tensor.data_ptr, tensors), *packed, heads, kv_heads, lead, dim, scale)  # each step runs this
+        pointers = map(Tensor.data_ptr, (compact.keys, compact.values, compact.scales))
+        packed = *pointers, FORMATS.index(compact.keys.dtype)
+    layer = _Layer(
+        *(query.data_ptr(), query.stride(0), query.stride(1), out.data_ptr(), lse.data_ptr()),
+        *(storage, packed, heads, kv_heads, lead, dim, scale),
+    )
     sinks = None if sinks is None else sinks.float().contiguous()
     sink_pointer = None if sinks is None else sinks.data_ptr()
     call_array = calls.array, len(calls.array)
     if library.attend(ctypes.byref(layer), sink_pointer, tokens, *call_array, torch.get_num_threads()):
         raise MemoryError(f"attention of {tokens} tokens x {heads} heads cannot allocate its partial sums")
-    return out, lse
+    return out.to(query.dtype), lse
 
 
 def supports_linear(tokens: int, packing: str = "F32") -> bool:

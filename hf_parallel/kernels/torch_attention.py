@@ -1,8 +1,8 @@
 """Block attention with PyTorch's own kernels, on any device.
 
 Each call of the schedule is one dense attention call that also returns the log-sum-exp; partial results are merged
-exactly (Hydragen, eq. 5). On a CPU in float32, the compiled kernel of `native.py` computes decode steps and short
-appends; it reads each block once for all heads and rows.
+exactly (Hydragen, eq. 5). On a CPU, the compiled kernel of `native.py` computes all calls of a pass at once; it reads
+each block once for all heads and rows of a decode step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from hf_parallel.kernels.storage import CompactStorage, TokenRange, storage_row,
 from hf_parallel.kernels.transfer import to_device
 
 UNPACKED_QUERIES = 32  # queries per block from which packing grouped heads is not faster than one product per head
-NATIVE_RUN = 32  # queries of a block up to which the compiled kernel serves calls with a mask
 MASK_ALIGNMENT = 16  # elements; alignment of a mask's rows that PyTorch's memory-efficient attention requires on a GPU
 
 StridedView = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides and offset for `torch.as_strided`
@@ -220,17 +219,13 @@ def _layer_calls(plan: AttentionPlan, shape: _LayerShape) -> _LayerCalls:
 
 
 def _is_native(schedule: Schedule, shape: _LayerShape) -> bool:
-    """Whether the compiled kernel supports all calls: none is a long run of a row."""
-    for call in schedule.calls:
-        rows = call.num_queries * shape.heads // shape.kv_heads
-        long = (call.causal or call.lo is not None) and call.num_queries > NATIVE_RUN
-        dims, lead = (shape.key_dim, shape.value_dim), 0
-        if shape.expands_from is not None:
-            long = long or call.num_queries >= shape.expands_from
-            dims, lead = (shape.key_dim, shape.key_dim), shape.value_dim
-        if long or not native.supports(shape.dtype, shape.device, rows, *dims, lead):
-            return False
-    return not shape.capped
+    """Whether the compiled kernel supports all calls: none has latents that are better expanded."""
+    most = max((call.num_queries for call in schedule.calls), default=0)
+    dims = shape.key_dim, shape.value_dim, 0
+    if shape.expands_from is not None:
+        dims = shape.key_dim, shape.key_dim, shape.value_dim
+    fits = not shape.capped and (shape.expands_from is None or most < shape.expands_from)
+    return fits and native.supports(shape.dtype, shape.device, most * shape.heads // shape.kv_heads, *dims)
 
 
 def _expands_from(latent: LatentHeads) -> int:

@@ -123,8 +123,7 @@ def test_short_runs_are_causal(heads: int, kv_heads: int, tokens: int, window: i
     out = torch_attention.TorchBackend().attend(query, layer.keys, layer.values, forward.plan, params)
     expected = exact_attention(query, layer.keys, layer.values, forward.plan, params)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-    many = window == 1000 and 2 * tokens > torch_attention.NATIVE_RUN  # queries of one block under a mask
-    assert computed_natively(forward.plan.windowed(window)) == (not many)
+    assert computed_natively(forward.plan.windowed(window))
 
 
 @compiled
