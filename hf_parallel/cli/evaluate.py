@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -83,9 +82,8 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.device is None and state.num_processes > 1 and not on_cpu:
         options.device = str(state.device)
     model, tokenizer = load(options)
-    share = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if model.device.type == "cpu" else 1
     try:
-        max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // (2 * share)
+        max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // 2
         given = {"finisher": finisher, "max_kv_bytes": max_kv_bytes, "progress": True, **counts, **common}
         given |= {"seed": options.seed, "output": options.output}
         results = sweep(model, tokenizer, problems, runs, budgets, **given)

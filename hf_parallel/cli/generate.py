@@ -31,6 +31,7 @@ from hf_parallel.generation.rng import mix
 from hf_parallel.generation.validation import is_int
 from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import check_model_folder, load_model
+from hf_parallel.models.ranks import common_seed, leads, num_ranks
 from hf_parallel.transcript.page import render
 
 _WRITERS: dict[str, Callable[[JSONObject], str]] = {".json": json.dumps, ".html": render, ".htm": render}
@@ -77,7 +78,10 @@ def add_model_options(add: Callable[..., object]) -> None:
     add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="weight dtype (auto)")
     add("--weights", help="packed: GGUF blocks or half precision on a CPU; or a quantization config, JSON")
-    add("--device", help="such as cpu or cuda:1; auto: on all (default: a GPU if there is one)")
+    add(
+        "--device",
+        help="such as cpu or cuda:1; auto: on all; tp: by torchrun (default: a GPU if there is one)",
+    )
     add("--no-preset", action="store_true", help="the embedded model without the settings chosen for it")
 
 
@@ -90,12 +94,14 @@ def generate(options: argparse.Namespace) -> int:
     check_options(options)
     config, settings = read_settings(options)
     model, tokenizer = load(options)
+    if not leads(model):
+        sys.stdout, options.output, options.logits_cache = StringIO(), None, None
     if config is not None:
         arguments = {"generation_mode": config.mode, "parallel_config": config}
         config = take_parallel_config(model.generation_config, arguments)  # adds the settings stored with the model
         enable(model)
-    elif options.seed is not None:
-        torch.manual_seed(options.seed)
+    elif options.seed is not None or num_ranks(model) > 1:
+        torch.manual_seed(common_seed(model) if options.seed is None else options.seed)
     settings |= {"return_dict_in_generate": True, "tokenizer": tokenizer}
     outputs: list[ParallelOutput] = []
     with ExitStack() as at_end:  # finished batches are saved even if a later one fails or is interrupted
@@ -253,7 +259,7 @@ def check_model_options(options: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"--weights must be packed or JSON, got {options.weights!r}: {error}") from error
     try:
-        torch.empty(0, device=None if options.device == "auto" else options.device)
+        torch.empty(0, device=None if options.device in ("auto", "tp") else options.device)
     except (RuntimeError, AssertionError) as error:  # the following lines are for developers of torch
         raise ValueError(f"--device {options.device}: {str(error).partition(chr(10))[0]}") from error
 

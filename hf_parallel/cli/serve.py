@@ -67,10 +67,12 @@ def _port(text: str) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of a GPU or of the host."""
+    """Return the free bytes of a GPU, or of the host for each of its processes."""
     import psutil
 
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -91,11 +93,15 @@ def serve(options: argparse.Namespace) -> int:
         words = f"{options.host} can be reached by others, and no --api-key is given"
         print(f"hf-parallel: warning: {words}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises the signal again when it has ended
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    family, port = socket.AF_INET6 if ":" in options.host else socket.AF_INET, options.port
+    if options.device == "tp" and os.environ.get("RANK", "0") != "0":  # it follows the first process, and ends with it
+        port = 0
+        for one in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(one, signal.SIG_IGN)
     try:
-        listening = socket.create_server((options.host, options.port), family=family)
+        listening = socket.create_server((options.host, port), family=family)
     except OSError as error:
-        raise OSError(f"cannot listen on {options.host} port {options.port}: {error.strerror}") from error
+        raise OSError(f"cannot listen on {options.host} port {port}: {error.strerror}") from error
     with listening:
         model, tokenizer = load(options)
         try:
@@ -111,12 +117,14 @@ def serve(options: argparse.Namespace) -> int:
         max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // 2
         settings = {name: getattr(options, name) for name in ("max_rows", "max_waiting", "max_batch_tokens")}
         with Engine(model, tokenizer, max_kv_bytes, **settings) as engine:
+            if not engine.leads:
+                return 0  # when the engine has ended
             hosts = LOCAL_HOSTS if is_local and not keys else ()
             app = create_app(engine, name, limits, keys, max_kv_bytes, hosts, processor, adapters)
             host = f"[{options.host}]" if ":" in options.host else options.host
             print(f"Serving {name} at http://{host}:{listening.getsockname()[1]}/v1", file=sys.stderr, flush=True)
             DrainingServer(app, engine, options.drain_seconds).run(sockets=[listening])
-    return 0
+            return int(engine.error is not None)
 
 
 def _name(model: str | None) -> str:

@@ -17,7 +17,7 @@ from torch import distributed
 from hf_parallel.cache import BlockCache, ForwardPass
 from hf_parallel.cache.arena import Arena
 from hf_parallel.models.adapters import AdaptedModel
-from hf_parallel.models.ranks import num_ranks
+from hf_parallel.models.ranks import leads, num_ranks
 
 _PATIENCE = timedelta(weeks=52)  # an engine may be idle for long
 
@@ -29,8 +29,8 @@ class Ranks:
     """
 
     def __init__(self, model: Any) -> None:
-        count = num_ranks(model)
-        self.are_several, self.leads = count > 1, count == 1 or distributed.get_rank() == 0
+        count, self.leads = num_ranks(model), leads(model)
+        self.are_several = count > 1
         if self.are_several and (world := distributed.get_world_size()) != count:
             raise ValueError(f"an engine needs all {world} processes for one model, but {count} compute this one")
         self._group = distributed.new_group(backend="gloo", timeout=_PATIENCE) if self.are_several else None

@@ -109,7 +109,7 @@ class Solver:
         with Engine(
             self.model, self.tokenizer, self.max_kv_bytes, max_rows=max(rows, 64), max_waiting=waiting
         ) as engine:
-            for _, group in groupby(generations, key=lambda one: id(one.run)):
+            for _, group in groupby(generations if engine.leads else (), key=lambda one: id(one.run)):
                 of_run = list(group)
                 for begin in range(0, len(of_run), self.concurrent):
                     yield from self._solve(engine, of_run[begin : begin + self.concurrent])

@@ -24,6 +24,7 @@ from hf_parallel.evaluation.runs import Finisher, Run, check_sweep
 from hf_parallel.evaluation.solver import Generation, Solver
 from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.generation.rng import mix
+from hf_parallel.models.ranks import leads, num_ranks
 
 PROCESS_TIMEOUT = timedelta(weeks=4)
 """Maximum time for which a process waits for the others, whose texts may be longer."""
@@ -50,8 +51,8 @@ def sweep(
     A pass generates one token for each row of a problem, such as each of two workers. Prefill and the early finisher do
     not count, as in the paper.
 
-    Of several processes (`accelerate launch`, `torchrun`), each solves a part of the problems, and all return all
-    results.
+    Of several processes (`accelerate launch`, `torchrun`), each solves a part of the problems, unless they compute one
+    model together. All return all results.
 
     Parameters
     ----------
@@ -102,7 +103,7 @@ def sweep(
     >>> print(format_table(table(results)))
     """
     from accelerate import PartialState
-    from accelerate.utils import gather_object
+    from accelerate.utils import broadcast_object_list, gather_object
 
     check_sweep(problems, runs, budgets, generation, seed, samples, concurrent)
     budgets, finisher, device = sorted(set(budgets)), finisher or Finisher(), execution_device(model)
@@ -124,18 +125,21 @@ def sweep(
     ]
     keys = [key_of(one.key(budget)) for one in generations for budget in budgets]
     # without `cpu`, processes on a machine without accelerators would not find each other
+    are_one = num_ranks(model) > 1
     state = PartialState(cpu=device.type == "cpu", timeout=PROCESS_TIMEOUT)
     with state.split_between_processes(list(range(len(problems)))) as part:
-        own = [one for one in generations if one.index in set(part)]
+        own = [one for one in generations if are_one or one.index in set(part)]
     solver = Solver(model, tokenizer, budgets[-1], finisher, generation, concurrent, max_kv_bytes)
     results: list[Result] = []
-    store = None if output is None else ResultStore(output, header, state.process_index)
+    store = None if output is None or not leads(model) else ResultStore(output, header, state.process_index)
     for one in own:
         stored = {budget: None if store is None else store.get(one.key(budget)) for budget in budgets}
         results += [result for result in stored.values() if result is not None]
         one.budgets = [budget for budget, result in stored.items() if result is None]
     is_hidden = not progress or not state.is_main_process
     todo = [one for one in own if one.budgets]
+    if are_one and not broadcast_object_list([len(todo)])[0]:
+        todo = []  # of the first process, which solves for all
     with warnings.catch_warnings(), logging.tqdm(total=len(todo), unit=" generations", disable=is_hidden) as bar:
         # a result says by `answered` that a mode found no final answer
         warnings.filterwarnings("ignore", "no .* matches answer_pattern", UserWarning)

@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.distributed import DistributedConfig
 from transformers.models import auto
 from transformers.quantizers.auto import AutoQuantizationConfig
 
@@ -33,10 +34,15 @@ def load_model(
     `name` is a folder, or a model id on the Hub (default: the embedded model). `dtype=None`: that of the saved weights;
     the embedded model has float32. `preset`: see `load_embedded_model`. `weights="packed"`: linear layers on a CPU stay
     in the blocks of the embedded model's GGUF file, or in the half precision of the saved weights (docs/cpu.md).
-    A mapping is a quantization config of Transformers, with `quant_method`. `device="auto"`: on all, by accelerate.
+    A mapping is a quantization config of Transformers, with `quant_method`. `device="auto"`: on all, by accelerate;
+    "tp": a part of each layer in each of the processes that torchrun has started, by tensor parallelism.
     Raises `ValueError` if the model is not found, or cannot be packed or quantized.
     """
     more: dict[str, Any] = {"device_map": device} if device == "auto" or isinstance(weights, Mapping) else {}
+    if device == "tp":
+        if (count := int(os.environ.get("WORLD_SIZE", 0))) < 2:
+            raise ValueError("device='tp' needs several processes, started by torchrun --nproc-per-node 2 or more")
+        more = {"distributed_config": DistributedConfig(tp_size=count)}
     if more and name is None:
         raise ValueError(f"the embedded model has no weights={weights!r} with device={device!r}: name another model")
     if isinstance(weights, Mapping):

@@ -17,6 +17,11 @@ def num_ranks(model: object) -> int:
     return (getattr(model, "tp_size", None) or 1) * (1 if stage is None else stage.pp_size)
 
 
+def leads(model: object) -> bool:
+    """Return whether this process is the first of those that compute a model, or the only one."""
+    return num_ranks(model) == 1 or distributed.get_rank() == 0
+
+
 def num_local_layers(model: PreTrainedModel) -> int:
     """Return the number of decoder layers that this process computes."""
     layers: int = model.config.get_text_config(decoder=True).num_hidden_layers

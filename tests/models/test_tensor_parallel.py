@@ -5,18 +5,27 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import random
+import signal
+import socket
+import time
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
 import tiny
 from forkserver import start_ranks, wait
+from serving import small_model
 from tensor_parallel_rank import fail_on_rank, generate_on_rank, random_requests, sequences
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_parallel
+from hf_parallel.cli.main import main
+from hf_parallel.models.loading import load_model
 
+RESULTS = "results.rank0.jsonl"
 SIZES = {field.name for field in dataclasses.fields(DistributedConfig)}
 
 
@@ -60,3 +69,56 @@ def test_more_ranks_than_key_value_heads_raise(kv_heads: int, size: int) -> None
     model._tp_size = size  # as after loading by that many ranks
     with pytest.raises(ValueError, match=f"has {kv_heads} key-value heads, which tp_size={size} does not divide"):
         hf_parallel.enable(model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("tp_size" not in SIZES, reason="this version of transformers has no tp_size")
+def test_commands_over_two_ranks_write_what_one_process_writes(tmp_path: Path) -> None:
+    for one in small_model():
+        one.save_pretrained(tmp_path / "model")
+    command = ["--model", str(tmp_path / "model"), "--device"]
+    solve = ["evaluate", "--task", "arithmetic", "--count=3", "--mode=none", "--mode=hogwild", "--budgets=6,12", "-o"]
+    answer = ["generate", "Hello", "--sample", "--max-new-tokens=8", "--seed=1", "-o"]
+    for device, size in (("cpu", 1), ("tp", 2), ("tp", 2)):  # the last one resumes
+        folder = tmp_path / device
+        wait(start_ranks(size, main, [*solve, str(folder), *command, device]), 300)
+        wait(start_ranks(size, main, [*answer, f"{folder}/run.json", *command, device]), 300)
+    results, runs = ([(tmp_path / one / name).read_text() for one in ("cpu", "tp")] for name in (RESULTS, "run.json"))
+    assert len({text.partition("\n")[2] for text in results}) == 1  # without the headers
+    assert not (tmp_path / "tp" / "results.rank1.jsonl").exists()
+    first, second = (json.loads(text)["sections"] for text in runs)
+    assert first == second
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("tp_size" not in SIZES, reason="this version of transformers has no tp_size")
+def test_a_server_of_two_ranks_answers_and_both_end_at_a_signal(tmp_path: Path) -> None:
+    model, tokenizer = small_model()
+    for one in (model, tokenizer):
+        one.save_pretrained(tmp_path / "small")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["serve", "--model", str(tmp_path / "small"), "--device=tp", f"--port={port}", "--max-kv-bytes=4M"]
+    ranks = start_ranks(2, main, options)
+    url = f"http://127.0.0.1:{port}"
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                break
+        except httpx.TransportError:
+            time.sleep(0.2)
+    body = {"model": "small", "prompt": "Hello", "temperature": 0, "max_tokens": 12}
+    text = httpx.post(f"{url}/v1/completions", json=body, timeout=300).json()["choices"][0]["text"]
+    for rank in reversed(ranks):
+        os.kill(rank.pid or 0, signal.SIGTERM)
+    wait(ranks, 300)
+    ids = tokenizer("Hello", return_tensors="pt")
+    expected = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert text == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_a_model_of_several_processes_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match="device='tp' needs several processes, started by torchrun"):
+        load_model("some/model", device="tp")

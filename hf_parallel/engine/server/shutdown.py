@@ -11,6 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from hf_parallel.engine import Engine
+from hf_parallel.models.ranks import num_ranks
 
 ANSWER_SECONDS = 10  # time in which clients can read the errors of requests that were cancelled
 IDLE_SECONDS = 75  # of a connection. Clients close theirs sooner (httpx after 5 s): else a request meets the close
@@ -36,6 +37,10 @@ class DrainingServer(uvicorn.Server):
             threading.Thread(target=self._cancel).start()
         else:
             super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to end: also if the engine has stopped, for whose end other processes wait."""
+        return await super().on_tick(counter) or (self._engine.error is not None and num_ranks(self._engine.model) > 1)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Accept no more connections, and wait for the running requests."""
