@@ -9,7 +9,7 @@ import time
 import torch
 
 import hf_parallel
-from hf_parallel.generation.presets import SAMPLING
+from hf_parallel.generation.presets import PRESETS
 from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import load_model
 
@@ -65,7 +65,7 @@ def show_workers(model, tokenizer, options):
     print(f"Task: {options.task}\n")
     inputs = {name: tensor.to(model.device) for name, tensor in prompt.items()}
     passes = options.max_new_tokens or (24 if options.quick else 128)
-    settings = {**SAMPLING, "max_new_tokens": passes, "return_dict_in_generate": True}
+    settings = {**PRESETS["hogwild"]["embedded"].generation, "max_new_tokens": passes, "return_dict_in_generate": True}
     streamer = hf_parallel.ConsoleStreamer(tokenizer)
     output = model.generate(**inputs, **settings, parallel_config=config, tokenizer=tokenizer, streamer=streamer)
     moved, stats = sum(step.forward_pass is not None for step in output.history[0]), output.stats
@@ -99,7 +99,12 @@ def show_shared_prefix(model, tokenizer, seed, length, rows, new):
     same = torch.equal(plain, shared)
     print(f"\nsame tokens: {'yes' if same else 'NO'} (compared just now: {rows} x {new})\n")
     print(f"Sampled, {SHOWN} of {rows} completions:")
-    sampling = {**SAMPLING, "seed": seed, "max_new_tokens": new, "generation_mode": mode}
+    sampling = {
+        **PRESETS["hogwild"]["embedded"].generation,
+        "seed": seed,
+        "max_new_tokens": new,
+        "generation_mode": mode,
+    }
     for row in model.generate(ids, num_return_sequences=rows, **sampling)[:SHOWN, length:]:
         print(f"- {' '.join(tokenizer.decode(row, skip_special_tokens=True).split())}")
 

@@ -136,13 +136,11 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         if not isinstance(prompt_text, str | Chat):
             raise _invalid_inputs(prompt_text)
         config = parallel_config if prompt_helper else None
-        rules = None if config is None else config.prompt.rules()
-        if rules is None and isinstance(prompt_text, str):
+        prompt = None if config is None else config.prompt
+        if (prompt is None or prompt.rules() is None) and isinstance(prompt_text, str):
             check_unused_template_kwargs(chat_template_kwargs, NOT_RENDERED)
             return super().preprocess(prompt_text, **kwargs)
-        task: Any = (
-            config.prompt.task_text(prompt_text) if config is not None and isinstance(prompt_text, str) else None
-        )
+        task: Any = prompt_text
         template: dict[str, object] = {}
         if isinstance(prompt_text, Chat):
             task = prompt_text.messages
@@ -153,8 +151,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
             template |= {name: value for name, value in given.items() if name not in _OF_TOKENIZER}
             kwargs["tokenizer_encode_kwargs"] = {name: given[name] for name in given.keys() & _OF_TOKENIZER}
             kwargs["add_special_tokens"] = False  # the template contains them
-        thinking = None if config is None else config.prompt.thinking
-        text = render_prompt(rules or "", task, self.tokenizer, thinking, chat_template_kwargs, **template)
+        text = render_prompt(prompt, task, self.tokenizer, chat_template_kwargs, **template)
         inputs = super().preprocess(text, **kwargs)
         inputs["prompt_text"] = prompt_text
         return inputs

@@ -146,6 +146,21 @@ def test_the_rendered_end_of_a_chat_decides_whether_thinking_is_open(place: Any,
             assert text.count(system) == 1
 
 
+@pytest.mark.parametrize("place", OF_CHATS)
+def test_rules_follow_the_task_of_a_chat_if_the_paper_of_the_mode_has_them_there(
+    place: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.tokenizer.chat_template = TEMPLATES["other"]
+    monkeypatch.setitem(SETTINGS, "pdos", {"preset": "paper", "format_prompt": "Use {branch_marker}."})
+    rules = "Use ####."
+    talk = [{"role": "user", "content": "First."}, {"role": "assistant", "content": "Yes."}, *chat("")[1:]]
+    text = place(engine, talk, "pdos", None)
+    assert f"<user>First.<assistant>Yes.<user>{TASK}\n\n{rules}<assistant>" in text
+    if place is of_builder:
+        engine.tokenizer.chat_template = None
+        assert place(engine, TASK, "pdos", None) == f"{TASK}\n\n{rules}\n\n"
+
+
 def test_prompts_of_sessions_sweeps_and_drafts_receive_the_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,8 +22,9 @@ SET_OPTIONS = {
     "max_new_tokens": "maximum number of new tokens of each row (256)",
     "num_return_sequences": "answers per prompt (1)",
     "temperature": "sampling temperature",
+    "preset": "named defaults of the mode: paper, for the prompts and settings of its paper",
 }
-"""Settings of `generate` with an option, short for `--set NAME=VALUE`, and their help."""
+"""Settings with an option, short for `--set NAME=VALUE`, and their help."""
 _CONSTANTS = {"True": True, "False": False, "None": None}
 
 

@@ -91,6 +91,8 @@ class ModePrompt(Generic[ConfigT]):
     True opens `<think>` if the chat template knows it, but the prompt ends neither with it nor with `</think>`. False
     sets the template's variable `enable_thinking` to False by default. None leaves both to the template.
     """
+    rules_last: bool = False
+    """Whether the rules are appended to the last message of the user, not to the system message."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
@@ -132,7 +134,7 @@ class ModeTraits:
     needs_logits_cache: bool = False
     """Whether a call without `logits_cache` raises."""
     presets: Mapping[str, Preset] = field(default_factory=dict)
-    """Defaults for single models, by the name with which a model is marked; see `preset_of`."""
+    """Values of the setting `preset`: defaults of a paper, or for a model that is marked with the name."""
     dialect: Callable[[Any], AnyDialect] | None = None
     """The format of the text of a config of the mode, as training data. None: the mode writes no annotated text."""
     example_arguments: Mapping[str, str] = field(default_factory=dict)
@@ -167,6 +169,9 @@ class ParallelConfig(Settings, Generic[OutputT]):
         "int8" or "fp8": dtype of keys and values that no row writes any more, such as those of prompts. They take about
         a half of the bytes of half precision; tokens can differ (docs/costs.md). Default: the model's dtype. A cache,
         and an engine, has one for all its calls.
+    preset : str, optional
+        Name of defaults for the other settings and for those of `generate`, such as "paper" for the prompts and
+        settings of the mode's paper (docs/modes/index.md). Default: the preset with which the model is marked, if any.
     """
 
     mode: ClassVar[str] = ""
@@ -176,6 +181,7 @@ class ParallelConfig(Settings, Generic[OutputT]):
     cuda_graph: bool = True
     compile: bool | None = None
     cache_dtype: str | None = field(default=None, metadata=NOT_REMOTE)
+    preset: str | None = None
     is_implicit: bool = field(default=False, init=False, repr=False, compare=False)
     """Whether the caller has named no mode, as in a plain request of an engine. Errors do not name it then."""
 
@@ -266,7 +272,25 @@ class ParallelConfig(Settings, Generic[OutputT]):
             MODES[cls.mode] = cls
 
     def __post_init__(self) -> None:
+        for name, value in self.chosen_preset.settings.items():
+            if name not in self._given:
+                setattr(self, name, value)
         self.validate()
+
+    def defaults(self) -> Self:
+        """See `Settings.defaults`."""
+        return type(self)(preset=self.preset)
+
+    @property
+    def chosen_preset(self) -> Preset:
+        """The preset that is named by the setting; raises `ValueError` if the mode has none of this name."""
+        presets = self.traits.presets
+        if self.preset is not None and self.preset not in [*presets]:
+            owners = [mode for mode, cls in MODES.items() if self.preset in [*cls.traits.presets]]
+            hint = f"; {', '.join(owners)} have it" if owners else ""
+            allowed = " or ".join(map(repr, [*presets, None]))
+            raise ValueError(f"preset must be {allowed} for {self.mode!r}, got {self.preset!r}{hint}")
+        return Preset() if self.preset is None else presets[self.preset]
 
     @property
     def rows(self) -> ModeRows:

@@ -33,7 +33,7 @@ from hf_parallel.generation.call import GenerationCall, make_call, vocabulary_si
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
 from hf_parallel.generation.enabled import BUSY, Claim, Enabled, preparation
 from hf_parallel.generation.image_prompts import take_images
-from hf_parallel.generation.presets import add_preset, preset_of
+from hf_parallel.generation.presets import add_preset, marked_preset
 from hf_parallel.generation.progress import Progress
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
@@ -74,7 +74,7 @@ class ParallelGenerationMixin:
                 `generation_config.generation_mode`, or plain generation.
             parallel_config : ParallelConfig or dict, optional
                 The mode's settings in one object. Precedence: keyword arguments, `parallel_config`,
-                `generation_config.parallel_config`, the model's preset.
+                `generation_config.parallel_config`, the setting `preset`.
             progress : bool
                 Whether a mode shows a tqdm bar: passes, active rows and tokens. Default: False.
 
@@ -131,7 +131,9 @@ class ParallelGenerationMixin:
         """Complete and check the arguments of a call."""
         if kwargs.get("tokenizer") is None and self._parallel.tokenizer is not None:
             kwargs["tokenizer"] = self._parallel.tokenizer
-        add_preset(config.mode, self.generation_config, kwargs)  # type: ignore[attr-defined]
+        own: GenerationConfig = self.generation_config  # type: ignore[attr-defined]
+        is_named = config.preset != marked_preset(config.mode, own).get("preset")
+        add_preset(config.chosen_preset, None if is_named else own, kwargs)
         arguments.check_keeps_states(config, self, self._parallel.capabilities)
         config.prepare(kwargs)
         self._check_arguments(config, kwargs)
@@ -287,8 +289,7 @@ def take_parallel_config(own: GenerationConfig, kwargs: Arguments) -> ParallelCo
         return None
     settings = {name: kwargs.pop(name) for name in _fields(mode) if name in kwargs}
     saved = [_stored_settings(s, mode) for s in stored if getattr(s, "generation_mode", mode) in (mode, None)]
-    of_preset = preset_of(mode, own).settings
-    return make_config(mode, settings, config, *(source for pair in saved for source in pair), of_preset)
+    return make_config(mode, settings, config, *(one for pair in saved for one in pair), marked_preset(mode, own))
 
 
 def _fields(mode: object) -> Sequence[str]:

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import is_valid_message
 
 from hf_parallel.detokenizer import check_tokenizer
-from hf_parallel.generation.config import ParallelConfig, check_setting_names
-from hf_parallel.generation.presets import preset_of
+from hf_parallel.generation.config import ModePrompt, ParallelConfig, check_setting_names
+from hf_parallel.generation.presets import marked_preset
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_text
@@ -72,7 +72,7 @@ def build_prompt(
         raise ValueError(f"pass a {cls.__name__} or its settings, got config={config!r} and {sorted(settings)}")
     check_setting_names(cls, settings)
     config = cls(**settings) if config is None else config
-    config = type(config)(**{**preset_of(config.mode, tokenizer).settings, **config.given()})
+    config = type(config)(**{**marked_preset(config.mode, tokenizer), **config.given()})
     return encode_task(config, task, tokenizer, chat_template_kwargs)
 
 
@@ -83,12 +83,8 @@ def encode_task(
     chat_template_kwargs: Mapping[str, object] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Encode a task with the instructions of a mode (None: without any); returns what `build_prompt` returns."""
-    if config is None:
-        return _encode(render_prompt("", task, tokenizer, None, chat_template_kwargs), tokenizer)
-    prompt = config.prompt
-    task = prompt.task_text(task) if isinstance(task, str) else task
-    text = render_prompt(prompt.rules() or "", task, tokenizer, prompt.thinking, chat_template_kwargs)
-    return _encode(text, tokenizer)
+    prompt = None if config is None else config.prompt
+    return _encode(render_prompt(prompt, task, tokenizer, chat_template_kwargs), tokenizer)
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
@@ -105,23 +101,26 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Te
 
 
 def render_prompt(
-    rules: str,
+    prompt: ModePrompt | None,
     task: str | Chat,
     tokenizer: Any,
-    thinking: bool | None = None,
     chat_template_kwargs: Mapping[str, object] | None = None,
     **template: Any,
 ) -> str:
     """Return the text of a prompt, see `build_prompt`. `template` are arguments of `apply_chat_template`.
 
-    `thinking` is the mode's, see `ModePrompt`. `continue_final_message` defaults to whether the last message
-    is the assistant's.
+    `prompt` is the mode's (None: without a mode). `continue_final_message` defaults to whether the last message is the
+    assistant's.
     """
+    rules, thinking = (None, None) if prompt is None else (prompt.rules(), prompt.thinking)
+    if prompt is not None and isinstance(task, str):
+        task = prompt.task_text(task)
     given = check_template_kwargs(chat_template_kwargs)
     if isinstance(task, str):
         if not getattr(tokenizer, "chat_template", None):
             check_unused_template_kwargs(given, "the tokenizer has no chat template")
-            return f"{rules}\n\n{task}\n\n" if rules else f"{task}\n\n"
+            parts = (task, rules) if prompt is not None and prompt.rules_last else (rules, task)
+            return "".join(f"{part}\n\n" for part in parts if part)
         task = [{"role": "user", "content": task}]
     source = str(getattr(tokenizer, "chat_template", None))
     continued = template.pop("continue_final_message", None)
@@ -130,11 +129,12 @@ def render_prompt(
     defaults = {ENABLE_THINKING: False} if thinking is False and ENABLE_THINKING in source else {}
     template = {**defaults, **template, **given}
     template |= {"continue_final_message": True} if continued else {"add_generation_prompt": True}
-    chat = with_rules(rules, task, "system")
+    is_last = prompt is not None and prompt.rules_last
+    chat = with_rules(rules, task, "user" if is_last else "system", is_last)
     try:
         text = apply_template(chat, tokenizer, **template)
     except ValueError:
-        if not rules:
+        if not rules or is_last:
             raise
         text = apply_template(with_rules(rules, task, "user"), tokenizer, **template)  # it has no system message
     opens = thinking and THINK in source and not continued and not text.rstrip().endswith((THINK, END_THINK))
@@ -178,19 +178,21 @@ def check_task(task: object, tokenizer: PreTrainedTokenizerBase) -> None:
     check_tokenizer(tokenizer)
 
 
-def with_rules(rules: str, chat: Chat, role: str) -> Chat:
-    """Prepend rules to the first message of a role, or insert such a message if there is none."""
+def with_rules(rules: str | None, chat: Chat, role: str, is_last: bool = False) -> Chat:
+    """Prepend rules to the first message of a role, or insert one; `is_last`: append them to the last one."""
     if not rules:
         return chat
-    index = next((i for i, message in enumerate(chat) if message["role"] == role), None)
+    found = [i for i, message in enumerate(chat) if message["role"] == role]
+    index = found[-1 if is_last else 0] if found else None
     part = {"type": "text", "text": rules}
     if index is None:
         return [{"role": role, "content": rules if isinstance(chat[0]["content"], str) else [part]}, *chat]
     content = chat[index]["content"]
     if isinstance(content, str):
-        content = f"{rules}\n\n{content}"
+        content = f"{content}\n\n{rules}" if is_last else f"{rules}\n\n{content}"
     elif isinstance(content, list):
-        content = [{**part, "text": f"{rules}\n\n"}, *content]
+        rule = {**part, "text": f"\n\n{rules}" if is_last else f"{rules}\n\n"}
+        content = [*content, rule] if is_last else [rule, *content]
     else:
         raise ValueError(f"the {role} message must hold a string or a list of parts for the rules, got {content!r}")
     return [*chat[:index], {**chat[index], "content": content}, *chat[index + 1 :]]

@@ -46,9 +46,13 @@ class Settings:
         """Return the names of the settings that a server does not accept, including settings that are never saved."""
         return {f.name for f in dataclasses.fields(cls) if not f.metadata.get("remote", True)}
 
+    def defaults(self) -> Self:
+        """Return an object with the default of each setting that was not given."""
+        return type(self)()
+
     def given(self) -> Arguments:
         """Return the settings that were given or differ from the defaults."""
-        defaults = type(self)()
+        defaults = self.defaults()
         pairs = ((name, getattr(self, name)) for name in self.fields())
         return {name: v for name, v in pairs if name in self._given or v != getattr(defaults, name)}
 

@@ -117,6 +117,52 @@ def test_every_source_overrides_the_preset(echo: type[ParallelConfig], marked: A
     assert torch.equal(marked.generate(IDS, **arguments), repeated(2).flip(1))
 
 
+PAPERS = [mode for mode in BUILT_IN if "paper" in MODES[mode].traits.presets]
+
+
+@pytest.mark.parametrize("mode", PAPERS)
+def test_a_named_preset_is_stored_by_its_name_and_given_settings_override_it(mode: str, tmp_path: Path) -> None:
+    values = MODES[mode].traits.presets["paper"].settings
+    config = MODES[mode](preset="paper")
+    assert values
+    assert {name: getattr(config, name) for name in values} == values
+    config.save_pretrained(tmp_path)
+    loaded = ParallelConfig.from_pretrained(tmp_path)
+    assert loaded == config
+    assert loaded.to_dict() == {"preset": "paper"}
+    for name in values:
+        default = getattr(MODES[mode](), name)
+        for given in (MODES[mode](**{name: default}), {name: default}):
+            changed = make_config(mode, {"preset": "paper"}, given)
+            assert getattr(changed, name) == default
+            assert {other: getattr(changed, other) for other in values if other != name} == {
+                other: value for other, value in values.items() if other != name
+            }
+
+
+def test_a_named_preset_replaces_that_of_the_model_and_an_unknown_one_raises(
+    echo: type[ParallelConfig], marked: Any
+) -> None:
+    """The named one also overrides how the model's generation config samples, which that of the model does not."""
+    presets = {**echo.traits.presets, "paper": Preset({"times": 3}, {"do_sample": False, "max_new_tokens": 6})}
+    echo.traits = ModeTraits(presets=presets)
+    marked.generation_config.do_sample = True
+    seen: list[Any] = []
+    run = echo.make_run
+    echo.make_run = lambda self, call: (seen.append(call.generation_config.do_sample), run(self, call))[1]  # type: ignore[method-assign]
+    arguments: dict[str, Any] = {"generation_mode": "echo", "max_new_tokens": 4}
+    assert torch.equal(marked.generate(IDS, **arguments, preset="paper"), repeated(3))
+    assert torch.equal(marked.generate(IDS, **arguments, preset="paper", do_sample=True, times=4), repeated(4))
+    assert torch.equal(marked.generate(IDS, **arguments, preset=None), repeated(2))
+    assert torch.equal(marked.generate(IDS, **arguments), repeated(5).flip(1))
+    assert seen == [False, True, True, True]
+    for name in ("papers", ["paper"]):
+        with pytest.raises(ValueError, match=r"preset must be 'small' or 'paper' or None for 'echo', got"):
+            marked.generate(IDS, **arguments, preset=name)
+    with pytest.raises(ValueError, match="preset must be None for 'shared_prefix', got 'paper'; .*hogwild"):
+        marked.generate(IDS, generation_mode="shared_prefix", preset="paper")
+
+
 def test_a_copied_a_saved_and_an_exported_model_keep_their_preset(
     echo: type[ParallelConfig], marked: Any, tmp_path: Path
 ) -> None:
@@ -162,7 +208,7 @@ def test_padding_on_the_right_is_moved_to_the_left(model: Any, both_sides: bool)
 @pytest.mark.parametrize("mode", BUILT_IN)
 def test_every_setting_has_a_value_other_than_its_default(mode: str) -> None:
     settings, defaults = every_setting(mode), MODES[mode]()
-    assert set(settings) == set(MODES[mode].fields()) - set(MODES[mode].not_stored()) - {"step_move"}
+    assert set(settings) == set(MODES[mode].fields()) - set(MODES[mode].not_stored()) - {"step_move", "preset"}
     assert all(getattr(defaults, name) != value for name, value in settings.items())
 
 

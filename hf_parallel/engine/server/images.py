@@ -43,7 +43,7 @@ def encode_chat(processor: Any, config: ParallelConfig, chat: Chat, template: An
         return [part if "text" in part else {"type": "image"} for part in content]
 
     chat = [{**message, "content": parts(message["content"])} for message in chat]
-    text = render_prompt(config.prompt.rules() or "", chat, processor, config.prompt.thinking, template)
+    text = render_prompt(config.prompt, chat, processor, template)
     begin = processor.tokenizer.bos_token
     settings = {"add_special_tokens": False} if begin and text.startswith(begin) else {}  # as apply_chat_template
     try:

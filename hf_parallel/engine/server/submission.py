@@ -27,7 +27,6 @@ from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.log_probs import TopLogProbs
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import SharedPrefixConfig
-from hf_parallel.generation.presets import preset_of
 from hf_parallel.generation.processors import OccurrencePenalty, ThinkingBudget
 from hf_parallel.generation.prompts import ENABLE_THINKING, Chat
 from hf_parallel.generation.registry import MODES
@@ -197,7 +196,7 @@ class Translator:
         if limited not in ("", *given) and 0 < excess < getattr(config, limited):
             config = replace(config, **{limited: getattr(config, limited) - excess})
         known = {key for key, value in vars(model_config).items() if value is not None}
-        known |= set(preset_of(config.mode, model_config).generation)
+        known |= set(config.chosen_preset.generation)
         sampling = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         if body.temperature is not None:
             sampling["do_sample"] = body.temperature >= GREEDY_BELOW

@@ -30,14 +30,11 @@ from hf_parallel.generation.modes.stages import (
     check_vocabulary,
 )
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
-from hf_parallel.generation.presets import Preset
+from hf_parallel.generation.presets import PRESETS
 from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.settings import NOT_REMOTE, Arguments
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text
 from hf_parallel.transcript.sections import TranscriptStyle
-
-_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
-"""For a small model. A repetition penalty would make the question's numbers unlikely in the answer."""
 
 
 class SelfConsistencyRows(ModeRows["SelfConsistencyConfig"]):
@@ -95,7 +92,7 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
         keeps_states=True,
         streams_text=True,
         streams_tokens="at_end",
-        presets={"embedded": Preset(generation=_SAMPLING)},
+        presets=PRESETS["self_consistency"],
         example_arguments={"do_sample": "True"},
     )
 

@@ -26,6 +26,7 @@ from hf_parallel.generation.modes.stages import (
     check_vocabulary,
 )
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
+from hf_parallel.generation.presets import PRESETS
 from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.rng import RowRNG, make_rngs
 from hf_parallel.generation.settings import NOT_REMOTE, Arguments
@@ -99,7 +100,13 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
     """
 
     mode: ClassVar[str] = "skeleton_of_thought"
-    traits = ModeTraits(rows=SkeletonRows, keeps_states=True, streams_text=True, streams_tokens="at_end")
+    traits = ModeTraits(
+        rows=SkeletonRows,
+        keeps_states=True,
+        streams_text=True,
+        streams_tokens="at_end",
+        presets=PRESETS["skeleton_of_thought"],
+    )
 
     outline_prompt: str = (
         "\n\nThe answer has several parts. Here is a list of their names, one short name in each line, without any "

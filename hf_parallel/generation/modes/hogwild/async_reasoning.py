@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig
-from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_THINKER
+from hf_parallel.generation.presets import PRESETS
 from hf_parallel.generation.prompts import END_THINK
 from hf_parallel.generation.settings import NOT_REMOTE
 
@@ -24,7 +24,7 @@ class AsyncReasoningConfig(HogwildConfig):
     """
 
     mode: ClassVar[str] = "async_reasoning"
-    traits = replace(HogwildConfig.traits, presets={"embedded": EMBEDDED_THINKER})
+    traits = replace(HogwildConfig.traits, presets=PRESETS["async_reasoning"])
 
     worker_names: Sequence[str] | None = ("Thinker", "Writer")
     history_header: str = ""

@@ -12,9 +12,9 @@ from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ModePrompt, ModeRows, ModeTraits, RowPlace
 from hf_parallel.generation.modes.hogwild.output import COMMON
-from hf_parallel.generation.modes.hogwild.presets import EMBEDDED_PRESET
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
+from hf_parallel.generation.presets import PRESETS
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.models.rotary import max_positions
@@ -136,7 +136,7 @@ class HogwildConfig(HogwildSettings):
         streams_text=True,
         merges_rows=True,
         rows_field="workers",
-        presets={"embedded": EMBEDDED_PRESET},
+        presets=PRESETS["hogwild"],
     )
 
     def max_kv_tokens(self, call: GenerationCall) -> int:

@@ -29,6 +29,7 @@ from hf_parallel.generation.modes.branches.token_text import (
 from hf_parallel.generation.modes.pdos.format_processor import get_block_mask
 from hf_parallel.generation.modes.pdos.output import Branch, ParallelBlock, PDOSOutput
 from hf_parallel.generation.modes.pdos.parser import BROKEN, DONE, OUTSIDE, BlockFormat, SkeletonParser
+from hf_parallel.generation.presets import PRESETS
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.validation import (
     check_bool,
@@ -54,6 +55,11 @@ class PDOSPrompt(ModePrompt["PDOSConfig"]):
 
     thinking = False
 
+    @property
+    def rules_last(self) -> bool:  # type: ignore[override]
+        """See `ModePrompt`."""
+        return self.config.hint_last
+
     def rules(self) -> str:
         """Return the `format_prompt` with the markers; empty without `parallel_hint`."""
         config = self.config
@@ -78,6 +84,8 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
     parallel_hint : bool
         Whether `pdos_prompt` asks for blocks, and logits processors force the format once a block has opened. If False,
         nothing is forced, and `generate` returns the same answer unless it contains a well-formed block.
+    hint_last : bool
+        Whether `pdos_prompt` appends the `format_prompt` to the task, as in the paper, or to the system message.
     fill_in : bool
         Whether forced text (ellipses followed by a `branch_separator`, branch markers, the terminator) is appended at
         once as soon as it is determined, instead of being generated.
@@ -109,10 +117,12 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
         streams_text=True,
         streams_tokens="when_final",
         dialect=lambda config: config.format,
+        presets=PRESETS["pdos"],
     )
 
     join: str = "reencode"
     parallel_hint: bool = True
+    hint_last: bool = False
     fill_in: bool = True
     max_blocks: int | None = None
     branch_max_new_tokens: int | None = None
@@ -121,11 +131,15 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
     titles: Sequence[str] = ()
     format_prompt: str = FORMAT_PROMPT
 
+    def __post_init__(self) -> None:
+        BranchSettings.__post_init__(self)  # that of `BlockFormat` knows no preset
+
     def validate(self) -> None:
         BranchSettings.validate(self)
         BlockFormat.validate(self)
         check_choice("join", self.join, ("reencode", "rotate"))
         check_bool("parallel_hint", self.parallel_hint)
+        check_bool("hint_last", self.hint_last)
         check_bool("fill_in", self.fill_in)
         for name in ("max_blocks", "branch_max_new_tokens"):
             if getattr(self, name) is not None:

@@ -38,6 +38,7 @@ EVERY_SETTING: dict[str, Any] = {
     "max_title_tokens": 11,
     "join": "rotate",
     "parallel_hint": False,
+    "hint_last": True,
     "fill_in": False,
     "max_blocks": 2,
     "branch_max_new_tokens": 12,
