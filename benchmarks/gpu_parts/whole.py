@@ -57,6 +57,7 @@ class ModelStage:
     hogwild_prefixes: tuple[int, ...] = (4096, 16384)
     branches: tuple[int, ...] = (10, 4)
     unshared: tuple[tuple[int, int], ...] = ((128, 1024), (32, 4096), (16, 16384), (32, 16384))
+    more_rows: tuple[int, ...] = (4096, 2048)  # as in Hydragen's tables, after all others
     steps: int = 48
 
     def cases(self, bench: Bench) -> Iterator[Case]:
@@ -84,6 +85,7 @@ class ModelStage:
             *itertools.product([first], targets + baselines[:1] + compared + others + baselines[1:]),
             *itertools.product(rest, targets),
             *itertools.product(rest, others),
+            *itertools.product([first], [*itertools.product(ours, self.more_rows, self.prefixes)]),
             *itertools.product([first], slowest),
         ]
         for name, (way, rows, prefix) in dict.fromkeys(order):
