@@ -106,11 +106,6 @@ class CachedDistribution:
         """Write the probabilities into `out`, zeros `[vocabulary]`."""
         out[self.ids.to(out.device, torch.int64)] = self.probs.to(out.device)
 
-    def prob(self, token: int) -> float:
-        """Return the probability of a token."""
-        index = int(torch.searchsorted(self.ids, token))
-        return float(self.probs[index]) if index < len(self.ids) and int(self.ids[index]) == token else 0.0
-
 
 @dataclass(eq=False)
 class TrieNode:

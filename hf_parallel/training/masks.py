@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PretrainedConfig
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_recurrent_attention_mask
 
@@ -22,8 +22,6 @@ SUPPORTED = ("sdpa", "eager", "flex_attention", IMPLEMENTATION)
 Mask: TypeAlias = torch.Tensor | BlockMask
 _WITHOUT_MASK = ("mlp", "moe")
 """Types of layers that mix no tokens."""
-TILE = 128
-"""Queries and keys of a tile of a `BlockMask`."""
 
 
 def stock_mask(
@@ -51,8 +49,8 @@ def stock_mask(
     Returns
     -------
     torch.Tensor, BlockMask, or a dict of them by type of layer
-        `[B, 1, T, T]`: boolean for `sdpa`; additive, of `dtype`, for `eager`. A `BlockMask` for `flex_attention`, whose
-        memory is O(tokens). A dict if the model has layers with and without a sliding window.
+        `[B, 1, T, T]`: boolean for `sdpa`; additive, of `dtype`, for `eager`. A `BlockMask` for `flex_attention`. A
+        dict if the model has layers with and without a sliding window.
 
     Raises
     ------
@@ -84,14 +82,13 @@ def make_masks(
     check_positions(1 + max(int(example.position_ids.max()) for example in batch), config)
     masks: dict[str, Mask] = {}
     for kind, window in windows(config).items():
-        if implementation == "flex_attention":
-            masks[kind] = block_mask(views, (length, length), window, device, _slots(views, length))
-            continue
         seen = torch.from_numpy(_dense_masks(views, length, window))[:, None].to(device)
-        if implementation == "eager":
-            added = torch.zeros(seen.shape, dtype=dtype, device=device)
-            seen = added.masked_fill(~seen, torch.finfo(dtype).min)
         masks[kind] = seen
+        if implementation == "flex_attention":
+            masks[kind] = create_block_mask(_reads(seen), len(batch), None, length, length, device)
+        elif implementation == "eager":
+            added = torch.zeros(seen.shape, dtype=dtype, device=device)
+            masks[kind] = added.masked_fill(~seen, torch.finfo(dtype).min)
     return masks | {kind: masks[own] for kind, of in _hybrids(config).items() for own in of if own in masks}
 
 
@@ -106,6 +103,10 @@ def _stock_view(example: ParallelExample) -> LayoutView:
             f"attn_implementation={IMPLEMENTATION!r}"
         )
     return view
+
+
+def _reads(mask: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda b, h, q, k: mask[b, 0, q, k]
 
 
 def _dense_masks(views: Sequence[LayoutView], length: int, window: int | None) -> np.ndarray:
@@ -168,107 +169,35 @@ def _has_state(kind: str) -> bool:
     return LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(kind) is create_recurrent_attention_mask
 
 
-def _slots(views: Sequence[LayoutView], length: int) -> np.ndarray:
-    """Return the indices of each token among the keys of its view, `int64 [B, T, D]`, -1: fewer than `D`."""
-    found = []
-    for view in views:
-        order = np.argsort(view.keys, kind="stable")
-        tokens = view.keys[order]
-        found.append((tokens, np.arange(len(order)) - np.searchsorted(tokens, tokens), order))
-    slots = np.full((len(views), length, 1 + max(copies.max() for _, copies, _ in found)), -1)
-    for row, (tokens, copies, order) in zip(slots, found, strict=True):
-        row[tokens, copies] = order
-    return slots
-
-
 def block_mask(
-    views: Sequence[LayoutView | None],
-    shape: tuple[int, int],
-    window: int | None,
-    device: torch.device | str,
-    slots: np.ndarray | None = None,
+    views: Sequence[LayoutView | None], shape: tuple[int, int], window: int | None, device: torch.device | str
 ) -> BlockMask:
     """Return the mask of one view of each example of a batch for flex attention, from its intervals of keys.
 
-    `shape`: numbers of queries and of keys, padded. `slots`, int64 `[B, T, D]`: keys are tokens in the order of the
-    example, and these their places among the view's keys.
+    `shape`: numbers of queries and of keys, padded.
     """
     rows, width = len(views), max((view.begins.shape[1] for view in views if view is not None), default=1)
-    num_keys = max([shape[1], *(len(view.keys) for view in views if view is not None)])
     begins, ends = np.zeros((2, rows, shape[0], width), np.int64)
-    query_positions, key_positions = np.zeros((rows, shape[0]), np.int64), np.zeros((rows, num_keys), np.int64)
+    query_positions, key_positions = np.zeros((rows, shape[0]), np.int64), np.zeros((rows, shape[1]), np.int64)
     for row, view in enumerate(views):
         if view is not None:
             q, g = view.begins.shape
             begins[row, :q, :g], ends[row, :q, :g] = view.begins, view.ends
             query_positions[row, :q], key_positions[row, : len(view.keys)] = view.query_positions, view.key_positions
-    touched, full = _tiles(begins, ends, num_keys)
-    if window is not None or slots is not None:
-        touched, full = touched | full, np.zeros_like(full)
-    if window is not None:
-        oldest = np.minimum.reduceat(query_positions, range(0, shape[0], TILE), axis=1)
-        newest = np.maximum.reduceat(key_positions, range(0, num_keys, TILE), axis=1)
-        touched &= oldest[:, :, None] - newest[:, None] < window
-    if slots is not None:
-        example, token, copy = np.nonzero(slots >= 0)
-        of_tokens = np.zeros((rows, touched.shape[2], -(-shape[1] // TILE)), bool)
-        of_tokens[example, slots[example, token, copy] // TILE, token // TILE] = True
-        touched, full = touched @ of_tokens, full @ of_tokens
-    tables = [torch.from_numpy(table).to(device) for table in (begins, ends, query_positions, key_positions)]
-    own = None if slots is None else torch.from_numpy(slots).to(device)
-    return BlockMask.from_kv_blocks(
-        *_ordered(touched, device),
-        *_ordered(full, device),
-        BLOCK_SIZE=TILE,
-        mask_mod=_mask_mod(window, own, *tables),
-        seq_lengths=shape,
-    )
+    tables = (begins, ends, query_positions, key_positions)
+    return _make_block_mask(window, [torch.from_numpy(table).to(device) for table in tables])
 
 
-def _mask_mod(
-    window: int | None, slots: torch.Tensor | None, *tables: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+def _make_block_mask(window: int | None, tables: Sequence[torch.Tensor]) -> BlockMask:
     begins, ends, query_positions, key_positions = tables
 
-    def is_seen(b: torch.Tensor, q: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        seen = (begins[b, q, 0] <= key) & (key < ends[b, q, 0])
+    def is_seen(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        seen = (begins[b, q, 0] <= k) & (k < ends[b, q, 0])
         for g in range(1, begins.shape[2]):
-            seen = seen | ((begins[b, q, g] <= key) & (key < ends[b, q, g]))
+            seen = seen | ((begins[b, q, g] <= k) & (k < ends[b, q, g]))
         if window is not None:
-            seen = seen & (query_positions[b, q] - key_positions[b, key] < window)
+            seen = seen & (query_positions[b, q] - key_positions[b, k] < window)
         return seen
 
-    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        if slots is None:
-            return is_seen(b, q, k)
-        seen = is_seen(b, q, slots[b, k, 0])
-        for copy in range(1, slots.shape[2]):
-            seen = seen | is_seen(b, q, slots[b, k, copy])
-        return seen
-
-    return mask_mod
-
-
-def _tiles(begins: np.ndarray, ends: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tiles have queries that see some keys, and which tiles are seen completely."""
-    # Both `bool [B, ceil(Q / TILE), ceil(K / TILE)]`, disjoint
-    rows, num_queries, width = begins.shape
-    counts = np.zeros((2, rows, -(-num_queries // TILE), -(-num_keys // TILE) + 1), np.int64)
-    row = np.broadcast_to(np.arange(rows)[:, None, None], begins.shape)
-    tile = np.broadcast_to(np.arange(num_queries)[:, None] // TILE, begins.shape)
-    spans = (begins // TILE, -(-ends // TILE)), (-(-begins // TILE), ends // TILE)
-    for count, (first, last) in zip(counts, spans, strict=True):
-        some = (begins < ends) & (first < last)
-        np.add.at(count, (row[some], tile[some], first[some]), 1)
-        np.add.at(count, (row[some], tile[some], last[some]), -1)
-    touched, full = np.cumsum(counts, axis=-1)[..., :-1]
-    queries = np.bincount(np.arange(num_queries) // TILE)
-    is_full = full == queries[:, None]
-    return (touched > 0) & ~is_full, is_full
-
-
-def _ordered(tiles: np.ndarray, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the number of tiles of each row, `int32 [B, 1, M]`, and an order with these first, `[B, 1, M, N]`."""
-    indices = np.argsort(~tiles, axis=-1, kind="stable")
-    numbers = [torch.from_numpy(values.astype(np.int32))[:, None].to(device) for values in (tiles.sum(-1), indices)]
-    return numbers[0], numbers[1].contiguous()
+    rows, num_queries, _ = begins.shape
+    return create_block_mask(is_seen, rows, None, num_queries, key_positions.shape[1], begins.device)

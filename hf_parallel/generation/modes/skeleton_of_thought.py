@@ -1,7 +1,7 @@
 """`generation_mode="skeleton_of_thought"`: an outline, its points in parallel, a conclusion (Ning et al., 2024).
 
 A baseline for modes whose rows see each other: here, points do not see each other, and only the conclusion sees all of
-them. The limit on workers and the conclusion follow Hogwild! Inference, section 4.1.
+them. The conclusion follows Hogwild! Inference, section 4.1.
 """
 
 from __future__ import annotations
@@ -85,8 +85,6 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
         Text that ends a point, unless only whitespace precedes it. Empty: points end as in plain `generate`.
     point_gap : str
         Text between points and before the conclusion. If a point ends with a part of it, only the rest is added.
-    point_workers : int, optional
-        Maximum number of points of a prompt to generate at the same time. Default: all.
     conclusion_prompt : str
         Text that asks for the conclusion or begins it.
     outline_tokens, point_tokens, conclusion_tokens : int, optional
@@ -123,7 +121,6 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
     point_heading: str = "{number}. {point}:"
     point_end: str = "\n"
     point_gap: str = "\n\n"
-    point_workers: int | None = None
     conclusion_prompt: str = "All points taken together:"
     outline_tokens: int | None = None
     point_tokens: int | None = None
@@ -140,7 +137,7 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
             raise ValueError(f"point_pattern must have a group, which is the point, got {self.point_pattern!r}")
         check_int("min_points", self.min_points, at_least=1)
         check_int("max_points", self.max_points, at_least=self.min_points)
-        for name, least in (("point_workers", 1), ("outline_tokens", 1), ("point_tokens", 1), ("conclusion_tokens", 0)):
+        for name, least in (("outline_tokens", 1), ("point_tokens", 1), ("conclusion_tokens", 0)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), at_least=least)
 
@@ -155,7 +152,7 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
 
     @property
     def max_rows_per_prompt(self) -> int:
-        return min(self.max_points, self.point_workers or self.max_points)
+        return self.max_points
 
     def max_states(self, call: GenerationCall) -> int:
         """See `ParallelConfig.max_states`. Outline, points and conclusion are prompts of a row each."""
@@ -229,13 +226,9 @@ class SkeletonRun(StagedRun):
 
     def generate(self) -> Generated:
         """Generate. Return a tensor `int64 [batch, length]` or a `SkeletonOfThoughtOutput`."""
-        answers, outlines, workers = (
-            self.answers,
-            [answer.outline for answer in self.answers],
-            self.config.point_workers,
-        )
+        answers, outlines = self.answers, [answer.outline for answer in self.answers]
         self._run_stage([[outline] for outline in outlines])
-        self._run_stage([answer.point_rows() for answer in answers], workers)
+        self._run_stage([answer.point_rows() for answer in answers])
         self._run_stage([answer.conclusion_rows() for answer in answers])
         lasts = [answer.add_last() for answer in answers]
         fallback = [answer.fallback for answer in answers]
@@ -252,7 +245,7 @@ class SkeletonRun(StagedRun):
         warn_sequential(fallback)
         return output
 
-    def _run_stage(self, groups: Sequence[Sequence[CompletionRow]], max_active: int | None = None) -> None:
+    def _run_stage(self, groups: Sequence[Sequence[CompletionRow]]) -> None:
         """Generate the rows of each answer, which continue the RNG of the answer."""
         if any(groups):
             rngs: list[RowRNG] = []
@@ -260,7 +253,7 @@ class SkeletonRun(StagedRun):
                 if answer.rng is not None:
                     answer.rng.skip()  # so that two stages have different random numbers
                     rngs += answer.rng.fork(len(rows))
-            self.run_stage(groups, max_active=max_active, seed=rngs or None)
+            self.run_stage([row for rows in groups for row in rows], seed=rngs or None)
 
 
 class SkeletonAnswer:

@@ -6,7 +6,6 @@ all stages share prefixes with each other and with earlier completions, in one t
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,6 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from hf_parallel.cache import Segment
 from hf_parallel.cache.tree import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
@@ -31,7 +29,7 @@ from hf_parallel.generation.log_probs import padded_log_probs, spread
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prefill import SUFFIX_CAPACITY, initial_capacity, prefill_leaves, prefix_cache_of
 from hf_parallel.generation.replay.config import ReplayConfig, replaying
-from hf_parallel.generation.rows import PassInputs, Row
+from hf_parallel.generation.rows import Row
 from hf_parallel.generation.token_table import TokenTable
 
 _PROMPT_RELATIVE = (
@@ -70,9 +68,7 @@ class CompletionRow(Row):
         self.tokens: list[int] = []
         self.log_probs: list[float] = []  # of the tokens under the model; known when the stage has ended
         self.truncated = False
-        self.group_index = 0
         self.leaf: Node
-        self.recompute_last = False  # the keys of its pending token are cached: the next pass computes only logits
         self.detokenizer = IncrementalDetokenizer(tokenizer)  # of its text, without an end-of-sequence token
 
     @property
@@ -88,12 +84,6 @@ class CompletionRow(Row):
     def tokens_left(self) -> int:
         return self.max_new_tokens - len(self.tokens)
 
-    def segments(self) -> PassInputs:
-        """Return the tokens of the next pass; see `Row.segments`."""
-        if not self.recompute_last:
-            return super().segments()
-        return [(Segment(self.view[:-1], 1, write=False), self.pending)]
-
 
 class _Stage:
     """Generates the completions of one stage; see `StagedRun.run_stage`."""
@@ -101,19 +91,15 @@ class _Stage:
     def __init__(
         self,
         run: StagedRun,
-        groups: Sequence[Sequence[CompletionRow]],
-        max_active: int | None,
+        rows: Sequence[CompletionRow],
         input_ids: torch.Tensor | None,
         seed: Any,
     ) -> None:
-        self.call, self.cache, self.max_active = run.call, run.cache, max_active
-        self.rows = [row for group in groups for row in group]
-        for index, (number, row) in enumerate((number, row) for number, group in enumerate(groups) for row in group):
-            row.index, row.group_index = index, number
-        longest = max(row.max_new_tokens for row in self.rows)
-        self.capacity = initial_capacity(
-            longest - 1, sum(min(len(group), max_active or len(group)) for group in groups)
-        )
+        self.call, self.cache, self.rows = run.call, run.cache, rows
+        for index, row in enumerate(rows):
+            row.index = index
+        longest = max(row.max_new_tokens for row in rows)
+        self.capacity = initial_capacity(longest - 1, len(rows))
         call, ids = run.call, _left_padded(run.call, self.rows) if input_ids is None else input_ids
         # Each row has its own budget, which MaxLengthCriteria cannot check.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
@@ -121,13 +107,10 @@ class _Stage:
         masked = [0 if input_ids is None else sum(row.gaps.values()) for row in self.rows]  # inside prompts
         padding = torch.tensor([ids.shape[1] - len(r.prompt) - n for r, n in zip(self.rows, masked, strict=True)])
         self.loop = DecodeLoop(_with_padding(call, padding), run.cache, table, criteria, seed, stream=False)
-        self._queues = [deque(group) for group in groups]
 
     def run(self, config: ReplayConfig) -> DecodeLoop:
         with self.loop.running(), replaying(self.loop, config, [with_gaps(row.prompt, row.gaps) for row in self.rows]):
-            active = self.loop.replay(self.rows, self._on_token)
-            self._queues = [deque(row for row in queue if row in active) for queue in self._queues]
-            if active:
+            if active := self.loop.replay(self.rows, self._on_token):
                 self._decode(active)
         if self.loop.replayer is not None:
             output_rows = {row.index: row.output_row for row in self.rows}
@@ -141,28 +124,17 @@ class _Stage:
         """Prefill prompts and replayed tokens of rows, then decode."""
         for row in rows:
             row.leaf = self.cache.insert_prompt(row.sequence, row.gaps)
-        logits = prefill_leaves(self.loop, self.cache, [row.leaf for row in rows])
-        first = self._start_rows(Counter())
-        indices = [index for index, row in enumerate(rows) if row in first]
-        self.loop.decode(first, logits[indices], self._on_token, schedule=self._schedule)
+        leaves = [row.leaf for row in rows]
+        logits = prefill_leaves(self.loop, self.cache, leaves)
+        self.loop.start(rows, leaves, self.capacity)
+        self.loop.decode(rows, logits, self._on_token)
         self.loop.keep(rows)
-
-    def _start_rows(self, num_active: Counter[int]) -> list[CompletionRow]:
-        """Start as many rows of each group as `max_active` allows, given the active ones of each group."""
-        started: list[CompletionRow] = []
-        for index, queue in enumerate(self._queues):
-            free = len(queue) if self.max_active is None else min(self.max_active - num_active[index], len(queue))
-            started += [queue.popleft() for _ in range(free)]
-        self.loop.start(started, [row.leaf for row in started], self.capacity)
-        for row in started:
-            row.pending = row.sequence[-1:].tolist()
-        return started
 
     def _on_token(self, row: CompletionRow, token: int, ended: bool) -> bool:
         if not row.tokens:
             self.call.show(row.output_row, row.prefix, "begin")
         row.tokens.append(token)
-        row.pending, row.recompute_last = [token], False
+        row.pending = [token]
         added = "" if token in self.call.eos_token_ids else row.detokenizer.add([token])
         self.call.show(row.output_row, added, "token")
         ended = ended or (row.is_complete is not None and row.is_complete(row.text))
@@ -172,16 +144,6 @@ class _Stage:
         if ended:
             self.call.show(row.output_row, "", "end")
         return not ended
-
-    def _schedule(self, active: Sequence[CompletionRow]) -> Sequence[CompletionRow]:
-        """Return the rows of the next pass: active ones, and new ones in place of ended ones."""
-        if not any(self._queues):
-            return active
-        started = self._start_rows(Counter(row.group_index for row in active))
-        for row in started:
-            row.recompute_last = True
-        self.loop.stats.prefilled_tokens += len(started)
-        return sorted([*active, *started], key=lambda row: row.index)
 
 
 class StagedRun:
@@ -208,20 +170,18 @@ class StagedRun:
 
     def run_stage(
         self,
-        groups: Sequence[Sequence[CompletionRow]],
-        max_active: int | None = None,
+        rows: Sequence[CompletionRow],
         input_ids: torch.Tensor | None = None,
         seed: Any = None,
     ) -> DecodeLoop:
-        """Generate completions, at least one in all. Return the decode loop, with its table and scores.
+        """Generate completions, at least one. Return the decode loop, with its table and scores.
 
-        At most `max_active` rows of a group (default: all) decode at the same time. When one ends, the next starts.
         Logits processors see `input_ids`, int64 `[rows, length]`, as prompts (default: left-padded prompts of the
         rows). For errors see `Capabilities.check_length`.
         """
-        longest = max(len(row.prompt) + row.max_new_tokens for group in groups for row in group)
+        longest = max(len(row.prompt) + row.max_new_tokens for row in rows)
         self.call.capabilities.check_length(self.call.model, longest)
-        return _Stage(self, groups, max_active, input_ids, seed).run(self._replay_config)
+        return _Stage(self, rows, input_ids, seed).run(self._replay_config)
 
     def output(
         self,

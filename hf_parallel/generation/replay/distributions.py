@@ -95,17 +95,16 @@ class DistributionCache:
         cached = node.distribution if self.enabled else None
         return cached if cached is not None and cached.settings == self._key(length) else None
 
-    def store(self, node: TrieNode, length: int, probs: torch.Tensor) -> CachedDistribution | None:
-        """Store probabilities `[vocabulary]` if memory suffices and return them; None if many are non-zero."""
+    def store(self, node: TrieNode, length: int, probs: torch.Tensor) -> None:
+        """Store probabilities `[vocabulary]` if memory suffices, and only few are non-zero."""
         distribution = CachedDistribution.from_probs(probs, self._key(length)) if self.enabled else None
         if distribution is not None:
             self.cache.store_distribution(node, distribution)
-        return distribution
 
-    def precompute(self, node: TrieNode, logits: CachedLogits, length: int) -> CachedDistribution | None:
-        """Return the distribution as `find`, computing and storing it if needed. Thread-safe."""
-        found = self.find(node, length)
-        return found or self.store(node, length, self.sampler.distribution_ahead(logits.to_dense(), length))
+    def precompute(self, node: TrieNode, logits: CachedLogits, length: int) -> None:
+        """Compute and store the distribution of a node, unless it is stored. Thread-safe."""
+        if self.enabled and self.find(node, length) is None:
+            self.store(node, length, self.sampler.distribution_ahead(logits.to_dense(), length))
 
     def _key(self, length: int) -> str:
         return self._keys[tuple(length >= minimum for minimum in self._min_lengths)]

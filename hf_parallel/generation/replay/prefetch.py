@@ -6,18 +6,15 @@ is not known yet. So only the distributions, and the uncertainty that replay pol
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import torch
 
-from hf_parallel.cache.logits_trie import CachedDistribution, TrieNode
+from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.generation.replay.distributions import DistributionCache
 from hf_parallel.generation.replay.policies import uncertainty_at
 
@@ -26,27 +23,19 @@ _logger = logging.getLogger(__name__)
 
 
 class Prefetcher:
-    """Background thread that visits the trie nodes below a call's prompts, in order of decreasing probability.
-
-    The surprisal of a node is the negative logarithm of the product of its tokens' probabilities.
-    """
+    """Background thread that visits the trie nodes below a call's prompts, level by level, and nodes with new logits."""
 
     def __init__(self, distributions: DistributionCache, uncertainty: bool) -> None:
         self._distributions, self._uncertainty = distributions, uncertainty
-        self._heap: list[tuple[float, int, TrieNode, int]] = []  # surprisal, order, node, length
-        self._order = itertools.count()
-        self._roots: dict[TrieNode, int] = {}
-        self._visited: dict[TrieNode, tuple[float, int, CachedDistribution | None]] = {}  # surprisal, length
-        self._queue: SimpleQueue[TrieNode | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[TrieNode, int] | None] = SimpleQueue()  # nodes, tokens of a row at each
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hf_parallel prefetch", daemon=True)
 
     @contextmanager
     def open(self, roots: dict[TrieNode, int]) -> Iterator[None]:
         """Set the nodes at which `start` begins, with the length of their rows; join the thread on exit."""
-        self._roots = roots
-        for node in roots:
-            self._push(node, 0.0, roots[node])
+        for root in roots.items():
+            self._queue.put(root)
         try:
             yield
         finally:
@@ -60,51 +49,27 @@ class Prefetcher:
         if (self._distributions.enabled or self._uncertainty) and self._thread.ident is None:
             self._thread.start()
 
-    def add(self, node: TrieNode) -> None:
-        """Add a node whose logits are new."""
+    def add(self, node: TrieNode, length: int) -> None:
+        """Add a node whose logits are new, with the number of tokens of its row."""
         if self._thread.is_alive():
-            self._queue.put(node)
+            self._queue.put((node, length))
 
     def _run(self) -> None:
         device = self._distributions.sampler.table.device
         stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+        visited: set[TrieNode] = set()
         try:
             with torch.no_grad(), stream:
-                while not self._closed.is_set() and len(self._visited) < MAX_NODES:
-                    self._dequeue()
-                    if self._heap:
-                        self._visit(*heapq.heappop(self._heap))
+                while len(visited) < MAX_NODES and (found := self._queue.get()) and not self._closed.is_set():
+                    node, length = found
+                    logits = node.logits  # read once, as another thread may evict the node
+                    if node in visited or logits is None:
+                        continue
+                    visited.add(node)
+                    self._distributions.precompute(node, logits, length)
+                    if self._uncertainty:
+                        uncertainty_at(node, logits)
+                    for child in self._distributions.cache.children(node):
+                        self._queue.put((child, length + 1))
         except RuntimeError as error:
             _logger.warning("prefetch has stopped; replays compute their distributions themselves: %s", error)
-
-    def _dequeue(self) -> None:
-        """Process enqueued nodes; block if there is nothing to visit."""
-        try:
-            while (node := self._queue.get(block=not self._heap)) is not None:
-                if node in self._roots:
-                    self._push(node, 0.0, self._roots[node])
-                elif node.parent in self._visited:  # otherwise pushed when the parent is visited
-                    self._push_child(node.parent, node)
-        except Empty:
-            pass
-
-    def _visit(self, surprisal: float, _: int, node: TrieNode, length: int) -> None:
-        logits = node.logits  # read once, as another thread may evict the node
-        if node in self._visited or logits is None:
-            return
-        distribution = self._distributions.precompute(node, logits, length) if self._distributions.enabled else None
-        if self._uncertainty:
-            uncertainty_at(node, logits)
-        self._visited[node] = surprisal, length, distribution
-        for child in self._distributions.cache.children(node):
-            self._push_child(node, child)
-
-    def _push_child(self, parent: TrieNode, child: TrieNode) -> None:
-        surprisal, length, distribution = self._visited[parent]
-        prob = 1.0 if distribution is None else distribution.prob(child.token)
-        if prob:
-            self._push(child, surprisal - math.log(prob), length + 1)
-
-    def _push(self, node: TrieNode, surprisal: float, length: int) -> None:
-        if node.logits is not None and node not in self._visited:
-            heapq.heappush(self._heap, (surprisal, next(self._order), node, length))

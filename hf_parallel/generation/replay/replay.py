@@ -214,7 +214,7 @@ class Replayer:
     def _advance(self, row: int, token: int, drafted: bool) -> None:
         is_cached, path = row in self._cached, self._paths.get(row)
         if self._prefetcher is not None and not is_cached:
-            self._prefetcher.add(self.cursors.node(row))
+            self._prefetcher.add(self.cursors.node(row), self.sampler.table.lengths[row] - 1)
         origin = DRAFTED if drafted else COMPUTED
         if is_cached:
             token_before, draws = (None, False) if path is None else path.step

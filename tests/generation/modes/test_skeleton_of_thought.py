@@ -1,4 +1,4 @@
-"""Skeleton-of-Thought: outlines, points side by side or in turn, conclusions, and answers without an outline."""
+"""Skeleton-of-Thought: outlines, points side by side, conclusions, and answers without an outline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ EVERY_SETTING: dict[str, Any] = {
     "point_heading": "{point}:\n",
     "point_end": "\n\n",
     "point_gap": "\n",
-    "point_workers": 2,
     "conclusion_prompt": "So ",
     "outline_tokens": 9,
     "point_tokens": 8,
@@ -136,11 +135,11 @@ def greedy(model: PreTrainedModel, tokens: Sequence[int], new: int = NEW, **more
 # Equal to generate
 
 
-@pytest.mark.parametrize(("name", "workers"), [("llama", 1), ("mistral", 2), ("gpt2", None), ("lfm2", 2)])
-def test_points_and_conclusion_equal_greedy_generate_on_their_prompts(name: str, workers: int | None) -> None:
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "lfm2"])
+def test_points_and_conclusion_equal_greedy_generate_on_their_prompts(name: str) -> None:
     model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
     budgets = {"max_new_tokens": NEW, "outline_tokens": 20}
-    out = write({"[OUTLINE]1.": POINTS}, ["PQRST", "U"], model, point_workers=workers, **budgets)
+    out = write({"[OUTLINE]1.": POINTS}, ["PQRST", "U"], model, **budgets)
     for row, prompt in enumerate(("PQRST", "U")):
         assert [point.title for point in out.points[row]] == ["a", "b", "c"]
         for point in out.points[row]:
@@ -207,29 +206,25 @@ def test_the_answer_is_put_together_from_headings_points_and_conclusion() -> Non
 # Cost
 
 
-@pytest.mark.parametrize(("workers", "steps"), [(None, 6), (3, 6), (2, 8), (1, 15)])
-def test_the_next_point_starts_when_one_ends(workers: int | None, steps: int) -> None:
-    """Points of 7, 3 and 6 tokens: with two workers, the third point starts after the second."""
+def test_points_decode_in_the_same_passes() -> None:
+    """Points of 7, 3 and 6 tokens."""
     with pass_sizes() as sizes:
-        out = write(scripts("x" * 6, "yy", "z" * 5), point_workers=workers, conclusion_tokens=0)
+        out = write(scripts("x" * 6, "yy", "z" * 5), conclusion_tokens=0)
     assert out.texts == ["1. a:xxxxxx|2. b:yy|3. c:zzzzz"]
     outline, *points = 1 + len(POINTS), *sizes[1 + len(POINTS) :]
-    assert len(points) == 1 + steps, "the prompts of all points are prefilled in one pass"
-    assert max(points[1:]) == (workers or 3)
-    assert sum(points[1:]) == 7 + 3 + 6 - (workers or 3), "the last prompt token of a later point is computed again"
+    assert len(points) == 7, "the prompts of all points are prefilled in one pass"
+    assert points[1:] == [3, 3, 2, 2, 2, 1]
     assert out.stats.forward_passes == outline + len(points)
     assert out.stats.decoded_tokens == len(POINTS) + 1 + 7 + 3 + 6
 
 
-@pytest.mark.parametrize("workers", [None, 1])
-def test_shared_prefixes_are_computed_once(workers: int | None) -> None:
-    out = write(scripts("xx", "y", "zz", end=""), ["Long prompt", "Long"], point_workers=workers)
+def test_shared_prefixes_are_computed_once() -> None:
+    out = write(scripts("xx", "y", "zz", end=""), ["Long prompt", "Long"])
     read = [encode(prompt + "[OUTLINE]1.") for prompt in ("Long prompt", "Long")]
     read += [point.prompt for points in out.points for point in points]
     read += [encode(prompt + text) for prompt, text in zip(("Long prompt", "Long"), out.texts, strict=True)]
     unique = {tuple(tokens[: i + 1]) for tokens in read for i in range(len(tokens))}
-    computed_again = 0 if workers is None else 2 * 2
-    assert out.stats.prefilled_tokens == len(unique) + computed_again
+    assert out.stats.prefilled_tokens == len(unique)
 
 
 # Interrupts and arbitrary text
@@ -244,15 +239,14 @@ PIECES = st.sampled_from([*"ab.: \n", "1. ", "2. c\n", "3) **d**\n", "{x}", "\\b
     point=st.lists(PIECES, max_size=5),
     end=st.lists(PIECES, max_size=3),
     budgets=st.tuples(st.integers(1, 30), st.integers(1, 4), st.integers(0, 3)),
-    workers=st.sampled_from([None, 1, 2]),
 )
 def test_no_generated_text_is_lost(
-    outline: list[Any], point: list[Any], end: list[Any], budgets: tuple[int, int, int], workers: int | None
+    outline: list[Any], point: list[Any], end: list[Any], budgets: tuple[int, int, int]
 ) -> None:
     replies = {"[OUTLINE]1.": outline, "~": point, "[END]": end}
     names = ("outline_tokens", "point_tokens", "conclusion_tokens")
     more = dict(zip(names, budgets, strict=True))
-    out = write(replies, max_new_tokens=3, point_workers=workers, point_end="\n", point_heading="{point}~", **more)
+    out = write(replies, max_new_tokens=3, point_end="\n", point_heading="{point}~", **more)
     tokens = out.sequences[0, 1:].tolist()
     answer = [token for token in tokens if token != EOS]
     assert TOKENIZER.decode(answer) == out.texts[0]

@@ -60,11 +60,10 @@ CASES = [
     (answer, {"vote": "majority"}),
     (answer, {"top_p": 0.8, "eos_token_id": [ord("e"), ord("t")], "pad_token_id": tiny.PAD}),
     (outline, {}),
-    (outline, {"point_workers": 1}),
-    (outline, {"point_workers": 2, "conclusion_tokens": 0}),
+    (outline, {"conclusion_tokens": 0}),
     (outline, {"logits_processor": [], "min_points": 10}),
 ]
-NAMES = ["answers", "majority", "answers of several lengths", "points", "one worker", "two workers", "no outline"]
+NAMES = ["answers", "majority", "answers of several lengths", "points", "no conclusion", "no outline"]
 
 
 @pytest.mark.parametrize(("write", "settings"), CASES, ids=NAMES)
