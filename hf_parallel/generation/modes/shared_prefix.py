@@ -18,7 +18,6 @@ from hf_parallel.generation.prefill import (
     prefix_cache_of,
 )
 from hf_parallel.generation.replay.config import ReplayConfig, replaying
-from hf_parallel.generation.replay.drafts import MAX_DRAFT_TOKENS
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.scoring import score_prompts
 from hf_parallel.generation.token_table import TokenTable
@@ -50,17 +49,6 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
         check_bool("keep_completions", self.keep_completions)
         if self.draft_tokens is not None:
             check_int("draft_tokens", self.draft_tokens, at_least=0)
-
-    def max_kv_tokens(self, call: GenerationCall) -> int:
-        most = MAX_DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
-        return super().max_kv_tokens(call) + self._num_draft_blocks(call) * most
-
-    def max_states(self, call: GenerationCall) -> int:
-        return super().max_states(call) + self._num_draft_blocks(call)
-
-    def _num_draft_blocks(self, call: GenerationCall) -> int:
-        """Return the maximum number of blocks of drafts: one per row where layers keep states."""
-        return 0 if self.logits_cache is None or not call.capabilities.mixers else call.num_rows
 
     def make_run(self, call: GenerationCall) -> SharedPrefixRun:
         return SharedPrefixRun(self, call)

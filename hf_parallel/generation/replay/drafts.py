@@ -24,10 +24,6 @@ RATE_STEP = 0.05
 """Weight of a verified token in the acceptance rate of its n-gram length, an exponential moving average."""
 MAX_NODES = 4096  # maximum number of nodes indexed below a prompt, the most recently used ones
 MIN_GAIN = 0.1  # minimum time that a draft must save, in passes of one token, as acceptance rates are estimates
-STATE_COST = 1.0
-"""Time that a row's draft costs where layers keep states, in passes of one token: each mixer is called once more, for
-several tokens. In a Qwen3.5 of 12.6M parameters (float32, one core), a pass with drafts of 3 to 15 tokens took 2.2 to
-3.1 times as long as a decode step of one row, and 4.3 to 5.4 times as long for drafts of 3 tokens of four rows."""
 MIN_PROBABILITY = 0.05  # a draft ends before a token that is reached with a lower probability
 
 _rates: WeakKeyDictionary[LogitsCache, dict[int, float]] = WeakKeyDictionary()
@@ -37,15 +33,13 @@ _rates: WeakKeyDictionary[LogitsCache, dict[int, float]] = WeakKeyDictionary()
 class NgramDrafter:
     """Proposes drafts of at most `max_tokens` tokens and estimates their acceptance rates.
 
-    Calls over the same cache share the rates. `linear_backend`: see `pass_cost`. `keeps_states`: whether layers keep
-    states, see `STATE_COST`.
+    Calls over the same cache share the rates. `linear_backend`: see `pass_cost`.
     """
 
     cache: LogitsCache
     max_tokens: int = MAX_DRAFT_TOKENS
     eos_token_ids: frozenset[int] = frozenset()
     linear_backend: str = "native"
-    keeps_states: bool = False
     rates: dict[int, float] = field(init=False)  # acceptance rates by n-gram length
     ngrams: dict[tuple[int, ...], TrieNode] = field(init=False, default_factory=dict)  # latest node after each
     _proposals: dict[int, list[tuple[int, int]]] = field(init=False, default_factory=dict)  # (n-gram, token) by row
@@ -79,7 +73,7 @@ class NgramDrafter:
         """Return at most `capacity` draft tokens of a row at `node`, if verifying them with `num_rows` saves time."""
         self._proposals[row] = proposals = self._propose(node, min(self.max_tokens, capacity))
         rates = [self.rates[ngram] for ngram, _ in proposals]
-        length = _best_length(rates, num_rows, self.linear_backend, num_rows * STATE_COST if self.keeps_states else 0.0)
+        length = _best_length(rates, num_rows, self.linear_backend)
         return [token for _, token in proposals[:length]]
 
     def observe(self, row: int, node: TrieNode) -> None:
@@ -122,9 +116,9 @@ class NgramDrafter:
         return max(children, key=attrgetter("last_used"), default=None)
 
 
-def _best_length(rates: Sequence[float], num_rows: int, linear_backend: str, state_cost: float) -> int:
+def _best_length(rates: Sequence[float], num_rows: int, linear_backend: str) -> int:
     """Return the draft length that saves most time: expected passes saved, less the cost of verification."""
-    saved, probability, best, length = 0.0, 1.0, MIN_GAIN + state_cost, 0
+    saved, probability, best, length = 0.0, 1.0, MIN_GAIN, 0
     cost_without = pass_cost(num_rows, linear_backend)
     for tokens, rate in enumerate(rates, start=1):
         probability *= rate

@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Prefetcher:
-    """Background thread that visits the trie nodes below a call's prompts, level by level, and nodes with new logits."""
+    """Background thread that visits trie nodes: those below the prompts, level by level, and those with new logits."""
 
     def __init__(self, distributions: DistributionCache, uncertainty: bool) -> None:
         self._distributions, self._uncertainty = distributions, uncertainty

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from hf_parallel.cache import Block, Segment
+from hf_parallel.cache import Segment
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.replay.distributions import HOST
@@ -31,15 +31,17 @@ class SpeculativeDecoder:
         self.max_tokens = (MAX_DRAFT_TOKENS if self._on_cpu else 0) if max_tokens is None else max_tokens
 
     def start(self) -> bool:
-        """Index the prompts for n-gram lookup. Return False if drafts are disabled or would change what is sampled."""
+        """Index the prompts for n-gram lookup.
+
+        Return False if drafts are disabled, would change what is sampled, or layers keep states, which do not go back.
+        """
         loop, replayer = self.loop, self.replayer
-        keeps_states = len(loop.call.capabilities.mixers) > 0
-        if not (self.max_tokens and loop.sampler.is_order_independent):
+        if not (self.max_tokens and loop.sampler.is_order_independent) or loop.call.capabilities.mixers:
             return False
         eos = frozenset(loop.call.eos_token_ids)
         # GPU costs were not measured; a GPU pass is bound by loading weights, like one with the native CPU kernels.
         backend = linear_backend(loop.call.model) if self._on_cpu else "native"
-        self._drafter = NgramDrafter(replayer.cache, self.max_tokens, eos, backend, keeps_states)
+        self._drafter = NgramDrafter(replayer.cache, self.max_tokens, eos, backend)
         for prompt in replayer.prompts:
             self._drafter.add_prompt(prompt)
         return True
@@ -68,15 +70,10 @@ class SpeculativeDecoder:
         stats, drafter = self.loop.stats, self._drafter
         lengths = [row.view[-1].length + len(row.pending) for row in rows]
         inputs: PassInputs = []
-        blocks, firsts = [], []  # to which drafts are appended; logits that follow the pending tokens
-        for row, draft, length in zip(rows, drafts, lengths, strict=True):
+        firsts = []  # logits that follow the pending tokens
+        for row, draft in zip(rows, drafts, strict=True):
             firsts.append(sum(len(tokens) for _, tokens in inputs) + len(row.pending) - 1)
-            blocks.append(self._draft_block(row, length) if draft else row.view[-1])
-            if blocks[-1] is row.view[-1]:
-                inputs.append((Segment(row.view, len(row.pending) + len(draft)), [*row.pending, *draft]))
-            else:
-                inputs.append((Segment(row.view, len(row.pending)), row.pending))
-                inputs.append((Segment([*row.view, blocks[-1]], len(draft)), draft))
+            inputs.append((Segment(row.view, len(row.pending) + len(draft)), [*row.pending, *draft]))
         logits = self.loop.runner.forward(inputs)
         verifying, active, step = list(range(len(rows))), [], 0
         while verifying:
@@ -93,32 +90,10 @@ class SpeculativeDecoder:
                     drafter.add(node)
                     accepted.append(i)
                     continue
-                self._keep(row, blocks[i], drafts[i], lengths[i], step)
+                self.loop.cache.pool.truncate(row.view[-1], lengths[i] + step)
                 stats.drafted_tokens += len(drafts[i])
                 stats.accepted_tokens += step
                 if row in continuing:
                     active.append(i)
             verifying, step = accepted, step + 1
         return [rows[i] for i in sorted(active)]
-
-    def _draft_block(self, row: Row, length: int) -> Block:
-        """Return the block for a draft: the row's own, or where layers keep states a new one, with a state of its own.
-
-        A rejected draft is deleted with its state, and the next pass computes its accepted tokens again. To keep the
-        state after each token instead, mixers would compute one token at a time: with a draft of 15 tokens, the pass
-        took 3 times as long (217 instead of 72 ms; a Qwen3.5 of 12.6M parameters in float32 on one core, one row).
-        """
-        own, pool = row.view[-1], self.loop.cache.pool
-        return pool.new_block(base=own.base + length) if pool.states.in_use else own
-
-    def _keep(self, row: Row, block: Block, draft: list[int], length: int, accepted: int) -> None:
-        """Keep the accepted tokens of a draft after `length` tokens of the row's own block, and delete the others."""
-        own, pool = row.view[-1], self.loop.cache.pool
-        if block is own:
-            pool.truncate(own, length + accepted)
-            return
-        if accepted == len(draft):
-            pool.move(block, own)
-        else:
-            row.pending = [*draft[:accepted], *row.pending]
-        pool.free(block)
