@@ -220,10 +220,8 @@ def has_dropout(model: PreTrainedModel, cache: str) -> bool:
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of rows of a model's embedding."""
-    embedding: Any = model.get_input_embeddings()
-    weight = getattr(embedding, "packed" if hasattr(embedding, "packed") else "weight", None)  # None: on another rank
-    size: int = model.config.get_text_config(decoder=True).vocab_size if weight is None else weight.shape[0]
-    return size
+    size: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)  # None: on another rank
+    return model.config.get_text_config(decoder=True).vocab_size if size is None else size
 
 
 def with_gaps(prompt: np.ndarray, gaps: Mapping[int, int]) -> list[int]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -62,10 +62,6 @@ class CompiledLayers:
         self._is_compiled = False
         self._fused: list[FusedLinear] = []
         self._num_fused: int | None = None  # None: not tried yet
-        # A function of its own, as Dynamo keeps graphs, and counts them, by the function's code.
-        own = FunctionType(_call_layer.__code__.replace(), _call_layer.__globals__)
-        options: Any = {"post_grad_custom_pre_pass": MERGE} if COMPILER == "inductor" else None
-        self._compiled: Callable[..., object] = torch.compile(own, fullgraph=True, backend=COMPILER, options=options)
 
     def pays_off(self, steps: float) -> bool:
         """Return whether `steps` more decode steps are likely to save more time than compilation takes."""
@@ -120,6 +116,13 @@ class CompiledLayers:
 
     def _intact(self) -> list[FusedLinear]:
         return [group for group in self._fused if group.is_intact()]
+
+    @cached_property
+    def _compiled(self) -> Callable[..., object]:
+        # A function of its own, as Dynamo keeps graphs, and counts them, by the function's code.
+        own = FunctionType(_call_layer.__code__.replace(), _call_layer.__globals__)
+        options: Any = {"post_grad_custom_pre_pass": MERGE} if COMPILER == "inductor" else None
+        return torch.compile(own, fullgraph=True, backend=COMPILER, options=options)
 
     @contextmanager
     def _installed(self) -> Iterator[None]:

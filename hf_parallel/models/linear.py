@@ -105,6 +105,8 @@ def _is_computed(parameter: torch.Tensor) -> bool:
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, packing: str) -> torch.Tensor:
     """Return `x W^T + b`, computed in float32, in the dtype of `x`, with the weights of `native.linear`."""
     dtype, inputs = x.dtype, x.shape[-1]
+    if not x.numel():  # a chunk of a prompt that needs no logits
+        return x.new_empty(*x.shape[:-1], len(weight))
     x, bias = x.float(), None if bias is None else bias.float()
     if native.supports_linear(x.numel() // inputs, packing) and _backend() != "onednn":
         return native.linear(x, weight, bias, packing).to(dtype)
@@ -135,4 +137,4 @@ def is_computable(x: torch.Tensor, inputs: int) -> bool:
     """Whether the kernels compute a layer of `inputs` inputs: not with gradients, autocast or a compiler."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return False
-    return x.numel() > 0 and x.shape[-1] == inputs and x.device.type == "cpu"
+    return x.shape[-1] == inputs and x.device.type == "cpu"

@@ -60,6 +60,10 @@ class PackedLinear(_Packed):
 class PackedEmbedding(_Packed):
     """`nn.Embedding` with packed weights, which returns float32."""
 
+    def __init__(self, packing: str, packed: torch.Tensor, bias: None = None) -> None:
+        super().__init__(packing, packed, bias)
+        self.num_embeddings, self.embedding_dim = self.out_features, self.in_features
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """Return the rows of the weights for token ids."""
         rows = self.get_buffer("packed")[input.flatten()]
@@ -89,6 +93,8 @@ def pack_blocks(model: PreTrainedModel, folder: Path) -> None:
     """Replace the weights of linear layers and the embedding by those of `save_blocks`."""
     blocks = {key.rpartition(".")[::2]: data for key, data in load_file(folder / _BLOCKS).items()}
     _pack(model, {model.get_submodule(name).weight: (packing, data) for (name, packing), data in blocks.items()})
+    for parameter in model.parameters():  # of norms: the file of all float32 weights need not stay mapped
+        parameter.data = parameter.data.clone()
 
 
 def save_blocks(model: PreTrainedModel, gguf_file: Path, folder: Path) -> None:

@@ -53,6 +53,13 @@ def test_the_kernel_equals_that_of_the_unpacked_weights_to_the_last_bit(packing:
         torch.set_num_threads(before)
 
 
+def test_a_layer_of_no_tokens_unpacks_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = PackedLinear("BF16", packed_weights("BF16", 200, 480)[0].view(torch.uint8))
+    monkeypatch.setattr(native, "unpack", None)
+    with torch.no_grad():  # as chunks of a prompt before the last, which need no logits
+        assert layer(torch.randn(1, 0, 480)).shape == (1, 0, 200)
+
+
 @pytest.mark.parametrize("tokens", [1, 20, 300])
 def test_layers_of_many_and_few_tokens_and_with_gradients_compute_the_same(tokens: int) -> None:
     packed, weights = packed_weights("BF16", 10_000, 480)  # unpacked in two parts
