@@ -220,8 +220,8 @@ def has_dropout(model: PreTrainedModel, cache: str) -> bool:
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of rows of a model's embedding."""
-    size: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)  # None: on another rank
-    return model.config.get_text_config(decoder=True).vocab_size if size is None else size
+    default: int = model.config.get_text_config(decoder=True).vocab_size  # if it is on another rank
+    return getattr(model.get_input_embeddings(), "num_embeddings", default)
 
 
 def with_gaps(prompt: np.ndarray, gaps: Mapping[int, int]) -> list[int]:
