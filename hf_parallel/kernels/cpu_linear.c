@@ -108,9 +108,11 @@ static void dispatch(int outputs, int tokens, int64_t inputs, int64_t stride, co
 
 /* Formats of rows of weights, by the numbers of `native.py`. Those of GGUF hold blocks of 32 weights: a scale and, in
  * Q4_1, a minimum in float16, then 16 bytes whose low halves are the first weights and whose high halves the last, or
- * 32 signed bytes. The product of a scale and an integer is exact in float32. */
-enum { FLOAT32, BFLOAT16, FLOAT16, Q4_0, Q4_1, Q8_0 };
+ * 32 signed bytes. Blocks of 256 weights have scales of their parts, too, in 6 or 8 bits. The product of the scales and an
+ * integer is exact in float32. */
+enum { FLOAT32, BFLOAT16, FLOAT16, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K };
 #define BLOCK 32
+#define LARGE_BLOCK 256
 
 INLINE float half(const uint8_t *bytes) {
     uint16_t bits;
@@ -151,6 +153,46 @@ INLINE void unpack_block(int format, const uint8_t *packed, float *out) {
 #endif
 }
 
+/* Q4_K and Q5_K: a scale and a minimum, 8 scales and 8 minimums of 32
+ * weights in 12 bytes, in Q5_K the fifth bits, then the low 4 bits. Weights 64 n + i and 64 n + 32 + i share a byte. */
+INLINE void unpack_large_block(int format, const uint8_t *packed, float *out) {
+    const float scale = half(packed), least = half(packed + 2);
+    const uint8_t *parts = packed + 4, *high = packed + 16, *low = high + (format == Q5_K ? 32 : 0);
+    for (int part = 0; part < 8; part++, out += 32) {
+        const uint8_t *of = parts + part % 4, shift = 4 * (part % 2);
+        const int scale6 = part < 4 ? of[0] & 63 : (of[8] & 15) | (of[0] >> 6 << 4);
+        const int least6 = part < 4 ? of[4] & 63 : of[8] >> 4 | (of[4] >> 6 << 4);
+        const float by = scale * (float)scale6, from = least * (float)least6;
+        const uint8_t *bytes = low + part / 2 * 32;
+        for (int i = 0; i < 32; i++) {
+            const int fifth = format == Q5_K ? (high[i] >> part & 1) << 4 : 0;
+            out[i] = by * (float)(((bytes[i] >> shift) & 15) | fifth) - from;
+        }
+    }
+}
+
+/* The low 4 bits, 2 high bits, 16 signed scales of 16 weights, and their scale. Weights 128 n + i, + 32, + 64 and + 96 share
+ * a byte of high bits. */
+INLINE void unpack_q6_k(const uint8_t *packed, float *out) {
+    const float scale = half(packed + 208);
+    for (int part = 0; part < 8; part++, out += 32) {
+        const uint8_t *low = packed + part / 4 * 64 + part % 2 * 32, *high = packed + 128 + part / 4 * 32;
+        const int8_t *scales = (const int8_t *)packed + 192 + 2 * part;
+        const int low_shift = part % 4 / 2 * 4, high_shift = 2 * (part % 4);
+        for (int i = 0; i < 32; i++) {
+            const int value = ((low[i] >> low_shift) & 15) | ((high[i] >> high_shift) & 3) << 4;
+            out[i] = scale * (float)scales[i / 16] * (float)(value - 32);
+        }
+    }
+}
+
+INLINE void unpack_large_row(int format, const uint8_t *packed, int64_t inputs, float *out) {
+    const int64_t bytes = format == Q6_K ? 210 : format == Q5_K ? 176 : 144;
+    for (int64_t i = 0; i < inputs / LARGE_BLOCK; i++, packed += bytes, out += LARGE_BLOCK)
+        if (format == Q6_K) unpack_q6_k(packed, out);
+        else unpack_large_block(format, packed, out);
+}
+
 INLINE void unpack_row(int format, const uint8_t *packed, int64_t inputs, float *out) {
     const int64_t bytes = format == Q8_0 ? 34 : format == Q4_1 ? 20 : 18;
     if (format == BFLOAT16)
@@ -168,6 +210,9 @@ static void unpack_rows(int format, const uint8_t *packed, int64_t row_bytes, in
         case Q4_0: unpack_row(Q4_0, packed, inputs, out); break;
         case Q4_1: unpack_row(Q4_1, packed, inputs, out); break;
         case Q8_0: unpack_row(Q8_0, packed, inputs, out); break;
+        case Q4_K: unpack_large_row(Q4_K, packed, inputs, out); break;
+        case Q5_K: unpack_large_row(Q5_K, packed, inputs, out); break;
+        case Q6_K: unpack_large_row(Q6_K, packed, inputs, out); break;
         default: memcpy(out, packed, inputs * sizeof(float));
     }
 }
