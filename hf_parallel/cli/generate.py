@@ -77,7 +77,7 @@ def add_model_options(add: Callable[..., object]) -> None:
     """Add the options of `load`."""
     add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="weight dtype (auto)")
-    add("--weights", help="packed: GGUF blocks or half precision on a CPU; or a quantization config, JSON")
+    add("--weights", help="packed (on a CPU), packed_int8 (and inputs in 8 bits) or a quantization config, JSON")
     add(
         "--device",
         help="such as cpu or cuda:1; auto: on all; tp: by torchrun (default: a GPU if there is one)",
@@ -253,11 +253,12 @@ def check_model_options(options: argparse.Namespace) -> None:
     """Raise `ValueError` for a folder or device that does not exist, and for a folder without a model."""
     if options.model is not None:
         check_model_folder("--model", options.model)
-    if options.weights not in (None, "packed"):
+    if options.weights not in (None, "packed", "packed_int8"):
         try:
             options.weights = json.loads(options.weights)
         except ValueError as error:
-            raise ValueError(f"--weights must be packed or JSON, got {options.weights!r}: {error}") from error
+            names = "packed, packed_int8 or JSON"
+            raise ValueError(f"--weights must be {names}, got {options.weights!r}: {error}") from error
     try:
         torch.empty(0, device=None if options.device in ("auto", "tp") else options.device)
     except (RuntimeError, AssertionError) as error:  # the following lines are for developers of torch

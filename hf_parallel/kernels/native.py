@@ -30,10 +30,12 @@ MAX_TOKENS, MAX_PACKED_TOKENS = (16, 32), (24, 64)
 PACKINGS = {"F32": (4, 1), "BF16": (2, 1), "F16": (2, 1), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q8_0": (34, 32)}
 PACKINGS |= {"Q4_K": (144, 256), "Q5_K": (176, 256), "Q6_K": (210, 256)}
 """Formats of weights by their names in GGUF, in the order of `cpu_linear.c`: bytes and weights of a block."""
+INTEGERS = ("Q4_0", "Q4_1", "Q8_0")  # whose weights are integers with a scale per block
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
 """Formats of keys and values, in the order of `cpu_attention.c`."""
 
+_NUMBERS = {packing: number for number, packing in enumerate(PACKINGS)}
 _OMP_PAUSE_SOFT = 1
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.c", "cpu_linear.c", "cpu_checksum.c"))
@@ -141,11 +143,14 @@ def supports_linear(tokens: int, packing: str = "F32") -> bool:
     return tokens <= most["avx512f" in _processor()] and _library() is not None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packing: str = "F32") -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, packing: str = "F32", *, int8: bool = False
+) -> Tensor:
     """Return `x W^T + b`: float32 `[..., inputs]` to `[..., outputs]`.
 
     `weight` `[outputs, n]`, packed as `packing` says, and `bias` must be contiguous. A token's result is the same to
-    the last bit, whatever other tokens are computed with it, and whether the weights are packed.
+    the last bit, whatever other tokens are computed with it, and whether the weights are packed. `int8`, for weights
+    in `INTEGERS`: each block of 32 inputs of a token is rounded to 8 bits, with the scale `max|x| / 127`.
     """
     library = _library()
     assert library is not None, "supports_linear() was not checked"
@@ -155,7 +160,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packing: str =
     weights = weight.data_ptr(), weight.stride(0) * weight.element_size()
     pointers = (None if bias is None else bias.data_ptr(), out.data_ptr())
     sizes = x.numel() // inputs, inputs, outputs, torch.get_num_threads()
-    if library.linear(list(PACKINGS).index(packing), x.data_ptr(), *weights, *pointers, *sizes):
+    compute = library.linear_int8 if int8 else library.linear
+    if compute(_NUMBERS[packing], x.data_ptr(), *weights, *pointers, *sizes):
         raise MemoryError(f"a layer of {inputs} inputs cannot allocate memory for a few rows of its weights")
     return out
 
@@ -169,7 +175,7 @@ def unpack(packed: Tensor, packing: str) -> Tensor:
     row_bytes, (size, count) = packed.shape[1] * packed.element_size(), PACKINGS[packing]
     out = torch.empty(len(packed), row_bytes // size * count)
     weights = packed.data_ptr(), row_bytes, out.data_ptr()
-    library.unpack(list(PACKINGS).index(packing), *weights, *out.shape, torch.get_num_threads())
+    library.unpack(_NUMBERS[packing], *weights, *out.shape, torch.get_num_threads())
     return out
 
 
@@ -222,8 +228,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     library.attend.argtypes = [ctypes.POINTER(_Layer), pointer, size, ctypes.POINTER(_DenseCall), size, ctypes.c_int]
     library.attend.restype = ctypes.c_int
-    library.linear.argtypes = [ctypes.c_int, pointer, pointer, size, pointer, pointer, *[size] * 3, ctypes.c_int]
-    library.linear.restype = ctypes.c_int
+    for function in (library.linear, library.linear_int8):
+        function.argtypes = [ctypes.c_int, pointer, pointer, size, pointer, pointer, *[size] * 3, ctypes.c_int]
+        function.restype = ctypes.c_int
     library.unpack.argtypes = [ctypes.c_int, pointer, size, pointer, size, size, ctypes.c_int]
     library.unpack.restype = None
     library.row_sums.argtypes = [*[pointer] * 3, size, ctypes.c_int]

@@ -31,6 +31,7 @@ from hf_parallel.models.check import OwnAttentionError, check_dense_logits, chec
 from hf_parallel.models.images import layers_ahead
 from hf_parallel.models.latent import are_latents
 from hf_parallel.models.mixers import Mixer, StockCache, cache_argument, keeps_states, supported_mixers, takes_use_cache
+from hf_parallel.models.packed import PackedLinear
 from hf_parallel.models.ranks import num_local_layers
 from hf_parallel.models.rotary import (
     PROBE_POSITIONS,
@@ -206,12 +207,17 @@ def _failing_as_unsupported(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
+    rounding = [module for module in model.modules() if isinstance(module, PackedLinear) and module.int8]
     try:
         model.eval()
+        for layer in rounding:  # it turns the last bits in which a probe's passes differ into larger differences
+            layer.int8 = False
         yield
     finally:
         for module, training in modes:
             module.training = training
+        for layer in rounding:
+            layer.int8 = True
 
 
 def _check_config(model: PreTrainedModel) -> None:

@@ -59,7 +59,8 @@ def load_embedded_model(
         Whether modes and prompt builders use the defaults chosen for this small model, wherever a call, a config or
         the model's generation config gives no other value. False: the defaults for larger models.
     weights : str, optional
-        `"packed"`: in the blocks of the GGUF file, computed in float32 on a CPU. Default: weights in `dtype`.
+        `"packed"`: in the blocks of the GGUF file, computed in float32 on a CPU. `"packed_int8"`: the same, and linear
+        layers round their inputs to 8 bits, which is faster (docs/cpu.md). Default: weights in `dtype`.
 
     Returns
     -------
@@ -80,7 +81,7 @@ def load_embedded_model(
     with redirect_stderr(io.StringIO()):  # progress bars
         model, tokenizer = _load(folder, dtype)
     if check_packed(weights, dtype, device):
-        pack_blocks(model, folder)
+        pack_blocks(model, folder, int8=weights == "packed_int8")
     if preset:
         tokenizer.init_kwargs[PRESET_MARK] = PRESET
         setattr(model.generation_config, PRESET_MARK, PRESET)

@@ -102,19 +102,26 @@ def _is_computed(parameter: torch.Tensor) -> bool:
     return is_slow and parameter.is_contiguous()
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, packing: str) -> torch.Tensor:
-    """Return `x W^T + b`, computed in float32, in the dtype of `x`, with the weights of `native.linear`."""
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, packing: str, int8: bool = False
+) -> torch.Tensor:
+    """Return `x W^T + b`, computed in float32, in the dtype of `x`, with the weights and `int8` of `native.linear`."""
     dtype, inputs = x.dtype, x.shape[-1]
     if not x.numel():  # a chunk of a prompt that needs no logits
         return x.new_empty(*x.shape[:-1], len(weight))
     x, bias = x.float(), None if bias is None else bias.float()
-    if native.supports_linear(x.numel() // inputs, packing) and _backend() != "onednn":
-        return native.linear(x, weight, bias, packing).to(dtype)
+    if int8 or (native.supports_linear(x.numel() // inputs, packing) and _backend() != "onednn"):
+        return native.linear(x, weight, bias, packing, int8=int8).to(dtype)
     if packing == "F32":
         return _by_onednn(x, weight, bias)
-    parts = weight.split(max(1, _MOST_UNPACKED // inputs))
-    result = torch.cat([_by_onednn(x, native.unpack(part, packing)) for part in parts], dim=-1)
-    return (result if bias is None else result.add_(bias)).to(dtype)
+    rows = max(1, _MOST_UNPACKED // inputs)
+    if len(weight) <= rows:
+        return _by_onednn(x, native.unpack(weight, packing), bias).to(dtype)
+    result = x.new_empty(*x.shape[:-1], len(weight), dtype=dtype)
+    for first in range(0, len(weight), rows):
+        part = slice(first, first + rows)
+        result[..., part] = _by_onednn(x, native.unpack(weight[part], packing), None if bias is None else bias[part])
+    return result
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -33,7 +33,8 @@ def load_model(
 
     `name` is a folder, or a model id on the Hub (default: the embedded model). `dtype=None`: that of the saved weights;
     the embedded model has float32. `preset`: see `load_embedded_model`. `weights="packed"`: linear layers on a CPU stay
-    in the blocks of the embedded model's GGUF file, or in the half precision of the saved weights (docs/cpu.md).
+    in the blocks of the embedded model's GGUF file, or in the half precision of the saved weights. `"packed_int8"`:
+    the embedded model's also round their inputs to 8 bits (docs/cpu.md).
     A mapping is a quantization config of Transformers, with `quant_method`. `device="auto"`: on all, by accelerate;
     "tp": a part of each layer in each of the processes that torchrun has started, by tensor parallelism.
     Raises `ValueError` if the model is not found, or cannot be packed or quantized.
@@ -59,7 +60,7 @@ def load_model(
         raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {error}") from error
     model: Any = _model_class(name).from_pretrained(name, dtype="auto" if is_packed or dtype is None else dtype, **more)
     if is_packed:
-        pack_half(model)
+        pack_half(model, int8=weights == "packed_int8")
     return (model if more else model.to(device)).eval(), tokenizer
 
 

@@ -2,6 +2,7 @@
 
 A C kernel converts each weight to float32 where it is used. Activations stay in float32, so results equal those of a
 float32 model with the converted weights up to rounding of sums. For few tokens, they are equal to the last bit.
+With `int8`, linear layers round activations to 8 bits, a scale per token and block of 32, for products in integers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from transformers import PreTrainedModel
 from hf_parallel.kernels import native
 from hf_parallel.models.linear import PACKINGS, is_computable, product
 
+PACKED = ("packed", "packed_int8")
+"""Values of `weights`: activations of linear layers stay in float32, or are rounded to 8 bits."""
 _BLOCKS = "packed.safetensors"
 
 
@@ -47,13 +50,18 @@ class _Packed(nn.Module):
 
 
 class PackedLinear(_Packed):
-    """`nn.Linear` with packed weights, computed in float32. Results have the dtype of the input."""
+    """`nn.Linear` with packed weights, computed in float32. Results have the dtype of the input.
+
+    With `int8`, activations are rounded to 8 bits (`native.linear`), except in calls that record gradients.
+    """
+
+    int8 = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
         """Return `x W^T + b`."""
         bias = self._parameters["bias"]
         if is_computable(input, self.in_features):
-            return product(input, self.get_buffer("packed"), bias, self.packing)
+            return product(input, self.get_buffer("packed"), bias, self.packing, self.int8)
         return F.linear(input.float(), self.weight, bias).to(input.dtype)
 
 
@@ -72,15 +80,20 @@ class PackedEmbedding(_Packed):
 
 def check_packed(weights: str | None, dtype: torch.dtype | None, device: torch.device | str | int | None) -> bool:
     """Return whether weights are packed. Raises `ValueError` for other values of `weights`, dtypes and devices."""
-    if weights not in (None, "packed"):
-        raise ValueError(f"weights must be 'packed', a quantization config or None, got {weights!r}")
+    if weights not in (None, *PACKED):
+        raise ValueError(f"weights must be 'packed', 'packed_int8', a quantization config or None, got {weights!r}")
     if weights and (dtype not in (None, torch.float32) or torch.device(device or "cpu").type != "cpu"):
         raise ValueError(f"packed weights are computed in float32 on a CPU, got dtype={dtype} and device={device}")
     return weights is not None
 
 
-def pack_half(model: PreTrainedModel) -> None:
+def pack_half(model: PreTrainedModel, int8: bool = False) -> None:
     """Keep weights of linear layers and embeddings in half precision, others in float32. `ValueError`: it has none."""
+    if int8:
+        raise ValueError(
+            f"weights='packed_int8' needs blocks of a GGUF file, {type(model).__name__} was saved in "
+            f"{model.dtype}: use weights='packed'"
+        )
     modules: list[Any] = [module for module in model.modules() if _is_plain(module)]
     half = {module.weight for module in modules if module.weight.dtype in (torch.bfloat16, torch.float16)}
     if not half:
@@ -89,12 +102,15 @@ def pack_half(model: PreTrainedModel) -> None:
     model.float()
 
 
-def pack_blocks(model: PreTrainedModel, folder: Path) -> None:
-    """Replace the weights of linear layers and the embedding by those of `save_blocks`."""
+def pack_blocks(model: PreTrainedModel, folder: Path, int8: bool = False) -> None:
+    """Replace the weights of linear layers and the embedding by those of `save_blocks`. `int8`: see `PackedLinear`."""
     blocks = {key.rpartition(".")[::2]: data for key, data in load_file(folder / _BLOCKS).items()}
     _pack(model, {model.get_submodule(name).weight: (packing, data) for (name, packing), data in blocks.items()})
     for parameter in model.parameters():  # of norms: the file of all float32 weights need not stay mapped
         parameter.data = parameter.data.clone()
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.int8 = int8 and module.packing in native.INTEGERS
 
 
 def save_blocks(model: PreTrainedModel, gguf_file: Path, folder: Path) -> None:

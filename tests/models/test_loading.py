@@ -86,7 +86,9 @@ def test_a_model_is_placed_by_accelerate_and_bad_weights_raise(tmp_path: Path, m
     assert load_model(str(tmp_path), device="auto")[0].device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(ValueError, match="nope"):
         load_model(str(tmp_path), weights={"quant_method": "nope"})
-    with pytest.raises(ValueError, match="weights must be 'packed', a quantization config or None, got 'int8'"):
+    with pytest.raises(
+        ValueError, match="weights must be 'packed', 'packed_int8', a quantization config or None, got 'int8'"
+    ):
         load_model(str(tmp_path), weights="int8")
     with pytest.raises(ValueError, match="the embedded model has no .*device='auto'"):
         load_model(None, device="auto")

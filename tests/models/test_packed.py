@@ -69,6 +69,34 @@ def test_a_layer_of_no_tokens_unpacks_no_weights(monkeypatch: pytest.MonkeyPatch
         assert layer(torch.randn(1, 0, 480)).shape == (1, 0, 200)
 
 
+@pytest.mark.parametrize("packing", native.INTEGERS)
+def test_products_in_integers_are_exact_for_rounded_activations_and_do_not_depend_on_other_rows(packing: str) -> None:
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    try:
+        for rows, columns in ((1, 32), (37, 96), (200, 416)):
+            packed, weights = packed_weights(packing, rows, columns)
+            x, bias = torch.randn(300, columns) * torch.randn(300, 1).exp(), torch.randn(rows)
+            x[2], x[3, :32] = 0, 1e-40
+            blocks = x.view(300, -1, 32)
+            largest = blocks.abs().amax(-1, keepdim=True)
+            scales = torch.where(largest > 1e-30, torch.full_like(largest, 127) / largest, 0)
+            rounded = ((blocks * scales).round().double() * (largest / 127).double()).view_as(x)
+            out = native.linear(x, packed, bias, packing, int8=True)
+            expected = rounded @ weights.double().T + bias
+            torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                for tokens in (1, 2, 5, 6, 7, 13, 64, 257):
+                    some = native.linear(x[-tokens:], packed, bias, packing, int8=True)
+                    assert torch.equal(some, out[-tokens:])
+            x[1, -1], x[4, 0] = torch.nan, torch.inf
+            out = native.linear(x[:5], packed, None, packing, int8=True)
+            assert out.isfinite().all(dim=1).tolist() == [True, False, True, True, False]
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("tokens", [1, 20, 300])
 def test_layers_of_many_and_few_tokens_and_with_gradients_compute_the_same(tokens: int) -> None:
     packed, weights = packed_weights("BF16", 10_000, 480)  # unpacked in two parts
@@ -103,6 +131,22 @@ def test_the_embedded_model_in_its_own_blocks_gives_the_tokens_of_float32_in_a_f
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
 
 
+def test_rows_with_activations_in_8_bits_are_independent_and_close_to_float32(embedded: Any) -> None:
+    exact, tokenizer = embedded
+    model, _ = hf_parallel.load_embedded_model(weights="packed_int8")
+    hf_parallel.enable(model)
+    assert model.lm_head.int8  # probing restores it
+    prompts = [tokenizer(question, return_tensors="pt").input_ids[0] for question in QUESTIONS]
+    ids, mask = tiny.left_pad(prompts)
+    settings: Any = {"generation_mode": "shared_prefix", "max_new_tokens": 8, "do_sample": False}
+    found = model.generate(ids, attention_mask=mask, **settings)
+    with Engine(model) as engine:
+        assert torch.equal(engine.submit(ids, attention_mask=mask, **settings).result().sequences, found)
+    with torch.no_grad():
+        own, expected = (one(input_ids=found[-1:]).logits[:, -8:].softmax(-1) for one in (model, exact))
+    assert 1e-5 < float((own - expected).abs().sum(-1).mean()) < 0.1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_in_memory_and_is_computed_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
     plain = tiny.build("qwen2", dtype=dtype)  # with biases
@@ -127,9 +171,13 @@ def test_half_precision_stays_in_memory_and_is_computed_in_float32(tmp_path: Pat
 def test_what_cannot_be_packed_raises(embedded: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has none \(torch.float32\)"):
         pack_half(tiny.build("llama"))
+    with pytest.raises(ValueError, match=r"was saved in torch.bfloat16: use weights='packed'"):
+        pack_half(tiny.build("llama", dtype=torch.bfloat16), int8=True)
     with pytest.raises(ValueError, match="float32 on a CPU, got dtype=torch.bfloat16"):
         load_model(None, torch.bfloat16, weights="packed")
-    with pytest.raises(ValueError, match="weights must be 'packed', a quantization config or None, got 'int4'"):
+    with pytest.raises(
+        ValueError, match="weights must be 'packed', 'packed_int8', a quantization config or None, got 'int4'"
+    ):
         load_model(None, weights="int4")
     assert main(["generate", "Hello", "--weights", "packed", "--dtype", "float16"]) == 2
     assert "float32 on a CPU" in capsys.readouterr().err
