@@ -220,6 +220,7 @@ def measure(model, tokenizer, problems, num_workers, shared, **settings):
         "passes": int(needed) if np.isfinite(needed) else None,
         "pass_seconds": pass_seconds,  # of CPU time, of a problem alone
         "accuracy_by_pass": [round(float((ended <= i).mean()), 4) for i in range(0, 80, 4)],
+        "accuracy_by_50_ms": [round(float((ended * pass_seconds <= i / 20).mean()), 4) for i in range(12)],
         "duplicated_tokens": duplicated / max(tokens, 1),
         "repeated_lists": repeated / len(ended),
     }
