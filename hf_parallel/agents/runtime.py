@@ -13,10 +13,10 @@ from hf_parallel.agents.models import EngineModel, Model
 from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.run import AgentStats, Run
 from hf_parallel.agents.trace import RunTrace
-from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine
 from hf_parallel.generation.validation import check_int
+from hf_parallel.models.adapters import fingerprint_between_passes
 
 MAX_REQUESTS = 256
 """Maximum number of concurrent requests of a run whose model is not an engine."""
@@ -133,7 +133,7 @@ class Runtime:
             raise ValueError(f"this Runtime has no engine and needs an existing recording, got record={record!r}")
         model, name = self.model, None
         if record is not None and isinstance(model, EngineModel):
-            name = await asyncio.to_thread(fingerprint, model.engine.model)
+            name = await asyncio.to_thread(fingerprint_between_passes, model.engine.model)
         run = Run(model, self.seed, self._max_requests, Recording(record, self.seed, name))
         values = await run.drive(agent, arguments, named)
         return AgentResult(values[-1] if values else None, values, run.trace, run.stats)

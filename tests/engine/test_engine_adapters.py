@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ pytest.importorskip("greenlet")
 
 from test_engine import enabled
 
+import hf_parallel.agents
 from hf_parallel import LogitsCache
 from hf_parallel.engine import Engine, KVBudgetError
 
@@ -104,6 +107,40 @@ def test_adapters_take_turns() -> None:
         short = engine.submit(PROMPT, max_new_tokens=3, adapter="second").result(600)
         assert short.sequences.shape[1] <= PROMPT.shape[1] + 3
         assert not any(handle.done for handle in long)
+
+
+def test_adapters_that_are_added_while_an_engine_is_open_change_their_own_requests_only() -> None:
+    model, more = adapted(target_modules=["q_proj"]), {"init_lora_weights": False, "lora_alpha": 64}
+    with Engine(model) as engine:
+        first = [engine.submit(PROMPT, max_new_tokens=8, adapter="first").result(600).sequences.tolist()]
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj"], **more)
+        model.add_adapter("third", lora)
+        model.eval()
+        third = engine.submit(PROMPT, max_new_tokens=8, adapter="third").result(600).sequences.tolist()
+        first.append(engine.submit(PROMPT, max_new_tokens=8, adapter="first").result(600).sequences.tolist())
+    case = Case(PROMPT, None, {"max_new_tokens": 8})
+    for adapter, found in (("first", first[0]), ("first", first[1]), ("third", third)):
+        with only(model, adapter):
+            assert found == case.alone(model)
+
+
+def test_a_recording_of_agents_has_the_active_adapters_while_passes_use_others(tmp_path: Path) -> None:
+    @hf_parallel.agents.agent
+    async def nothing(topic: str) -> AsyncIterator[str]:
+        yield topic
+
+    model = adapted()
+    with Engine(model) as engine:
+        files = [tmp_path / f"{number}.jsonl" for number in range(9)]
+        for number, file in enumerate(files):
+            handle = None
+            if number:
+                handle = engine.submit(PROMPT, max_new_tokens=200, min_new_tokens=200, adapter="second")
+                assert next(iter(handle)) is not None
+            hf_parallel.agents.Runtime(engine).run(nothing, "x", record=file)
+            if handle is not None:
+                handle.cancel()
+    assert len({json.loads(file.read_text().partition("\n")[0])["model"] for file in files}) == 1
 
 
 def test_without_a_name_the_active_adapter_computes() -> None:

@@ -279,7 +279,8 @@ class _Server:
                     except StopAsyncIteration:
                         break
                 if wants_usage:
-                    yield _event(writer.usage_chunk(usage_of(answers)))
+                    # It may hold, and keep, a long conversation.
+                    yield await asyncio.to_thread(lambda: _event(writer.usage_chunk(usage_of(answers))))
                 yield "data: [DONE]\n\n"
             except Exception as error:
                 known = self._translated(error, body, answers)

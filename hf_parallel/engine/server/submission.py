@@ -139,7 +139,10 @@ class Translator:
         rows = body.answers * config.max_rows_per_prompt
         if rows > self.limits.rows:
             message = f"a request may have at most {self.limits.rows} rows, this one has {rows}"
-            raise APIError(400, message, "generation_mode")
+            default, most = type(config)(), config.max_rows_per_prompt
+            sent = {name: getattr(default, name) for name in config.fields() if name in (body.model_extra or {})}
+            fewer = [name for name in sent if replace(config, **{name: sent[name]}).max_rows_per_prompt < most]
+            raise APIError(400, message, [*fewer, "n" if body.answers > 1 else "generation_mode"][0])
         arguments = {**sampling, "max_new_tokens": max(1, self._new_tokens(body, begin, field_name))}
         if body.answers > 1:
             arguments["num_return_sequences"] = body.answers

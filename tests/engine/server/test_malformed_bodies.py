@@ -195,6 +195,8 @@ FIELDS: list[dict[str, Any]] = [
     {"num_workers": 2},
     {"generation_mode": "hogwild", "num_workers": 10**12},
     {"generation_mode": "self_consistency", "num_answers": 1000},
+    {"generation_mode": "hogwild", "num_workers": 65},
+    {"generation_mode": "hogwild", "n": 64},
     {"generation_mode": "hogwild", "task_prompt": "{task.__class__.__mro__}"},
     {"generation_mode": "hogwild", "logprobs": True},
     {"generation_mode": "self_consistency", "answer_pattern": "(a+)+$"},
@@ -216,6 +218,7 @@ def test_fields_that_contradict_each_other_or_exceed_a_limit_are_rejected(server
             status, error = send(server, json.dumps(body).encode(), path)
             assert status == (404 if "model" in fields else 400), (fields, error)
             assert error["param"] in {*fields, "max_tokens"}, (fields, error)
+            assert "rows" not in error["message"] or error["param"] == list(fields)[-1], (fields, error)
 
 
 VALID = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Größe"}]}, ensure_ascii=False)

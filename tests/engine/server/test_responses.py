@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from serving import MODEL, Served, check_error, served, small_model  # noqa: E40
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server.answers import Delta  # noqa: E402
 from hf_parallel.engine.server.replies import ToolCall  # noqa: E402
-from hf_parallel.engine.server.responses_api import ResponseBody, ResponseWriter  # noqa: E402
+from hf_parallel.engine.server.responses_api import Conversations, ResponseBody, ResponseWriter  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,6 +53,21 @@ def test_a_response_is_the_answer_to_the_same_chat(client: Any) -> None:
     assert answer.usage.input_tokens == expected.usage.prompt_tokens
     parts = [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}]
     assert client.responses.create(input=parts, **given).output_text == answer.output_text
+
+
+def test_conversations_are_written_in_other_threads_than_the_event_loop_s(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_loop, add = list[bool](), Conversations.add
+
+    def add_in(self: Conversations, *given: Any) -> None:
+        in_loop.append(asyncio._get_running_loop() is not None)
+        add(self, *given)
+
+    monkeypatch.setattr(Conversations, "add", add_in)
+    for stream in (False, True):
+        list(client.responses.create(model=MODEL, input="Hello", max_output_tokens=4, stream=stream))
+    assert in_loop == [False, False]
 
 
 @pytest.mark.parametrize("settings", [{"n": 2, "seed": 1}, {"generation_mode": "hogwild", "seed": 1}])
