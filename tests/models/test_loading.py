@@ -87,11 +87,11 @@ def test_a_model_is_placed_by_accelerate_and_bad_weights_raise(tmp_path: Path, m
     assert load_model(str(tmp_path), device="auto")[0].device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(ValueError, match="nope"):
         load_model(str(tmp_path), weights={"quant_method": "nope"})
+    given = {"bitsandbytes": {"load_in_4bit": True}, "gptq": {"bits": 4}, "quanto": {"weights": "int8"}}
     for method, package in (("bitsandbytes", "bitsandbytes"), ("gptq", "optimum"), ("quanto", "optimum-quanto")):
-        config = {"quant_method": method, "bits": 4, "weights": "int8", "load_in_4bit": True}
-        if find_spec(package.replace("-", ".").split(".")[0]) is None:
+        if find_spec(package.partition("-")[0]) is None:
             with pytest.raises(ImportError, match=f"pip install .*{package}"):
-                load_model(str(tmp_path), weights=config)
+                load_model(str(tmp_path), weights={"quant_method": method, **given[method]})
     with pytest.raises(
         ValueError, match="weights must be 'packed', 'packed_int8', a quantization config or None, got 'int8'"
     ):
