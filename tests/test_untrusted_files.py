@@ -16,17 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
-from talks import begin
-from workers import TOKENIZER, small_model
+from workers import small_model
 
-from hf_parallel import HogwildSession, LogitsCache, enable
+from hf_parallel import LogitsCache, enable
 from hf_parallel.agents import ReplayError, ToolError
 from hf_parallel.agents.models import Completion
 from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.cache.logits_trie import digest_of
 from hf_parallel.evaluation.results import KEY, MEASURED, format_table, read_results, table
-from hf_parallel.generation.modes.hogwild.stepping import read_journal, write_journal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,17 +81,6 @@ def _forge_logits(path: Path, values: Any) -> None:
     save_file(tensors, path, metadata | {"digest": digest_of(metadata, tensors)})
 
 
-def _write_session(path: Path) -> None:
-    with begin(small_model(), num_workers=2, max_new_tokens=40) as session:
-        session.run(2)
-        session.inject(session.names[0], "Look.")
-        session.save(path)
-
-
-def _load_session(path: Path) -> None:
-    HogwildSession.load(path, small_model(), TOKENIZER).close()
-
-
 def _write_trace(path: Path) -> None:
     trace = RunTrace()
     trace.add("a#0", "gen", "0", begin=0.0, tokens=3, prompt_tokens=9, reused=4, text="x", settings={"seed": 1})
@@ -136,7 +123,6 @@ def _forge_lines(path: Path, values: Any) -> None:
 
 LOADERS = {
     "logits": Loader(_write_logits, _use_logits, _logits_values, _forge_logits),
-    "session": Loader(_write_session, _load_session, read_journal, write_journal),
     "run trace": Loader(_write_trace, RunTrace.load),
     "recording": Loader(_write_recording, _load_recording, _lines, _forge_lines),
     "results": Loader(_write_results, _load_results, _lines, _forge_lines),

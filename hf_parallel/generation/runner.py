@@ -75,20 +75,6 @@ class Runner:
             group.backlog.clear()
         return logits
 
-    def skip(self, group: RowGroup, rows: Sequence[Row]) -> None:
-        """Append the next inputs of a group's rows to its backlog."""
-        group.inserted_tokens = 0
-        group.backlog.append(collect_inputs(rows)[0])
-
-    def compute(self, groups: Sequence[RowGroup]) -> None:
-        """Run the forward passes in the backlogs of groups."""
-        if any(group.backlog for group in groups):
-            backlog = self._take_backlog(groups)
-            self._catch_up(backlog, [])
-            self.stats.prefilled_tokens += sum(len(tokens) for _, tokens in backlog[-1])
-        for group in groups:
-            group.backlog.clear()
-
     def prefill(self, inputs: PassInputs) -> torch.Tensor:
         """Compute segments, none of which attends to a later one, in chunks that bound the memory of a pass.
 

@@ -56,7 +56,7 @@ def tokens_held(session: HogwildSession) -> int:
 
 
 def state(session: HogwildSession) -> Any:
-    """Everything that can be seen of a session; the last item is its cost, which `load` does not restore."""
+    """Everything that can be seen of a session."""
     out = session.output()
     cost = {name: value for name, value in asdict(session.stats).items() if "seconds" not in name}
     cost.pop("kv_bytes"), cost.pop("reserved_bytes")

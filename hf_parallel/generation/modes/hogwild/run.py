@@ -114,8 +114,8 @@ class HogwildRun:
         self.warn_unanswered()
         return output
 
-    def schedule(self, active: Sequence[Worker], answers: Sequence[bool] | None = None) -> list[Worker]:
-        """Return the workers of the next pass; `answers` are known ones of those that are asked now.
+    def schedule(self, active: Sequence[Worker]) -> list[Worker]:
+        """Return the workers of the next pass.
 
         With a `control_prompt` the first worker of a group thinks, and the others write when the thoughts suffice
         (AsyncReasoning, arXiv 2512.10931; `solve` in async_reasoning/solver.py of yandex-research/AsyncReasoning).
@@ -133,9 +133,7 @@ class HogwildRun:
                 thinker.group.others_write = True
             elif thinker.ends_paragraph or (thinker.passes and thinker.passes % self.config.control_interval == 0):
                 asked.append(thinker)
-        if asked and answers is None:
-            answers = self.ask(asked)
-        for thinker, answer in zip(asked, answers or (), strict=True):
+        for thinker, answer in zip(asked, self.ask(asked) if asked else (), strict=True):
             thinker.group.others_write = answer
         rows = [worker for worker in self.workers if not worker.stopped and worker.is_active()]
         return [worker for worker in rows if worker.number == 0 or worker.group.others_write]

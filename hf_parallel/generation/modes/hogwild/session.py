@@ -1,30 +1,24 @@
 """HogwildSession: workers advanced by the caller, one forward pass at a time (Hogwild! Inference, section 3).
 
-Between passes the caller injects texts and saves the session.
+Between passes the caller injects texts.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import cpu_as_default
-from hf_parallel.detokenizer import check_tokenizer
-from hf_parallel.files import warn_on_other_version
-from hf_parallel.generation.arguments import check_objects, encode
+from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import vocabulary_size
-from hf_parallel.generation.config import make_config
 from hf_parallel.generation.enabled import Claim
 from hf_parallel.generation.mixin import ParallelGenerationMixin, enable, unwrap
-from hf_parallel.generation.modes.hogwild.config import HogwildConfig
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
-from hf_parallel.generation.modes.hogwild.stepping import open_run, read_journal, write_journal
+from hf_parallel.generation.modes.hogwild.stepping import open_run
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int, check_text
 from hf_parallel.models.adapters import check_no_virtual_tokens
@@ -44,9 +38,8 @@ class HogwildSession:
     prompt : str, list of messages, mapping or int64 [1, length]
         A task or a chat, for `hogwild_prompt`; or `input_ids`, used unchanged, optionally with an `attention_mask`.
     **settings
-        Those of `HogwildConfig`, of `generate`, and `chat_template_kwargs` of `hogwild_prompt`. `seed` is an int or a
-        list of ints; default: drawn from PyTorch's global generator. Without `max_new_tokens` and `max_length`, workers
-        may use all positions of the model.
+        Those of `HogwildConfig`, of `generate`, and `chat_template_kwargs` of `hogwild_prompt`. Without
+        `max_new_tokens` and `max_length`, workers may use all positions of the model.
 
     Raises
     ------
@@ -59,7 +52,6 @@ class HogwildSession:
     ...     session.run(50)
     ...     session.inject("common", "It is going to rain.")
     ...     session.run(50)
-    ...     session.save("picnic.json")
     """
 
     def __init__(
@@ -122,7 +114,7 @@ class HogwildSession:
 
     @property
     def stats(self) -> GenerationStats:
-        """Costs of the session. Those of a loaded session start at `load`, except for the generated tokens."""
+        """Costs of the session."""
         return self._run.loop.stats
 
     def output(self) -> HogwildOutput:
@@ -212,61 +204,6 @@ class HogwildSession:
             raise ValueError(f"text must be text in the model's vocabulary, got {text!r} (tokens {tokens})")
         with cpu_as_default(), self._run.transaction():
             self._run.inject(None if worker is None else worker.number, text, tokens)
-
-    def save(self, path: str | Path) -> None:
-        """Write the session to a JSON file, atomically.
-
-        The file holds tokens, texts and settings; `load` recomputes keys and values. The streamer, processors and
-        criteria must be passed to `load` again, and their internal state is not saved. Raises `ValueError` for settings
-        that are not plain data, for `output_scores` and `output_logits`, and for offloaded weights.
-        """
-        self._check_open()
-        with cpu_as_default():
-            write_journal(path, self._run.state())
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        streamer: Any = None,
-        logits_processor: Sequence[object] | None = None,
-        stopping_criteria: Sequence[object] | None = None,
-        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
-    ) -> HogwildSession:
-        """Load a saved session, which continues as if it had not been interrupted.
-
-        Keys and values are recomputed, many passes at a time, each token seeing the tokens that it saw originally.
-        Logits therefore agree up to rounding, and the same seed samples the same tokens. A file saved under another
-        version of transformers, which may round differently, causes a warning.
-
-        Model, tokenizer, processors and criteria must be the same as in the saved session. The `streamer` receives all
-        earlier text first. Raises `OSError` if the file does not exist, and `ValueError` if it is not a saved session,
-        is damaged, or was saved with another model, tokenizer, processors or criteria.
-        """
-        state = read_journal(path)
-        warn_on_other_version(path, state["transformers"])
-        if state["model"] != fingerprint(unwrap(enable(model)), "HogwildSession.load"):
-            raise ValueError(f"{path} was saved with another model, or with other weights, adapters or dtype of it")
-        helpers = {
-            "streamer": streamer,
-            "logits_processor": logits_processor,
-            "stopping_criteria": stopping_criteria,
-            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
-        }
-        check_objects(helpers)
-        check_tokenizer(tokenizer)
-        try:
-            config = make_config(state.get("mode", HogwildConfig.mode), state["settings"])
-            generation = {**state["generation"], "num_return_sequences": 1}
-            prompt = torch.tensor([state["prompt"]], dtype=torch.int64, device="cpu")
-            session = cls(model, tokenizer, prompt, parallel_config=config, **helpers, **generation)
-            session._with_model(lambda: session._run.restore(state))
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            message = "is damaged, or was saved with another tokenizer, or with other processors or criteria"
-            raise ValueError(f"{path} {message}: {error}") from error
-        return session
 
     def _check_open(self) -> None:
         if self._ended_by:

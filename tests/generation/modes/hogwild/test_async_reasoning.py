@@ -1,10 +1,9 @@
-"""The mode async_reasoning: exact logits, who writes when, texts that arrive meanwhile, and saved sessions."""
+"""The mode async_reasoning: exact logits, who writes when, and texts that arrive meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import dense
@@ -190,22 +189,6 @@ def test_texts_that_arrive_while_it_decodes_are_seen_by_both() -> None:
             "P[DONE]It rains.\n\n[OTHERS]Thinker: ab\n\ncd\nHm.[W]Writer: UV",
         ]
     assert [step.text for step in session.history] == ["It rains.\n\n"]
-
-
-@pytest.mark.parametrize("passes", [3, 7, 11])
-def test_a_loaded_session_continues_with_the_same_pauses(passes: int, tmp_path: Path) -> None:
-    settings = {**MODE, **TEXTS, "control_interval": 2, "max_new_tokens": 30, "do_sample": True, "seed": 3}
-    with answering(small_model(), True, False, True, False, True):
-        one = HogwildSession(small_model(), TOKENIZER, torch.tensor([encode("P")]), **settings)
-        one.run(passes)
-        one.inject("common", "So.")
-        one.save(tmp_path / "talk.json")
-    other = HogwildSession.load(tmp_path / "talk.json", small_model(), TOKENIZER)
-    assert (other.writing, other.texts, type(other.config)) == (one.writing, one.texts, AsyncReasoningConfig)
-    for session in (one, other):
-        with answering(small_model(), False, True):
-            session.run(9)
-    assert (other.writing, other.texts) == (one.writing, one.texts)
 
 
 # Malformed input

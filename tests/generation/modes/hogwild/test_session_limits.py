@@ -30,11 +30,13 @@ class Fails:
         self.method, self.times, self.late = method, times, late
 
     def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
+        own = () if instance is None else (instance,)
+
         def call(*given: Any, **named: Any) -> Any:
             self.times -= 1
             if self.times < 0 and not self.late:
                 raise MemoryError("out of memory")
-            result = self.method(instance, *given, **named)
+            result = self.method(*own, *given, **named)
             if self.times < 0:
                 raise KeyboardInterrupt
             return result
