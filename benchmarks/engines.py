@@ -31,18 +31,17 @@ from hf_parallel.models.embedded import _find_gguf_file
 from .engine import question, system_prompt
 from .report import set_up
 
-SIZES: dict[str, Any] = {"ways": "ours,packed,generate,generate_batch,llama_cpp,openvino"}
-SIZES |= {"prompts": "512,2048", "rows": "1,4,16,64", "new_tokens": 32, "questions": 16, "systems": 4}
-SIZES |= {"rounds": 3, "seconds": 900.0, "limit": 120.0, "gguf": ""}
-"""`ways`: `packed` is ours with `weights="packed"`. `questions`: different ones over `systems` system prompts, each of
-the first length in `prompts` (0: none). `rounds` of a case: fewer if its part of the `seconds` is over. `limit`:
-seconds that a call may be expected to take. `gguf`: file with the weights of `--model`."""
-QUICK: dict[str, Any] = {"ways": "ours,generate,generate_batch", "prompts": "24", "rows": "1,3", "new_tokens": 4}
-QUICK |= {"questions": 4, "systems": 2, "rounds": 1}
+SIZES: dict[str, Any] = {"ways": "ours,packed,packed_int8,openvino,llama_cpp,generate_batch,generate"}
+SIZES |= {"cases": "2048:1,4,16,64 512:1,16", "questions": 16, "systems": 4, "system_tokens": 512}
+SIZES |= {"new_tokens": 32, "rounds": 3, "seconds": 960.0, "limit": 100.0, "gguf": ""}
+"""`ways`: `packed` is ours with `weights="packed"`, `packed_int8` also with activations in 8 bits. `cases`: lengths of
+prompts, and numbers of rows. `questions`: different ones over `systems` system prompts of `system_tokens` (0: none).
+`rounds` of a case: fewer if its part of the `seconds` is over; nothing runs longer than the `seconds`. `limit`: seconds
+that a call may be expected to take. `gguf`: file with the weights of `--model`."""
+QUICK: dict[str, Any] = {"ways": "ours,generate,generate_batch", "cases": "24:1,3", "new_tokens": 4}
+QUICK |= {"questions": 4, "systems": 2, "system_tokens": 24, "rounds": 1}
 PACKAGES = {"llama_cpp": "xllamacpp==2026.10.11549", "openvino": "openvino-genai==2026.4.1.0"}
 """Packages of the ways that run in an environment of their own."""
-PATIENCE = 10
-"""A process is stopped if a reply takes this many times the limit."""
 WARM_UP = 16
 """Tokens of the prompts of the first request, which is not counted."""
 Known = dict[tuple[str, int], list[tuple[int, float]]]
@@ -50,12 +49,12 @@ Known = dict[tuple[str, int], list[tuple[int, float]]]
 
 
 class Worker:
-    """Process of a way. Raises `RuntimeError` if it ends, or does not reply in time."""
+    """Process of a way. Raises `RuntimeError` if it ends, or does not reply before `ends`, of the monotonic clock."""
 
-    def __init__(self, settings: dict[str, Any], patience: float) -> None:
+    def __init__(self, settings: dict[str, Any], ends: float) -> None:
         root = str(Path(__file__).parent.parent)
         variables = {"OMP_NUM_THREADS": str(settings["threads"]), "PYTHONPATH": root}
-        self._patience, self._errors = patience, tempfile.TemporaryFile()  # noqa: SIM115
+        self._ends, self._errors = ends, tempfile.TemporaryFile()  # noqa: SIM115
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         command = [environment(settings["way"]), "-m", "benchmarks.engine_parts.worker"]
         self._process: Any = subprocess.Popen(command, cwd=root, env=os.environ | variables, **pipes)
@@ -65,9 +64,10 @@ class Worker:
         """Return the reply."""
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         self._process.stdin.flush()
-        if not select([self._process.stdout], [], [], self._patience)[0]:
+        began = time.monotonic()
+        if not select([self._process.stdout], [], [], max(0.0, self._ends - began))[0]:
             self.close()
-            raise RuntimeError(f"no reply in {self._patience:.0f} s")
+            raise RuntimeError(f"out of time: no reply in {time.monotonic() - began:.0f} s")
         if not (line := self._process.stdout.readline()):
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
@@ -106,24 +106,35 @@ def load(options: argparse.Namespace) -> tuple[None, Any]:
 def run(model: None, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     """Return the entries of the report."""
     ends, ways = time.monotonic() + sizes.seconds, sizes.ways.split(",")
-    lengths, rows = ([int(one) for one in text.split(",")] for text in (sizes.prompts, sizes.rows))
-    cases = [{"prompt": length, "rows": count, "questions": 1} for length in lengths for count in rows]
+    cases = []
+    for text in sizes.cases.split():
+        length, _, rows = text.partition(":")
+        cases += [{"prompt": int(length), "rows": int(count), "questions": 1} for count in rows.split(",")]
     if sizes.questions:
-        cases.insert(len(rows), {"prompt": lengths[0], "rows": 1, "questions": sizes.questions})
+        cases.append({"prompt": sizes.system_tokens, "rows": 1, "questions": sizes.questions})
     known: Known = {}
+    broken: dict[str, str] = {}
     entries: list[dict[str, Any]] = []
     for number, case in enumerate(cases):
         seconds = (ends - time.monotonic()) / (len(cases) - number)
-        found = measure(case, ways if seconds > 0 else [], tokenizer, sizes, seconds, known)
-        found = {way: found.get(way, {"not_measured": "out of time"}) for way in ways}
-        entries.append(case | {"ways": found})
+        found = measure(
+            case, [way for way in ways if way not in broken], tokenizer, sizes, seconds, ends, known, broken
+        )
+        entries.append(case | {"ways": {way: found.get(way, {"not_measured": broken.get(way)}) for way in ways}})
     return {"packages": {way: PACKAGES[way] for way in ways if way in PACKAGES}, "cases": entries}
 
 
 def measure(
-    case: dict[str, int], ways: list[str], tokenizer: Any, sizes: Any, seconds: float, known: Known
+    case: dict[str, int],
+    ways: list[str],
+    tokenizer: Any,
+    sizes: Any,
+    seconds: float,
+    ends: float,
+    known: Known,
+    broken: dict[str, str],
 ) -> dict[str, Any]:
-    """Return the figures of the ways, whose rounds go on for `seconds`; extend `known`."""
+    """Return the figures of the ways, whose rounds go on for `seconds`; extend `known` and `broken`."""
     began, threads, rows = time.monotonic(), torch.get_num_threads(), case["rows"] * case["questions"]
     gguf = sizes.gguf or ("" if sizes.model else str(_find_gguf_file()[0]))
     settings = {"model": sizes.model, "gguf": gguf, "threads": threads, "rows": rows}
@@ -141,15 +152,16 @@ def measure(
             try:
                 if not number:
                     expected = extrapolated(known.get((way, case["prompt"]), []), rows)
-                    if expected > sizes.limit and case["questions"] == 1:
+                    if case["questions"] == 1 and expected > min(sizes.limit, ends - time.monotonic()):
                         raise RuntimeError(f"would take about {expected:.0f} s")
-                    if way in PACKAGES and not gguf:
-                        raise RuntimeError("needs the weights in a GGUF file")
-                    workers[way] = Worker(settings | {"way": way}, PATIENCE * sizes.limit)
+                    if time.monotonic() > ends:
+                        raise RuntimeError("out of time")
+                    workers[way] = started(way, settings, ends, broken)
                     workers[way].ask(asked | short)
                 replies[way].append(workers[way].ask(asked))
             except (RuntimeError, OSError) as error:  # reported as a result
-                found[way] = {"not_measured": str(error)}
+                if not replies[way]:
+                    found[way] = {"not_measured": str(error)}
     for way in [way for way in ways if way not in found]:
         found[way] = summary(replies[way], ours := replies.get("ours", [])) | workers[way].loaded
         if case["questions"] == 1:
@@ -160,6 +172,18 @@ def measure(
     for worker in workers.values():
         worker.close()
     return found
+
+
+def started(way: str, settings: dict[str, Any], ends: float, broken: dict[str, str]) -> Worker:
+    """Return a process with the loaded model. A way that cannot load it is `broken`: it is not started again."""
+    try:
+        if way in PACKAGES and not settings["gguf"]:
+            raise RuntimeError("needs the weights in a GGUF file")
+        return Worker(settings | {"way": way}, ends)
+    except (RuntimeError, OSError) as error:
+        if time.monotonic() < ends:
+            broken[way] = str(error)
+        raise
 
 
 def extrapolated(points: list[tuple[int, float]], rows: int) -> float:

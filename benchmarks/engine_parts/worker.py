@@ -74,9 +74,9 @@ def of_torch(settings: Any) -> Call:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(settings.threads)
     model: Any
-    weights = "packed" if settings.way == "packed" else None
+    weights = settings.way if settings.way.startswith("packed") else None
     model, tokenizer = load_model(settings.model, preset=False, weights=weights)
-    mode = {"generation_mode": "shared_prefix"} if settings.way in ("ours", "packed") else {}
+    mode = {"generation_mode": "shared_prefix"} if weights or settings.way == "ours" else {}
     if mode:
         hf_parallel.enable(model)
 
