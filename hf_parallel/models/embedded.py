@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 
 from hf_parallel.files import cache_folder
-from hf_parallel.models.packed import check_packed, pack_blocks, save_blocks
+from hf_parallel.models.packed import check_packed, load_blocks, pack_blocks, save_blocks
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PRESET = "embedded"
@@ -81,7 +81,7 @@ def load_embedded_model(
     with redirect_stderr(io.StringIO()):  # progress bars
         model, tokenizer = _load(folder, dtype)
     if check_packed(weights, dtype, device):
-        pack_blocks(model, folder, int8=weights == "packed_int8")
+        pack_blocks(model, load_blocks(folder), int8=weights == "packed_int8")
     if preset:
         tokenizer.init_kwargs[PRESET_MARK] = PRESET
         setattr(model.generation_config, PRESET_MARK, PRESET)

@@ -16,8 +16,9 @@ from transformers.models import auto
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_parallel.models.embedded import load_embedded_model
+from hf_parallel.models.gguf_file import gguf_file
 from hf_parallel.models.images import image_inputs
-from hf_parallel.models.packed import check_packed, pack_half
+from hf_parallel.models.packed import check_packed, load_gguf, pack_half
 
 CONFIGS = ("config.json", "adapter_config.json")  # configs of a model and of an adapter of PEFT
 
@@ -31,10 +32,10 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in evaluation mode, and its tokenizer.
 
-    `name` is a folder, or a model id on the Hub (default: the embedded model). `dtype=None`: that of the saved weights;
-    the embedded model has float32. `preset`: see `load_embedded_model`. `weights="packed"`: linear layers on a CPU stay
-    in the blocks of the embedded model's GGUF file, or in the half precision of the saved weights. `"packed_int8"`:
-    the embedded model's also round their inputs to 8 bits (docs/cpu.md).
+    `name` is a folder, a GGUF file, or a model id on the Hub (default: the embedded model). `dtype=None`: that of the
+    saved weights; the embedded model has float32. `preset`: see `load_embedded_model`. `weights="packed"`: layers on a
+    CPU stay in the blocks of a GGUF file, such as the embedded model's, or in the half precision of the saved weights.
+    `"packed_int8"`: layers in such blocks also round their inputs to 8 bits (docs/cpu.md).
     A mapping is a quantization config of Transformers, with `quant_method`. `device="auto"`: on all, by accelerate;
     "tp": a part of each layer in each of the processes that torchrun has started, by tensor parallelism.
     Raises `ValueError` if the model is not found, or cannot be packed or quantized.
@@ -50,18 +51,23 @@ def load_model(
         more["quantization_config"], weights = AutoQuantizationConfig.from_dict(dict(weights)), None
     if name is None:
         return load_embedded_model(dtype=dtype or torch.float32, device=device, preset=preset, weights=weights)
-    is_packed = check_packed(weights, dtype, device)
+    is_packed, is_int8 = check_packed(weights, dtype, device), weights == "packed_int8"
     check_model_folder("name", name)
-    if not Path(name).is_dir():
+    if (file := gguf_file(name)) is not None:
+        name, more["gguf_file"] = str(file.parent), file.name
+    elif not Path(name).is_dir():
         _check_hub(name)
+    source = {key: value for key, value in more.items() if key == "gguf_file"}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
     except ValueError as error:
         raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {error}") from error
+    if file is not None and is_packed:
+        return load_gguf(file, is_int8).eval(), tokenizer
     model: Any = _model_class(name).from_pretrained(name, dtype="auto" if is_packed or dtype is None else dtype, **more)
     if is_packed:
-        pack_half(model, int8=weights == "packed_int8")
-    return (model if more else model.to(device)).eval(), tokenizer
+        pack_half(model, is_int8)
+    return (model if more.keys() - source else model.to(device)).eval(), tokenizer
 
 
 def load_processor(model: PreTrainedModel, name: str | None) -> Any:
@@ -83,7 +89,9 @@ def _model_class(name: str) -> Any:
 
 
 def check_model_folder(name: str, value: str, configs: Sequence[str] = CONFIGS) -> None:
-    """Raise `ValueError` for a path that is not a folder, and for a folder without any of the config files."""
+    """Raise `ValueError` for a path that is no folder or GGUF file, and for a folder without any of `configs`."""
+    if gguf_file(value) is not None:
+        return
     if value.startswith((os.sep, ".", "~")) and not Path(value).is_dir():
         raise ValueError(f"{name} {value}: no such folder")
     if Path(value).is_dir() and not any((Path(value) / file).is_file() for file in configs):

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_parallel.kernels import native
+from hf_parallel.models.gguf_file import Blocks, empty_model, read_gguf
 from hf_parallel.models.linear import PACKINGS, is_computable, product
 
 PACKED = ("packed", "packed_int8")
@@ -102,10 +103,9 @@ def pack_half(model: PreTrainedModel, int8: bool = False) -> None:
     model.float()
 
 
-def pack_blocks(model: PreTrainedModel, folder: Path, int8: bool = False) -> None:
-    """Replace the weights of linear layers and the embedding by those of `save_blocks`. `int8`: see `PackedLinear`."""
-    blocks = {key.rpartition(".")[::2]: data for key, data in load_file(folder / _BLOCKS).items()}
-    _pack(model, {model.get_submodule(name).weight: (packing, data) for (name, packing), data in blocks.items()})
+def pack_blocks(model: PreTrainedModel, blocks: Blocks, int8: bool = False) -> None:
+    """Replace weights, given by the names of parameters, by blocks. `int8`: see `PackedLinear`."""
+    _pack(model, {model.get_parameter(name): block for name, block in blocks.items()})
     for parameter in model.parameters():  # of norms: the file of all float32 weights need not stay mapped
         parameter.data = parameter.data.clone()
     for module in model.modules():
@@ -113,24 +113,27 @@ def pack_blocks(model: PreTrainedModel, folder: Path, int8: bool = False) -> Non
             module.int8 = int8 and module.packing in native.INTEGERS
 
 
-def save_blocks(model: PreTrainedModel, gguf_file: Path, folder: Path) -> None:
-    """Save the blocks of a Llama model's GGUF file by the names of its layers."""
-    import gguf
+def load_gguf(file: Path, int8: bool = False) -> PreTrainedModel:
+    """Load a model whose weights stay in the blocks of its GGUF file. `ValueError`: see `read_gguf`."""
+    model = empty_model(file)
+    blocks, weights = read_gguf(file, model)
+    model.load_state_dict(weights, assign=True, strict=False)
+    model.tie_weights()
+    pack_blocks(model, blocks, int8)
+    return model
 
-    config: Any = model.config
-    tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in gguf.GGUFReader(gguf_file).tensors}
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    blocks: dict[str, torch.Tensor] = {}
-    for name in (name for name, module in model.named_modules() if _is_plain(module)):
-        tensor = tensors.get(names.get_name(name) or "")
-        if tensor is None:  # a head that is tied to the embedding
-            continue
-        data = torch.from_numpy(tensor.data.view("uint8").copy())
-        if count := heads.get(tensor.name.split(".")[-2]):  # llama.cpp interleaves the halves of rotated dimensions
-            data = data.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
-        blocks[f"{name}.{tensor.tensor_type.name}"] = data
-    save_file(blocks, folder / _BLOCKS)
+
+def save_blocks(model: PreTrainedModel, gguf_file: Path, folder: Path) -> None:
+    """Save the blocks of a model's GGUF file by the names of its layers."""
+    blocks, _ = read_gguf(gguf_file, model)
+    named = {f"{name.removesuffix('.weight')}.{kind}": data for name, (kind, data) in blocks.items()}
+    save_file(named, folder / _BLOCKS)
+
+
+def load_blocks(folder: Path) -> Blocks:
+    """Return what `save_blocks` saved."""
+    saved = [(*key.rpartition(".")[::2], data) for key, data in load_file(folder / _BLOCKS).items()]
+    return {f"{name}.weight": (packing, data) for name, packing, data in saved}
 
 
 def _pack(model: PreTrainedModel, blocks: Mapping[Any, tuple[str, torch.Tensor]]) -> None:
