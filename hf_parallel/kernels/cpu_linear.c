@@ -261,12 +261,14 @@ int linear(int format, const float *x, const uint8_t *w, int64_t row_bytes, cons
  * have an offset, and its product with the sum of the inputs is subtracted. */
 #if defined __AVX512VNNI__ && defined __AVX512BW__
 #define COLUMNS 16
-#define ROWS 8 /* tokens whose sums stay in registers */
+#define WIDTH 2 /* vectors of outputs and tokens of a tile, whose sums stay in registers */
+#define ROWS 6
 #define SIMD(name) _mm512_##name
 #define Q8_OFFSET 128
 typedef __m512i bytes;
 #else
 #define COLUMNS 8
+#define WIDTH 1
 #define ROWS 4
 #ifdef __AVX2__
 #define SIMD(name) _mm256_##name
@@ -294,6 +296,9 @@ typedef __m256i bytes;
 #define EACH(value) ((column_sums){value, value, value, value, value, value, value, value})
 #endif
 
+typedef float column_sums __attribute__((vector_size(4 * COLUMNS)));
+typedef int32_t column_counts __attribute__((vector_size(4 * COLUMNS)));
+
 typedef struct {
     int8_t values[BLOCK];
     float scale;
@@ -301,12 +306,9 @@ typedef struct {
 } Input;
 
 typedef struct {
-    uint8_t values[QUADS][4 * COLUMNS];
-    float scales[COLUMNS], leasts[COLUMNS];
+    uint8_t values[QUADS][WIDTH][4 * COLUMNS];
+    column_sums scales[WIDTH], leasts[WIDTH];
 } Columns;
-
-typedef float column_sums __attribute__((vector_size(4 * COLUMNS)));
-typedef int32_t column_counts __attribute__((vector_size(4 * COLUMNS)));
 
 static void quantize(int format, const float *x, int64_t blocks, Input *out) {
     for (; blocks--; x += BLOCK, out++) {
@@ -350,116 +352,128 @@ INLINE void interleave(const uint8_t *packed, const int32_t *offsets, bytes *out
 }
 #endif
 
-/* Unpack a block of each row; `offsets` are those of the rows, in bytes. */
-INLINE void unpack_columns(int format, const uint8_t *packed, const int32_t *offsets, Columns *out) {
+/* Unpack a block of each row as vector `at`; `offsets` are those of the rows, in bytes. */
+INLINE void unpack_columns(int format, const uint8_t *packed, const int32_t *offsets, int at, Columns *out) {
     const uint8_t *integers = packed + (format == Q4_1 ? 4 : 2);
 #if COLUMNS == 16
     const __m512i heads = _mm512_i32gather_epi32(_mm512_loadu_si512(offsets), packed, 1);
-    _mm512_store_ps(out->scales, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(heads)));
-    if (format == Q4_1) _mm512_store_ps(out->leasts, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 16))));
+    out->scales[at] = (column_sums)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(heads));
+    if (format == Q4_1) out->leasts[at] = (column_sums)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 16)));
 #else
     for (int c = 0; c < COLUMNS; c++) {
-        out->scales[c] = half(packed + offsets[c]);
-        if (format == Q4_1) out->leasts[c] = half(packed + offsets[c] + 2);
+        out->scales[at][c] = half(packed + offsets[c]);
+        if (format == Q4_1) out->leasts[at][c] = half(packed + offsets[c] + 2);
     }
 #endif
 #ifdef SIMD
-    bytes *values = (bytes *)out->values;
+    bytes values[QUADS];
     interleave(integers, offsets, values);
-    if (format == Q8_0) {
-        interleave(integers + 16, offsets, values + 4);
-#if COLUMNS == 16
-        for (int q = 0; q < QUADS; q++) values[q] = _mm512_xor_si512(values[q], _mm512_set1_epi8(-128));
-#endif
-        return;
-    }
-    const bytes low = SIMD(set1_epi8)(15);
+    if (format == Q8_0) interleave(integers + 16, offsets, values + 4);
     for (int q = 0; q < 4; q++) {
-        const bytes both = values[q];
-        values[q] = (bytes)((column_counts)both & (column_counts)low);
-        values[q + 4] = (bytes)((column_counts)SIMD(srli_epi32)(both, 4) & (column_counts)low);
+        const bytes first = values[q], low = SIMD(set1_epi8)(15);
+        if (format == Q8_0 && Q8_OFFSET) {
+            values[q] = (bytes)((column_counts)first ^ (column_counts)SIMD(set1_epi8)(-128));
+            values[q + 4] = (bytes)((column_counts)values[q + 4] ^ (column_counts)SIMD(set1_epi8)(-128));
+        } else if (format != Q8_0) {
+            values[q] = (bytes)((column_counts)first & (column_counts)low);
+            values[q + 4] = (bytes)((column_counts)SIMD(srli_epi32)(first, 4) & (column_counts)low);
+        }
     }
+    for (int q = 0; q < QUADS; q++) *(bytes *)out->values[q][at] = values[q];
 #else
     for (int c = 0; c < COLUMNS; c++)
         for (int i = 0; i < BLOCK; i++) {
             const uint8_t *row = integers + offsets[c];
             const uint8_t value = format == Q8_0 ? row[i] ^ 128 : i < 16 ? row[i] & 15 : row[i - 16] >> 4;
-            out->values[i / 4][4 * c + i % 4] = value;
+            out->values[i / 4][at][4 * c + i % 4] = value;
         }
 #endif
 }
 
-/* Add the dot products of a block of `tokens` tokens to their counts. */
-INLINE void dots(int format, int tokens, int64_t blocks, const Columns *columns, const Input *inputs, column_counts *counts) {
+/* Add the dot products of a block of `tokens` x `width` vectors to their counts. */
+INLINE void dots(int format, int width, int tokens, int64_t blocks, const Columns *columns, const Input *inputs,
+                 column_counts counts[WIDTH][ROWS]) {
 #if defined SIMD && COLUMNS == 8
     bytes pairs[ROWS];
     for (int t = 0; t < tokens; t++) pairs[t] = _mm256_setzero_si256();
 #endif
-    for (int q = 0; q < QUADS; q++) {
-#ifdef SIMD
-        const bytes weights = *(const bytes *)columns->values[q];
-#endif
+    for (int q = 0; q < QUADS; q++)
         for (int t = 0; t < tokens; t++) {
             const int8_t *values = inputs[t * blocks].values + 4 * q;
 #ifdef SIMD
-#if COLUMNS == 16 /* Compilers load the inputs by an instruction of their own, which takes a fifth longer. */
-            __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(counts[t]) : "v"(weights), "m"(*(const int32_t *)values));
-#else
             int32_t four_values;
             memcpy(&four_values, values, 4);
-            const bytes x = _mm256_set1_epi32(four_values);
-            if (format == Q8_0) {
-                const bytes products = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
-                counts[t] += (column_counts)_mm256_madd_epi16(products, _mm256_set1_epi16(1));
-            } else /* 8 times 2 products of at most 15 * 127 fit in 16 bits */
-                pairs[t] = _mm256_add_epi16(pairs[t], _mm256_maddubs_epi16(weights, x));
+            const bytes x = SIMD(set1_epi32)(four_values);
 #endif
+            for (int v = 0; v < width; v++) {
+#ifndef SIMD
+                for (int c = 0; c < COLUMNS; c++)
+                    for (int i = 0; i < 4; i++) counts[v][t][c] += columns->values[q][v][4 * c + i] * values[i];
 #else
-            for (int c = 0; c < COLUMNS; c++)
-                for (int i = 0; i < 4; i++) counts[t][c] += columns->values[q][4 * c + i] * values[i];
+                const bytes weights = *(const bytes *)columns->values[q][v];
+#if COLUMNS == 16
+                counts[v][t] = (column_counts)_mm512_dpbusd_epi32((bytes)counts[v][t], weights, x);
+#else
+                if (format == Q8_0) {
+                    const bytes products = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
+                    counts[v][t] += (column_counts)_mm256_madd_epi16(products, _mm256_set1_epi16(1));
+                } else /* 8 times 2 products of at most 15 * 127 fit in 16 bits */
+                    pairs[t] = _mm256_add_epi16(pairs[t], _mm256_maddubs_epi16(weights, x));
 #endif
+#endif
+            }
         }
-    }
 #if defined SIMD && COLUMNS == 8
     for (int t = 0; t < tokens && format != Q8_0; t++)
-        counts[t] += (column_counts)_mm256_madd_epi16(pairs[t], _mm256_set1_epi16(1));
+        counts[0][t] += (column_counts)_mm256_madd_epi16(pairs[t], _mm256_set1_epi16(1));
 #endif
+    (void)format;
 }
 
-/* The sums of `tokens` x COLUMNS; `inputs` and `y` have strides of `blocks` and `stride`. */
-INLINE void columns_tile(int format, int tokens, int64_t blocks, const Columns *columns, const Input *inputs, column_sums start,
-                         float *y, int64_t stride, int count) {
-    column_sums sums[ROWS];
-    for (int t = 0; t < tokens; t++) sums[t] = (column_sums){0};
+/* The sums of `tokens` x `width` vectors, of which `count` outputs exist; `inputs` and `y` have strides of `blocks` and
+ * `stride`. */
+INLINE void columns_tile(int format, int width, int tokens, int64_t blocks, const Columns *columns, const Input *inputs,
+                         const float *b, float *y, int64_t stride, int count) {
+    column_sums sums[WIDTH][ROWS];
+    for (int v = 0; v < width; v++)
+        for (int t = 0; t < tokens; t++) sums[v][t] = (column_sums){0};
     for (int64_t block = 0; block < blocks; block++, columns++, inputs++) {
-        column_counts counts[ROWS];
+        column_counts counts[WIDTH][ROWS];
         for (int t = 0; t < tokens; t++)
-            counts[t] = (column_counts)(format == Q4_1 ? (column_sums){0} : EACH(inputs[t * blocks].of.sum));
-        dots(format, tokens, blocks, columns, inputs, counts);
-        const column_sums scales = *(const column_sums *)columns->scales, leasts = *(const column_sums *)columns->leasts;
+            for (int v = 0; v < width; v++)
+                counts[v][t] = (column_counts)(format == Q4_1 ? (column_sums){0} : EACH(inputs[t * blocks].of.sum));
+        dots(format, width, tokens, blocks, columns, inputs, counts);
         for (int t = 0; t < tokens; t++) {
-            const Input *input = inputs + t * blocks;
-            const column_sums products = scales * __builtin_convertvector(counts[t], column_sums);
-            sums[t] = FUSED(products, EACH(input->scale), sums[t]);
-            if (format == Q4_1) sums[t] = FUSED(leasts, EACH(input->of.sum), sums[t]);
+            const column_sums scale = EACH(inputs[t * blocks].scale), sum = EACH(inputs[t * blocks].of.sum);
+            for (int v = 0; v < width; v++) {
+                const column_sums products = columns->scales[v] * __builtin_convertvector(counts[v][t], column_sums);
+                sums[v][t] = FUSED(products, scale, sums[v][t]);
+                if (format == Q4_1) sums[v][t] = FUSED(columns->leasts[v], sum, sums[v][t]);
+            }
         }
     }
-    for (int t = 0; t < tokens; t++) {
-        sums[t] += start;
-        if (count == COLUMNS) memcpy(y + t * stride, &sums[t], sizeof sums[t]);
-        else memcpy(y + t * stride, &sums[t], count * sizeof(float));
+    for (int v = 0; v < width; v++) {
+        const int some = min(COLUMNS, count - v * COLUMNS);
+        column_sums bias = {0};
+        if (b) memcpy(&bias, b + v * COLUMNS, some * sizeof(float));
+        for (int t = 0; t < tokens; t++) {
+            float *to = y + t * stride + v * COLUMNS;
+            sums[v][t] += bias;
+            if (some == COLUMNS) memcpy(to, &sums[v][t], sizeof bias);
+            else memcpy(to, &sums[v][t], some * sizeof(float));
+        }
     }
 }
 
 #define OF_TOKENS(n) \
-    case n: columns_tile(format, n, blocks, columns, inputs, start, y, stride, count); break;
+    case n: columns_tile(format, width, n, blocks, columns, inputs, b, y, stride, count); break;
 
-INLINE void columns_tokens(int format, int64_t tokens, int64_t blocks, const Columns *columns, const Input *inputs,
-                           column_sums start, float *y, int64_t stride, int count) {
+INLINE void columns_tokens(int format, int width, int64_t tokens, int64_t blocks, const Columns *columns, const Input *inputs,
+                           const float *b, float *y, int64_t stride, int count) {
     for (; tokens > 0; tokens -= ROWS, inputs += ROWS * blocks, y += ROWS * stride) switch (min(tokens, ROWS)) {
         OF_TOKENS(1) OF_TOKENS(2) OF_TOKENS(3) OF_TOKENS(4)
-#if ROWS == 8
-        OF_TOKENS(5) OF_TOKENS(6) OF_TOKENS(7) OF_TOKENS(8)
+#if ROWS == 6
+        OF_TOKENS(5) OF_TOKENS(6)
 #endif
     }
 }
@@ -467,17 +481,17 @@ INLINE void columns_tokens(int format, int64_t tokens, int64_t blocks, const Col
 /* The results [tokens, count] of `count` rows of weights at w. */
 INLINE void columns_group(int format, int64_t tokens, int64_t blocks, const uint8_t *w, int64_t row_bytes, int count,
                           Columns *columns, const Input *inputs, const float *b, float *y, int64_t stride) {
-    const int size = format == Q8_0 ? 34 : format == Q4_1 ? 20 : 18;
-    int32_t offsets[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) offsets[c] = (int32_t)(min(c, count - 1) * row_bytes);
-    for (int64_t block = 0; block < blocks; block++) {
-        const uint8_t *next = w + COLUMNS * (row_bytes + block * size);
-        for (int i = 0; i < COLUMNS * size; i += 64) __builtin_prefetch(next + i);
-        unpack_columns(format, w + block * size, offsets, columns + block);
-    }
-    column_sums start = {0};
-    if (b) memcpy(&start, b, count * sizeof(float));
-    columns_tokens(format, tokens, blocks, columns, inputs, start, y, stride, count);
+    const int size = format == Q8_0 ? 34 : format == Q4_1 ? 20 : 18, width = (count + COLUMNS - 1) / COLUMNS;
+    int32_t offsets[WIDTH][COLUMNS];
+    for (int c = 0; c < WIDTH * COLUMNS; c++) offsets[c / COLUMNS][c % COLUMNS] = (int32_t)(min(c, count - 1) * row_bytes);
+    for (int64_t block = 0; block < blocks; block++)
+        for (int v = 0; v < width; v++) {
+            const uint8_t *next = w + WIDTH * COLUMNS * row_bytes + COLUMNS * (v * row_bytes + block * size);
+            for (int i = 0; i < COLUMNS * size; i += 64) __builtin_prefetch(next + i);
+            unpack_columns(format, w + block * size, offsets[v], v, columns + block);
+        }
+    if (width == 1) columns_tokens(format, 1, tokens, blocks, columns, inputs, b, y, stride, count);
+    else columns_tokens(format, WIDTH, tokens, blocks, columns, inputs, b, y, stride, count);
 }
 
 /* `linear` with inputs in 8 bits; the format is Q4_0, Q4_1 or Q8_0. */
@@ -496,9 +510,9 @@ int linear_int8(int format, const float *x, const uint8_t *w, int64_t row_bytes,
             for (int64_t t = 0; t < rows; t++)
                 if (quantized) quantize(format, x + (first + t) * inputs, blocks, quantized + t * blocks);
 #pragma omp for schedule(static)
-            for (int64_t o = 0; o < outputs; o += COLUMNS) {
+            for (int64_t o = 0; o < outputs; o += WIDTH * COLUMNS) {
                 if (failed) continue;
-                const int count = min(outputs - o, COLUMNS);
+                const int count = min(outputs - o, WIDTH * COLUMNS);
                 float *out = y + first * outputs + o;
 #define GROUP_OF(f) \
     case f: \
