@@ -35,7 +35,7 @@ from hf_parallel.generation.sampling import sample_together
 from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.adapters import AdaptedModel, check_no_virtual_tokens
 from hf_parallel.models.attention import gradient_checkpointing_disabled
-from hf_parallel.models.linear import linear_layers
+from hf_parallel.models.elementwise import fast_layers
 
 
 class Engine:
@@ -252,7 +252,7 @@ class Engine:
     def _main(self, started: threading.Event) -> None:
         claim = Claim(ENGINE_OPEN)
         try:
-            prepared = gradient_checkpointing_disabled(self.model), linear_layers(self.model)
+            prepared = gradient_checkpointing_disabled(self.model), fast_layers(self.model)
             with torch.no_grad(), cpu_as_default(), self.model.claimed(claim), prepared[0], prepared[1]:
                 self._claim = claim
                 self._open_storage()

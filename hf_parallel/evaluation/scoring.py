@@ -32,7 +32,7 @@ from hf_parallel.generation.validation import check_int
 from hf_parallel.kernels import to_device
 from hf_parallel.models.attention import UnsupportedModelError, gradient_checkpointing_disabled
 from hf_parallel.models.cached_model import PREFILL_CHUNK, CachedModel
-from hf_parallel.models.linear import linear_layers
+from hf_parallel.models.elementwise import fast_layers
 
 Score = tuple[float, bool]
 """Log-likelihood of a continuation, and whether greedy decoding would generate it."""
@@ -171,7 +171,7 @@ class _Scorer:
             with ExitStack() as stack:
                 for context in (torch.no_grad(), cpu_as_default(), model.claimed(claim)):
                     stack.enter_context(context)
-                for context in (linear_layers(model), gradient_checkpointing_disabled(model)):
+                for context in (fast_layers(model), gradient_checkpointing_disabled(model)):
                     stack.enter_context(context)
                 self.cache.claim(model, claim, kept=False)
                 passes = CachedModel(model, enabled(model).capabilities, self.cache, cuda_graph=False, compile=False)

@@ -25,7 +25,7 @@ from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import gradient_checkpointing_disabled
 from hf_parallel.models.cached_model import CachedModel, prefill_chunk
 from hf_parallel.models.capabilities import Capabilities
-from hf_parallel.models.linear import linear_layers
+from hf_parallel.models.elementwise import fast_layers
 
 C = TypeVar("C", bound=SharedPrefixCache)
 
@@ -77,7 +77,7 @@ class Executor:
     def running(self, cache: BlockCache) -> Iterator[None]:
         """Let the call run the model over a cache: enable fast linear layers, and record the memory of CUDA graphs."""
         self.model_over(cache)  # before any pass is timed
-        with gradient_checkpointing_disabled(self.model), linear_layers(self.model):
+        with gradient_checkpointing_disabled(self.model), fast_layers(self.model):
             yield
         graphs = None if self._cached_model is None else self._cached_model.graphs
         self._stats.graph_bytes = 0 if graphs is None else graphs.num_bytes

@@ -28,7 +28,7 @@ from hf_parallel.generation.rng import (
 from hf_parallel.generation.row_processors import RowCriteria, RowProcessors, Rows, process
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.kernels import HostCopy, to_device
-from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, sample
+from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, multinomial, sample
 
 
 class Sampled:
@@ -389,7 +389,7 @@ class SamplingBatch:
 
 def _draw_tokens(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
     """Draw one token of each row with its RNG; without RNGs, with PyTorch's global generator."""
-    return draw(probs, rngs) if rngs else torch.multinomial(probs, num_samples=1).squeeze(1)
+    return draw(probs, rngs) if rngs else multinomial(probs)
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:

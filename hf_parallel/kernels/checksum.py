@@ -73,7 +73,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def row_sums(words: torch.Tensor, out: torch.Tensor) -> None:
     """Write the sums of words, int32 `[rows, 1024]`, to `out`, int64 `[rows, 2]`; both contiguous."""
     device, numbers = words.device, _multipliers(words.device)
-    if device.type == "cpu" and native.supports_row_sums():
+    if device.type == "cpu" and native.is_available():
         native.row_sums(words, numbers, out)
     else:
         for part, sums in zip(words.split(_CHUNK), out.split(_CHUNK), strict=True):

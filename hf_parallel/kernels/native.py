@@ -38,7 +38,7 @@ FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float
 _NUMBERS = {packing: number for number, packing in enumerate(PACKINGS)}
 _OMP_PAUSE_SOFT = 1
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp")
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_attention.c", "cpu_linear.c", "cpu_checksum.c"))
+_SOURCES = tuple(sorted(Path(__file__).parent.glob("cpu_*.c")))
 _logger = logging.get_logger(__name__)
 
 
@@ -179,15 +179,53 @@ def unpack(packed: Tensor, packing: str) -> Tensor:
     return out
 
 
-def supports_row_sums() -> bool:
-    """Whether the kernel of checksums is available."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    """Return float32 `x / sqrt(mean(x^2) + eps) * (weight + offset)`, over the last dimension; no weight: `* 1`."""
+    library = _library()
+    assert library is not None, "is_available() was not checked"
+    x = x.contiguous()
+    out, size = torch.empty_like(x), x.shape[-1]
+    pointers = x.data_ptr(), None if weight is None else weight.data_ptr(), out.data_ptr()
+    library.rms_norm(*pointers, x.numel() // size, size, eps, offset, torch.get_num_threads())
+    return out
+
+
+def rotate_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Rotate float32 queries and keys `[1, heads, T, head_dim]` by contiguous `cos` and `sin` `[1, T, rotary_dim]`."""
+    library = _library()
+    assert library is not None, "is_available() was not checked"
+    rotated, arguments = [], []
+    for x in (query, key):
+        x = x if x.stride(3) == 1 else x.contiguous()
+        _, heads, tokens, dim = x.shape
+        out = torch.empty(1, tokens, heads, dim)
+        arguments += [x.data_ptr(), out.data_ptr(), heads, x.stride(2), x.stride(1)]
+        rotated.append(out.transpose(1, 2))
+    sizes = tokens, dim, cos.shape[2], interleaved, torch.get_num_threads()
+    library.rotate_heads(*arguments, cos.data_ptr(), sin.data_ptr(), *sizes)
+    return rotated[0], rotated[1]
+
+
+def multinomial(probs: Tensor, generator: torch.Generator) -> Tensor | None:
+    """Draw a token of each row of contiguous float32 `probs` `[rows, vocabulary]`; None: they are no probabilities."""
+    library = _library()
+    assert library is not None, "is_available() was not checked"
+    state, tokens = generator.get_state(), torch.empty(len(probs), dtype=torch.int64)
+    if library.multinomial(state.data_ptr(), probs.data_ptr(), *probs.shape, tokens.data_ptr()):
+        return None
+    generator.set_state(state)
+    return tokens
+
+
+def is_available() -> bool:
+    """Whether the compiled kernels are available."""
     return _library() is not None
 
 
 def row_sums(words: Tensor, multipliers: Tensor, out: Tensor) -> None:
     """Write sums of rows; see `hf_parallel.kernels.checksum`."""
     library = _library()
-    assert library is not None, "supports_row_sums() was not checked"
+    assert library is not None, "is_available() was not checked"
     pointers = (tensor.data_ptr() for tensor in (words, multipliers, out))
     library.row_sums(*pointers, len(words), torch.get_num_threads())
 
@@ -235,6 +273,13 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.unpack.restype = None
     library.row_sums.argtypes = [*[pointer] * 3, size, ctypes.c_int]
     library.row_sums.restype = None
+    library.rms_norm.argtypes = [*[pointer] * 3, size, size, ctypes.c_double, ctypes.c_double, ctypes.c_int]
+    library.rms_norm.restype = None
+    heads = pointer, pointer, size, size, size
+    library.rotate_heads.argtypes = [*heads, *heads, pointer, pointer, *[size] * 4, ctypes.c_int]
+    library.rotate_heads.restype = None
+    library.multinomial.argtypes = [pointer, pointer, size, size, pointer]
+    library.multinomial.restype = ctypes.c_int
     return library, ""
 
 

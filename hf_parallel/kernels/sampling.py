@@ -7,6 +7,7 @@ it; without it, callers use PyTorch's operations.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,10 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_parallel.kernels import native
 from hf_parallel.kernels.dispatch import select_backend
 from hf_parallel.kernels.transfer import to_device
 
 MANY_ROWS = 32  # from which the processors of a GPU are busy although one program searches a row
+_lock = threading.Lock()  # the state of a generator is read, and written later
 _SMALL_TOP_K = 128  # up to which a program reads a small part of its row more than once
 
 
@@ -93,6 +96,27 @@ def sample(scores: Tensor, warpers: Warpers | Sequence[Warpers], keys: Tensor | 
 def race(probs: Tensor, keys: Tensor) -> Tensor:
     """Return the winners `int64 [rows]` of the races over `probs`, `float32 [rows, vocabulary]`."""
     return _backend().race(probs, _uniform(Warpers(), 1, probs.device), keys)  # type: ignore[no-any-return]
+
+
+def multinomial(probs: Tensor) -> Tensor:
+    """Return the tokens `int64 [rows]` that `torch.multinomial` draws from `probs` with PyTorch's global generator."""
+    is_usual = probs.device.type == "cpu" and probs.dtype == torch.float32 and probs.is_contiguous()
+    if is_usual and probs.numel() and not probs.requires_grad and _has_own_noise():
+        with _lock:
+            tokens = native.multinomial(probs, torch.default_generator)
+        if tokens is not None:  # else PyTorch raises
+            return tokens
+    return torch.multinomial(probs, num_samples=1).squeeze(1)
+
+
+@lru_cache
+def _has_own_noise() -> bool:
+    """Whether PyTorch draws on the CPU as `native.multinomial` does: it may use MKL's generator."""
+    probs = torch.linspace(0.1, 1, 3003).view(3, -1)
+    ours, theirs = (torch.Generator().manual_seed(0) for _ in range(2))
+    tokens = native.multinomial(probs, ours) if native.is_available() else None
+    expected = torch.multinomial(probs, num_samples=1, generator=theirs).squeeze(1)
+    return tokens is not None and tokens.equal(expected) and ours.get_state().equal(theirs.get_state())
 
 
 def _backend() -> Any:

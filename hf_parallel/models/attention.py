@@ -329,7 +329,7 @@ def _context_dependent(plain: Any) -> Any:
 
     def implementation(config: PreTrainedConfig) -> str | None:
         if torch.compiler.is_compiling():  # Dynamo cannot trace context variables
-            return IMPLEMENTATION if _is_active() else own.fget(config)  # type: ignore[misc]
+            return IMPLEMENTATION if is_active() else own.fget(config)  # type: ignore[misc]
         active = _active_attention.get()
         chosen = active is not None and id(config) in active.configs
         return IMPLEMENTATION if chosen else own.fget(config)  # type: ignore[misc]
@@ -346,7 +346,8 @@ def _context_dependent(plain: Any) -> Any:
 
 
 @torch.compiler.assume_constant_result
-def _is_active() -> bool:
+def is_active() -> bool:
+    """Whether this thread runs a pass with block attention."""
     return _active_attention.get() is not None
 
 

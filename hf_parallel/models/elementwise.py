@@ -1,0 +1,146 @@
+"""RMSNorm and rotary embeddings on a CPU, each computed by one call of a C kernel in float32.
+
+A decode step of a small model spends as long between its linear layers as in them. What a module computes is found by
+comparing it with the kernel on random inputs, never by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, lru_cache, partial, wraps
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from hf_parallel.cache.placement import all_modules
+from hf_parallel.kernels import native
+from hf_parallel.models.attention import is_active
+from hf_parallel.models.linear import is_computable, linear_layers
+
+Forward = Callable[..., Any]
+_norms: dict[object, Forward | None] = {}  # by class and settings: compiled layers share a graph if they share these
+
+
+@contextmanager
+def fast_layers(model: nn.Module) -> Iterator[None]:
+    """Compute a model's norms and rotary embeddings with the C kernels, within forward passes over a block cache.
+
+    Includes `linear_layers`. Other threads, calls with gradients, autocast, and other dtypes use the model's own code.
+    """
+    replaced: list[tuple[Any, MethodType]] = []
+    with ExitStack() as stack:
+        stack.enter_context(linear_layers(model))
+        stack.callback(_restore, replaced)
+        with_fast_rotary = cache(_with_fast_rotary)  # for this call: its names are a copy of a module's
+        for module in all_modules(model) if native.is_available() else []:
+            forward = _fast_norm(module) or with_fast_rotary(type(module).forward)
+            if forward is not None and "forward" not in vars(module):
+                replaced.append((module, MethodType(forward, module)))
+                module.forward = replaced[-1][1]
+        yield
+
+
+def _restore(replaced: list[tuple[Any, MethodType]]) -> None:
+    for module, method in replaced:
+        if vars(module).get("forward") is method:  # unless it was replaced meanwhile
+            del module.forward
+
+
+def _is_fast(x: torch.Tensor, size: int) -> bool:
+    return is_computable(x, size) and is_active() and type(x) is torch.Tensor and x.dtype == torch.float32
+
+
+def _fast_norm(module: nn.Module) -> Forward | None:
+    """Return the `forward` of an RMSNorm by the kernel; None for other modules."""
+    weight = module._parameters.get("weight")
+    if type(weight) is not nn.Parameter or weight.dim() != 1 or len(module._parameters) > 1 or module._modules:
+        return None
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
+        return None
+    numbers = {name: value for name, value in vars(module).items() if type(value) in (float, int, bool)}
+    key = type(module).forward, len(weight), *numbers.items()
+    if key not in _norms:
+        _norms[key] = _match_norm(module, len(weight), [eps for eps in numbers.values() if type(eps) is float])
+    return _norms[key]
+
+
+def _match_norm(module: nn.Module, size: int, candidates: list[float]) -> Forward | None:
+    plain, generator = type(module).forward, torch.Generator().manual_seed(0)
+    units, (given,) = (torch.randn(n, size, generator=generator) for n in (3, 1))
+    for eps in candidates:
+        x = units * torch.tensor([[1.0], [eps**0.5], [10 * eps**0.5]])  # where eps matters
+        found = _outcome(partial(functional_call, module, {"weight": given}, (x,)))
+        for offset in (0.0, 1.0):
+            if _are_equal(found, native.rms_norm(x, given, eps, offset)):
+                return _norm_forward(plain, size, eps, offset)
+    return None
+
+
+def _norm_forward(plain: Forward, size: int, eps: float, offset: float) -> Forward:
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        weight = self._parameters["weight"]
+        if _is_fast(x, size) and weight is not None and weight.dtype == torch.float32:
+            return native.rms_norm(x, weight, eps, offset)
+        return plain(self, x)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _with_fast_rotary(forward: Any) -> Forward | None:
+    """Return a `forward` whose function for rotary embeddings is replaced by the kernel; None if it calls none."""
+    if not isinstance(forward, FunctionType):
+        return None
+    used = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    found = {name: _fast_rotary(one) for name, one in used.items() if isinstance(one, FunctionType)}
+    fast = {name: function for name, function in found.items() if function is not None}
+    names = {**forward.__globals__, **fast}
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+
+    @wraps(forward)
+    def forward_of_call(*args: Any, **kwargs: Any) -> Any:  # Dynamo looks for names in the module
+        return (forward if torch.compiler.is_compiling() else copy)(*args, **kwargs)
+
+    return forward_of_call if fast else None
+
+
+@lru_cache(maxsize=1024)
+def _fast_rotary(plain: FunctionType) -> Forward | None:
+    """Return a function `(q, k, cos, sin)` that rotates queries and keys by the kernel; None for other functions."""
+    if plain.__code__.co_argcount - len(plain.__defaults__ or ()) != 4:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    given: Any = [torch.randn(1, *shape, generator=generator) for shape in ((4, 3, 16), (2, 3, 16), (3, 16), (3, 16))]
+    found = _outcome(partial(plain, *given))
+    styles = [style for style in (False, True) if _are_equal(found, native.rotate_heads(*given, interleaved=style))]
+    if not styles:
+        return None
+
+    def fast(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any) -> Any:
+        is_usual = not (more or named) and len(q.shape) == 4 and len(q) == len(k) == 1
+        is_usual = is_usual and cos.shape == sin.shape == (1, *q.shape[2:])
+        if not is_usual or not all(_is_fast(x, cos.shape[-1]) for x in (q, k, cos, sin)):
+            return plain(q, k, cos, sin, *more, **named)
+        return native.rotate_heads(q, k, cos.contiguous(), sin.contiguous(), styles[0])
+
+    return fast
+
+
+def _outcome(function: Callable[[], object]) -> object:
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            return function()
+    except Exception:  # code that computes something else need not accept these arguments
+        return None
+
+
+def _are_equal(found: object, expected: object) -> bool:
+    try:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    except (AssertionError, TypeError):
+        return False
+    return True

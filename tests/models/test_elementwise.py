@@ -1,0 +1,160 @@
+"""During a call, norms and rotary embeddings are computed by C kernels, with the results of the model's own code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import hf_parallel
+from hf_parallel.kernels import native, sampling
+from hf_parallel.models import elementwise
+from hf_parallel.models.elementwise import fast_layers
+
+compiled = pytest.mark.skipif(bool(native.unavailable_reason()), reason="needs a C compiler, as the kernels do")
+
+
+@pytest.fixture
+def in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elementwise, "is_active", lambda: True)
+
+
+FAST = {  # norms and attention layers that use the kernels
+    "llama": (5, 2),
+    "gemma3_text": (25, 4),
+    "qwen3": (17, 4),
+    "cohere": (0, 2),  # interleaved rotation
+    "deepseek_v3": (17, 4),
+    "glm": (5, 0),  # rotates a part of each head
+    "gpt2": (0, 0),
+}
+
+
+def fast_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if "forward" in vars(module) and not isinstance(module, nn.Linear)]
+
+
+@compiled
+@pytest.mark.usefixtures("in_a_pass")
+@pytest.mark.parametrize("name", FAST)
+def test_logits_equal_those_of_the_own_code(name: str) -> None:
+    model, (ids,) = tiny.build(name), tiny.make_prompts([40])
+    with torch.no_grad():
+        expected = model(ids[None]).logits
+        with fast_layers(model):
+            kinds = Counter("Norm" in type(module).__name__ for module in fast_modules(model))
+            torch.testing.assert_close(model(ids[None]).logits, expected, rtol=0, atol=5e-5)
+    assert (kinds[True], kinds[False]) == FAST[name]
+    assert not fast_modules(model)
+
+
+@compiled
+def test_a_row_does_not_depend_on_other_rows_or_threads() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2000, 77), torch.randn(77)
+    query, cos, sin = torch.randn(1, 500, 6, 24).transpose(1, 2), torch.randn(1, 500, 24), torch.randn(1, 500, 24)
+    norms, rotated = native.rms_norm(x, weight, 1e-6, 1.0), native.rotate_heads(query, query[:, :2], cos, sin, True)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(norms, native.rms_norm(x, weight, 1e-6, 1.0))
+        assert torch.equal(norms[7:8], native.rms_norm(x[7:8], weight, 1e-6, 1.0))
+        some = [t[:, 499:] for t in (cos, sin)]
+        alone = native.rotate_heads(query[:, :, 499:], query[:, :2, 499:], *some, True)  # type: ignore[arg-type]
+        for a, b in zip(alone, rotated, strict=True):
+            assert torch.equal(a, b[:, :, 499:])
+    finally:
+        torch.set_num_threads(1)
+
+
+class Doubled(nn.Module):
+    """Has the parameters of an RMSNorm, and computes something else."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(64)), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Ours(Doubled):
+    """An RMSNorm under another name, with another epsilon for each module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 2
+
+
+@compiled
+@pytest.mark.usefixtures("in_a_pass")
+def test_a_module_is_recognised_by_what_it_computes() -> None:
+    model = nn.ModuleList([Doubled(), Ours(), Ours(0.5), nn.RMSNorm(64, eps=1e-3), nn.RMSNorm(64), nn.LayerNorm(64)])
+    x = torch.randn(2, 3, 64)
+    with torch.no_grad(), fast_layers(model):
+        assert [list(model).index(module) for module in fast_modules(model)] == [1, 2, 3]
+        for module in fast_modules(model):
+            torch.testing.assert_close(module(x), type(module).forward(module, x))
+
+
+@compiled
+@pytest.mark.usefixtures("in_a_pass")
+def test_gradients_autocast_and_other_dtypes_use_the_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids,) = tiny.build("llama"), tiny.make_prompts([5])
+
+    def fail(*args: object) -> Any:
+        raise AssertionError
+
+    with fast_layers(model):
+        monkeypatch.setattr(native, "rms_norm", fail)
+        monkeypatch.setattr(native, "rotate_heads", fail)
+        model(ids[None]).logits.sum().backward()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model(ids[None])
+    model.zero_grad()
+    with torch.no_grad(), fast_layers(half := tiny.build("llama", dtype=torch.bfloat16)):
+        half(ids[None])
+
+
+@compiled
+def test_wrappers_are_removed_after_an_error_and_other_replacements_are_kept() -> None:
+    model: Any = hf_parallel.enable(tiny.build("llama"))
+
+    def fail(*args: object) -> Any:
+        assert fast_modules(model)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        model.generate(torch.ones(1, 3).long(), generation_mode="shared_prefix", logits_processor=[fail])
+    assert not fast_modules(model)
+    norm = model.model.norm
+    norm.forward = lambda x: x
+    try:
+        with fast_layers(model):
+            assert len(fast_modules(model)) == 7
+        assert fast_modules(model) == [norm]
+    finally:
+        del norm.forward
+
+
+@compiled
+@pytest.mark.skipif(not sampling._has_own_noise(), reason="this PyTorch draws noise by MKL")
+@pytest.mark.parametrize("vocabulary", [1, 2, 333, 5000])
+def test_draws_equal_those_of_multinomial(vocabulary: int) -> None:
+    for seed in range(30):
+        scores = torch.randn(1 + seed % 4, vocabulary, generator=torch.Generator().manual_seed(seed)) * 4
+        if seed % 2:
+            scores[scores < scores.amax(dim=-1, keepdim=True) - 6] = -torch.inf
+        found = []
+        for draw in (sampling.multinomial, lambda probs: torch.multinomial(probs, 1)[:, 0]):
+            torch.manual_seed(seed)
+            torch.rand(seed)
+            found.append([*draw(scores.softmax(dim=-1)).tolist(), *torch.rand(3).tolist()])
+        assert found[0] == found[1]
+    state = torch.get_rng_state()
+    for bad in (torch.zeros(1, 4), torch.tensor([[0.5, torch.nan]]), torch.tensor([[-1.0, 2]])):
+        with pytest.raises(RuntimeError, match="probabilit"):
+            sampling.multinomial(bad)
+    assert torch.equal(state, torch.get_rng_state())
