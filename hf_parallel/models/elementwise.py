@@ -114,9 +114,10 @@ def _fast_rotary(plain: FunctionType) -> Forward | None:
     if plain.__code__.co_argcount - len(plain.__defaults__ or ()) != 4:
         return None
     generator = torch.Generator().manual_seed(0)
-    given: Any = [torch.randn(1, *shape, generator=generator) for shape in ((4, 3, 16), (2, 3, 16), (3, 16), (3, 16))]
-    found = _outcome(partial(plain, *given))
-    styles = [style for style in (False, True) if _are_equal(found, native.rotate_heads(*given, interleaved=style))]
+    shapes = (4, 3, 16), (2, 3, 16), (3, 16), (3, 16)
+    q, k, cos, sin = (torch.randn(1, *shape, generator=generator) for shape in shapes)
+    found = _outcome(partial(plain, q, k, cos, sin))
+    styles = [style for style in (False, True) if _are_equal(found, native.rotate_heads(q, k, cos, sin, style))]
     if not styles:
         return None
 
