@@ -131,6 +131,25 @@ def test_the_embedded_model_in_its_own_blocks_gives_the_tokens_of_float32_in_a_f
     torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_64_greedy_tokens_of_packed_weights_differ_from_those_of_float32_in_ties_only(embedded: Any) -> None:
+    model, tokenizer = embedded
+    packed, _ = hf_parallel.load_embedded_model(weights="packed")
+    questions = [f"{question} {more}" for question in QUESTIONS for more in ("", "Be brief.", "Explain in detail.")]
+    prompts = [tokenizer(question, return_tensors="pt").input_ids[0] for question in questions]
+    ids, mask = tiny.left_pad(prompts)
+    inputs: Any = {"input_ids": ids, "attention_mask": mask, "generation_mode": "shared_prefix"}
+    settings: Any = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
+    found, expected = (
+        hf_parallel.enable(one).generate(**inputs, **settings)[:, ids.shape[1] :] for one in (packed, model)
+    )
+    for prompt, tokens, others in zip(prompts, found, expected, strict=True):
+        for place in (tokens != others).nonzero()[:1].flatten().tolist():  # later ones follow from the first
+            with torch.no_grad():
+                logits = model(torch.cat([prompt, others[:place]])[None]).logits[0, -1]
+            assert logits.max() - logits[tokens[place]] < 1e-4
+
+
 def test_rows_with_activations_in_8_bits_are_independent_and_close_to_float32(embedded: Any) -> None:
     exact, tokenizer = embedded
     model, _ = hf_parallel.load_embedded_model(weights="packed_int8")
