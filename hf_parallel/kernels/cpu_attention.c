@@ -74,6 +74,16 @@ INLINE int any_larger(vec a, vec b) {
 #endif
 }
 
+INLINE float highest_lane(vec x) {
+#if defined __AVX512F__
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float highest = x[0];
+    for (int lane = 1; lane < LANES; lane++) highest = x[lane] > highest ? x[lane] : highest;
+    return highest;
+#endif
+}
+
 /* 2^x for x <= 0, to about one unit in the last position; flushes to zero below -126, and keeps NaN. Scores are in
  * units of log 2, which saves a multiplication for each. */
 INLINE vec exp2_nonpositive(vec x) {
@@ -134,7 +144,6 @@ INLINE const float *unpack(const Storage *storage, int which, int64_t row, int c
     if (format == FLOAT32) return (const float *)from + row * dim;
     if (format == BFLOAT16 || format == FLOAT16) {
         const uint16_t *halves = (const uint16_t *)from + row * dim;
-        for (int64_t i = 0; i < count * dim; i += 32) __builtin_prefetch(halves + TILE * dim + i, 0, 2);
         widen(format, halves, count * dim, to);
         return to;
     }
@@ -160,11 +169,22 @@ typedef struct {
     int64_t row, lead, dim;
 } Block;
 
-/* `count` keys from `start` on, and their values. */
+/* `count` keys from `start` on, and their values. `ahead`: keys and values (or leads) of the next tile in the storage. */
 typedef struct {
     const float *leads, *keys, *values;
     int64_t lead, dim;
+    const uint8_t *ahead[2];
+    int64_t bytes[2];                                /* of a key and a value */
 } Tile;
+
+/* Prefetches every `parts`th line of `count` keys and values from `first` on of the next tile. */
+INLINE void prefetch(const Tile *tile, int first, int count, int64_t part, int64_t parts) {
+    for (int which = 0; which < 2; which++) {
+        const uint8_t *from = tile->ahead[which] + first * tile->bytes[which];
+        const int64_t bytes = count * tile->bytes[which];
+        for (int64_t i = 64 * part; i < bytes; i += 64 * parts) __builtin_prefetch(from + i, 0, 2);
+    }
+}
 
 INLINE int64_t room_of(const Block *block) {
     return block->storage->format == FLOAT32 ? 1 : TILE * (2 * block->dim + block->lead);
@@ -174,7 +194,11 @@ INLINE Tile tile_of(const Block *block, int64_t start, int count, float *room) {
     const int64_t dim = block->dim, lead = block->lead, row = block->row + start;
     const float *keys = unpack(block->storage, 0, row, count, dim, room);
     const float *others = unpack(block->storage, 1, row, count, lead ? lead : dim, room + TILE * dim);
-    return (Tile){others, keys, lead ? keys : others, lead, dim};
+    const int64_t size = block->storage->format == FLOAT32 ? 4 : block->storage->format < INT8 ? 2 : 1;
+    const int64_t key_bytes = size * dim, other_bytes = lead ? size * lead : key_bytes;
+    return (Tile){others, keys, lead ? keys : others, lead, dim,
+                  {block->storage->keys + (row + count) * key_bytes, block->storage->values + (row + count) * other_bytes},
+                  {key_bytes, other_bytes}};
 }
 
 /* acc[j] += sum_d keys[j][d] * qt[d] */
@@ -220,15 +244,12 @@ INLINE void hide(int width, int64_t start, int count, const Rows *rows, vec *sco
 INLINE void attend_tile(int width, const Rows *rows, const Tile *tile, int64_t start, int count) {
     const int together = TOGETHER(width);
     const int64_t dim = tile->dim;
-    const float *k = tile->keys, *v = tile->values;
+    const float *v = tile->values;
     vec scores[TILE * WIDEST], peaks[WIDEST], sums[WIDEST];
     vec *ot = rows->ot, *best = ot + dim * width, *total = best + width;
     int j = 0;
     for (; j + together <= count; j += together) {
-        for (int64_t i = 0; i < together * dim; i += 16) { /* prefetch the values and the next tile's keys */
-            __builtin_prefetch(v + j * dim + i);
-            __builtin_prefetch(k + (j + TILE) * dim + i, 0, 2);
-        }
+        prefetch(tile, j, together, 0, 1);
         score(width, together, rows->qt, tile, j, scores);
     }
     for (; j < count; j++) score(width, 1, rows->qt, tile, j, scores);
@@ -527,37 +548,46 @@ INLINE void add_values(int width, const float *weights, const float *values, int
     for (int w = 0; w < width; w++) *(shortvec *)(acc + w * SHORT) = sum[w];
 }
 
-/* One row over a tile of keys; acc [dim] is the sum of values, weighted by 2^(score - best). */
-static void attend_narrow(const float *q, const Tile *tile, int count, float *acc, float *best, float *total) {
-    const int64_t dim = tile->dim;
-    float scores[TILE] __attribute__((aligned(64)));
-    int j = 0;
-    for (; j + SHORT <= count; j += SHORT) *(shortvec *)(scores + j) = score_short(q, tile, j);
-    if (j < count) { /* the last keys: of a copy that ends with zeros */
-        const int64_t lead = tile->lead;
-        float last[SHORT * (lead + dim)];
-        memset(last, 0, sizeof last);
-        memcpy(last, tile->leads + j * lead, sizeof(float) * (count - j) * lead);
-        memcpy(last + SHORT * lead, tile->keys + j * dim, sizeof(float) * (count - j) * dim);
-        const Tile copy = {last, last + SHORT * lead, NULL, lead, dim};
-        *(shortvec *)(scores + j) = score_short(q, &copy, 0);
-    }
-    for (j = count; j < (count + LANES - 1) / LANES * LANES; j++) scores[j] = -INFINITY;
+/* The weights 2^(score - best) of `count` scores, in place, with a new best. Returns the factor of earlier sums. */
+INLINE float weigh(float *scores, int count, float *best, vec *total) {
+    for (int j = count; j < (count + LANES - 1) / LANES * LANES; j++) scores[j] = -INFINITY;
     vec highest = splat(*best), sum = splat(0.0f);
-    for (j = 0; j < count; j += LANES) highest = larger(*(vec *)(scores + j), highest);
-    float peak = *best;
-    for (int lane = 0; lane < LANES; lane++) peak = highest[lane] > peak ? highest[lane] : peak;
-    const float decay = *best == peak ? 1.0f : exp2f(*best - peak);
-    for (j = 0; j < count; j += LANES) {
+    for (int j = 0; j < count; j += LANES) highest = larger(*(vec *)(scores + j), highest);
+    const float peak = highest_lane(highest), decay = *best == peak ? 1.0f : exp2f(*best - peak);
+    for (int j = 0; j < count; j += LANES) {
         vec p = exp2_nonpositive(*(vec *)(scores + j) - splat(peak));
         *(vec *)(scores + j) = p;
         sum += p;
     }
-    *total *= decay, *best = peak;
-    for (int lane = 0; lane < LANES; lane++) *total += sum[lane];
-    int64_t d = 0;
-    for (; d + 8 * SHORT <= dim; d += 8 * SHORT) add_values(8, scores, tile->values + d, count, dim, decay, acc + d);
-    for (; d < dim; d += SHORT) add_values(1, scores, tile->values + d, count, dim, decay, acc + d);
+    *total = *total * decay + sum, *best = peak;
+    return decay;
+}
+
+/* Some rows q [rows][lead + dim] over a tile of keys. results [rows][dim + 2]: the sum of values, weighted by
+ * 2^(score - best), then best. */
+static void attend_narrow(int64_t rows, const float *q, const Tile *tile, int count, float *results, vec *totals) {
+    const int64_t lead = tile->lead, dim = tile->dim, query_dim = lead + dim;
+    float scores[rows][TILE] __attribute__((aligned(64)));
+    int j = 0;
+    for (; j + SHORT <= count; j += SHORT)
+        for (int64_t r = 0; r < rows; r++) {
+            prefetch(tile, j, SHORT, r, rows);
+            *(shortvec *)(scores[r] + j) = score_short(q + r * query_dim, tile, j);
+        }
+    if (j < count) { /* the last keys: of a copy that ends with zeros */
+        float last[SHORT * query_dim];
+        memset(last, 0, sizeof last);
+        memcpy(last, tile->leads + j * lead, sizeof(float) * (count - j) * lead);
+        memcpy(last + SHORT * lead, tile->keys + j * dim, sizeof(float) * (count - j) * dim);
+        const Tile copy = {.leads = last, .keys = last + SHORT * lead, .lead = lead, .dim = dim};
+        for (int64_t r = 0; r < rows; r++) *(shortvec *)(scores[r] + j) = score_short(q + r * query_dim, &copy, 0);
+    }
+    for (int64_t r = 0; r < rows; r++, results += dim + 2) {
+        const float decay = weigh(scores[r], count, results + dim, totals + r), *v = tile->values;
+        int64_t d = 0;
+        for (; d + 8 * SHORT <= dim; d += 8 * SHORT) add_values(8, scores[r], v + d, count, dim, decay, results + d);
+        for (; d < dim; d += SHORT) add_values(1, scores[r], v + d, count, dim, decay, results + d);
+    }
 }
 
 /* The rows of one position and KV head over a part of their block: results [groups][dim + 2] of a sum, best and total. */
@@ -566,9 +596,10 @@ static void attend_position(const Layer *layer, const DenseCall *call, int64_t p
     const int64_t dim = layer->dim, query_dim = layer->lead + dim, groups = layer->heads / layer->kv_heads;
     const Block block = block_of(layer, call, position / call->queries, head);
     float q[groups * query_dim] __attribute__((aligned(64))), room[room_of(&block)];
+    vec totals[groups];
     memset(results, 0, sizeof(float) * groups * (dim + 2));
     for (int64_t group = 0; group < groups; group++) {
-        results[group * (dim + 2) + dim] = -INFINITY;
+        results[group * (dim + 2) + dim] = -INFINITY, totals[group] = splat(0.0f);
         if (!load_query(layer, call, position, head * groups + group, q + group * query_dim, 1)) end = first;
     }
     if (call->lo && call->lo[position] > first) first = call->lo[position];
@@ -576,11 +607,10 @@ static void attend_position(const Layer *layer, const DenseCall *call, int64_t p
     for (int64_t start = first; start < end; start += TILE) {
         const int count = (int)smaller(end - start, TILE);
         const Tile tile = tile_of(&block, start, count, room);
-        for (int64_t group = 0; group < groups; group++) {
-            float *acc = results + group * (dim + 2);
-            attend_narrow(q + group * query_dim, &tile, count, acc, acc + dim, acc + dim + 1);
-        }
+        attend_narrow(groups, q, &tile, count, results, totals);
     }
+    for (int64_t group = 0; group < groups; group++)
+        for (int lane = 0; lane < LANES; lane++) results[group * (dim + 2) + dim + 1] += totals[group][lane];
 }
 
 static void merge_position(const Layer *layer, const DenseCall *call, int64_t position, int64_t head, const float *results) {

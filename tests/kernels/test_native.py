@@ -57,6 +57,24 @@ def test_kernel_equals_softmax(tokens: int, heads: int, kv_heads: int, dim: int,
 
 
 @compiled
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 4, 70])
+def test_half_precision_is_summed_in_float32(tokens: int, dtype: torch.dtype, threads: int) -> None:
+    q, k, v = torch.randn(tokens, 6, 64), torch.randn(2, 700, 64), torch.randn(2, 700, 64)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        out, lse = attend(q, (k[None], v[None]), scale=0.125)
+    finally:
+        torch.set_num_threads(before)
+    expected, expected_lse = softmax(q, k, v, 0.125)
+    torch.testing.assert_close(out, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+
+
+@compiled
 @pytest.mark.parametrize("blocks", [1, 3])  # lanes of rows, lanes of dimensions
 def test_a_key_that_is_not_a_number_is_not_ignored(blocks: int) -> None:
     q, k, v = torch.randn(blocks, 2, 16), torch.randn(blocks, 1, 70, 16), torch.randn(blocks, 1, 70, 16)
@@ -98,7 +116,7 @@ def test_a_query_may_see_several_blocks_of_one_call_and_one_block_several_times(
 
 @compiled
 @pytest.mark.parametrize("window", [None, 5, 1000], ids=str)
-@pytest.mark.parametrize("tokens", [2, 3, 9, 15, 16, 17, 32])
+@pytest.mark.parametrize("tokens", [2, 3, 9, 15, 16, 17, 32, 150])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (9, 3), (4, 4)])
 def test_short_runs_are_causal(heads: int, kv_heads: int, tokens: int, window: int | None) -> None:
     """Two rows with a common prompt append a run each; one of them has tokens of its own already.
