@@ -35,6 +35,7 @@ from hf_parallel.generation.modes import HogwildConfig as HogwildConfig
 from hf_parallel.generation.modes import HogwildOutput as HogwildOutput
 from hf_parallel.generation.modes import HogwildSession as HogwildSession
 from hf_parallel.generation.modes import ParallelBlock as ParallelBlock
+from hf_parallel.generation.modes import ParallelBlockLogitsProcessor as ParallelBlockLogitsProcessor
 from hf_parallel.generation.modes import Path as Path
 from hf_parallel.generation.modes import PDOSConfig as PDOSConfig
 from hf_parallel.generation.modes import PDOSOutput as PDOSOutput

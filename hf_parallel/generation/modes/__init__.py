@@ -18,6 +18,7 @@ from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_p
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, Step
 from hf_parallel.generation.modes.hogwild.session import HogwildSession
 from hf_parallel.generation.modes.pdos.config import PDOSConfig, pdos_prompt
+from hf_parallel.generation.modes.pdos.format_processor import ParallelBlockLogitsProcessor
 from hf_parallel.generation.modes.pdos.output import Branch, ParallelBlock, PDOSOutput
 from hf_parallel.generation.modes.pdos.parser import BlockFormat
 from hf_parallel.generation.modes.resample import ResampleConfig
@@ -52,6 +53,7 @@ __all__ = [
     "PDOSOutput",
     "ParallelBlock",
     "Path",
+    "ParallelBlockLogitsProcessor",
     "ResampleConfig",
     "SelfConsistencyConfig",
     "SelfConsistencyOutput",

@@ -1,4 +1,4 @@
-"""Masks that force the format of a parallel block once one has opened (PDOS, section 3, stage 1).
+"""Logits processors that force the format of a parallel block once one has opened (PDOS, section 3, stage 1).
 
 A token is allowed if its text keeps the block well-formed, however the tokenizer splits the markers.
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from hf_parallel.generation.modes.branches.token_text import WHITESPACE, Vocabulary
+from hf_parallel.detokenizer import check_tokenizer
+from hf_parallel.generation.modes.branches.forcing import force
+from hf_parallel.generation.modes.branches.token_text import WHITESPACE, Vocabulary, get_vocabulary
 from hf_parallel.generation.modes.pdos.parser import DONE, GAP, TITLE, BlockFormat, SkeletonParser
 
 
@@ -141,6 +145,57 @@ def get_block_mask(fmt: BlockFormat, vocabulary: Vocabulary, banned: Iterable[in
     if key not in masks:
         masks[key] = BlockMask(fmt, vocabulary, key[-1])
     return masks[key]
+
+
+class ParallelBlockLogitsProcessor(LogitsProcessor):
+    """Forces parallel blocks that a model opens to be well-formed, under plain `generate`.
+
+    Active from the branch marker that opens a block to its terminator; other text is unchanged. A processor
+    serves one call of `generate`.
+
+    Parameters
+    ----------
+    tokenizer
+        Of the model.
+    prompt_length : int, optional
+        Length of the padded prompts, whose blocks are ignored. Default: the length at the first call.
+    **settings
+        Of the `BlockFormat`: markers and bounds.
+
+    Examples
+    --------
+    >>> processor = hf_parallel.ParallelBlockLogitsProcessor(tokenizer, max_branches=8)
+    >>> model.generate(**prompt, logits_processor=[processor])
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_length: int | None = None, **settings: Any) -> None:
+        check_tokenizer(tokenizer)
+        self.tokenizer, self.prompt_length = tokenizer, prompt_length
+        self.format = BlockFormat(**settings)
+        self._parsed: dict[int, tuple[list[int], SkeletonParser]] = {}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores `[rows, vocabulary]`, minus infinity for forbidden tokens."""
+        mask = get_block_mask(self.format, get_vocabulary(self.tokenizer, scores.shape[-1]))
+        if self.prompt_length is None:
+            self.prompt_length = input_ids.shape[1]
+        rows = input_ids[:, self.prompt_length :].tolist()
+        return force(scores, [mask.allowed(self._parser(mask, row, tokens)) for row, tokens in enumerate(rows)])
+
+    def _parser(self, mask: BlockMask, row: int, tokens: list[int]) -> SkeletonParser:
+        """Return a parser that has parsed all tokens of a row, continuing the last step's parser."""
+        parsed, parser = self._parsed.get(row, ([], SkeletonParser(self.format)))
+        if tokens[: len(parsed)] != parsed:
+            parsed, parser = [], SkeletonParser(self.format)
+        for token in tokens[len(parsed) :]:
+            text, before = mask.vocabulary.texts[token], parser.offset
+            parser.feed(text)
+            if parser.phase == DONE:
+                rest = text[parser.offset - before :]
+                parser = SkeletonParser(self.format)
+                parser.feed(rest)
+        self._parsed[row] = (tokens, parser)
+        return parser
 
 
 def _is_inside(parser: SkeletonParser, after: SkeletonParser) -> bool:

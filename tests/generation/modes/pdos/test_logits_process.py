@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import regex
 import small_tokenizers
 import tiny
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_tokenizers import Fixed
 from stories import tell
-from transformers import SynthIDTextWatermarkingConfig
+from transformers import StoppingCriteria, StoppingCriteriaList, SynthIDTextWatermarkingConfig
 from workers import TOKENIZER
 
-from hf_parallel import BlockFormat
+from hf_parallel import BlockFormat, ParallelBlockLogitsProcessor
 from hf_parallel.generation.modes.branches.token_text import Vocabulary, encode_exactly, get_vocabulary
 from hf_parallel.generation.modes.pdos.format_processor import BlockMask, get_block_mask
 from hf_parallel.generation.modes.pdos.parser import DONE, SkeletonParser
@@ -127,9 +130,53 @@ def test_titles_have_bounds() -> None:
 
 
 def test_a_marker_that_the_tokenizer_cannot_encode_raises() -> None:
-    vocabulary = get_vocabulary(small_tokenizers.make("split_marker"), 104)
+    processor = ParallelBlockLogitsProcessor(small_tokenizers.make("split_marker"), ellipsis="……")
     with pytest.raises(ValueError, match="ellipsis must be text that the tokenizer can encode, got '……'"):
-        BlockMask(BlockFormat(ellipsis="……"), vocabulary)
+        processor(torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 104))
+
+
+# Generated blocks
+
+
+class Closed(StoppingCriteria):
+    """Ends rows whose block has closed."""
+
+    def __init__(self, tokenizer: Any, start: int) -> None:
+        self.tokenizer, self.start = tokenizer, start
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        closed = torch.tensor(["%%" in text for text in self.tokenizer.batch_decode(input_ids[:, -3:])])
+        for row in closed.nonzero()[:, 0]:  # others cannot have closed at this step
+            closed[row] = titles_of(self.tokenizer.decode(input_ids[row, self.start :])) is not None
+        return closed
+
+
+def assert_well_formed(texts: Iterable[str], at_most: int) -> None:
+    for text in texts:
+        titles = titles_of(text)
+        assert titles is not None, text
+        assert 2 <= len(titles) <= at_most
+        assert len({" ".join(title.split()).casefold() for title in titles}) == len(titles)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_plain_generate_gives_a_well_formed_skeleton_in_40_of_40_runs(name: str) -> None:
+    tokenizer = small_tokenizers.make(name)
+    model = copy.deepcopy(tiny.build("llama"))
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    ids = torch.tensor([get_vocabulary(tokenizer, len(tokenizer)).encode(b"Hi ####")])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        logits_processor=[ParallelBlockLogitsProcessor(tokenizer, prompt_length=0, max_branches=4, max_title_tokens=3)],
+        stopping_criteria=StoppingCriteriaList([Closed(tokenizer, 0)]),
+        do_sample=True,
+        temperature=2.0,
+        num_return_sequences=40,
+        max_new_tokens=150,
+        tokenizer=tokenizer,
+    )
+    assert_well_formed(tokenizer.batch_decode(out), at_most=4)
 
 
 EOS = tiny.EOS
@@ -184,6 +231,7 @@ def test_arguments_that_depend_on_row_numbers_raise(given: dict[str, Any]) -> No
     assert tell(["Now.", EOS], **neutral).transcripts == ["Now."]
 
 
+KINDS = [kind.__name__ for kind in small_tokenizers.KINDS]
 TEXTS = [
     "Let us see. ####Anna Berg:......\n####Tom:\n......####%%%%",
     "two  spaces\n\nand GPA 4.09: 10:30",
