@@ -115,9 +115,6 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
     Losses and gradients are those of `GRPOTrainer`. Rollouts share the prompt, too, if the model is enabled and
     `generation_kwargs={"generation_mode": "shared_prefix"}`. With a `rollout_func` of `make_rollout_func`, completions
     are runs of other modes, whose log-probabilities are computed from their layouts.
-
-    The metrics `sampling/sampling_logp_difference/mean` and `.../max` are those of TRL with vLLM: the difference
-    between the log-probabilities at sampling time and those of the trainer, before the model has changed.
     """
 
     computes_layouts = True
@@ -132,7 +129,6 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
                 f"rows of {self._mode} do not continue their prompts: instead of generation_kwargs, pass {func}"
             )
         self._examples: list[ParallelExample] | None = None  # layouts of the rows that are computed next
-        self._inputs: Arguments | None = None  # of the loss that is computed
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         if self.use_vllm or self._mode is None or kwargs.get("has_tool_images"):
@@ -148,27 +144,14 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         return prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest
 
     def _generate_and_score_completions(self, inputs: list[Arguments]) -> Arguments:
-        self._inputs = None
         output = super()._generate_and_score_completions(inputs)
         if self._examples is not None:
             output[EXAMPLES] = self._examples  # is shuffled and split with the tensors
-        if (computed := output.get("old_per_token_logps")) is not None:
-            self._log_difference(computed, output)
         return output
 
     def _compute_loss(self, model: nn.Module, inputs: Arguments) -> torch.Tensor:
-        self._examples, self._inputs = inputs.get(EXAMPLES), inputs
-        if not self.use_vllm:  # TRL's own `generate` gives no such log-probabilities: they are for the metric alone
-            inputs = {name: value for name, value in inputs.items() if name != "sampling_per_token_logps"}
+        self._examples = inputs.get(EXAMPLES)
         return super()._compute_loss(model, inputs)
-
-    def _get_per_token_logps_and_entropies(
-        self, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self._inputs is not None and self._inputs.get("old_per_token_logps") is None:  # the model that sampled
-            self._log_difference(found[0].detach(), self._inputs)
-        return found
 
     def _layout(self, model: nn.Module, rows: Rows, images: Sequence[Image], chosen: slice) -> Layout:
         if self._examples is None:
@@ -184,19 +167,6 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             for row, example in enumerate(examples)
         ]
         return {name: batch[name].to(inner.device) for name in names}, targets, ()
-
-    def _log_difference(self, log_probs: torch.Tensor, inputs: Arguments) -> None:
-        """Log the difference to the log-probabilities at sampling time, under the names that TRL uses with vLLM."""
-        sampled = inputs.get("sampling_per_token_logps")
-        if sampled is None or self.use_vllm:
-            return
-        difference = (log_probs - sampled).abs()
-        difference = difference[inputs["completion_mask"].bool() & ~difference.isnan()]
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, reduce in (("mean", torch.mean), ("max", torch.max)):
-            value = reduce(difference) if len(difference) else torch.zeros((), device=log_probs.device)
-            gathered = self.accelerator.gather(value)
-            metrics[f"sampling/sampling_logp_difference/{name}"].append(reduce(gathered).item())
 
 
 def _padded(values: Sequence[torch.Tensor], length: int) -> torch.Tensor:

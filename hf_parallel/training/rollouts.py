@@ -1,4 +1,4 @@
-"""Rollouts of TRL's GRPOTrainer in a generation mode, with the log-probabilities at sampling time."""
+"""Rollouts of TRL's GRPOTrainer in a generation mode."""
 
 from __future__ import annotations
 
@@ -82,14 +82,13 @@ def make_rollout_func(
 
 def generate_rows(
     trainer: Any, prompt_ids: Sequence[Sequence[int]], fields: Mapping[str, Any]
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Return a completion of each prompt and its log-probabilities; `fields`: what a processor returns beside ids."""
+) -> tuple[list[list[int]], None]:
+    """Return what TRL's `generate` does, a completion of each prompt; `fields`: what a processor returns beside ids."""
     with _generating(trainer) as generate:
         output = generate(**_inputs(prompt_ids, trainer.processing_class, fields))
     record = output.record
-    rows, log_probs = record.sampled_log_probs(processed=True)
-    completions = [row[record.begin : end] for row, end in zip(output.sequences.tolist(), record.lengths, strict=True)]
-    return completions, [log_probs[rows == row].tolist() for row in range(len(completions))]
+    rows = zip(output.sequences.tolist(), record.lengths, strict=True)
+    return [row[record.begin : end] for row, end in rows], None
 
 
 @contextmanager

@@ -112,7 +112,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 QUICK = ("one micro-batch", "several iterations", "LoRA")
 COMPARED = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "kl")
-DIFFERENCE = "sampling/sampling_logp_difference/max"
 
 
 def assert_equal_steps(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
@@ -129,9 +128,6 @@ def test_steps_equal_those_of_trl(name: str, checkpoint: Path) -> None:
     found = steps(make_trainer(SharedPrefixGRPOTrainer, checkpoint, **settings))
     assert_equal_steps(found, expected)
     assert expected[0]["completions/min_length"] < expected[0]["completions/max_length"]
-    for step in found:
-        assert (DIFFERENCE in step) == ("generation_kwargs" in settings and "reward" in step)
-        assert "off_policy_mask_threshold" in settings or step.get(DIFFERENCE, 0) < 1e-4
 
 
 def test_several_prompts_of_a_micro_batch_are_rows_and_each_is_computed_once(checkpoint: Path) -> None:
@@ -196,7 +192,6 @@ def test_gradients_of_runs_are_those_of_their_layouts(mode: str, checkpoint: Pat
 def test_answers_with_forks_train(checkpoint: Path) -> None:
     trainer, _ = rollouts("fork_join", checkpoint, max_completion_length=30)
     for step in steps(trainer):
-        assert step[DIFFERENCE] < 1e-4
         assert 0 < step["grad_norm"] < 1e3
 
 
