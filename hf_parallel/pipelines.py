@@ -48,10 +48,9 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     chat_template_kwargs : mapping
         Variables of the chat template, such as `{"enable_thinking": False}`. May also be given per call.
     **kwargs
-        Settings of the mode, and arguments of `generate` (such as `progress`) and of transformers' text-generation
-        pipeline. Each may also be given per call. A call that names another mode or passes a `parallel_config` ignores
-        the settings of the pipeline. In modes that have no setting `num_workers`, that argument is passed to the
-        `DataLoader`.
+        Settings of the mode, and arguments of `generate` and of transformers' text-generation pipeline. Each may also
+        be given per call. A call that names another mode or passes a `parallel_config` ignores the settings of the
+        pipeline. In modes that have no setting `num_workers`, that argument is passed to the `DataLoader`.
 
     Examples
     --------

@@ -189,7 +189,7 @@ class Engine:
         adapter : str, optional
             LoRA adapter of PEFT, by name; "__base__": none. Default: the active ones. Each has its own prefixes.
         **settings
-            As of `model.generate`, such as settings, `progress` and a streamer; `chat_template_kwargs`: `build_prompt`.
+            As of `model.generate`, such as settings and a streamer; `chat_template_kwargs`: `build_prompt`.
 
         Raises
         ------

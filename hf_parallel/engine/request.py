@@ -261,8 +261,6 @@ class Request(Executor):
                     fail(error)
                 except BaseException as other:  # in a streamer of the caller's
                     error.__context__ = other
-        if self.call.progress is not None:
-            self.call.progress.close()
         self.is_done = True
         self.handle.end(output, error)
 

@@ -115,7 +115,6 @@ _TYPES: tuple[tuple[Sequence[str], Callable[[object], bool], str], ...] = (
 
 OTHER_ARGUMENTS = frozenset(
     {"input_ids", "attention_mask", "position_ids", "past_key_values", CACHE, "tokenizer", "assistant_tokenizer"}
-    | {"progress"}
 )
 """Arguments of `generate` that are neither settings nor named in its signature."""
 

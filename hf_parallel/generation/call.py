@@ -21,7 +21,6 @@ from hf_parallel.cache.tree import common_prefix
 from hf_parallel.generation.arguments import check_model_inputs, encode
 from hf_parallel.generation.enabled import Claim, enabled
 from hf_parallel.generation.executor import C, Executor
-from hf_parallel.generation.progress import Progress
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.capabilities import Capabilities
@@ -57,7 +56,6 @@ class GenerationCall:
     past_key_values: BlockCache | None = None
     record: Record = field(default_factory=Record)
     claim: Claim | None = None
-    progress: Progress | None = None
     images: Sequence[Image] = ()  # of the prompts, whose tokens have ids of their own in `prompts`
 
     @property

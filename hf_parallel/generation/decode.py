@@ -175,8 +175,6 @@ class DecodeLoop:
         record = self.call.record
         record.passes += is_pass
         self.stats.decoded_tokens += len(tokens)
-        if self.call.progress is not None:
-            self.call.progress.update(self.call.max_new_tokens, len(rows), len(tokens), is_pass)
         indices, output_rows = [], []
         for row in rows:
             indices.append(row.index)

@@ -7,11 +7,10 @@ The model's class is replaced by a subclass whose `generate` looks for a mode, l
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -34,11 +33,9 @@ from hf_parallel.generation.config import ParallelConfig, check_setting_names, m
 from hf_parallel.generation.enabled import BUSY, Claim, Enabled, preparation
 from hf_parallel.generation.image_prompts import take_images
 from hf_parallel.generation.presets import add_preset, marked_preset
-from hf_parallel.generation.progress import Progress
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.streaming import report_errors
-from hf_parallel.generation.validation import check_bool
 from hf_parallel.models.capabilities import probe_capabilities
 from hf_parallel.models.compiled import forget
 from hf_parallel.models.images import image_inputs
@@ -75,8 +72,6 @@ class ParallelGenerationMixin:
             parallel_config : ParallelConfig or dict, optional
                 The mode's settings in one object. Precedence: keyword arguments, `parallel_config`,
                 `generation_config.parallel_config`, the setting `preset`.
-            progress : bool
-                Whether a mode shows a tqdm bar: passes, active rows and tokens. Default: False.
 
             A mode uses the tokenizer given to `enable` if `tokenizer` is not passed.
 
@@ -117,9 +112,7 @@ class ParallelGenerationMixin:
         with torch.no_grad(), cpu_as_default():
             self._check_call(config, kwargs)
             with self.claimed(claim):
-                call = self._prepare_call(config, kwargs, claim)
-                with nullcontext() if call.progress is None else closing(call.progress):
-                    yield call
+                yield self._prepare_call(config, kwargs, claim)
 
     def prepare_call(self, config: ParallelConfig, kwargs: Arguments, claim: Claim) -> GenerationCall:
         """Let transformers prepare a call of a model that `claim` holds; `kwargs` is modified."""
@@ -140,12 +133,10 @@ class ParallelGenerationMixin:
         arguments.move_padding_left(kwargs)
 
     def _prepare_call(self, config: ParallelConfig, kwargs: Arguments, claim: Claim) -> GenerationCall:
-        check_bool("progress", shown := kwargs.pop("progress", False))
-        progress = Progress(config.mode) if shown else None
         outer = preparation.calls
         try:
             preparation.calls = *outer, (self, config, claim)
-            call = dataclasses.replace(self._generate_plainly(kwargs, ()), progress=progress)
+            call = self._generate_plainly(kwargs, ())
         finally:
             preparation.calls = outer
         if callable(begin_call := getattr(call.streamer, "begin_call", None)):

@@ -35,9 +35,8 @@ def open_run(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Any, settin
         raise ValueError(f"a HogwildSession has the generation_mode 'hogwild' or 'async_reasoning', got {mode!r}")
     if COMMON in config.names:
         raise ValueError(f"worker_names must not contain {COMMON!r}, the name of the history, got {config.names!r}")
-    for name, value in {"logits_cache": config.logits_cache, "progress": settings.get("progress")}.items():
-        if value is not None:
-            raise ValueError(f"{name} must be None in a session, whose steps are taken by the caller, got {value!r}")
+    if (given := config.logits_cache) is not None:
+        raise ValueError(f"logits_cache must be None in a session, whose steps are taken by the caller, got {given!r}")
     settings |= _prompt_arguments(prompt, tokenizer, config, template)
     _set_default_length(model, settings)
     claim = Claim()
