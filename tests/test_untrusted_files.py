@@ -19,9 +19,6 @@ from safetensors.torch import save_file
 from workers import small_model
 
 from hf_parallel import LogitsCache, enable
-from hf_parallel.agents import ReplayError, ToolError
-from hf_parallel.agents.models import Completion
-from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.cache.logits_trie import digest_of
 from hf_parallel.evaluation.results import KEY, MEASURED, format_table, read_results, table
@@ -89,19 +86,6 @@ def _write_trace(path: Path) -> None:
     trace.save(path)
 
 
-def _write_recording(path: Path) -> None:
-    recording = Recording(path, seed=3)
-    recording.put("a/0", "gen 1", Completion(("x",), 3, 9, 4, 0))
-    recording.put("a/1", "tool f ()", {"found": [1]})
-
-
-def _load_recording(path: Path) -> None:
-    recording = Recording(path, seed=3)
-    for key, operation in (("a/0", "gen 1"), ("a/1", "tool f ()")):
-        with suppress(ReplayError, ToolError):  # another operation, or a failed one
-            recording.get(key, operation)
-
-
 def _write_results(path: Path) -> None:
     result = dict.fromkeys(KEY, 0) | dict.fromkeys(MEASURED, 0.5) | {"text": "x", "settings": {"num_workers": 2}}
     result |= {"task": "t", "mode": "m", "problem": "p"}
@@ -124,7 +108,6 @@ def _forge_lines(path: Path, values: Any) -> None:
 LOADERS = {
     "logits": Loader(_write_logits, _use_logits, _logits_values, _forge_logits),
     "run trace": Loader(_write_trace, RunTrace.load),
-    "recording": Loader(_write_recording, _load_recording, _lines, _forge_lines),
     "results": Loader(_write_results, _load_results, _lines, _forge_lines),
 }
 

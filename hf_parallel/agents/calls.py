@@ -7,6 +7,7 @@ import builtins
 import copy
 import inspect
 import random
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -171,7 +172,7 @@ def cancel(handle: AgentHandle) -> None:
 async def tool(
     function: Callable[..., T | Awaitable[T]], *arguments: object, timeout: float | None = None, **named: object
 ) -> T:
-    """Call a function outside the agent's code. A replay returns the recorded result.
+    """Call a function outside the agent's code. A replay returns the first result.
 
     Parameters
     ----------
@@ -220,7 +221,7 @@ async def tool(
         error: str | None = None
         result: T | None = None
         try:
-            result = await runtime.recorded(frame.execution, key, f"tool {name}", (arguments, named), call)
+            result = await call()
             return result
         except ToolError as failure:
             error = str(failure)
@@ -251,9 +252,8 @@ async def gather(*awaitables: Awaitable[T]) -> list[T]:
 
 
 def now() -> float:
-    """Return the time in seconds since the epoch. A replay returns the recorded time."""
-    execution, frame = current_frame().execution, current_frame()
-    return float(frame.once("now", lambda key: execution.search.runtime.recorded_now(execution, key)))
+    """Return the time in seconds since the epoch. A replay returns the first time."""
+    return float(current_frame().once("now", lambda key: time.time()))
 
 
 def rng() -> random.Random:

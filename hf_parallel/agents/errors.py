@@ -23,7 +23,7 @@ class AgentCancelledError(RuntimeError):
 class ReplayError(RuntimeError):
     """Raised if an agent diverges from its replay. Ends the run, even if the agent catches it.
 
-    Its code is not deterministic, or the recording has other arguments, or lacks a completion and there is no engine.
+    Its code is not deterministic.
     """
 
 

@@ -32,15 +32,6 @@ class Context:
         self.search, self.agent_id = search, state.agent_id
         self.state: State | None = state
 
-    def end_run(self, error: ReplayError) -> ReplayError:
-        """End the run with an error, even if the agent catches it, and return the error.
-
-        Clean-up code after the end or a cancellation is not replayed, and ends nothing.
-        """
-        if self.is_running:
-            self.search.runtime.end(self.agent_id, error)
-        return error
-
 
 class Frame:
     """A task of an agent, whose operations are recorded in the present state, or replayed.
@@ -101,12 +92,15 @@ class Frame:
         return (self.record(operation, compute(self.key())) if entry is None else entry).value
 
     def departure(self, what: str) -> ReplayError:
-        """End the run because the agent is not deterministic; return the error."""
+        """End the run because the agent is not deterministic, even if it catches the error; return the error."""
+        execution = self.execution
         error = ReplayError(
-            f"agent {self.execution.agent_id} departs from its log when it is replayed: {what}. Its code must do the "
+            f"agent {execution.agent_id} departs from its log when it is replayed: {what}. Its code must do the "
             "same each time: use now(), rng() and tool() for what changes"
         )
-        return self.execution.end_run(error)
+        if execution.is_running:  # clean-up code after the end or a cancellation is not replayed, and ends nothing
+            execution.search.runtime.end(execution.agent_id, error)
+        return error
 
     async def run(self, awaitable: Awaitable[T]) -> T:
         """Await an awaitable in this frame. The caller makes a task of it."""

@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from hf_parallel.agents.definition import Agent
-from hf_parallel.agents.errors import AgentError, ReplayError, ToolError, agent_failure
-from hf_parallel.agents.execution import Context, Execution
+from hf_parallel.agents.errors import AgentError, ReplayError, agent_failure
+from hf_parallel.agents.execution import Execution
 from hf_parallel.agents.models import Completion, EngineModel, Model
-from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.search import Search
-from hf_parallel.agents.state import END, State, derive_seed, digest
+from hf_parallel.agents.state import END, State, derive_seed
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.policies.contribution import Contribution
 from hf_parallel.generation.prompts import Message
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -33,8 +30,6 @@ class AgentStats:
     transitions: int = 0
     """Transitions between states."""
     completions: int = 0
-    replayed_completions: int = 0
-    """Completions read from a recording."""
     tokens: int = 0
     """New tokens."""
     prompt_tokens: int = 0
@@ -55,8 +50,8 @@ class AgentStats:
 class Run:
     """State of a run, the `runtime` of its searches."""
 
-    def __init__(self, model: Model | None, seed: int, max_requests: int, recording: Recording) -> None:
-        self.model, self.seed, self.recording = model, seed, recording
+    def __init__(self, model: Model, seed: int, max_requests: int) -> None:
+        self.model, self.seed = model, seed
         self.id = secrets.token_hex(8)
         self.trace, self.stats = RunTrace(), AgentStats()
         self._scores: Mapping[str, Contribution] = {}  # the last ones in the trace
@@ -65,14 +60,9 @@ class Run:
         self._places = asyncio.Semaphore(max_requests)
         self._end: asyncio.Future[AgentError] = asyncio.get_running_loop().create_future()  # see `end`
 
-    @property
-    def passes(self) -> int:
-        """Forward passes of the model so far."""
-        return 0 if self.model is None else self.model.passes
-
     async def drive(self, agent: Agent, arguments: tuple[object, ...], named: Mapping[str, object]) -> list[Any]:
         """Run an agent to its end and return its values."""
-        began, passes = time.monotonic(), self.passes
+        began, passes = time.monotonic(), self.model.passes
         values: list[Any] = []
         search = Search(self, State(agent, f"{agent.name}#0", (arguments, named)))
         try:
@@ -93,7 +83,7 @@ class Run:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.stats.seconds = time.monotonic() - began
-            self.stats.passes = self.passes - passes
+            self.stats.passes = self.model.passes - passes
 
     def end(self, agent_id: str, error: ReplayError) -> None:
         """End the run with an agent's error, even if an agent catches it."""
@@ -103,22 +93,13 @@ class Run:
     async def generate(
         self, execution: Execution, key: str, messages: Sequence[Message], settings: Mapping[str, object]
     ) -> Completion:
-        """Generate completions, or read them from the recording."""
+        """Generate completions."""
         agent_id, state = execution.agent_id, execution.state
         assert state is not None
-        begin = self.trace.now()
-        model = self.model
-
-        async def compute() -> Completion:
-            if model is None:
-                what = f"the recording has no completion for {key}, and this Runtime has no engine"
-                raise execution.end_run(ReplayError(what))
+        begin, model, stats = self.trace.now(), self.model, self.stats
+        async with self._places:
             hints = AgentHints(self.id, state.agent.name)
-            async with self._places:
-                return await model.generate(messages, settings, derive_seed(self.seed, key), hints)
-
-        found = await self.recorded(execution, key, f"gen {state.agent.name}", (messages, settings), compute)
-        stats = self.stats
+            found = await model.generate(messages, settings, derive_seed(self.seed, key), hints)
         stats.completions += len(found.texts)
         for name in ("tokens", "prompt_tokens", "reused_tokens", "replayed_tokens"):
             setattr(stats, name, getattr(stats, name) + getattr(found, name))
@@ -140,30 +121,3 @@ class Run:
                 self.trace.add(agent_id, "scores", scores={name: one.score for name, one in scores.items()})
                 self._scores = scores
         return found
-
-    async def recorded(
-        self, execution: Context, key: str, name: str, arguments: Iterable[object], compute: Callable[[], Awaitable[T]]
-    ) -> T:
-        """Return the recorded result of an operation, or compute and record it."""
-        operation = f"{name} {digest(*arguments)}"
-        if (found := self._found(execution, key, operation)) is not None:
-            self.stats.replayed_completions += operation.startswith("gen")
-            return found[0]
-        try:
-            value = await compute()
-        except ToolError as error:
-            self.recording.put(key, operation, error=str(error))
-            raise
-        return self.recording.put(key, operation, value)
-
-    def _found(self, execution: Context, key: str, operation: str) -> list[Any] | None:
-        try:
-            return self.recording.get(key, operation)
-        except ReplayError as error:
-            execution.end_run(error)
-            raise
-
-    def recorded_now(self, execution: Context, key: str) -> float:
-        """Return the recorded time, or the current time."""
-        found = self._found(execution, key, "now")
-        return float(self.recording.put(key, "now", time.time()) if found is None else found[0])

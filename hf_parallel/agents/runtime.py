@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hf_parallel.agents.definition import Agent
 from hf_parallel.agents.models import EngineModel, Model
-from hf_parallel.agents.recording import Recording
 from hf_parallel.agents.run import AgentStats, Run
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine
 from hf_parallel.generation.validation import check_int
-from hf_parallel.models.adapters import fingerprint_between_passes
 
 MAX_REQUESTS = 256
 """Maximum number of concurrent requests of a run whose model is not an engine."""
@@ -49,8 +46,8 @@ class Runtime:
 
     Parameters
     ----------
-    engine : Engine or Model, optional
-        An open engine, or an object with the methods of `agents.Model`. None: replays recorded runs only.
+    engine : Engine or Model
+        An open engine, or an object with the methods of `agents.Model`.
     seed : int
         Seed of all completions and random numbers. Equal runs give equal results, however their requests interleave.
     logits_cache : LogitsCache or bool
@@ -63,24 +60,22 @@ class Runtime:
     >>> result.value
     """
 
-    def __init__(
-        self, engine: Engine | Model | None = None, *, seed: int = 0, logits_cache: LogitsCache | bool = True
-    ) -> None:
+    def __init__(self, engine: Engine | Model, *, seed: int = 0, logits_cache: LogitsCache | bool = True) -> None:
         check_int("seed", seed, at_least=0)
         if not isinstance(logits_cache, bool | LogitsCache):
             raise TypeError(f"logits_cache must be a LogitsCache, True or False, got {logits_cache!r}")
         self.seed = seed
-        self.model: Model | None
+        self.model: Model
         self._max_requests = MAX_REQUESTS
         if isinstance(engine, Engine):
             cache = LogitsCache() if logits_cache is True else logits_cache or None
             self.model, self._max_requests = EngineModel(engine, cache), engine.max_waiting
-        elif engine is None or callable(getattr(engine, "generate", None)):
+        elif callable(getattr(engine, "generate", None)):
             self.model = engine
         else:
             raise TypeError(f"Runtime needs an Engine, got {type(engine).__name__}")
 
-    def run(self, agent: Agent, *arguments: object, record: str | Path | None = None, **named: object) -> AgentResult:
+    def run(self, agent: Agent, *arguments: object, **named: object) -> AgentResult:
         """Run an agent to its end.
 
         Parameters
@@ -88,10 +83,6 @@ class Runtime:
         agent : Agent
         *arguments, **named
             Arguments of the agent. They are copied.
-        record : path, optional
-            File that records completions and tool results. If it exists, the run reads what it holds: a killed run
-            continues, and a finished run replays without a model. Raises `ValueError` if it was recorded with other
-            weights.
 
         Returns
         -------
@@ -103,9 +94,9 @@ class Runtime:
             If the agent fails; the cause is its error.
         """
         if asyncio._get_running_loop() is None:
-            return asyncio.run(self.run_async(agent, *arguments, record=record, **named))
+            return asyncio.run(self.run_async(agent, *arguments, **named))
         loop = asyncio.new_event_loop()  # runs in a thread: this one has a running loop, as in a notebook
-        task = loop.create_task(self.run_async(agent, *arguments, record=record, **named))
+        task = loop.create_task(self.run_async(agent, *arguments, **named))
 
         def work() -> None:
             loop.run_until_complete(asyncio.wait([task]))
@@ -123,17 +114,10 @@ class Runtime:
             raise
         return task.result()
 
-    async def run_async(
-        self, agent: Agent, *arguments: object, record: str | Path | None = None, **named: object
-    ) -> AgentResult:
+    async def run_async(self, agent: Agent, *arguments: object, **named: object) -> AgentResult:
         """Run an agent in asyncio; see `run`."""
         if not isinstance(agent, Agent):
             raise TypeError(f"run needs an agent, got {agent!r}: decorate the function with @agent")
-        if self.model is None and (record is None or not Path(record).exists()):
-            raise ValueError(f"this Runtime has no engine and needs an existing recording, got record={record!r}")
-        model, name = self.model, None
-        if record is not None and isinstance(model, EngineModel):
-            name = await asyncio.to_thread(fingerprint_between_passes, model.engine.model)
-        run = Run(model, self.seed, self._max_requests, Recording(record, self.seed, name))
+        run = Run(self.model, self.seed, self._max_requests)
         values = await run.drive(agent, arguments, named)
         return AgentResult(values[-1] if values else None, values, run.trace, run.stats)

@@ -124,10 +124,10 @@ class Search:
         names = ("max_tokens", "max_passes")
         limits = {name: limit for name in names if (limit := getattr(supervisor, name)) is not None}
         used = dict.fromkeys(names, 0.0)
-        passes = self.runtime.passes
+        passes = self.runtime.model.passes
         try:
             while True:
-                used["max_passes"] = self.runtime.passes - passes
+                used["max_passes"] = self.runtime.model.passes - passes
                 is_used_up = any(used[name] >= limit for name, limit in limits.items())
                 if not is_used_up:
                     for state in supervisor.select():

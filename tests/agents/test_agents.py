@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,9 +160,12 @@ def test_a_state_continues_several_times_with_what_it_received() -> None:
         starts.append(text)
         return [text]
 
+    times: list[float] = []
+
     @agent(supervisor=Paths(3))
     async def chooses(words: list[str]) -> Any:
         words.append("x")  # the agent's own copy
+        times.append(now())
         found = await tool(look, "once")
         found.append(rng().random())
         chat = Chat()
@@ -178,6 +179,7 @@ def test_a_state_continues_several_times_with_what_it_received() -> None:
     first, second, found, contents = result.value
     assert words == ["a"]
     assert starts == ["once"], "the tool is called once, its result replayed"
+    assert len(times) > 1 == len(set(times))
     assert contents == ["2", first, second]
     assert len(found) == 2
     assert first != second
@@ -251,62 +253,3 @@ def test_gather_runs_operations_at_the_same_time_and_replays_them() -> None:
     assert len(set(texts)) > 1
     assert last.startswith("q")
     assert all(scripted().run(gathers).value == result.value for _ in range(3))
-
-
-@agent
-async def research(topic: str) -> Any:
-    chat = Chat(system="Be short.")
-    chat.user(topic)
-    first = await chat.gen()
-    when = now()
-    found = await tool(lookup, first)
-    chat.user(f"{found}")
-    yield first, found, await chat.gen(), when
-
-
-async def lookup(text: str) -> dict[str, Any]:
-    return {"about": text, "numbers": (1, 2)}
-
-
-def test_a_recorded_run_replays_without_a_model(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    result = scripted().run(research, "KV", record=path)
-    again = Runtime().run(research, "KV", record=path)
-    assert again.value == result.value
-    assert (again.stats.completions, again.stats.replayed_completions) == (2, 2)
-    with pytest.raises(ValueError, match="no engine.*empty.jsonl"):
-        Runtime().run(research, "KV", record=tmp_path / "empty.jsonl")
-    with pytest.raises(ValueError, match="has the seed 0, this Runtime 1"):
-        Runtime(seed=1).run(research, "KV", record=path)
-    (tmp_path / "other").write_text("hello\n")
-    with pytest.raises(ValueError, match="line 1, is not JSON"):
-        Runtime().run(research, "KV", record=tmp_path / "other")
-
-
-def test_a_killed_run_resumes_from_its_last_result(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    whole = scripted().run(research, "KV", record=path).value
-    lines = path.read_text().splitlines(keepends=True)
-    for kept in range(1, len(lines)):
-        path.write_text("".join(lines[:kept]) + lines[kept][:7])  # the process ended while it wrote
-        model = ScriptedModel(echo)
-        value = Runtime(model).run(research, "KV", record=path).value
-        assert value[:3] == whole[:3]
-        recorded = sum(json.loads(line)["operation"].startswith("gen") for line in lines[1:kept])
-        assert model.passes == 2 - recorded
-
-
-def test_a_recording_is_not_used_for_other_inputs_and_other_files_stay_as_they_are(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    result = scripted().run(research, "KV", record=path)
-    with pytest.raises(AgentError, match="records 'gen research .*' as research#0/0.0/0, but the run does"):
-        scripted().run(research, "another topic", record=path)
-    result.trace.save(tmp_path / "trace.json")
-    before = (tmp_path / "trace.json").read_text()
-    with pytest.raises(ValueError, match=r"trace.json"):
-        scripted().run(research, "KV", record=tmp_path / "trace.json")
-    assert (tmp_path / "trace.json").read_text() == before
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:1], json.dumps({**json.loads(lines[1]), "value": {"text": 3}}), ""]))
-    with pytest.raises(ValueError, match="line 2"):
-        scripted().run(research, "KV", record=path)

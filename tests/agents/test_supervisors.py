@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -303,26 +302,3 @@ def test_a_search_that_has_used_its_budget_starts_nothing_more(name: str, num_st
         Runtime(model).run(three_choices.under(supervisor))
     assert isinstance(found.value.__cause__, BudgetExceededError)
     assert len(model.calls) == num_started
-
-
-@with_some
-def test_a_recorded_search_replays_and_resumes(supervisor: Supervisor, tmp_path: Path) -> None:
-    if supervisor.value is not None:
-        supervisor = replace(supervisor, value=scored_in_thousandths)
-
-    def run(model: ScriptedModel | None) -> dict[str, Any]:
-        runtime = Runtime(model)
-        return everything(runtime.run(busy.under(supervisor), supervisor, record=tmp_path / "run.jsonl"))
-
-    whole = ScriptedModel(digits)
-    expected = run(whole)
-    assert run(None) == expected
-    lines = (tmp_path / "run.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "run.jsonl").write_text("".join(lines[: len(lines) // 2]))
-    rest = ScriptedModel(digits)
-    assert run(rest) == expected
-    assert 0 < len(rest.calls) < len(whole.calls)
-
-
-async def scored_in_thousandths(state: State) -> float:
-    return float(await next(spawn(judge, state.text))) / 1000

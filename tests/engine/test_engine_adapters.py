@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ pytest.importorskip("greenlet")
 
 from test_engine import enabled
 
-import hf_parallel.agents
 from hf_parallel import LogitsCache
 from hf_parallel.engine import Engine, KVBudgetError
 
@@ -122,25 +119,6 @@ def test_adapters_that_are_added_while_an_engine_is_open_change_their_own_reques
     for adapter, found in (("first", first[0]), ("first", first[1]), ("third", third)):
         with only(model, adapter):
             assert found == case.alone(model)
-
-
-def test_a_recording_of_agents_has_the_active_adapters_while_passes_use_others(tmp_path: Path) -> None:
-    @hf_parallel.agents.agent
-    async def nothing(topic: str) -> AsyncIterator[str]:
-        yield topic
-
-    model = adapted()
-    with Engine(model) as engine:
-        files = [tmp_path / f"{number}.jsonl" for number in range(9)]
-        for number, file in enumerate(files):
-            handle = None
-            if number:
-                handle = engine.submit(PROMPT, max_new_tokens=200, min_new_tokens=200, adapter="second")
-                assert next(iter(handle)) is not None
-            hf_parallel.agents.Runtime(engine).run(nothing, "x", record=file)
-            if handle is not None:
-                handle.cancel()
-    assert len({json.loads(file.read_text().partition("\n")[0])["model"] for file in files}) == 1
 
 
 def test_without_a_name_the_active_adapter_computes() -> None:
