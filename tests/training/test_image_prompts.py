@@ -129,7 +129,7 @@ def test_trainers_share_images(name: str, tmp_path: Path) -> None:
     fields = {key: x for key, x in inputs.items() if key not in ("input_ids", "attention_mask")}
     prompt_ids = [row[kept.bool()].tolist() for row, kept in zip(*list(inputs.values())[:2], strict=True)]
     given = {key: x.tolist() if "type" in key else x for key, x in fields.items()}
-    completions, sampled = trainer._generate_single_turn(prompt_ids, None, given, 4)
+    completions, _ = trainer._generate_single_turn(prompt_ids, None, given, 4)
     own, _ = trl.GRPOTrainer._generate_single_turn(trainer, prompt_ids, None, copy.copy(fields), 4)
     assert len(calls) == 4  # twice two images
     assert len({*map(tuple, completions)}) > 2
@@ -151,8 +151,6 @@ def test_trainers_share_images(name: str, tmp_path: Path) -> None:
     stock = trl.GRPOTrainer._get_per_token_logps_and_entropies(trainer, model, **arguments)
     for mine, theirs in zip(shared[:2], stock[:2], strict=True):
         torch.testing.assert_close(mine * kept, theirs * kept, atol=1e-4, rtol=1e-4)
-    for row, values in zip(shared[0].tolist(), sampled, strict=True):
-        assert row[: len(values)] == pytest.approx(values, abs=1e-4)
     found, expected = (gradients(model, [part[0][kept.bool()]]) for part in (shared, stock))
     for parameter, gradient in expected.items():
         assert (found[parameter] - gradient).norm() <= 1e-4 * max(1, gradient.norm()), parameter
