@@ -322,9 +322,8 @@ static void quantize(int format, const float *x, int64_t blocks, Input *out) {
         const float inverse = largest.value > 1e-30f ? 127.0f / largest.value : 0.0f;
         int32_t sum = 0;
         for (int i = 0; i < BLOCK; i++) {
-            const int32_t value = (int32_t)__builtin_rintf(x[i] * inverse);
-            out->values[i] = (int8_t)value;
-            sum += value;
+            out->values[i] = (int8_t)__builtin_rintf(x[i] * inverse);
+            sum += out->values[i];
         }
         out->scale = largest.value / 127.0f;
         if (format == Q4_1) out->of.sum = out->scale * (float)sum;

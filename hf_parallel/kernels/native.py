@@ -119,7 +119,7 @@ def attend(
     query = query if query.stride(2) == 1 else query.contiguous()
     tokens, heads, _ = query.shape
     lead, dim = 0 if leads is None else leads.shape[1], values.shape[1]
-    out, lse = torch.empty(tokens, heads, dim), torch.empty(tokens, heads)
+    out, lse = (query.new_empty(*size, dtype=torch.float32) for size in ((tokens, heads, dim), (tokens, heads)))
     storage = keys.data_ptr(), (values if leads is None else leads).data_ptr(), 0, FORMATS.index(query.dtype)
     packed: tuple[int, ...] = (0,) * 4
     if compact is not None:
@@ -173,7 +173,7 @@ def unpack(packed: Tensor, packing: str) -> Tensor:
     if library is None or packed.device.type != "cpu":
         raise RuntimeError(f"packed weights need the C kernels and a CPU, they are on {packed.device}")
     row_bytes, (size, count) = packed.shape[1] * packed.element_size(), PACKINGS[packing]
-    out = torch.empty(len(packed), row_bytes // size * count)
+    out = packed.new_empty(len(packed), row_bytes // size * count, dtype=torch.float32)
     weights = packed.data_ptr(), row_bytes, out.data_ptr()
     library.unpack(_NUMBERS[packing], *weights, *out.shape, torch.get_num_threads())
     return out
@@ -198,7 +198,7 @@ def rotate_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleav
     for x in (query, key):
         x = x if x.stride(3) == 1 else x.contiguous()
         _, heads, tokens, dim = x.shape
-        out = torch.empty(1, tokens, heads, dim)
+        out = x.new_empty(1, tokens, heads, dim)
         arguments += [x.data_ptr(), out.data_ptr(), heads, x.stride(2), x.stride(1)]
         rotated.append(out.transpose(1, 2))
     sizes = tokens, dim, cos.shape[2], interleaved, torch.get_num_threads()
@@ -210,7 +210,7 @@ def multinomial(probs: Tensor, generator: torch.Generator) -> Tensor | None:
     """Draw a token of each row of contiguous float32 `probs` `[rows, vocabulary]`; None: they are no probabilities."""
     library = _library()
     assert library is not None, "is_available() was not checked"
-    state, tokens = generator.get_state(), torch.empty(len(probs), dtype=torch.int64)
+    state, tokens = generator.get_state(), probs.new_empty(len(probs), dtype=torch.int64)
     if library.multinomial(state.data_ptr(), probs.data_ptr(), *probs.shape, tokens.data_ptr()):
         return None
     generator.set_state(state)

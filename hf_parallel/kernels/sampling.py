@@ -112,7 +112,7 @@ def multinomial(probs: Tensor) -> Tensor:
 @lru_cache
 def _has_own_noise() -> bool:
     """Whether PyTorch draws on the CPU as `native.multinomial` does: it may use MKL's generator."""
-    probs = torch.linspace(0.1, 1, 3003).view(3, -1)
+    probs = torch.linspace(0.1, 1, 3003, dtype=torch.float32).view(3, -1)
     ours, theirs = (torch.Generator().manual_seed(0) for _ in range(2))
     tokens = native.multinomial(probs, ours) if native.is_available() else None
     expected = torch.multinomial(probs, num_samples=1, generator=theirs).squeeze(1)

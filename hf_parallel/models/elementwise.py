@@ -70,9 +70,9 @@ def _fast_norm(module: nn.Module) -> Forward | None:
 
 def _match_norm(module: nn.Module, size: int, candidates: list[float]) -> Forward | None:
     plain, generator = type(module).forward, torch.Generator().manual_seed(0)
-    units, (given,) = (torch.randn(n, size, generator=generator) for n in (3, 1))
+    units, (given,) = (torch.randn(n, size, generator=generator, dtype=torch.float32) for n in (3, 1))
     for eps in candidates:
-        x = units * torch.tensor([[1.0], [eps**0.5], [10 * eps**0.5]])  # where eps matters
+        x = units * units.new_tensor([[1.0], [eps**0.5], [10 * eps**0.5]])  # where eps matters
         found = _outcome(partial(functional_call, module, {"weight": given}, (x,)))
         for offset in (0.0, 1.0):
             if _are_equal(found, native.rms_norm(x, given, eps, offset)):
@@ -115,7 +115,7 @@ def _fast_rotary(plain: FunctionType) -> Forward | None:
         return None
     generator = torch.Generator().manual_seed(0)
     shapes = (4, 3, 16), (2, 3, 16), (3, 16), (3, 16)
-    q, k, cos, sin = (torch.randn(1, *shape, generator=generator) for shape in shapes)
+    q, k, cos, sin = (torch.randn(1, *shape, generator=generator, dtype=torch.float32) for shape in shapes)
     found = _outcome(partial(plain, q, k, cos, sin))
     styles = [style for style in (False, True) if _are_equal(found, native.rotate_heads(q, k, cos, sin, style))]
     if not styles:

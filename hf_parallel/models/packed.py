@@ -83,7 +83,7 @@ def check_packed(weights: str | None, dtype: torch.dtype | None, device: torch.d
     """Return whether weights are packed. Raises `ValueError` for other values of `weights`, dtypes and devices."""
     if weights not in (None, *PACKED):
         raise ValueError(f"weights must be 'packed', 'packed_int8', a quantization config or None, got {weights!r}")
-    if weights and (dtype not in (None, torch.float32) or torch.device(device or "cpu").type != "cpu"):
+    if weights and (dtype not in (None, torch.float32) or str(device).partition(":")[0] not in ("None", "cpu")):
         raise ValueError(f"packed weights are computed in float32 on a CPU, got dtype={dtype} and device={device}")
     return weights is not None
 

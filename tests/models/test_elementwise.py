@@ -100,6 +100,24 @@ def test_a_module_is_recognised_by_what_it_computes() -> None:
 
 
 @compiled
+def test_kernels_write_float32_whatever_the_default_dtype_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (prompt,) = tiny.build("llama"), tiny.make_prompts([40])
+    hf_parallel.enable(model)
+    settings: dict[str, Any] = {"generation_mode": "shared_prefix", "do_sample": True, "max_new_tokens": 8}
+    torch.manual_seed(0)
+    expected = model.generate(prompt[None], **settings)
+    monkeypatch.setattr(elementwise, "_norms", {})  # found again
+    elementwise._fast_rotary.cache_clear()
+    sampling._has_own_noise.cache_clear()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)  # as another thread that loads a model does
+    try:
+        assert model.generate(prompt[None], **settings).equal(expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@compiled
 @pytest.mark.usefixtures("in_a_pass")
 def test_gradients_autocast_and_other_dtypes_use_the_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (ids,) = tiny.build("llama"), tiny.make_prompts([5])
