@@ -18,11 +18,11 @@ from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.prompts import Chat
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.training.attention import prepare_model
+from hf_parallel.training.attention import prepare_model, require_enabled
 from hf_parallel.training.collator import DataCollatorForParallel
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.images import OF_TOKENS, read_prompts
-from hf_parallel.training.rollouts import EXAMPLES, TEXTS, generate_rows
+from hf_parallel.training.rollouts import EXAMPLES, TEXTS
 from hf_parallel.training.states import states_branched
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
@@ -122,18 +122,13 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         given = self.args.generation_kwargs or {}  # type: ignore[attr-defined]
-        self._mode: str | None = given.get("generation_mode")
-        if self._mode is not None and self._mode in MODES and not MODES[self._mode].traits.rows_continue_prompts:
-            func = f"rollout_func=make_rollout_func({self._mode!r})"
-            raise ValueError(
-                f"rows of {self._mode} do not continue their prompts: instead of generation_kwargs, pass {func}"
-            )
+        mode: str | None = given.get("generation_mode")
+        if mode is not None and mode in MODES and not MODES[mode].traits.rows_continue_prompts:
+            func = f"rollout_func=make_rollout_func({mode!r})"
+            raise ValueError(f"rows of {mode} do not continue their prompts: instead of generation_kwargs, pass {func}")
+        if mode is not None and not self.use_vllm:
+            require_enabled(self.accelerator.unwrap_model(self.model))
         self._examples: list[ParallelExample] | None = None  # layouts of the rows that are computed next
-
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-        if self.use_vllm or self._mode is None or kwargs.get("has_tool_images"):
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return generate_rows(self, prompt_ids, args[1])  # after the images, what the processor made of them
 
     def _generate(self, prompts: list[str | Chat]) -> tuple[object, ...]:
         prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest = super()._generate(prompts)

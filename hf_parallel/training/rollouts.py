@@ -80,17 +80,6 @@ def make_rollout_func(
     return rollout
 
 
-def generate_rows(
-    trainer: Any, prompt_ids: Sequence[Sequence[int]], fields: Mapping[str, Any]
-) -> tuple[list[list[int]], None]:
-    """Return what TRL's `generate` does, a completion of each prompt; `fields`: what a processor returns beside ids."""
-    with _generating(trainer) as generate:
-        output = generate(**_inputs(prompt_ids, trainer.processing_class, fields))
-    record = output.record
-    rows = zip(output.sequences.tolist(), record.lengths, strict=True)
-    return [row[record.begin : end] for row, end in rows], None
-
-
 @contextmanager
 def _generating(trainer: Any) -> Iterator[Callable[..., ParallelOutput]]:
     """Yield `generate` of the trainer's model, with its generation arguments."""
@@ -116,18 +105,12 @@ def _generating(trainer: Any) -> Iterator[Callable[..., ParallelOutput]]:
         yield generate
 
 
-def _inputs(
-    prompts: Sequence[Sequence[int]], tokenizer: Any, fields: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return arguments of `generate`. Lists of lists are padded on the left."""
-    pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id  # of a processor
-    inputs: dict[str, Any] = {"input_ids": prompts, "attention_mask": [[1] * len(ids) for ids in prompts]}
-    for name, value in (inputs | dict(fields or {})).items():
-        if isinstance(value, list) and value and isinstance(value[0], list):
-            length, fill = max(map(len, value)), pad if name == "input_ids" else 0
-            value = [[fill] * (length - len(row)) + row for row in value]
-        inputs[name] = torch.as_tensor(np.asarray(value))
-    return inputs
+def _inputs(prompts: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, torch.Tensor]:
+    """Return arguments of `generate`, padded on the left."""
+    length, pad = max(map(len, prompts)), getattr(tokenizer, "tokenizer", tokenizer).pad_token_id  # of a processor
+    ids = [[pad] * (length - len(row)) + list(row) for row in prompts]
+    mask = [[0] * (length - len(row)) + [1] * len(row) for row in prompts]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 def _text(output: ParallelOutput, prompt: int, tokenizer: PreTrainedTokenizerBase) -> str:
