@@ -171,7 +171,7 @@ def unpack(packed: Tensor, packing: str) -> Tensor:
     """Return packed weights, contiguous `[outputs, n]`, in float32: `[outputs, inputs]`."""
     library = _library()
     if library is None or packed.device.type != "cpu":
-        raise RuntimeError(f"packed weights need the C kernels and a CPU, they are on {packed.device}")
+        raise RuntimeError(f"packed weights need C kernels on a CPU: {unavailable_reason() or f'got {packed.device}'}")
     row_bytes, (size, count) = packed.shape[1] * packed.element_size(), PACKINGS[packing]
     out = packed.new_empty(len(packed), row_bytes // size * count, dtype=torch.float32)
     weights = packed.data_ptr(), row_bytes, out.data_ptr()

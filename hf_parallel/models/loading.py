@@ -93,7 +93,7 @@ def check_model_folder(name: str, value: str, configs: Sequence[str] = CONFIGS) 
     if gguf_file(value) is not None:
         return
     if value.startswith((os.sep, ".", "~")) and not Path(value).is_dir():
-        raise ValueError(f"{name} {value}: no such folder")
+        raise ValueError(f"{name} {value}: no such folder or GGUF file")
     if Path(value).is_dir() and not any((Path(value) / file).is_file() for file in configs):
         raise ValueError(f"{name} {value}: this folder must contain {' or '.join(configs)}")
 
