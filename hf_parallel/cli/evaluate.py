@@ -15,13 +15,12 @@ from hf_parallel.cli.generate import add_model_options, check_model_options, loa
 from hf_parallel.cli.serve import free_memory, parse_bytes
 from hf_parallel.cli.settings import add_template_option, check_generation, parse
 from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_problems, read_results, table
+from hf_parallel.evaluation.judge import Judge
 from hf_parallel.evaluation.results import key_of
 from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, check_sweep
 from hf_parallel.evaluation.tasks import check_task
 from hf_parallel.files import JSONObject
 from hf_parallel.generation import MODES
-from hf_parallel.generation.arguments import GENERATION_SETTINGS
-from hf_parallel.generation.config import check_setting_names
 from hf_parallel.generation.validation import suggestion
 
 TASK = "task"  # prefix of settings of the task in `--set`
@@ -45,12 +44,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_template_option(add)
     words = "budgets of forward passes, separated by commas (64,128,256)"
     add("--budgets", default="64,128,256", metavar="N,N", help=words)
+    words = "preset of the modes that have it, and of the early finisher: paper"
+    add("--preset", metavar="NAME", help=words)
     add("--samples", type=int, default=1, metavar="N", help="generations per problem and mode (1)")
     add("--greedy", action="store_true", help="greedy decoding; default: sampling, which samples and votes need")
     add("--seed", type=int, default=0, metavar="N", help="seed of generated problems and of the sampling (0)")
     words = "tokens of the early finisher (1024 for programs, 64 for formulas, else 32); 0: only answers in time count"
     add("--finisher-tokens", type=int, metavar="N", help=words)
     add("--finisher-prompt", metavar="TEXT", help="text that it continues (default: depends on the task)")
+    words = (
+        "rate texts, too: collaboration (1 to 6) or answer (1 to 5), by MODEL at OPENAI_BASE_URL or the evaluated one"
+    )
+    add("--judge", metavar="KIND[=MODEL]", help=words)
     add = parser.add_argument_group("model").add_argument
     add_model_options(add)
     words = "generations at a time, all of one mode and its settings (8)"
@@ -72,7 +77,8 @@ def evaluate(options: argparse.Namespace) -> int:
     budgets = _budgets(options.budgets)
     common, runs, of_task = read_runs(options)
     check_model_options(options)
-    finisher = Finisher(options.finisher_tokens, options.finisher_prompt)
+    finisher = Finisher(options.finisher_tokens, options.finisher_prompt, options.preset)
+    judge = None if options.judge is None else Judge(*options.judge.split("=", 1))
     check_task(options.task, of_task)  # `load_problems` has arguments of its own, such as `seed`
     problems = load_problems(options.task, options.source, options.count, options.seed, **of_task)
     counts = {"samples": options.samples, "concurrent": options.concurrent}
@@ -85,7 +91,7 @@ def evaluate(options: argparse.Namespace) -> int:
     try:
         max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // 2
         given = {"finisher": finisher, "max_kv_bytes": max_kv_bytes, "progress": True, **counts, **common}
-        given |= {"seed": options.seed, "output": options.output}
+        given |= {"judge": judge, "seed": options.seed, "output": options.output}
         results = sweep(model, tokenizer, problems, runs, budgets, **given)
     except KeyboardInterrupt:
         print(f"hf-parallel: interrupted: give the same command again to resume from {options.output}", file=sys.stderr)
@@ -112,6 +118,8 @@ def read_runs(options: argparse.Namespace) -> tuple[JSONObject, list[Run], JSONO
     for mode in modes:
         if mode not in (known := [*MODES, NO_MODE]):
             raise ValueError(f"mode must be one of {', '.join(known)}, got {mode!r}{suggestion(mode, known)}")
+        if mode != NO_MODE and options.preset in MODES[mode].traits.presets:
+            given.setdefault(mode, {}).setdefault("preset", [options.preset])
     runs = [
         Run(None if mode == NO_MODE else mode, dict(zip(given.get(mode, {}), values, strict=True)))
         for mode in modes or {NO_MODE: None}
@@ -124,9 +132,9 @@ def read_runs(options: argparse.Namespace) -> tuple[JSONObject, list[Run], JSONO
     several = [name for name, values in [*swept.items(), *given.get(TASK, {}).items()] if len(values) > 1]
     if several:
         raise ValueError(f"only settings of a mode may have several values, got {several[0]}: give MODE.{several[0]}")
-    check_setting_names(None, common, (*GENERATION_SETTINGS, TEMPLATE))
+    of_all = Run(None, common)
     for run in runs:
-        check_generation({name: v for name, v in {**common, **run.generation()}.items() if name != TEMPLATE})
+        check_generation({**of_all.generation(), **run.generation()})
     return common, runs, {name: values[0] for name, values in given.get(TASK, {}).items()}
 
 

@@ -1,6 +1,6 @@
-"""Judge: a model rates the collaboration of workers from 1 to 6 (Hogwild! Inference, section 4.2).
+"""Judge: a model rates the collaboration of workers from 1 to 6 (Hogwild! Inference, 4.3), or answers from 1 to 5.
 
-`judge` takes any function from a prompt to a reply.
+`judge` takes any function from a prompt to a reply. `Judge` is that of a sweep.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from hf_parallel.generation.validation import check_int
+from hf_parallel.evaluation.tasks.base import Problem
+from hf_parallel.generation.validation import check_choice, check_int
 
 Complete = Callable[[str], str]
-PROMPT = Path(__file__).with_name("judge_prompt.txt")
-"""Rubric, delimited transcript and reminder. The paper describes 1, 3 and 6; 2 and 4 follow its appendix G.3."""
+Transcript = str | Mapping[str, str]
+PROMPT, ANSWER_PROMPT = (Path(__file__).with_name(f"{name}_prompt.txt") for name in ("judge", "answer"))
+"""Rubric, delimited texts and reminder. Levels: Hogwild! Inference describes 1, 3 and 6, and its appendix G.3 2 and 4;
+those of answers follow appendix C of Parallel Decoding in One Sequence, in our own words."""
 _SCORE = re.compile(r"score[\"'*_`\s]{0,8}(?:[:=]|is)[\"'*_`\s]{0,8}(\d+)(?![\d.]*\d)", re.IGNORECASE)
 _REASON = re.compile(
     r"reason[\"'*_`\s]{0,8}[:=]\s*(.+?)(?=\n\s*[\"'*_`{,]*score|[\"']\s*[,}]|\Z)", re.IGNORECASE | re.DOTALL
@@ -36,8 +40,10 @@ class Judgement:
     scores: tuple[int, ...]
 
 
-def judge(transcript: str | Mapping[str, str], complete: Complete, *, votes: int = 1, attempts: int = 3) -> Judgement:
-    """Rate the collaboration of workers.
+def judge(
+    transcript: Transcript, complete: Complete, *, votes: int = 1, attempts: int = 3, problem: Problem | None = None
+) -> Judgement:
+    """Rate the collaboration of workers from 1 to 6, or an answer from 1 to 5.
 
     Parameters
     ----------
@@ -50,6 +56,8 @@ def judge(transcript: str | Mapping[str, str], complete: Complete, *, votes: int
         Number of independent ratings, whose mean is the score. The paper uses 3.
     attempts : int
         Maximum number of replies to ask for until one has a score, per rating.
+    problem : Problem, optional
+        If given, the transcript is an answer to it, and `problem.answer` the reference (PDOS, section 4.2).
 
     Raises
     ------
@@ -60,41 +68,81 @@ def judge(transcript: str | Mapping[str, str], complete: Complete, *, votes: int
     """
     check_int("votes", votes, at_least=1)
     check_int("attempts", attempts, at_least=1)
-    ratings = [_rate(judge_prompt(transcript), complete, attempts) for _ in range(votes)]
+    prompt, most = judge_prompt(transcript, problem), 6 if problem is None else 5
+    ratings = [_rate(prompt, complete, attempts, most) for _ in range(votes)]
     scores = tuple(score for score, _ in ratings)
     return Judgement(fmean(scores), ratings[0][1], scores)
 
 
-def judge_prompt(transcript: str | Mapping[str, str]) -> str:
-    """Return the prompt of a judge: rubric, delimited transcript and reminder."""
+@dataclass(frozen=True)
+class Judge:
+    """Judge of a sweep.
+
+    Parameters
+    ----------
+    kind : str
+        `collaboration`: rates the texts of workers within the budget. `answer`: rates the scored text. See `judge`.
+    model : str
+        A model at an OpenAI-compatible endpoint, which `OPENAI_BASE_URL` and `OPENAI_API_KEY` choose. It rates
+        collaboration three times, as in Hogwild! Inference. Empty: the evaluated model itself, greedily and once.
+    """
+
+    kind: str
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        check_choice("the kind of a judge", self.kind, ("collaboration", "answer"))
+
+    def rate(self, rows: Mapping[str, str], text: str, problem: Problem, own: Complete) -> float | None:
+        """Return the rating of the texts of rows, or of the text as an answer; None if no reply has a score."""
+        complete, votes = (self._ask, 3) if self.model else (own, 1)
+        try:
+            if self.kind == "answer":
+                return judge(text.strip() or "(empty)", complete, problem=problem).score
+            return judge({name: row.strip() or "(empty)" for name, row in rows.items()}, complete, votes=votes).score
+        except UnreadableReplyError:
+            return None
+
+    def _ask(self, prompt: str) -> str:
+        from openai import OpenAI
+
+        given: Any = {"messages": [{"role": "user", "content": prompt}], "model": self.model}
+        given |= {"temperature": 0} if self.kind == "answer" else {}
+        reply = OpenAI().chat.completions.create(**given)
+        return reply.choices[0].message.content or ""
+
+
+def judge_prompt(transcript: Transcript, problem: Problem | None = None) -> str:
+    """Return the prompt of a judge: rubric, delimited texts and reminder."""
     texts = transcript.values() if isinstance(transcript, Mapping) else [transcript]
     if not all(isinstance(text, str) for text in texts) or not "".join(texts).strip():
         raise ValueError(f"transcript must be a non-blank text, or texts by worker, got {transcript!r:.80}")
     if isinstance(transcript, Mapping):
         transcript = "\n\n".join(f"Text of {name}:\n{text.strip()}" for name, text in transcript.items())
-    mark = f"===== {hashlib.sha256(transcript.encode('utf-8', 'replace')).hexdigest()[:12]} ====="
-    return PROMPT.read_text(encoding="utf-8").format(mark=mark, transcript=transcript)
+    prompt = (PROMPT if problem is None else ANSWER_PROMPT).read_text(encoding="utf-8")
+    digest = hashlib.sha256(transcript.encode("utf-8", "replace")).hexdigest()
+    return prompt.format(mark=f"===== {digest[:12]} =====", transcript=transcript, problem=problem)
 
 
-def read_reply(reply: str) -> tuple[int, str] | None:
-    """Return score and reason of a reply after `</think>`, or None unless it has exactly one valid score."""
+def read_reply(reply: str, most: int = 6) -> tuple[int, str] | None:
+    """Return score and reason of a reply after `</think>`, or None unless it has one valid score, of 1 to `most`."""
     text = reply.rpartition("</think>")[2]
     scores = {int(digits) for digits in _SCORE.findall(text) if len(digits) < 3}
-    if len(scores) != 1 or not scores <= set(range(1, 7)):
+    if len(scores) != 1 or not scores <= set(range(1, most + 1)):
         return None
     reason = _REASON.search(text)
     return scores.pop(), " ".join(reason[1].split()).strip("\"'*_, ") if reason else ""
 
 
-def _rate(prompt: str, complete: Complete, attempts: int) -> tuple[int, str]:
+def _rate(prompt: str, complete: Complete, attempts: int, most: int) -> tuple[int, str]:
     reply = ""
     for number in range(attempts):
         repeated = "\n\nYour last reply had no line with one score." if number else ""
         reply = complete(prompt + repeated)
         if not isinstance(reply, str):
             raise ValueError(f"complete must return a text, got {reply!r:.80}")
-        if (found := read_reply(reply)) is not None:
+        if (found := read_reply(reply, most)) is not None:
             return found
     raise UnreadableReplyError(
-        f"no score from 1 to 6 in {attempts} replies of the judge; the last one ends with {reply[-200:]!r}"
+        f"no score from 1 to {most} in {attempts} replies of the judge; the last one ends with {reply[-200:]!r}"
     )

@@ -21,9 +21,9 @@ KEY = tuple(_KEY)
 MEASURED = tuple(_MEASURED)
 COLUMNS = (
     *("task", "mode", "settings", "budget", "problems", "generations"),
-    *("score", "error", "answered", "passes", "tokens"),
+    *("score", "error", "answered", "passes", "tokens", "rating"),
 )
-"""Columns of a table."""
+"""Columns of a table. `rating` exists if a judge was asked."""
 
 Result: TypeAlias = dict[str, Any]
 """Line of a file (the fields of `KEY`, `MEASURED` and the text), or row of a table (the fields of `COLUMNS`)."""
@@ -92,12 +92,12 @@ def _read(folder: Path) -> Iterator[Result]:
 
 def _checked(result: Any, where: str) -> Result:
     """Return a result that was read; raise `ValueError` that names the first field that is missing or invalid."""
-    for name, kind in (_KEY | _MEASURED | {"text": str}).items():
+    for name, kind in (_KEY | _MEASURED | {"text": str, "rating": float}).items():
         value = result.get(name) if isinstance(result, dict) else None
         is_valid = (
             isinstance(value, int | float) and abs(value) <= MAX_NUMBER if kind is float else isinstance(value, kind)
         )
-        if not is_valid:
+        if not is_valid and (name, value) != ("rating", None):
             raise ValueError(f"{where}: {name!r} must be a {kind.__name__}, got {reprlib.repr(value)}")
     return result
 
@@ -115,7 +115,7 @@ def table(results: Iterable[Result]) -> list[Result]:
 
     `score` is the mean over problems of their mean scores, and `error` its standard error, None for a single problem.
     Samples of a problem are not independent, so the units are problems (clustered standard errors: Miller, Adding Error
-    Bars to Evals, 2024, section 2.2).
+    Bars to Evals, 2024, section 2.2). `rating` is the mean of a judge's ratings, None if no reply has a score.
     """
     groups: dict[tuple[str, str, str, int], list[Result]] = {}
     for result in results:
@@ -130,6 +130,9 @@ def table(results: Iterable[Result]) -> list[Result]:
         row: Result = {"task": task, "mode": mode, "settings": json.loads(settings), "budget": budget}
         row |= {"problems": len(means), "generations": len(found), "score": statistics.fmean(means), "error": error}
         measured = [name for name in MEASURED if name != "score"]
+        if ratings := [result["rating"] for result in found if "rating" in result]:
+            rated = [rating for rating in ratings if rating is not None]
+            row["rating"] = statistics.fmean(rated) if rated else None
         rows.append(row | {name: statistics.fmean(result[name] for result in found) for name in measured})
     return rows
 
@@ -142,8 +145,8 @@ def settings_text(settings: Mapping[str, object]) -> str:
 def format_table(rows: Sequence[Result]) -> str:
     """Return the rows of `table` as plain text."""
     columns = []
-    for name in COLUMNS:
-        cells = ["+-" if name == "error" else name, *(_cell(name, row[name]) for row in rows)]
+    for name in COLUMNS if any("rating" in row for row in rows) else COLUMNS[:-1]:
+        cells = ["+-" if name == "error" else name, *(_cell(name, row.get(name)) for row in rows)]
         width, sign = max(map(len, cells)), "<" if name in ("task", "mode", "settings") else ">"
         columns.append([f"{cell:{sign}{width}}" for cell in cells])
     return "".join("  ".join(line).rstrip() + "\n" for line in zip(*columns, strict=True))
@@ -154,5 +157,5 @@ def _cell(name: str, value: Any) -> str:
         return settings_text(value)
     if value is None:
         return ""
-    digits = {"score": 3, "error": 3, "answered": 2}
+    digits = {"score": 3, "error": 3, "answered": 2, "rating": 2}
     return f"{value:.{digits.get(name, 1)}f}" if isinstance(value, float) else str(value)

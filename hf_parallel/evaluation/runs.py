@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.generation.arguments import GENERATION_SETTINGS
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
 from hf_parallel.generation.modes import BOXED, HogwildConfig
 from hf_parallel.generation.prompts import check_template_kwargs
+from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_text, json_error
 
 NO_MODE = "none"
@@ -19,8 +21,11 @@ RESERVED = (
     *("streamer", "tokenizer", "parallel_config", "generation_mode"),
 )
 """Settings that the sweep chooses."""
-TEMPLATE = "chat_template_kwargs"
-"""Setting for the prompt, see `build_prompt`."""
+TEMPLATE, INSTRUCTION = "chat_template_kwargs", "instruction"
+"""Settings for the prompt: see `build_prompt` and `Run`."""
+DRAFT = Path(__file__).with_name("chain_of_draft.txt").read_text(encoding="utf-8")
+INSTRUCTIONS = {"chain_of_draft": DRAFT} | {name: text for name in MODES if (text := make_config(name).prompt.rules())}
+"""Instructions by name: Chain of Draft (Xu et al., 2025), in our own words, and the rules of modes that have some."""
 ANSWERS_ITSELF = {"finisher_tokens": 0}
 """Settings that disable a mode's own early finisher: the same finisher follows all modes."""
 
@@ -35,6 +40,7 @@ class Run:
         Default: plain `generate`, as with "none".
     settings : mapping
         JSON-serializable settings of the mode and of `generate`; `chat_template_kwargs`: see `build_prompt`.
+        `instruction`: text that follows the task, or its name in `INSTRUCTIONS`.
 
     Raises
     ------
@@ -54,8 +60,9 @@ class Run:
                 raise ValueError(f"{name}={value!r} cannot be given: a sweep chooses {', '.join(RESERVED)} itself")
             if reason := json_error(value):
                 raise ValueError(f"{name}={value!r} cannot be stored in the results: {reason}")
-        check_setting_names(cls, self.settings, (*GENERATION_SETTINGS, TEMPLATE))
+        check_setting_names(cls, self.settings, (*GENERATION_SETTINGS, TEMPLATE, INSTRUCTION))
         check_template_kwargs(self.settings.get(TEMPLATE))
+        self.task("")
         if cls is not None and cls.traits.needs_logits_cache:
             raise ValueError(f"{self.mode} cannot be swept: a logits cache makes samples of a problem depend on order")
         self.config()
@@ -75,7 +82,17 @@ class Run:
     def generation(self) -> dict[str, object]:
         """Return the settings of `generate`."""
         config = self.config()
-        return {name: v for name, v in self.settings.items() if config is None or name not in config.fields()}
+        others = (TEMPLATE, INSTRUCTION, *(() if config is None else config.fields()))
+        return {name: value for name, value in self.settings.items() if name not in others}
+
+    def task(self, prompt: str) -> str:
+        """Return the prompt of a problem, followed by the instruction."""
+        check_text(INSTRUCTION, self.settings.get(INSTRUCTION, ""))
+        given = str(self.settings.get(INSTRUCTION, ""))
+        text = INSTRUCTIONS.get(given, given)
+        if len(text.split()) == 1:
+            raise ValueError(f"instruction must be several words or one of {', '.join(INSTRUCTIONS)}, got {given!r}")
+        return f"{prompt}\n\n{text}" if text else prompt
 
 
 @dataclass(frozen=True)
@@ -89,16 +106,20 @@ class Finisher:
         for a number, 64 for a formula and 1024 for a program. Default: the problem's `finisher_tokens`.
     prompt : str, optional
         Text that its answer continues. Default: the problem's `finisher_prompt`, or a text for its `answer_pattern`.
+    preset : str, optional
+        Preset of `hogwild` with the text for answers in boxes: "paper" has the sentence of the paper.
     """
 
     tokens: int | None = None
     prompt: str | None = None
+    preset: str | None = None
 
     def __post_init__(self) -> None:
         if self.tokens is not None:
             check_int("the finisher's tokens", self.tokens, at_least=0)
         if self.prompt is not None:
             check_text("prompt", self.prompt)
+        HogwildConfig(preset=self.preset)  # checks it
 
     def tokens_for(self, problem: Problem) -> int:
         """Return the maximum number of tokens of the answer to a problem."""
@@ -112,10 +133,10 @@ class Finisher:
             return self.prompt or problem.finisher_prompt
         if not problem.answer_pattern:
             return ""
-        boxed = HogwildConfig.finisher_prompt
         if problem.answer_pattern == BOXED:
-            return boxed
-        return boxed.partition(", the")[0] + ", I now give the final answer, in the form that is asked for:\n\n"
+            return HogwildConfig(preset=self.preset).finisher_prompt
+        hurry = HogwildConfig.finisher_prompt.partition(", the")[0]
+        return hurry + ", I now give the final answer, in the form that is asked for:\n\n"
 
 
 def check_sweep(

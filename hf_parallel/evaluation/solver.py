@@ -16,14 +16,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.engine import Engine, RequestHandle
+from hf_parallel.evaluation.judge import Judge
 from hf_parallel.evaluation.results import Result
 from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, Finisher, Run
 from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.evaluation.written import Written, written_until
 from hf_parallel.files import JSONObject
 from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.modes import find_answer, find_matches, majority, normal_form
-from hf_parallel.generation.prompts import build_prompt, encode_task
+from hf_parallel.generation.prompts import build_prompt, check_template_kwargs, encode_task
 
 
 @dataclass(eq=False)
@@ -83,21 +85,18 @@ class Generation:
         return score
 
 
+@dataclass(eq=False)
 class Solver:
     """Solves problems with one model. Parameters as in `sweep`; `largest` is the largest budget."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        largest: int,
-        finisher: Finisher,
-        generation: JSONObject,
-        concurrent: int,
-        max_kv_bytes: int | None,
-    ) -> None:
-        self.model, self.tokenizer, self.largest, self.finisher = model, tokenizer, largest, finisher
-        self.generation, self.concurrent, self.max_kv_bytes = dict(generation), concurrent, max_kv_bytes
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    largest: int
+    finisher: Finisher
+    generation: JSONObject
+    concurrent: int
+    max_kv_bytes: int | None
+    judge: Judge | None = None
 
     def solve(self, generations: Sequence[Generation]) -> Iterator[list[Result]]:
         """Yield the results of each generation; at most `concurrent` are generated together, all of one run."""
@@ -124,16 +123,29 @@ class Solver:
             finishing.append(self._finish(engine, one, output.record.prompts[0], written[-1]))
         for one, at_budgets, handles in zip(batch, written, finishing, strict=True):
             conclusions = {text: self._conclusion(one, handle) for text, handle in handles.items()}
-            yield one.results(at_budgets, conclusions)
+            results = one.results(at_budgets, conclusions)
+            if self.judge is not None:
+                for at_budget, result in zip(at_budgets, results, strict=True):
+                    result["rating"] = self._rating(engine, self.judge, one, at_budget, result["text"])
+            yield results
+
+    def _rating(self, engine: Engine, judge: Judge, one: Generation, written: Written, text: str) -> float | None:
+        def own(prompt: str) -> str:
+            task = encode_task(None, prompt, self.tokenizer, self.generation.get(TEMPLATE))
+            return engine.submit(task, do_sample=False, max_new_tokens=128).result().answer_texts(self.tokenizer)[0]
+
+        rows = (one.run.config() or ParallelConfig()).rows
+        texts = {rows.name(index): row for index, row in enumerate(written.rows)}
+        return judge.rate(texts, text, one.problem, own)
 
     def _submit(self, engine: Engine, one: Generation) -> RequestHandle:
-        config = one.run.config(one.problem.answer_pattern)
-        settings: dict[str, Any] = {**self.generation, **one.run.generation()}
-        template = settings.pop(TEMPLATE, None)
-        settings |= {"max_new_tokens": self.largest, "seed": one.seed}
+        run = Run(one.run.mode, {**self.generation, **one.run.settings})
+        config, template = run.config(one.problem.answer_pattern), check_template_kwargs(run.settings.get(TEMPLATE))
+        settings: dict[str, Any] = {**run.generation(), "max_new_tokens": self.largest, "seed": one.seed}
+        task = run.task(one.problem.prompt)
         if config is None:
-            return engine.submit(encode_task(None, one.problem.prompt, self.tokenizer, template), **settings)
-        prompt = build_prompt(type(config), one.problem.prompt, self.tokenizer, config, chat_template_kwargs=template)
+            return engine.submit(encode_task(None, task, self.tokenizer, template), **settings)
+        prompt = build_prompt(type(config), task, self.tokenizer, config, chat_template_kwargs=template)
         return engine.submit(prompt, generation_mode=config.mode, parallel_config=config, **settings)
 
     def _finish(

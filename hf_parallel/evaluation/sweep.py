@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import execution_device
+from hf_parallel.evaluation.judge import Judge
 from hf_parallel.evaluation.results import Result, ResultStore, key_of
 from hf_parallel.evaluation.runs import Finisher, Run, check_sweep
 from hf_parallel.evaluation.solver import Generation, Solver
@@ -41,6 +42,7 @@ def sweep(
     output: str | Path | None = None,
     *,
     finisher: Finisher | None = None,
+    judge: Judge | None = None,
     concurrent: int = 8,
     max_kv_bytes: int | None = None,
     progress: bool = False,
@@ -73,6 +75,8 @@ def sweep(
         prompt and answer, use another folder. Default: store nothing.
     finisher : Finisher, optional
         Early finisher of all modes. Default: `Finisher()`.
+    judge : Judge, optional
+        Adds a `rating` to each result: see `Judge`. None, if no reply of the judge has a score.
     concurrent : int
         Number of simultaneous generations, all of the same run.
     max_kv_bytes : int, optional
@@ -113,9 +117,10 @@ def sweep(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "seed": seed,
         "largest_budget": budgets[-1],
-        "finisher": [finisher.tokens, finisher.prompt],
+        "finisher": [finisher.tokens, finisher.prompt, *([finisher.preset] if finisher.preset else [])],
         "defaults": {name: value for name, value in defaults.items() if name != "transformers_version"},
         "generation": generation,
+        **({} if judge is None else {"judge": [judge.kind, judge.model]}),
     }
     generations = [
         Generation(problem, index, run, sample, mix(mix(seed, index), sample), budgets)
@@ -129,7 +134,7 @@ def sweep(
     state = PartialState(cpu=device.type == "cpu", timeout=PROCESS_TIMEOUT)
     with state.split_between_processes(list(range(len(problems)))) as part:
         own = [one for one in generations if are_one or one.index in set(part)]
-    solver = Solver(model, tokenizer, budgets[-1], finisher, generation, concurrent, max_kv_bytes)
+    solver = Solver(model, tokenizer, budgets[-1], finisher, generation, concurrent, max_kv_bytes, judge)
     results: list[Result] = []
     store = None if output is None or not leads(model) else ResultStore(output, header, state.process_index)
     for one in own:

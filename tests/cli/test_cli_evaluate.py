@@ -14,7 +14,8 @@ from sweeps import lines_of
 
 from hf_parallel.cli import evaluate as cli_evaluate
 from hf_parallel.cli import main as cli
-from hf_parallel.evaluation import Run, read_results, table
+from hf_parallel.evaluation import Finisher, Run, load_problems, read_results, table
+from hf_parallel.generation import MODES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,6 +46,20 @@ def test_each_combination_of_values_is_a_run() -> None:
     assert found == [Run("hogwild", {"num_workers": n, "layout": of}) for n in (2, 3) for of in layouts]
 
 
+def test_a_preset_is_that_of_the_modes_that_have_it() -> None:
+    given = ["--preset", "paper", "--mode", "none", "--set", "hogwild.num_workers=2,3", "--mode", "shared_prefix"]
+    two, three, none, plain = (runs_of(*given)[i] for i in (2, 3, 0, 1))
+    assert (none, plain) == (Run(), Run("shared_prefix"))
+    assert [two, three] == [Run("hogwild", {"num_workers": n, "preset": "paper"}) for n in (2, 3)]
+    config = two.config()
+    assert config is not None
+    assert config.redundancy_prompt.startswith("Quick check")  # type: ignore[attr-defined]
+    assert config.finisher_tokens == 0, "the sweep has a finisher"  # type: ignore[attr-defined]
+    problem = load_problems("arithmetic", count=1)[0]
+    assert Finisher(preset="paper").prompt_for(problem) == MODES["hogwild"](preset="paper").finisher_prompt
+    assert Finisher().prompt_for(problem) == MODES["hogwild"]().finisher_prompt
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -63,6 +78,9 @@ def test_each_combination_of_values_is_a_run() -> None:
         (["--budgets", "4,x"], "--budgets must be numbers of at least 1, separated by commas, got '4,x'"),
         (["--mode", "self_consistency", "--greedy"], "answers that vote would be equal with greedy decoding"),
         (["--model", "./no/such"], "no such folder"),
+        (["--preset", "papers"], "preset must be 'embedded' or 'paper' or None for 'hogwild', got 'papers'"),
+        (["--set", "none.instruction=drafts"], "one of chain_of_draft, "),
+        (["--judge", "answers=gpt-4o"], "the kind of a judge must be one of"),
     ],
     ids=lambda given: given[-1] if isinstance(given, list) else None,
 )

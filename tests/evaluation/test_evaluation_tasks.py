@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -258,12 +259,13 @@ def test_pickles_of_anything_but_a_text_raise_and_never_run(
 def test_needles_are_hidden_in_one_text_that_all_problems_share(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text(BOOK)
-    problems = load_problems("needles", path, count=5, seed=1, characters=2000, num_facts=20)
+    settings: dict[str, Any] = {"characters": 3000, "num_facts": 20, "shots": 0}
+    problems = load_problems("needles", path, count=5, seed=1, **settings)
     books, questions = zip(*(problem.prompt.split("\n\nQuestion:") for problem in problems), strict=True)
     assert len(set(books)) == 1
     assert len(set(questions)) == 5
     book = books[0]
-    assert 2000 < len(book) < 4000
+    assert 2800 < len(book) < 3050
     assert book.count("the cat of") == 20
     for problem in problems:
         name = problem.prompt.rpartition("the cat of ")[2].split("?")[0]
@@ -271,8 +273,75 @@ def test_needles_are_hidden_in_one_text_that_all_problems_share(tmp_path: Path) 
         assert problem.score(f"Let me see.\nAnswer: {problem.answer.title()}.") == 1.0
         assert problem.score(f"Answer: not {problem.answer}") == 0.0
         assert problem.score(problem.prompt) == 0.0
-    assert problems == load_problems("needles", path, count=5, seed=1, characters=2000, num_facts=20)
-    assert problems != load_problems("needles", path, count=5, seed=2, characters=2000, num_facts=20)
+    assert problems == load_problems("needles", path, count=5, seed=1, **settings)
+    assert problems != load_problems("needles", path, count=5, seed=2, **settings)
+
+
+def test_needles_have_by_default_the_facts_the_examples_and_the_repeated_questions_of_the_paper(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text(BOOK * 20)
+    problems = load_problems("needles", path, count=300)
+    book, *examples, _ = problems[0].prompt.split("\n\nQuestion: ")
+    assert 79_000 < len(book) <= 80_050
+    facts = dict(re.findall(r"the cat of ([\w ]+) had (\w+) eyes", book))
+    assert len(facts) == 261
+    solved = dict(re.findall(r"the cat of ([\w ]+)\?.*\nAnswer: (\w+)", "\n".join(examples)))
+    assert len(examples) == len(solved) == 5
+    assert solved.items() <= facts.items()
+    asked = [problem.prompt.rpartition("the cat of ")[2].split("?")[0] for problem in problems]
+    assert [facts[name] for name in asked] == [problem.answer for problem in problems]
+    assert len(set(asked)) == 256
+    assert set(asked).isdisjoint(solved)
+    assert asked[256:] == asked[:44]
+
+
+# Selections
+
+
+def test_livecodebench_has_the_problems_of_a_period_whose_bounds_belong_to_it(tmp_path: Path) -> None:
+    dates = ["2024-07-31T00:00:00", "2024-08-01T00:00:00", "2025-02-28T00:00:00", "2025-03-01T00:00:00"]
+    base = ROWS["livecodebench"][0]
+    rows = [{**base, "question_content": date, "contest_date": date} for date in dates]
+    path = write(tmp_path / "dated.jsonl", rows)
+
+    def found(**options: Any) -> list[str]:
+        return [
+            re.findall(r"Question: (\S+)", one.prompt)[-1] for one in load_problems("livecodebench", path, **options)
+        ]
+
+    assert found(since="2024-08", until="2025-02") == dates[1:3]
+    assert found(since="2025-02-28") == dates[2:]
+    assert found(until="2024-07-31") == dates[:1]
+    assert found(until=2024, count=1) == dates[:1]
+    for options in ({"since": "8/2024"}, {"until": "2024-8"}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be a date such as 2024-08"):
+            found(**options)
+    with pytest.raises(ValueError, match="no column 'contest_date'"):
+        load("livecodebench", tmp_path, since="2024")
+    with pytest.raises(ValueError, match="livecodebench has no option 'from'"):
+        load("livecodebench", tmp_path, **{"from": "2024"})
+
+
+def test_apps_has_problems_of_a_difficulty_after_two_solved_ones(tmp_path: Path) -> None:
+    base = ROWS["apps"][0]
+    texts = {"short": "a", "long": "b" * 3900, "longest": "c" * 9000}
+    rows = [{**base, "question": f"{name} {text}", "solutions": json.dumps([f"print({i})"])} for i, (name, text) in
+            enumerate(texts.items())]  # fmt: skip
+    rows += [{**row, "difficulty": "interview"} for row in rows] + [
+        {**row, "starter_code": "def f(x):"} for row in rows
+    ]
+    train = write(tmp_path / "train.jsonl", rows)
+    options: dict[str, Any] = {"difficulty": "introductory", "starter_code": False}
+    (plain,) = load("apps", tmp_path, **options)
+    (problem,) = load("apps", tmp_path, **options, examples=train)
+    asked = "Question: Double an integer."
+    shared, _, question = problem.prompt.rpartition(asked)
+    assert question == plain.prompt.rpartition(asked)[2]
+    assert re.findall(r"Question: (\w+) ", shared) == ["long", "short"]
+    assert re.findall(r"```python\n(.*)\n```", shared) == ["print(1)", "print(0)"]
+    assert problem.score("```python\nprint(2 * int(input()))\n```") == 1.0
+    with pytest.raises(ValueError, match="has no rows with {'difficulty': 'hard'}"):
+        load("apps", tmp_path, difficulty="hard")
 
 
 # Metrics

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,7 +17,9 @@ from serving import small_model
 from sweeps import PROBLEMS, RUNS, SAMPLING, Letters, Never, lines_of, small_sweep
 
 import hf_parallel
-from hf_parallel.evaluation import Finisher, Run, read_results
+from hf_parallel.engine import Engine
+from hf_parallel.evaluation import Finisher, Run, format_table, read_results, table
+from hf_parallel.evaluation.judge import Judge
 from hf_parallel.evaluation.sweep import sweep
 from hf_parallel.generation import MODES
 from hf_parallel.generation.arguments import encode
@@ -186,3 +189,65 @@ def test_results_of_another_sweep_or_model_are_not_mixed_in(tmp_path: Path) -> N
 def test_invalid_arguments_raise(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         small_sweep(**changed)
+
+
+# Instructions and judges
+
+
+def test_an_instruction_follows_the_task_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, rules = Run(settings={"instruction": "chain_of_draft"}), MODES["pdos"]().prompt.rules()
+    assert "five words" in draft.task("T")
+    assert Run(settings={"instruction": "pdos"}).task("T") == f"T\n\n{rules}"
+    assert Run(settings={"instruction": "Be brief."}).task("T") == "T\n\nBe brief."
+    assert Run(settings={"instruction": ""}).task("T") == Run().task("T") == "T"
+    for wrong in ("draft", "shared_prefix"):
+        with pytest.raises(ValueError, match=f"one of chain_of_draft, .*pdos.*got '{wrong}'"):
+            Run(settings={"instruction": wrong})
+    found = []
+    submit = Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda *given, **more: found.append(submit(*given, **more)) or found[-1])
+    runs = [Run(settings={"instruction": "Be brief."}), Run("hogwild", {"instruction": "Be brief."}), Run("hogwild")]
+    small_sweep(problems=PROBLEMS[:1], runs=runs, budgets=[2], samples=1, finisher=Finisher(0))
+    tokenizer = small_model()[1]
+    prompts = [tokenizer.decode(handle.result().record.prompts[0]) for handle in found]
+    assert [text.count(f"{PROBLEMS[0].prompt}\n\nBe brief.") for text in prompts] == [1, 1, 0]
+    small_sweep(problems=PROBLEMS[:1], runs=runs[2:], budgets=[2], samples=1, instruction="Be brief.")
+    assert "Be brief." in tokenizer.decode(found[3].result().record.prompts[0])
+
+
+class Scripted(Judge):
+    """A judge that gives each prompt a score of 4, or none if it holds `UNREADABLE`."""
+
+    prompts: ClassVar[list[str]] = []
+
+    def _ask(self, prompt: str) -> str:
+        self.prompts.append(prompt)
+        return "?" if "UNREADABLE" in prompt else "Score: 4"
+
+
+@pytest.mark.parametrize("kind", ["collaboration", "answer"])
+def test_a_judge_rates_the_texts_within_each_budget(kind: str, tmp_path: Path) -> None:
+    Scripted.prompts.clear()
+    settings: dict[str, Any] = {"runs": RUNS[:2], "budgets": [3, 6], "samples": 1, "finisher": Finisher(0)}
+    problems = [*PROBLEMS[:1], Letters("Write it.", "UNREADABLE")]
+    results = small_sweep(tmp_path, problems, judge=Scripted(kind, "m"), **settings)
+    expected = [4.0, 4.0, *([None] * 2 if kind == "answer" else [4.0] * 2)] * 2
+    assert [result["rating"] for result in results] == expected
+    rows = table(read_results(tmp_path))
+    assert [row["rating"] for row in rows] == [4.0] * 4
+    assert "rating" in format_table(rows).splitlines()[0]
+    assert "rating" not in format_table(table(small_sweep(None, problems, **settings)))
+    if kind == "collaboration":
+        hogwild = [prompt for prompt in Scripted.prompts if "Text of Bob:" in prompt]
+        assert len(hogwild) == 3 * 4  # votes, problems and budgets
+        assert all("Text of Alice:" in prompt for prompt in hogwild)
+        texts = [re.findall(r"Text of Alice:\n(.*?)\n\nText of Bob", text, re.DOTALL)[0] for text in hogwild]
+        assert texts[3].startswith(texts[0])
+    else:
+        assert all(any(result["text"].strip() in prompt for prompt in Scripted.prompts) for result in results)
+    with pytest.raises(ValueError, match="has results of another judge"):
+        small_sweep(tmp_path, problems, judge=Scripted(kind, "another"), **settings)
+    unread = small_sweep(None, PROBLEMS[:1], judge=Judge(kind), **settings)
+    assert all(result["rating"] is None for result in unread), "the small model writes no score"
+    with pytest.raises(ValueError, match="the kind of a judge must be one of"):
+        Judge("quality")

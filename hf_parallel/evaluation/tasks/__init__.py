@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def load_problems(
     seed : int
         Seed of generated tasks: problem i has the seed `seed + i`. Loaded tasks keep the order of their source.
     **options
-        Arguments of `make` (`num_students`, `num_questions`, `num_aspects`) or `from_text` (`characters`, `num_facts`).
+        Arguments of `make` (`num_students`, `num_questions`, `num_aspects`), of `from_text` (`characters`, `num_facts`,
+        `shots`) or of `selects`: `since` and `until` of `livecodebench`, `difficulty` and `starter_code` of `apps`.
+        `apps` also has `examples`, the source of two solved problems: "codeparrot/apps::train".
 
     Raises
     ------
@@ -76,8 +79,9 @@ def load_problems(
             raise ValueError("needles needs a source: a text file, such as a book of Project Gutenberg")
         text = Path(source).read_text(encoding="utf-8", errors="replace")
         return [*NeedleProblem.from_text(text, count or GENERATED_COUNT, seed, **options)]
-    source = os.fspath(source or cls.source)
-    rows, size = iter(_rows(source, cls)), cls.rows_per_problem
+    source, examples = os.fspath(source or cls.source), options.pop("examples", None)
+    selects, size = partial(cls.selects, **options), cls.rows_per_problem
+    rows = filter(selects, _rows(source, cls))
     problems: list[Problem] = []
     while len(problems) != count and (group := list(islice(rows, size))):
         if len(group) < size and problems:
@@ -87,9 +91,11 @@ def load_problems(
         except ValueError as error:
             raise ValueError(f"row {len(problems) * size} of {source}, task {task}: {error}") from error
     if not problems:
-        raise ValueError(f"{source} has no rows")
+        raise ValueError(f"{source} has no rows{f' with {options}' if options else ''}")
     if count is not None and len(problems) < count:
         warn_caller(f"number of problems in {source}: {len(problems)}, fewer than count={count}")
+    if examples is not None:
+        return APPSProblem.with_examples(problems, filter(selects, _rows(os.fspath(examples), cls)))
     return problems
 
 
@@ -97,9 +103,10 @@ def check_task(task: str, options: Mapping[str, object]) -> None:
     """Raise `ValueError` for an unknown task or option; `count` and `seed` are not options."""
     if task not in TASKS:
         raise ValueError(f"task must be one of {list(TASKS)}, got {task!r}{suggestion(task, TASKS)}")
-    make = NeedleProblem.from_text if TASKS[task] is NeedleProblem else getattr(TASKS[task], "make", None)
-    names = [] if make is None else [*inspect.signature(make).parameters]
-    names = [name for name in names if name not in ("text", "count", "seed")]
+    cls: Any = TASKS[task]
+    make = cls.from_text if cls is NeedleProblem else getattr(cls, "make", cls.selects)
+    names = [name for name in inspect.signature(make).parameters if name not in ("text", "count", "seed", "row")]
+    names += ["examples"] if cls is APPSProblem else []
     for name, value in options.items():
         if name not in names:
             raise ValueError(f"{task} has no option {name!r} (got {value!r}){names_hint(name, names)}")

@@ -61,6 +61,11 @@ class Problem:
         raise NotImplementedError(f"{cls.__name__} must define from_row(row), which makes a problem from a row")
 
     @classmethod
+    def selects(cls, row: Mapping[str, object]) -> bool:
+        """Return whether a row is a problem of the task; further parameters are options of `load_problems`."""
+        return True
+
+    @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, object]]) -> Problem:
         """Make a problem from `rows_per_problem` rows of the dataset."""
         return cls.from_row(rows[0])

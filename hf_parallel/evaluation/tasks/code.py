@@ -8,9 +8,10 @@ import json
 import pickletools
 import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -106,6 +107,15 @@ class LiveCodeBenchProblem(CodeProblem):
     source: ClassVar[str] = "lighteval/code_generation_lite:release_v5:test"
 
     @classmethod
+    def selects(cls, row: Mapping[str, object], since: str = "", until: str = "") -> bool:
+        """Return whether `contest_date` is in a period; its bounds, such as 2024-08 or 2024-08-15, belong to it."""
+        for name, bound in (("since", since), ("until", until)):
+            if bound and not re.fullmatch(r"\d{4}(-\d\d){0,2}", str(bound)):
+                raise ValueError(f"{name} must be a date such as 2024-08 or 2024-08-15, got {bound!r}")
+        date = str(column(row, "contest_date")) if since or until else ""
+        return str(since) <= date and (not until or date[: len(str(until))] <= str(until))
+
+    @classmethod
     def from_row(cls, row: Mapping[str, object]) -> LiveCodeBenchProblem:
         """Read `question_content`, `starter_code`, `public_test_cases`, `private_test_cases` and `metadata`."""
         cases = [*_test_cases(column(row, "public_test_cases")), *_test_cases(row.get("private_test_cases") or "[]")]
@@ -129,6 +139,21 @@ class APPSProblem(CodeProblem):
     nested_tuples: ClassVar[bool] = True
     source: ClassVar[str] = "codeparrot/apps::test"
     hub_file: ClassVar[str] = "hf://datasets/{name}/{split}.jsonl"
+
+    @classmethod
+    def selects(cls, row: Mapping[str, object], difficulty: str = "", starter_code: bool = True) -> bool:
+        """Return whether a row has the difficulty, and no starter code if `starter_code` is False."""
+        return difficulty in ("", row.get("difficulty")) and (starter_code or not row.get("starter_code"))
+
+    @classmethod
+    def with_examples(cls, problems: Sequence[Problem], rows: Iterable[Mapping[str, object]]) -> list[Problem]:
+        """Return problems after two solved ones of about 2,400 tokens (Hydragen, appendix D.4, names none)."""
+        texts = []
+        for row in islice(rows, 100):
+            solutions = json.loads(text_column(row, "solutions"))
+            texts += [f"{cls.from_row(row).prompt.removeprefix(EXAMPLES)}```python\n{solutions[0].strip()}\n```\n\n"]
+        chosen = "".join(sorted(texts, key=lambda text: abs(len(text) - 4000))[:2])
+        return [replace(one, prompt=INSTRUCTION + chosen + one.prompt.removeprefix(EXAMPLES)) for one in problems]
 
     @classmethod
     def from_row(cls, row: Mapping[str, object]) -> APPSProblem:

@@ -8,6 +8,7 @@ import string
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import ClassVar
 
 from hf_parallel.evaluation.tasks.base import Problem, column, text_column
@@ -24,7 +25,7 @@ NEEDLE = "In those years the cat of {name} had {color} eyes."
 class DocumentsProblem(Problem):
     """A question about several documents (PDOS, section 4.2: 2WikiMultihopQA of LongBench).
 
-    `answer` is the first of `answers`. In the paper, a model rates answers; here they are scored as in LongBench.
+    `answer` is the first of `answers`. They are scored as in LongBench; in the paper, a model rates them (see `Judge`).
     """
 
     name: ClassVar[str] = "documents"
@@ -65,38 +66,43 @@ class NeedleProblem(Problem):
 
     @classmethod
     def from_text(
-        cls, text: str, count: int = 100, seed: int = 0, characters: int = 80_000, num_facts: int | None = None
+        cls, text: str, count: int = 100, seed: int = 0, characters: int = 80_000, num_facts: int = 261, shots: int = 5
     ) -> list[NeedleProblem]:
         """Hide facts between the sentences of a text and ask for `count` of them.
 
         Parameters
         ----------
         text : str
-            A book, such as War and Peace. Its first `characters` are used.
+            A book, such as War and Peace, whose beginning is used.
         count : int
-            Number of problems.
+            Number of problems. Questions repeat if there are more than facts to ask for, as in the paper.
         seed : int
             Seed of the facts and their places.
         characters : int
-            Length of the text. That of the paper has about 20,000 tokens.
-        num_facts : int, optional
-            Number of facts. Default: `count`, but at least 16.
+            Maximum length of the text with its facts. That of the paper has about 20,000 tokens.
+        num_facts : int
+            Number of facts.
+        shots : int
+            Number of facts that are examples, with question and answer, at the end of the text.
         """
-        num_facts = max(count, 16) if num_facts is None else num_facts
         names = full_names()
         for name, value in {"count": count, "characters": characters, "num_facts": num_facts}.items():
             check_int(name, value, at_least=1)
-        if not count <= num_facts <= len(names):
-            raise ValueError(f"num_facts must be between count={count} and {len(names)}, got {num_facts}")
+        check_int("shots", shots, at_least=0)
+        if not shots < num_facts <= len(names):
+            raise ValueError(f"num_facts must be between shots={shots} and {len(names)}, got {num_facts}")
         draw = random.Random(f"{cls.name} {seed}")
-        sentences = re.split(r"(?<=[.!?])\s+", text[:characters].strip())
         facts = [(name, draw.choice(WORDS["colors"].split())) for name in draw.sample(names, num_facts)]
+        room = characters - sum(len(NEEDLE.format(name=name, color=color)) + 1 for name, color in facts)
+        sentences = re.split(r"(?<=[.!?])\s+", text[: max(room, 0)].strip())
         places = sorted(draw.choices(range(len(sentences) + 1), k=num_facts), reverse=True)
         for place, (name, color) in zip(places, facts, strict=True):
             sentences.insert(place, NEEDLE.format(name=name, color=color))
         book = "Read this text.\n\n" + " ".join(sentences) + "\n\n"
         question = 'Question: Which color had the eyes of the cat of {}? End with a line of the form "Answer: color".'
-        return [cls(book + question.format(name), color) for name, color in draw.sample(facts, count)]
+        asked = draw.sample(facts, num_facts)
+        book += "".join(f"{question.format(name)}\nAnswer: {color}\n\n" for name, color in asked[:shots])
+        return [cls(book + question.format(name), color) for name, color in islice(cycle(asked[shots:]), count)]
 
     def score(self, text: str) -> float:
         """Return 1.0 if the rest of the line after the last `Answer:` is the color, otherwise 0.0."""
