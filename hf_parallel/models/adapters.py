@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from hf_parallel.cache import ForwardPass
-from hf_parallel.cache.fingerprint import adapter_layers, fingerprint
+from hf_parallel.cache.fingerprint import adapter_layers
 from hf_parallel.models.cached_model import CachedModel
 
 BASE_MODEL = "__base__"
@@ -24,10 +22,6 @@ _UNSUPPORTED = (
 """Settings of LoRA that change more than linear layers, or depend on other tokens or adapters."""
 
 
-_switching: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
-"""Held while a pass uses another adapter than the active ones, by model."""
-
-
 class AdaptedModel(CachedModel):
     """A model over a block cache whose passes may each use another adapter."""
 
@@ -35,7 +29,6 @@ class AdaptedModel(CachedModel):
         super().__init__(*arguments, **settings)
         self._models = defaultdict[str, CachedModel](lambda: CachedModel(*arguments, **settings))  # own CUDA graphs
         self._adapters, self._checked = adapter_layers(self.model), {None}
-        self._switching = _switching.setdefault(self.model, threading.Lock())
 
     def check(self, adapter: Any) -> None:
         """Raise `ValueError` if passes cannot be switched to an adapter. See `check_adapter`, which is slow."""
@@ -52,21 +45,14 @@ class AdaptedModel(CachedModel):
         self.check(adapter)  # it may have been deleted since its request was submitted
         # PEFT's own methods would, in each pass, also set which weights of all adapters require gradients.
         chosen = {"_active_adapter": [adapter], "_disable_adapters": adapter == BASE_MODEL}
-        with self._switching:
-            before = [(layer._active_adapter, layer._disable_adapters) for layer in self._adapters]
-            try:
-                for layer in self._adapters:  # other threads see it, too
-                    layer.__dict__.update(chosen)
-                return self._models[adapter].logits(forward, ids, keep)
-            finally:
-                for layer, values in zip(self._adapters, before, strict=True):
-                    layer.__dict__["_active_adapter"], layer.__dict__["_disable_adapters"] = values
-
-
-def fingerprint_between_passes(model: nn.Module) -> str:
-    """Return the fingerprint of a model with its active adapters, which passes of an engine may replace meanwhile."""
-    with _switching.setdefault(model, threading.Lock()):
-        return fingerprint(model)  # type: ignore[arg-type]
+        before = [(layer._active_adapter, layer._disable_adapters) for layer in self._adapters]
+        try:
+            for layer in self._adapters:  # other threads see it, too
+                layer.__dict__.update(chosen)
+            return self._models[adapter].logits(forward, ids, keep)
+        finally:
+            for layer, values in zip(self._adapters, before, strict=True):
+                layer.__dict__["_active_adapter"], layer.__dict__["_disable_adapters"] = values
 
 
 def check_adapter(model: Any, name: object) -> None:

@@ -46,7 +46,7 @@ def load_model(
             raise ValueError("device='tp' needs several processes, started by torchrun --nproc-per-node 2 or more")
         more = {"distributed_config": DistributedConfig(tp_size=count)}
     if more and name is None:
-        raise ValueError(f"the embedded model has no weights={weights!r} with device={device!r}: name another model")
+        raise ValueError(f"the embedded model takes no weights={weights!r} with device={device!r}: name another model")
     if isinstance(weights, Mapping):
         more["quantization_config"], weights = AutoQuantizationConfig.from_dict(dict(weights)), None
     if name is None:
