@@ -79,7 +79,7 @@ def forward_sizes(model: Any) -> Iterator[list[int]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_equal_those_of_plain_forward_passes(name: str) -> None:
     model: Any = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
-    assert_equal(loglikelihoods(model, *few_shot()), plain(model, *few_shot()), 1e-6)
+    assert_equal(loglikelihoods(model, *few_shot()), plain(model, *few_shot()), 1e-5)
 
 
 def test_shared_tokens_are_computed_once_and_in_one_pass(llama: Any) -> None:
