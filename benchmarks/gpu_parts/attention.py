@@ -14,6 +14,8 @@ from typing import ClassVar
 
 import torch
 
+from hf_parallel.kernels.dense import flash_package
+
 from . import baselines
 from .cases import OUT_OF_MEMORY, Bench, Case, Figures, Target, attempt, figure, fits
 from .layer import Features, Layer, shared_prefix
@@ -113,6 +115,20 @@ def measure(bench: Bench, features: Features, rows: int, prefix: int, suffix: in
             return {"not_measured": OUT_OF_MEMORY}
         return compare(dense(rows))
 
+    def package() -> Figures:
+        function = flash_package()
+        if function is None or timer.device.type != "cuda":
+            return {"not_measured": "flash-attn is not installed, or there is no GPU"}
+        if not fits(rows * (prefix + suffix) * features.bytes_per_token, timer.device):
+            return {"not_measured": OUT_OF_MEMORY}
+        keys, values = (copy.transpose(1, 2) for copy in baselines.dense_copies(layer, root, leaves))
+
+        def attend() -> torch.Tensor:
+            found = function(layer.query[:, None], keys, values, softmax_scale=features.scale)
+            return (found[0] if isinstance(found, tuple) else found)[:, 0]  # FlashAttention 3 may add the sums
+
+        return compare(attend)
+
     def cascade() -> Figures:
         try:
             wrapper = baselines.Cascade(layer, root, leaves)
@@ -136,7 +152,8 @@ def measure(bench: Bench, features: Features, rows: int, prefix: int, suffix: in
         "seconds": seconds,
         "of_limit": limit / seconds,
     }
-    for name, run in (("rows_checked", few), ("flash", flash), ("flashinfer", cascade)):
+    others = {"rows_checked": few, "flash": flash, "flash_attn": package, "flashinfer": cascade}
+    for name, run in others.items():
         figures[name] = attempt(run)
         if "seconds" in figures[name]:
             figures[f"by_{name}"] = seconds / figures[name]["seconds"]
