@@ -80,7 +80,7 @@ def listing() -> str:
     for paper, entry in PAPERS.items():
         lines.append(f"{entry['title']}")
         for name, about in entry["experiments"].items():
-            lines.append(f"  {paper} {name:<13}{about['shows']}{'' if 'cpu' in about else ' (--paper only)'}")
+            lines.append(f"  {paper} {name:<14} {about['shows']}{'' if 'cpu' in about else ' (--paper only)'}")
     return "\n".join(lines)
 
 

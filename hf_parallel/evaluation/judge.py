@@ -92,6 +92,8 @@ class Judge:
 
     def __post_init__(self) -> None:
         check_choice("the kind of a judge", self.kind, ("collaboration", "answer"))
+        if self.model:
+            _client()  # raises before anything is generated if the package or the key is missing
 
     def rate(self, rows: Mapping[str, str], text: str, problem: Problem, own: Complete) -> float | None:
         """Return the rating of the texts of rows, or of the text as an answer; None if no reply has a score."""
@@ -104,12 +106,16 @@ class Judge:
             return None
 
     def _ask(self, prompt: str) -> str:
-        from openai import OpenAI
-
         given: Any = {"messages": [{"role": "user", "content": prompt}], "model": self.model}
         given |= {"temperature": 0} if self.kind == "answer" else {}
-        reply = OpenAI().chat.completions.create(**given)
+        reply = _client().chat.completions.create(**given)
         return reply.choices[0].message.content or ""
+
+
+def _client() -> Any:
+    from openai import OpenAI
+
+    return OpenAI()
 
 
 def judge_prompt(transcript: Transcript, problem: Problem | None = None) -> str:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
+import openai
 import pytest
 
 pytest.importorskip("greenlet")
@@ -226,7 +227,10 @@ class Scripted(Judge):
 
 
 @pytest.mark.parametrize("kind", ["collaboration", "answer"])
-def test_a_judge_rates_the_texts_within_each_budget(kind: str, tmp_path: Path) -> None:
+def test_a_judge_rates_the_texts_within_each_budget(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(openai.OpenAIError, match="OPENAI_API_KEY"):
+        Judge(kind, "m")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
     Scripted.prompts.clear()
     settings: dict[str, Any] = {"runs": RUNS[:2], "budgets": [3, 6], "samples": 1, "finisher": Finisher(0)}
     problems = [*PROBLEMS[:1], Letters("Write it.", "UNREADABLE")]

@@ -49,7 +49,7 @@ def scores(choices: Any, end: int | None) -> list[tuple[float, bool]]:
 
 def check(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> None:
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-5)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
 
 
 @pytest.mark.parametrize("new_tokens", [0, 1])
@@ -92,7 +92,7 @@ def test_scores_are_the_same_when_requests_are_preempted(expected: list[tuple[fl
         found = [
             sum(c["logprobs"]["token_logprobs"][len(a) : len(a + b)]) for c, (a, b) in zip(choices, ROWS, strict=True)
         ]
-        assert found == pytest.approx([value for value, _ in expected], abs=1e-5)
+        assert found == pytest.approx([value for value, _ in expected], abs=1e-4)
 
 
 def test_echo_is_the_prompt_and_offsets_count_its_characters(server: Served, client: Any) -> None:
@@ -125,7 +125,7 @@ def test_prompt_logprobs_are_those_of_vllm(server: Served) -> None:
     ids = torch.tensor([chat["input_ids"]])
     logits = model(ids).logits[0, :-1].log_softmax(-1).detach()
     for entries, own, row in zip(found[1:], ids[0, 1:].tolist(), logits, strict=True):
-        assert entries[str(own)]["logprob"] == pytest.approx(float(row[own]), abs=1e-5)
+        assert entries[str(own)]["logprob"] == pytest.approx(float(row[own]), abs=1e-4)
         for token, entry in entries.items():
             assert entry["rank"] == int((row > row[int(token)]).sum()) + 1
         assert sorted(entry["rank"] for entry in entries.values())[:3] == [1, 2, 3]
