@@ -81,11 +81,12 @@ def _match_norm(module: nn.Module, size: int, candidates: list[float]) -> Forwar
 
 
 def _norm_forward(plain: Forward, size: int, eps: float, offset: float) -> Forward:
-    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
         weight = self._parameters["weight"]
-        if _is_fast(x, size) and weight is not None and weight.dtype == torch.float32:
-            return native.rms_norm(x, weight, eps, offset)
-        return plain(self, x)  # type: ignore[no-any-return]
+        is_usual = len(given) == 1 and not named  # some norms take a gate, too
+        if is_usual and _is_fast(given[0], size) and weight is not None and weight.dtype == torch.float32:
+            return native.rms_norm(given[0], weight, eps, offset)
+        return plain(self, *given, **named)
 
     return forward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from typing import Any
 
@@ -176,3 +177,14 @@ def test_draws_equal_those_of_multinomial(vocabulary: int) -> None:
         with pytest.raises(RuntimeError, match="probabilit"):
             sampling.multinomial(bad)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_norm_with_a_gate_keeps_it() -> None:
+    model: Any = tiny.build("mamba2")
+    norms = [one for one in model.modules() if "gate" in inspect.signature(type(one).forward).parameters]
+    assert norms
+    x, gate = torch.randn(2, 1, 3, norms[0].weight.numel())
+    expected = norms[0](x, gate), norms[0](x)
+    with torch.no_grad(), fast_layers(model):
+        assert torch.equal(norms[0](x, gate), expected[0])
+        assert torch.equal(norms[0](x), expected[1])
