@@ -31,6 +31,7 @@ from hf_parallel.generation.rng import mix
 from hf_parallel.generation.validation import is_int
 from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import check_model_folder, load_model
+from hf_parallel.models.packed import PACKED
 from hf_parallel.models.ranks import common_seed, leads, num_ranks
 from hf_parallel.transcript.page import render
 
@@ -253,12 +254,12 @@ def check_model_options(options: argparse.Namespace) -> None:
     """Raise `ValueError` for a folder or device that does not exist, and for a folder without a model."""
     if options.model is not None:
         check_model_folder("--model", options.model)
-    if options.weights not in (None, "packed", "packed_int8"):
+    if options.weights not in (None, *PACKED):
         try:
             options.weights = json.loads(options.weights)
         except ValueError as error:
-            names = "packed, packed_int8 or JSON"
-            raise ValueError(f"--weights must be {names}, got {options.weights!r}: {error}") from error
+            names = ", ".join(PACKED)
+            raise ValueError(f"--weights must be {names} or JSON, got {options.weights!r}: {error}") from error
     try:
         torch.empty(0, device=None if options.device in ("auto", "tp") else options.device)
     except (RuntimeError, AssertionError) as error:  # the following lines are for developers of torch

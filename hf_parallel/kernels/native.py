@@ -138,7 +138,7 @@ def attend(
 
 
 def supports_linear(tokens: int, packing: str = "F32") -> bool:
-    """Whether the kernel of linear layers should compute an input of `tokens` tokens; 0: whether it is available."""
+    """Whether the kernel of linear layers should compute an input of `tokens` tokens."""
     most = MAX_TOKENS if packing == "F32" else MAX_PACKED_TOKENS
     return tokens <= most["avx512f" in _processor()] and _library() is not None
 

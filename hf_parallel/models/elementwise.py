@@ -7,9 +7,9 @@ comparing it with the kernel on random inputs, never by its name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache, lru_cache, partial, wraps
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.func import functional_call
 from hf_parallel.cache.placement import all_modules
 from hf_parallel.kernels import native
 from hf_parallel.models.attention import is_active
-from hf_parallel.models.linear import is_computable, linear_layers
+from hf_parallel.models.linear import is_computable, linear_layers, replaced_forwards
 
 Forward = Callable[..., Any]
 _norms: dict[object, Forward | None] = {}  # by class and settings: compiled layers share a graph if they share these
@@ -31,23 +31,16 @@ def fast_layers(model: nn.Module) -> Iterator[None]:
 
     Includes `linear_layers`. Other threads, calls with gradients, autocast, and other dtypes use the model's own code.
     """
-    replaced: list[tuple[Any, MethodType]] = []
-    with ExitStack() as stack:
-        stack.enter_context(linear_layers(model))
-        stack.callback(_restore, replaced)
-        with_fast_rotary = cache(_with_fast_rotary)  # for this call: its names are a copy of a module's
-        for module in all_modules(model) if native.is_available() else []:
-            forward = _fast_norm(module) or with_fast_rotary(type(module).forward)
-            if forward is not None and "forward" not in vars(module):
-                replaced.append((module, MethodType(forward, module)))
-                module.forward = replaced[-1][1]
+    with linear_layers(model), replaced_forwards(_fast_forwards(model)):
         yield
 
 
-def _restore(replaced: list[tuple[Any, MethodType]]) -> None:
-    for module, method in replaced:
-        if vars(module).get("forward") is method:  # unless it was replaced meanwhile
-            del module.forward
+def _fast_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
+    with_fast_rotary = cache(_with_fast_rotary)  # for this call: its names are a copy of a module's
+    for module in all_modules(model) if native.is_available() else []:
+        forward = _fast_norm(module) or with_fast_rotary(type(module).forward)
+        if forward is not None and "forward" not in vars(module):
+            yield module, forward
 
 
 def _is_fast(x: torch.Tensor, size: int) -> bool:

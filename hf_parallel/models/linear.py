@@ -9,10 +9,11 @@ bfloat16 are slow on processors without instructions for them. `HF_PARALLEL_LINE
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import MethodType
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,21 +49,28 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
     Raises `ValueError` if `HF_PARALLEL_LINEAR` names an unknown or unavailable library.
     """
     layers = [layer for layer in all_modules(model) if _is_large_linear(layer)] if _backend() != "torch" else []
-    replaced = [(layer, MethodType(_forward, layer)) for layer in layers]
+    with replaced_forwards((layer, _forward) for layer in layers):
+        yield
+
+
+@contextmanager
+def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Give modules other `forward` methods; functions take the module first."""
+    replaced = [(module, MethodType(forward, module)) for module, forward in forwards]
     try:
-        for layer, method in replaced:
-            layer.forward = method  # type: ignore[method-assign]
+        for module, method in replaced:
+            module.forward = method  # type: ignore[method-assign]
         yield
     finally:
-        for layer, method in replaced:
-            if vars(layer).get("forward") is method:  # unless it was replaced meanwhile
-                del layer.forward
+        for module, method in replaced:
+            if vars(module).get("forward") is method:  # unless it was replaced meanwhile
+                del module.forward
 
 
 def linear_backend(model: PreTrainedModel) -> str:
     """Return the library whose costs `pass_cost` uses for a model: `native`, `onednn` or `torch` (on other devices)."""
     backend = _backend() if _is_computed(next(model.parameters())) else "torch"
-    return "onednn" if backend == "native" and not native.supports_linear(0) else backend
+    return "onednn" if backend == "native" and not native.is_available() else backend
 
 
 @cache
@@ -98,7 +106,7 @@ def _is_large_linear(module: nn.Module) -> bool:
 def _is_computed(parameter: torch.Tensor) -> bool:
     if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.bfloat16):
         return False
-    is_slow = parameter.dtype == torch.float32 or (native.supports_linear(0) and not native.has_bfloat16())
+    is_slow = parameter.dtype == torch.float32 or (native.is_available() and not native.has_bfloat16())
     return is_slow and parameter.is_contiguous()
 
 

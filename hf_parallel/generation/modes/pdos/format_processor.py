@@ -18,6 +18,7 @@ from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.modes.branches.forcing import force
 from hf_parallel.generation.modes.branches.token_text import WHITESPACE, Vocabulary, get_vocabulary
 from hf_parallel.generation.modes.pdos.parser import DONE, GAP, TITLE, BlockFormat, SkeletonParser
+from hf_parallel.generation.validation import check_int
 
 
 class BlockMask:
@@ -170,6 +171,8 @@ class ParallelBlockLogitsProcessor(LogitsProcessor):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_length: int | None = None, **settings: Any) -> None:
         check_tokenizer(tokenizer)
+        if prompt_length is not None:
+            check_int("prompt_length", prompt_length, at_least=0)
         self.tokenizer, self.prompt_length = tokenizer, prompt_length
         self.format = BlockFormat(**settings)
         self._parsed: dict[int, tuple[list[int], SkeletonParser]] = {}
