@@ -1,4 +1,4 @@
-"""A step of GRPO on a model with random weights: rollouts and loss over a shared prompt, and those of TRL."""
+"""A step of GRPO on a model with random weights: rollouts and loss over a shared prompt, beside TRL's."""
 
 from __future__ import annotations
 

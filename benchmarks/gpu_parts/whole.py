@@ -140,7 +140,7 @@ class ModelStage:
 class ShapesStage:
     """Completions of one prompt on models of other shapes, beside `generate` over a prompt of 4 tokens.
 
-    The layers of a hybrid keep states, those of DeepSeek-V2 latents. Prompts have no images.
+    Hybrid layers keep states; DeepSeek-V2's keep latents. Prompts have no images.
     """
 
     share: ClassVar[float] = 0.16

@@ -78,7 +78,7 @@ class Engine:
     is_closing = False
     """Whether the engine accepts no more requests."""
     leads: bool
-    """Whether this process takes requests: it is the only one that computes the model, or the first."""
+    """Whether this process takes requests: the only one, or the first of several that compute the model."""
 
     def __init__(
         self,
