@@ -67,7 +67,7 @@ def branches_of(model: Any, tokenizer: Any, length: int, join: str, sizes: Any) 
     needed = sizes.branches * (length + 2 * settings["max_title_tokens"]) + 64
     output = generate(model, prompt, **settings, max_new_tokens=given + needed)
     if output.fallback[0] is not None:
-        raise RuntimeError(f"the model generated no block of {sizes['branches']} branches: {output.fallback[0]}")
+        raise RuntimeError(f"the model generated no block of {sizes.branches} branches: {output.fallback[0]}")
     settings["max_new_tokens"] = output.blocks[0][0].end + sizes.conclusion
     rounds = []
     for _ in range(sizes.rounds):

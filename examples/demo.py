@@ -17,11 +17,11 @@ TASK = "Plan a picnic in the park for ten people."
 REMARK = "Our guest liked the garden, the quiet rooms, the breakfast and the view of the lake. "
 SHOWN = 4  # sampled completions that are printed
 NEXT_STEPS = """    import hf_parallel
-    hf_parallel.enable(model)       # any RoPE decoder of transformers
+    hf_parallel.enable(model)       # most decoder-only models
     model.generate(**inputs, generation_mode="shared_prefix",
                    num_return_sequences=16, do_sample=True)
 
-README.md            all modes and their settings
+docs/modes/          all modes and their settings
 make bench ARGS=shared_prefix    the same comparison in full, with continuous batching
 make demo ARGS='--task "Write a song about the sea."'
 make demo ARGS="--model Qwen/Qwen3-0.6B"

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import mode_table
 import pytest
 import yaml
 from pages import (
@@ -211,6 +212,12 @@ def test_figures_of_pages_are_in_the_reports() -> None:
 def test_figures_of_readme_are_those_of_the_report(case: str) -> None:
     shown = script("figures").figure("2026-11-26-h200-models", f"stages.model.cases[model=Qwen3-8B,way={case}")
     assert f"| {shown} |" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:the workers of hogwild have no rules")
+def test_table_of_modes_says_what_each_mode_needs() -> None:
+    written = mode_table.table_of(mode_table.PAGE.read_text(encoding="utf-8"))
+    assert written == mode_table.table(), "run: python tests/helpers/mode_table.py"
 
 
 def test_pictures_equal_what_their_script_draws() -> None:

@@ -25,7 +25,6 @@ REQUEST_FIELDS = set(re.findall(r"^    (\w+): ", SCHEMA, re.MULTILINE))
 MODE_NAMES = {name for name, mode in MODES.items() if mode.__module__.startswith("hf_parallel.")} - REQUEST_FIELDS
 """Modes of the package, without those of other tests. A look-up of an unknown name would search installed packages."""
 PACKAGE = "hf_parallel"
-MAX_LINES = 450
 
 GROUND = {"files", "detokenizer", "lazy"}
 """Modules that import no others of the package, and that any other may import."""
@@ -161,10 +160,9 @@ def mode_names_in(name: str) -> list[str]:
     return found + [target for target in imports(name) if target.startswith(f"{PACKAGE}.generation.modes.")]
 
 
-def test_files_are_short_and_have_a_docstring() -> None:
+def test_files_have_a_docstring() -> None:
     for path in python_files():
         text = path.read_text(encoding="utf-8")
-        assert "tests" in path.relative_to(ROOT).parts or text.count("\n") <= MAX_LINES, path
         assert re.match(r'(#[^\n]*\n)*r?"""', text), f"{path} has no docstring"
 
 

@@ -25,7 +25,7 @@ COMMANDS = {
     "evaluate": (
         "measure accuracy against budgets of forward passes",
         "Solves the problems of a task in several modes and settings, scores what was written within each budget, and "
-        "writes results and a table to a folder. A run that was killed resumes: give the same command again.",
+        "writes results to a folder and prints a table. A run that was killed resumes: give the same command again.",
     ),
     "serve": (
         "serve many clients over an OpenAI-compatible API",

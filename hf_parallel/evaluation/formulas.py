@@ -57,7 +57,7 @@ class FormulaComparer:
         reply = self._ask(None, sandbox.START_SECONDS)
         if reply != "ready":
             reason = reply["error"] if isinstance(reply, dict) else "its process has ended"
-            raise ImportError(f"comparing formulas needs math-verify: pip install 'hf_parallel[eval]' ({reason})")
+            raise ImportError(f"comparing formulas needs math-verify: pip install math-verify ({reason})")
 
     def _ask(self, request: object, seconds: float) -> object:
         """Send a request and return the reply, or None after `seconds` or if the process has ended."""

@@ -33,7 +33,9 @@ try:
     from lm_eval.models.huggingface import HFLM
     from tqdm import tqdm
 except ImportError as error:
-    raise ImportError(f"the backend needs the extra eval: pip install 'hf_parallel[eval]' ({error})") from error
+    raise ImportError(
+        f"the backend needs the extra eval: pip install '.[eval]' in a clone of hf_parallel ({error})"
+    ) from error
 
 NAME = "hf-parallel"
 """Name of the backend, for `--model`."""

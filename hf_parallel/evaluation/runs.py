@@ -32,7 +32,7 @@ ANSWERS_ITSELF = {"finisher_tokens": 0}
 
 @dataclass(frozen=True)
 class Run:
-    """A mode and its settings: a line of the plots.
+    """A mode and its settings, one entry of a sweep.
 
     Parameters
     ----------

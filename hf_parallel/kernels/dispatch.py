@@ -91,7 +91,7 @@ def _triton_unavailable(device: torch.device, interpreted: bool) -> str:
 def _flash_unavailable(device: torch.device) -> str:
     if reason := _too_old(device) if device.type == "cuda" else "flash-attn needs a CUDA device":
         return reason
-    return "" if flash_package() else "PyTorch's FlashAttention is used until you pip install 'hf_parallel[flash-attn]'"
+    return "" if flash_package() else "PyTorch's FlashAttention is used until you pip install flash-attn"
 
 
 def _too_old(device: torch.device) -> str:

@@ -6,7 +6,9 @@ try:
     import prometheus_client  # noqa: F401
     import uvicorn  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"the server needs the extra serve: pip install 'hf_parallel[serve]' ({error})") from error
+    raise ImportError(
+        f"the server needs the extra serve: pip install '.[serve]' in a clone of hf_parallel ({error})"
+    ) from error
 
 from hf_parallel.engine.server.app import create_app
 from hf_parallel.engine.server.limits import Limits
