@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
+from hf_parallel.engine.server.reply_formats import around_arguments
 from hf_parallel.engine.server.schema_check import error_of
+from hf_parallel.engine.server.tool_schemas import arguments_schema
 
 
 class JSONProcessor(LogitsProcessor):
@@ -99,20 +101,18 @@ def call_grammar(
 ) -> str:
     """Return the grammar of replies that consist of one tool call, or of any number with a text `between` them.
 
-    `call` is the text of a call, with `NAME` and `ARGUMENTS` in their places. Objects hold no properties that the
-    parameters of a tool do not name, unless `additionalProperties` says so. Raises `ValueError` for parameters that are
-    no supported JSON schema or too costly.
+    `call` is the text of a call, with `NAME` and `ARGUMENTS` in their places. Raises `ValueError` for parameters that
+    are no supported JSON schema or too costly.
     """
     specials = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     more = "" if between is None else f" ({_literal(between, specials)} call)*"
     rules = [f"start: call{more}", "call: " + " | ".join(f"tool{i}" for i in range(len(tools)))]
     for index, tool in enumerate(tools):
         function = tool["function"]
-        parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
-        parameters.setdefault("additionalProperties", False)
+        parameters = arguments_schema(function)
         if error := error_of(json.dumps(parameters)):
             raise ValueError(f"tools: the parameters of {function['name']!r} are not supported: {error}")
-        begin, end = call.replace("NAME", function["name"]).split("ARGUMENTS")
+        begin, end = around_arguments(call, function["name"])
         schema = json.dumps({**parameters, "x-guidance": {"whitespace_flexible": False}})
         rules.append(f"tool{index}: {_literal(begin, specials)} %json {schema} {_literal(end, specials)}")
     return "\n".join(rules)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
-from transformers.utils.chat_parsing.response_templates import load_response_template
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
-from hf_parallel.engine.server.reply_formats import REASONING, TEXT, ReplyFormat
+from hf_parallel.engine.server.json_scanner import JSONScanner
+from hf_parallel.engine.server.reply_formats import END, REASONING, TEXT, ReplyFormat, around_arguments
 from hf_parallel.generation.prompts import Chat, with_rules
 
 TOOLS = (
@@ -57,6 +58,7 @@ class ReplySpec:
     def marks(self, tokens: Mapping[str, int]) -> set[int]:
         """Return the special tokens, given by name, that the format needs in the text."""
         text = json.dumps(self.format.fields, ensure_ascii=False).replace("\\", "")
+        text += self.format.call + self.format.between
         return {token for name, token in tokens.items() if name in text}
 
 
@@ -69,8 +71,10 @@ class Reply:
     def __init__(self, spec: ReplySpec, prompt: str) -> None:
         self.spec, self.calls = spec, 0
         self._template = load_response_template(spec.format.template)
+        self._later_template = load_response_template(spec.format.later_template)
         self._names = {tool["function"]["name"] for tool in spec.tools}
-        self._parser = self._make_parser(prompt)
+        self._parser = self._make_parser(self._template, prompt)
+        self._call: JSONScanner | None = None  # of the call that is being read, if its arguments are JSON
         self._held = ""  # text that was not returned yet: a mark, or a call
         self._after_mark = False
 
@@ -80,7 +84,7 @@ class Reply:
         for character in text:  # marks end where a text does, so that an invalid call can be returned as content
             self._held += character
             try:
-                self._read(self._parser.feed(character), parsed)
+                self._read(self._parser.feed(self._protect(character)), parsed)
             except MALFORMED:
                 self._reject(parsed)
         if ends:
@@ -90,12 +94,26 @@ class Reply:
                 self._reject(parsed)
         return parsed
 
-    def _make_parser(self, prompt: str) -> ResponseParser:
-        return ResponseParser(self._template, prefix=prompt, tools=[dict(tool) for tool in self.spec.tools])
+    def _make_parser(self, template: ResponseTemplate, prompt: str) -> ResponseParser:
+        # The parser casts strings to the types of a schema, which arguments in JSON already have.
+        tools = [] if self.spec.format.has_json_calls else [dict(tool) for tool in self.spec.tools]
+        return ResponseParser(template, prefix=prompt, tools=tools)
+
+    def _protect(self, character: str) -> str:
+        """Return what the parser gets for the next character: nothing in a string of a call ends the call."""
+        if self._call is None:
+            return character
+        protected = self._call.escape(character)
+        is_last = self._call.add(character)
+        return protected + END if is_last and self.spec.format.ends_calls else protected
 
     def _read(self, events: Sequence[Mapping[str, Any]], parsed: Parsed) -> None:
+        is_new = False
         for event in events:
             name, kind = event["field"], event["type"]
+            if name == "tool_calls":
+                is_new = is_new or kind == "region_open"
+                self._follow_call(event, is_new)
             if kind == "region_chunk" and name != "tool_calls":
                 self._held = self._held[len(event["text"]) :]
                 self._show(name, event["text"], parsed)
@@ -106,6 +124,16 @@ class Reply:
                 self._held, self._after_mark = "", is_read
             elif kind == "region_open" and name != "tool_calls" and self._template.fields[name].open_re is not None:
                 self._held = ""
+
+    def _follow_call(self, event: Mapping[str, Any], is_new: bool) -> None:
+        """Update the scanner of the call that is being read; `is_new`: the last character has opened it."""
+        if event["type"] == "region_open" and self.spec.format.has_json_calls:
+            self._call = JSONScanner()
+        elif event["type"] == "region_close":
+            self._call = None
+        elif self._call is not None and is_new:  # `_protect` has not seen the beginning of the arguments
+            for character in event["text"]:
+                self._call.add(character)
 
     def _show(self, name: str, text: str, parsed: Parsed) -> None:
         if self._after_mark:  # templates write line breaks around marks
@@ -124,14 +152,15 @@ class Reply:
                 return False
         for function in functions:
             if self.calls != self.spec.most_calls:
-                arguments = json.dumps(function["arguments"], ensure_ascii=False)
+                arguments = json.dumps(function["arguments"], ensure_ascii=False, allow_nan=False)
                 parsed.calls.append(ToolCall(self.calls, function["name"], arguments))
                 self.calls += 1
         return True
 
     def _reject(self, parsed: Parsed) -> None:
         self._show("content", self._held, parsed)
-        self._held, self._parser = "", self._make_parser("")
+        self._held, self._call = "", None
+        self._parser = self._make_parser(self._later_template, "")
 
 
 def write_tools(chat: Chat, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -142,7 +171,7 @@ def write_tools(chat: Chat, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
         before, after = ("<tool_response>\n", "\n</tool_response>") if is_output else ("", "")
         for call in message.get("tool_calls") or ():
             arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-            after += TEXT.call.replace("NAME", call["function"]["name"]).replace("ARGUMENTS", arguments)
+            after += arguments.join(around_arguments(TEXT.call, call["function"]["name"]))
         ends = [{"type": "text", "text": text} for text in (before, after)]
         if isinstance(content, str):
             content = before + content + after
@@ -152,5 +181,5 @@ def write_tools(chat: Chat, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
     if not tools:
         return written
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    call = TEXT.call.replace("NAME", "function").replace("ARGUMENTS", "{}")
+    call = "{}".join(around_arguments(TEXT.call, "function"))
     return list(with_rules(TOOLS.format(tools=listed, call=call), written, "system"))

@@ -15,6 +15,11 @@ from hf_parallel.generation.prompts import END_THINK, THINK
 
 ANCHOR = r"\A(?:.*(?=<think>\s*\Z)|.*\Z)"  # a prompt may open the reasoning
 REASONING = {"thinking", "reasoning", "reasoning_content"}  # names of fields
+END = "\x03"
+"""Mark that ends calls whose format has none. The parser gets it after the arguments; no model writes it."""
+
+
+OPENING = ("open", "open_pattern")  # keys of a field that say what opens it
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,38 @@ class ReplyFormat:
 
     @property
     def template(self) -> dict[str, Any]:
-        """The response template."""
-        return {"start_anchor_pattern": self.anchor, "fields": self.fields}
+        """The response template of an answer.
+
+        Where all text outside of marks is content, reasoning can only be opened by the prompt, or by the beginning of
+        the answer: later, the same marks are text.
+        """
+        opened = {name: _at_beginning(field) for name, field in self.fields.items() if name in REASONING}
+        return self._template(self.fields | opened if self._has_plain_content else self.fields)
+
+    @property
+    def later_template(self) -> dict[str, Any]:
+        """The response template of the rest of an answer."""
+        plain = {name: field for name, field in self.fields.items() if name not in REASONING}
+        return self._template(plain if self._has_plain_content else self.fields)
+
+    def _template(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {"start_anchor_pattern": self.anchor, "fields": fields}
+
+    @property
+    def _has_plain_content(self) -> bool:
+        others = [field for name, field in self.fields.items() if name not in REASONING]
+        return any(field.keys().isdisjoint(OPENING) for field in others)
+
+    @property
+    def has_json_calls(self) -> bool:
+        """Whether calls are JSON, with JSON's strings."""
+        field = self.fields.get("tool_calls", {})
+        return field.get("content") == "json" and "string_delims" not in field.get("content_args", {})
+
+    @property
+    def ends_calls(self) -> bool:
+        """Whether `END` closes a call."""
+        return bool(self.fields.get("tool_calls", {}).get("close") == END)
 
     @property
     def thinks(self) -> bool:
@@ -47,6 +82,22 @@ class ReplyFormat:
         (field,) = [self.fields[name] for name in self.fields.keys() & REASONING] or [{}]
         marks = [field.get(name) for name in ("open", "close")]
         return [mark if isinstance(mark, str) else mark[0] for mark in marks if mark]
+
+
+def around_arguments(call: str, name: str) -> tuple[str, str]:
+    """Return the texts before and after the arguments of a call of a function; `call` as in `ReplyFormat`."""
+    before, after = call.split("ARGUMENTS")
+    return before.replace("NAME", name), after
+
+
+def _at_beginning(field: dict[str, Any]) -> dict[str, Any]:
+    """Return a field that only the beginning of a text opens."""
+    rest = {key: value for key, value in field.items() if key not in OPENING}
+    pattern = field.get("open_pattern")
+    if pattern is None:
+        marks = field["open"]
+        pattern = "|".join(map(re.escape, [marks] if isinstance(marks, str) else marks))
+    return {**rest, "open_pattern": rf"\A\s*(?:{pattern})"}
 
 
 _DATA: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

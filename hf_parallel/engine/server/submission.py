@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hf_parallel.detokenizer import decode
 from hf_parallel.engine import AgentHints, Engine
 from hf_parallel.engine.arguments import encode_prompt
 from hf_parallel.engine.server.errors import APIError
+from hf_parallel.engine.server.forced_calls import ForcedCalls
 from hf_parallel.engine.server.grammar import JSONProcessor, call_grammar
 from hf_parallel.engine.server.images import chat_texts, encode_chat
 from hf_parallel.engine.server.limits import Limits
@@ -74,6 +76,7 @@ class Submission:
     hints: AgentHints = field(default_factory=AgentHints)
     reply: ReplySpec | None = None  # None: the answer is its text
     is_constrained: bool = False  # whether a grammar begins with the answer, without reasoning
+    forced_calls: Callable[[], ForcedCalls] | None = None  # makes the reader of an answer whose grammar is of calls
     marks: set[int] = field(default_factory=set)  # special tokens that the text keeps
 
     @property
@@ -86,12 +89,13 @@ class Submission:
         row = choice * len(self.prompt["input_ids"]) // self.choices
         return self.prompt["input_ids"][row][self.prompt["attention_mask"][row].bool()].tolist()  # type: ignore[no-any-return]
 
-    def make_reply(self, choice: int) -> Reply | None:
-        """Return the parser of a choice."""
-        if self.reply is None:
+    def make_reply(self, choice: int) -> Reply | ForcedCalls | None:
+        """Return the parser of a choice; None: its text is its content."""
+        if self.forced_calls is not None:
+            return self.forced_calls()
+        if self.reply is None or self.is_constrained:  # JSON of a schema has no marks
             return None
-        begins = self.config.traits.rows_continue_prompts and not self.is_constrained
-        end = self.prompt_of(choice)[-MAX_PREFIX:] if begins else []
+        end = self.prompt_of(choice)[-MAX_PREFIX:] if self.config.traits.rows_continue_prompts else []
         return Reply(self.reply, decode(self.engine.tokenizer, end, skip_special_tokens=False))
 
     @property
@@ -331,7 +335,7 @@ class Translator:
         if isinstance(body, ConversationBody) and body.must_call:
             if schema is not None:
                 raise APIError(400, f"{field_name} cannot be combined with a tool_choice of calls", "tool_choice")
-            schema, field_name = self._calls(body), "tool_choice"
+            schema, field_name = self._calls(body, submission), "tool_choice"
         features = {field_name: schema, "logprobs": body.top_logprobs_wanted}
         features |= {"prompt_logprobs": body.prompt_logprobs, "echo": getattr(body, "echo", None) or None}
         for name, wanted in features.items():
@@ -378,14 +382,16 @@ class Translator:
         found.known = int(found.opens(prompt).sum()) - last.endswith(marks[0])
         return found
 
-    def _calls(self, body: ConversationBody) -> str:
-        """Return the grammar of an answer that has to call tools."""
+    def _calls(self, body: ConversationBody, submission: Submission) -> str:
+        """Return the grammar of an answer that has to call tools, and let its submission read the calls."""
         if not self.format.call:
             message = "the model writes arguments in a format without a grammar: tool_choice must be auto or none"
             raise APIError(400, message, "tool_choice")
         several = body.parallel_tool_calls is not False and body.tool_choice == "required"
         between = self.format.between if several else None
-        return call_grammar(self.format.call, body.callable_tools, between, self.engine.tokenizer)
+        tools = body.callable_tools
+        submission.forced_calls = partial(ForcedCalls, self.format.call, tools, between)
+        return call_grammar(self.format.call, tools, between, self.engine.tokenizer)
 
     def _json(self, schema: dict[str, object] | str, begin: int, name: str) -> JSONProcessor:
         model, tokenizer = self.engine.model, self.engine.tokenizer

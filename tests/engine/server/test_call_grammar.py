@@ -124,3 +124,63 @@ def test_calls_are_separated_as_the_format_says(between: str | None) -> None:
         scores = processor(torch.tensor([tokens]), torch.zeros(1, size))[0]
         assert torch.isfinite(scores[end]).item() == may_end, text
         assert (scores.isfinite().sum() > may_end).item() == (between is not None), text
+
+
+Z = {"type": "object", "properties": {"z": {"type": "integer"}}, "required": ["z"]}
+Y = {"type": "object", "properties": {"y": {"type": "boolean"}}, "required": ["y"]}
+NODE = {**Z, "properties": {**Z["properties"], "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}}}
+ROOTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    # parameters, arguments that match, arguments that do not
+    ({"$ref": "#/$defs/Node", "$defs": {"Node": NODE}}, ['{"z": 1, "next": {"z": 2, "next": null}}'], ["{}"]),
+    ({}, ["{}"], ['{"z": 1}']),
+    (Z, ['{"z": 1}'], ["{}", '{"z": 1, "y": true}']),
+    ({**Z, "type": ["object", "null"]}, ['{"z": 1}'], ["null", '{"z": 1, "y": true}']),
+    ({"$ref": "#/$defs/Z", "$defs": {"Z": Z}}, ['{"z": 1}'], ["{}", '{"z": 1, "y": true}']),
+    ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"$ref": "#/$defs/Z"}, "Z": Z}}, ['{"z": 1}'], ["{}"]),
+    ({"anyOf": [Z, Y, {"type": "null"}]}, ['{"z": 1}', '{"y": true}', '{"z": 1, "q": 2}'], ["{}", "null", "1"]),
+    ({"oneOf": [Z, {"type": "string"}]}, ['{"z": 1}'], ["{}", '"a"']),
+    ({"allOf": [Z, Y]}, ['{"z": 1, "y": true}'], ['{"z": 1}', '{"y": true}']),
+    ({"const": {"z": 1}}, ['{"z": 1}'], ["{}", '{"z": 2}']),
+    ({"enum": [{"z": 1}, {"y": True}, 3]}, ['{"z": 1}', '{"y": true}'], ["{}", "3"]),
+    ({"minProperties": 1}, ['{"z": 1}'], ["{}"]),
+]
+
+
+def compact(arguments: str) -> str:
+    """Return JSON as grammars write it, without spaces."""
+    return json.dumps(json.loads(arguments), separators=(",", ":"))
+
+
+def is_accepted(grammar: Any, text: str) -> bool:
+    """Whether a grammar, or the schema of a `response_format`, allows a text, which then may end."""
+    _, tokenizer = small_model()
+    end = tokenizer.eos_token_id
+    processor = JSONProcessor(grammar, tokenizer, len(tokenizer), [end], 0)
+    tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
+    for length, token in enumerate(tokens):
+        scores = processor(torch.tensor([tokens[:length]], dtype=torch.int64), torch.zeros(1, len(tokenizer)))
+        if not scores[0, token].isfinite() or processor.error_of([*tokens[:length], token]):
+            return False
+    return True
+
+
+@pytest.mark.parametrize(("parameters", "right", "wrong"), ROOTS)
+def test_parameters_may_have_any_root_that_a_response_format_may_have(
+    parameters: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    _, tokenizer = small_model()
+    begin, end = CALL.split("ARGUMENTS")
+    begin = begin.replace("NAME", "get_ARGUMENTS")
+    tool = {"function": {"name": "get_ARGUMENTS", "parameters": parameters}}
+    grammar = call_grammar(CALL, [tool], None, tokenizer)
+    for arguments in (*right, *wrong):
+        assert is_accepted(grammar, begin + compact(arguments) + end) == (arguments in right), arguments
+    if "$ref" not in parameters:
+        assert all(is_accepted(parameters, compact(arguments)) for arguments in right)
+
+
+@pytest.mark.parametrize("kind", ["string", ["array", "null"]])
+def test_parameters_that_no_object_matches_are_named(kind: Any) -> None:
+    _, tokenizer = small_model()
+    with pytest.raises(ValueError, match="parameters of 'f' must be an object"):
+        call_grammar(CALL, [{"function": {"name": "f", "parameters": {"type": kind}}}], None, tokenizer)

@@ -17,7 +17,7 @@ from serving import MODEL, Served, check_error, small_model  # noqa: E402
 
 from hf_parallel import OccurrencePenalty  # noqa: E402
 from hf_parallel.engine.server.replies import Reply, ReplySpec  # noqa: E402
-from hf_parallel.engine.server.reply_formats import FORMATS, ReplyFormat, reply_format  # noqa: E402
+from hf_parallel.engine.server.reply_formats import FORMATS, ReplyFormat, around_arguments, reply_format  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -149,7 +149,7 @@ def test_a_call_in_the_format_of_the_template_is_read_however_it_is_streamed(mar
     for wrong in (WRITTEN[mark].replace("f", "g"), *([] if mark == "<function=" else [broken, broken[:-3]])):
         assert not Reply(ReplySpec(found, [F]), "").add(wrong, ends=True).calls
     if found.call:
-        own = found.call.replace("NAME", "f").replace("ARGUMENTS", '{"x": 1}')
+        own = '{"x": 1}'.join(around_arguments(found.call, "f"))
         assert Reply(ReplySpec(found, [F]), "").add(own, ends=True).calls
         assert_calls(found, found.between.join([own, own]))
 
