@@ -1,7 +1,8 @@
 """RMSNorm and rotary embeddings on a CPU, each computed by one call of a C kernel in float32.
 
 A decode step of a small model spends as long between its linear layers as in them. What a module computes is found by
-comparing it with the kernel on random inputs, never by its name.
+comparing it with the kernel on random inputs, never by its name. One comparison stands for other modules only if they
+have the same class and settings, and no other state beside the weight.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from hf_parallel.models.linear import is_computable, linear_layers, replaced_for
 
 Forward = Callable[..., Any]
 _norms: dict[object, Forward | None] = {}  # by class and settings: compiled layers share a graph if they share these
+_VALUES = (bool, int, float, str, type(None), torch.dtype)
+"""Types of settings that are equal if their values are."""
+_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 
 
 @contextmanager
@@ -54,18 +58,34 @@ def _fast_norm(module: nn.Module) -> Forward | None:
         return None
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
         return None
-    numbers = {name: value for name, value in vars(module).items() if type(value) in (float, int, bool)}
-    key = type(module).forward, len(weight), *numbers.items()
+    settings = _settings(module)
+    if settings is None:
+        return None
+    key = type(module), type(module).forward, len(weight), repr(settings)
     if key not in _norms:
-        _norms[key] = _match_norm(module, len(weight), [eps for eps in numbers.values() if type(eps) is float])
+        _norms[key] = _match_norm(module, len(weight), [eps for eps in settings.values() if type(eps) is float])
     return _norms[key]
+
+
+def _settings(module: nn.Module) -> dict[str, object] | None:
+    """Return a module's attributes by name; None if it has buffers, or attributes that are not plain values."""
+    settings = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    is_plain = not module._buffers and all(_is_value(value) for value in settings.values())
+    return settings if is_plain else None
+
+
+def _is_value(setting: object) -> bool:
+    if isinstance(setting, tuple):
+        return all(_is_value(part) for part in setting)
+    return type(setting) in _VALUES
 
 
 def _match_norm(module: nn.Module, size: int, candidates: list[float]) -> Forward | None:
     plain, generator = type(module).forward, torch.Generator().manual_seed(0)
-    units, (given,) = (torch.randn(n, size, generator=generator, dtype=torch.float32) for n in (3, 1))
+    units, (given,) = (torch.randn(n, size, generator=generator, dtype=torch.float32) for n in (4, 1))
     for eps in candidates:
-        x = units * units.new_tensor([[1.0], [eps**0.5], [10 * eps**0.5]])  # where eps matters
+        # Where eps matters, and where a limit of the inputs would.
+        x = units * units.new_tensor([[1.0], [eps**0.5], [10 * eps**0.5], [1e5]])
         found = _outcome(partial(functional_call, module, {"weight": given}, (x,)))
         for offset in (0.0, 1.0):
             if _are_equal(found, native.rms_norm(x, given, eps, offset)):
@@ -107,12 +127,7 @@ def _fast_rotary(plain: FunctionType) -> Forward | None:
     """Return a function `(q, k, cos, sin)` that rotates queries and keys by the kernel; None for other functions."""
     if plain.__code__.co_argcount - len(plain.__defaults__ or ()) != 4:
         return None
-    generator = torch.Generator().manual_seed(0)
-    shapes = (4, 3, 16), (2, 3, 16), (3, 16), (3, 16)
-    q, k, cos, sin = (torch.randn(1, *shape, generator=generator, dtype=torch.float32) for shape in shapes)
-    found = _outcome(partial(plain, q, k, cos, sin))
-    styles = [style for style in (False, True) if _are_equal(found, native.rotate_heads(q, k, cos, sin, style))]
-    if not styles:
+    if _rotary_style(plain, heads=4, kv_heads=2, dim=16) is None:
         return None
 
     def fast(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any) -> Any:
@@ -120,9 +135,25 @@ def _fast_rotary(plain: FunctionType) -> Forward | None:
         is_usual = is_usual and cos.shape == sin.shape == (1, *q.shape[2:])
         if not is_usual or not all(_is_fast(x, cos.shape[-1]) for x in (q, k, cos, sin)):
             return plain(q, k, cos, sin, *more, **named)
-        return native.rotate_heads(q, k, cos.contiguous(), sin.contiguous(), styles[0])
+        style = _rotary_style(plain, q.shape[1], k.shape[1], q.shape[3])
+        if style is None:
+            return plain(q, k, cos, sin)
+        return native.rotate_heads(q, k, cos.contiguous(), sin.contiguous(), style)
 
     return fast
+
+
+@lru_cache(maxsize=1024)
+def _rotary_style(plain: FunctionType, heads: int, kv_heads: int, dim: int) -> bool | None:
+    """Return whether a function rotates heads of these sizes in adjacent pairs, or in halves; None: as neither."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (heads, 3, dim), (kv_heads, 3, dim), (3, dim), (3, dim)
+    q, k, cos, sin = (torch.randn(1, *shape, generator=generator, dtype=torch.float32) for shape in shapes)
+    found = _outcome(partial(plain, q, k, cos, sin))
+    for style in (False, True):
+        if _are_equal(found, native.rotate_heads(q, k, cos, sin, style)):
+            return style
+    return None
 
 
 def _outcome(function: Callable[[], object]) -> object:

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from torch import nn
+from transformers.models.llama import modeling_llama as llama
 
 import hf_parallel
 from hf_parallel.kernels import native, sampling
@@ -100,6 +101,83 @@ def test_a_module_is_recognised_by_what_it_computes() -> None:
             torch.testing.assert_close(module(x), type(module).forward(module, x))
 
 
+class Varied(Ours):
+    """An RMSNorm whose results depend on all kinds of state."""
+
+    factor = 1.0
+    scale: Any = None
+
+    def __init__(self, **state: Any) -> None:
+        super().__init__()
+        self.variant, self.limits = "plain", (float("inf"),)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                self.register_buffer("buffer", value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.factor * self.normed(x.clamp(max=min(self.limits)))
+        result = result if self.scale is None else result * self.scale
+        result = result * self.buffer if self._buffers else result
+        return result.tanh() if self.variant == "tanh" else result
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class OtherMethod(Varied):
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return super().normed(x).sin()
+
+
+class OtherFactor(Varied):
+    factor = 3.0
+
+
+@compiled
+@pytest.mark.usefixtures("in_a_pass")
+@pytest.mark.parametrize("order", [1, -1])
+def test_norms_of_one_class_or_forward_that_differ_in_any_state_keep_their_own_results(order: int) -> None:
+    plain = [Varied(), Varied(scale=1.0)]
+    states = [{"scale": torch.tensor(2.0)}, {"scale": 2.0}, {"scale": 2}, {"variant": "tanh"}, {"limits": (1.0, 0.5)}]
+    others = [*(Varied(**state) for state in states), OtherMethod(), OtherFactor()]
+    others.append(patched := Varied())
+    patched.normed = torch.cos  # type: ignore[method-assign]
+    norms = nn.ModuleList([*plain, *others][::order])
+    x = 3 * torch.randn(2, 3, 64)
+    with torch.no_grad():
+        expected = [norm(x) for norm in norms]
+        with fast_layers(norms):
+            assert {*fast_modules(norms)} == {*plain}
+            for norm, result in zip(norms, expected, strict=True):
+                torch.testing.assert_close(norm(x), result)
+
+
+class Attention(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return rotate_small_heads(q, k, cos, sin)
+
+
+def rotate_small_heads(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    """Rotate heads of up to 16 dimensions only."""
+    return llama.apply_rotary_pos_emb(q, k, cos, sin) if q.shape[-1] <= 16 else (q, k)
+
+
+@compiled
+@pytest.mark.usefixtures("in_a_pass")
+@pytest.mark.parametrize("dim", [16, 32])
+def test_a_rotary_function_is_recognised_for_each_size_of_heads(dim: int) -> None:
+    inputs = [torch.randn(1, 6, 5, dim), torch.randn(1, 3, 5, dim), torch.randn(1, 5, dim), torch.randn(1, 5, dim)]
+    layer = Attention()
+    with torch.no_grad():
+        expected = layer(*inputs)
+        with fast_layers(layer):
+            assert fast_modules(layer)
+            for found, result in zip(layer(*inputs), expected, strict=True):
+                torch.testing.assert_close(found, result)
+
+
 @compiled
 def test_kernels_write_float32_whatever_the_default_dtype_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (prompt,) = tiny.build("llama"), tiny.make_prompts([40])
@@ -109,6 +187,7 @@ def test_kernels_write_float32_whatever_the_default_dtype_is(monkeypatch: pytest
     expected = model.generate(prompt[None], **settings)
     monkeypatch.setattr(elementwise, "_norms", {})  # found again
     elementwise._fast_rotary.cache_clear()
+    elementwise._rotary_style.cache_clear()
     sampling._has_own_noise.cache_clear()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)  # as another thread that loads a model does
