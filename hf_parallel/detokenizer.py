@@ -1,9 +1,12 @@
-"""Incremental detokenization: text that grows token by token. Also the bytes of single tokens."""
+"""Text of tokens, whole or token by token, and the bytes of single tokens.
+
+One rule for all texts: they leave out the `hidden_tokens`, which are those that end a row, and special tokens.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,28 +24,32 @@ _BYTE_LEVEL = {character: byte for byte, character in bytes_to_unicode().items()
 class IncrementalDetokenizer:
     """Decodes a growing sequence of tokens; each token is decoded O(1) times.
 
-    Special tokens are kept. A character whose bytes are incomplete is held back for at most three tokens. tokenizers'
-    `DecodeStream` does not fit: it raises on tokenizers with byte fallback, holds back invalid bytes without limit, and
-    needs a fast tokenizer. `text` is the text of `tokens` without what is held back.
+    The tokens `hidden` have no text. A character whose bytes are incomplete is held back for at most three tokens.
+    tokenizers' `DecodeStream` does not fit: it raises on tokenizers with byte fallback, holds back invalid bytes
+    without limit, and needs a fast tokenizer. `text` is the text of `tokens` without what is held back; `visible` are
+    the tokens that are not hidden.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
+        self.hidden = hidden
         self.tokens: list[int] = []
+        self.visible: list[int] = []
         self.text = ""
-        self._num_decoded = 0  # tokens that `text` covers
+        self._num_decoded = 0  # visible tokens that `text` covers
         self._starts = [0]  # where decoding may begin: within a character of several byte tokens it would fail
 
     def add(self, tokens: Sequence[int]) -> str:
         """Append tokens. Return the text that they add."""
         self.tokens += tokens
-        start, oldest = self._start(), len(self.tokens) - _MAX_INCOMPLETE
-        before = _decode(self.tokenizer, self.tokens[start : self._num_decoded])
-        for end in range(len(self.tokens), self._num_decoded, -1):
-            after = _decode(self.tokenizer, self.tokens[start:end])
-            complete = after.startswith(before) and not after.endswith(_REPLACEMENT)
+        self.visible += [token for token in tokens if token not in self.hidden]
+        start, oldest = self._start(), len(self.visible) - _MAX_INCOMPLETE
+        before = _decode(self.tokenizer, self.visible[start : self._num_decoded])
+        for end in range(len(self.visible), self._num_decoded, -1):
+            added = self._added(before, start, end)
+            complete = not added.endswith(_REPLACEMENT)
             if complete or end <= oldest:
-                self._num_decoded, added = end, after[len(before) :]
+                self._num_decoded = end
                 if complete or end - self._starts[-1] > _MAX_CONTEXT:
                     self._starts.append(end)
                 self.text += added
@@ -52,16 +59,63 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """Return the text of the tokens that are held back, as no others follow."""
         start = self._start()
-        before = _decode(self.tokenizer, self.tokens[start : self._num_decoded])
-        added = _decode(self.tokenizer, self.tokens[start:])[len(before) :]
-        self._num_decoded, self.text = len(self.tokens), self.text + added
+        before = _decode(self.tokenizer, self.visible[start : self._num_decoded])
+        added = self._added(before, start, len(self.visible))
+        self._num_decoded = len(self.visible)
+        self.text += added
         return added
+
+    def _added(self, before: str, start: int, end: int) -> str:
+        """Return the text that tokens add before index `end`; `before` is the text from `start` to the last of them."""
+        after = _decode(self.tokenizer, self.visible[start:end])
+        if after.startswith(before) and not after.endswith(_REPLACEMENT):
+            return after[len(before) :]
+        # An invalid byte makes a whole run of byte tokens unreadable, with the characters before it.
+        alone = _decode(self.tokenizer, self.visible[self._num_decoded : end])
+        return alone if not after.startswith(before) or not alone.endswith(_REPLACEMENT) else after[len(before) :]
 
     def _start(self) -> int:
         """Return the last place at least `_CONTEXT` tokens back where a character begins, or 0."""
         while len(self._starts) > 1 and self._starts[1] <= self._num_decoded - _CONTEXT:
             del self._starts[0]
         return self._starts[0]
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return the names of a tokenizer's special tokens: those in `all_special_ids`, and others added as special.
+
+    Models end turns with tokens of the second kind, such as `<end_of_turn>` of Gemma 3 and `<|eom_id|>` of Llama 3.1.
+    """
+    try:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+    except NotImplementedError:  # raised by tokenizers with named special tokens only
+        added = {}
+    found = {token: str(how) for token, how in added.items() if how.special}
+    for token in getattr(tokenizer, "all_special_ids", ()):
+        if token is not None and token not in found:
+            found[token] = _decode(tokenizer, [token])
+    return found
+
+
+def hidden_tokens(
+    tokenizer: PreTrainedTokenizerBase, ends: Iterable[int] = (), format_texts: str = ""
+) -> frozenset[int]:
+    """Return the tokens that a text leaves out: those that end its row, and special tokens.
+
+    Special tokens that occur in `format_texts`, such as tags of the format in which a model writes, are kept.
+    """
+    special = special_tokens(tokenizer).items()
+    return frozenset(ends).union(token for token, name in special if not name or name not in format_texts)
+
+
+def visible_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], hidden: Collection[int]) -> str:
+    """Return the text of one sequence without its hidden tokens, as `IncrementalDetokenizer` streams it."""
+    visible = [token for token in tokens if token not in hidden]
+    text = decode(tokenizer, visible)
+    if _REPLACEMENT not in text:
+        return text
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    return "".join([*(detokenizer.add([token]) for token in visible), detokenizer.flush()])
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], before: Sequence[int]) -> list[bytes]:

@@ -7,7 +7,7 @@ It adds the mode, its prompt builder, and the mode's own output fields. `import 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, TypeAlias
 
@@ -164,14 +164,19 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         outputs = super(ParallelTextGenerationPipeline, proxy)._forward(model_inputs, **generate_kwargs)
         if not isinstance(model.output, ParallelOutput):
             return outputs
+        is_batch = isinstance(outputs["prompt_text"], list)
         records = grouped(model.output.to_records(), len(outputs["generated_sequence"]))
         name = "merged_records" if config.traits.merges_rows else "records"
-        outputs[name] = records if isinstance(outputs["prompt_text"], list) else records[0]
+        outputs[name] = records if is_batch else records[0]
+        ends = list(model.output.record.end_tokens)
+        outputs["end_tokens"] = [ends] * len(records) if is_batch else ends
         return outputs
 
     def postprocess(self, model_outputs: Parameters, **kwargs: Any) -> list[Parameters]:  # type: ignore[override]
         """Return records with text and the fields of the mode's output."""
-        results = super().postprocess(model_outputs, **kwargs)
+        proxy: Any = copy.copy(self)
+        proxy.tokenizer = _VisibleText(self.tokenizer, model_outputs.get("end_tokens", ()))
+        results = super(ParallelTextGenerationPipeline, proxy).postprocess(model_outputs, **kwargs)
         merged = model_outputs.get("merged_records")
         records = model_outputs.get("records", merged)
         if records is None:
@@ -222,6 +227,22 @@ class _OutputKeeper:
         as_dict, settings["return_dict_in_generate"] = settings.get("return_dict_in_generate"), True
         self.output = self.model.generate(**kwargs)
         return self.output if as_dict or isinstance(self.output, torch.Tensor) else self.output.sequences
+
+
+class _VisibleText:
+    """Wraps a tokenizer: a text without special tokens does not have the tokens either that end a row."""
+
+    def __init__(self, tokenizer: Any, end_tokens: Collection[int]) -> None:
+        self.tokenizer, self.end_tokens = tokenizer, end_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool, **kwargs: Any) -> str:
+        if skip_special_tokens:
+            tokens = [token for token in tokens if token not in self.end_tokens]
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens, **kwargs)
+        return text
 
 
 def _merged(

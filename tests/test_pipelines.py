@@ -190,6 +190,23 @@ def test_hogwild_returns_one_record_of_all_workers(model: Any, tokenizer: Any) -
         assert record["stats"]["decoded_tokens"] == out.stats.decoded_tokens
 
 
+def test_texts_of_results_are_those_of_the_output_without_end_tokens(model: Any, tokenizer: Any) -> None:
+    """Though the tokenizer does not know them as special, unless special tokens are asked for."""
+    ends = tokenizer.convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))
+    settings = {"eos_token_id": ends, "max_new_tokens": 30, "do_sample": True, "seed": 3, "num_return_sequences": 2}
+    settings["generation_mode"] = "shared_prefix"
+    pipe = make(model, tokenizer, **settings)
+    ids, mask = tiny.left_pad([prepared("shared_prefix", prompt, tokenizer)["input_ids"][0] for prompt in PROMPTS])
+    out = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **settings)
+    texts = [record["generated_text"] for one in pipe(PROMPTS, return_full_text=False) for record in one]
+    assert texts == out.answer_texts(tokenizer)
+    whole = [record["generated_text"] for one in pipe(PROMPTS, skip_special_tokens=False) for record in one]
+    for row, (text, raw) in enumerate(zip(texts, whole, strict=True)):
+        last = int(out.sequences[row, out.record.lengths[row] - 1])
+        assert last in ends
+        assert raw.startswith(PROMPTS[row // 2] + text + tokenizer.decode([last]))
+
+
 # Settings
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.cli.settings import PLAIN, SET_OPTIONS, add_template_option, describe, read_settings
-from hf_parallel.detokenizer import decode
+from hf_parallel.detokenizer import hidden_tokens, visible_text
 from hf_parallel.files import JSONObject, write_atomically
 from hf_parallel.generation import MODES, GenerationStats, ParallelConfig, ParallelOutput, enable
 from hf_parallel.generation.config import make_config
@@ -117,7 +117,8 @@ def generate(options: argparse.Namespace) -> int:
             output = _answer(options, call, tokenizer, batch, number, headed=len(prompts) > 1)
             outputs += [output] if isinstance(output, ParallelOutput) else []
             if options.format == "jsonl":
-                for record in records(output, batch, tokenizer, inputs["input_ids"].shape[1]):
+                ends = settings.get("eos_token_id", model.generation_config.eos_token_id)
+                for record in records(output, batch, tokenizer, inputs["input_ids"].shape[1], ends):
                     print(json.dumps(record), flush=True)
     return 0
 
@@ -183,11 +184,12 @@ def _print_answers(printer: ConsoleStreamer, output: object, headings: Sequence[
 
 
 def records(
-    output: Any, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, begin: int
+    output: Any, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, begin: int, ends: Any
 ) -> Iterator[JSONObject]:
     """Yield one object per answer: its prompt, its text and, in a mode, the fields of the mode's output.
 
-    `truncated` is True if the token budget of any of the answer's rows ended it. `begin` is the length of the prompts.
+    `truncated` is True if the token budget of any of the answer's rows ended it. `begin` is the length of the prompts,
+    and `ends` are the tokens that end a row of a call without a mode.
     """
     if isinstance(output, ParallelOutput):
         texts, fields, record = output.answer_texts(tokenizer), output.to_records(), output.record
@@ -196,7 +198,8 @@ def records(
         for index, of_answer in enumerate(fields):
             of_answer["truncated"] = index in answers.values()
     else:
-        texts = [decode(tokenizer, row[begin:], skip_special_tokens=True) for row in output.sequences]
+        hidden = hidden_tokens(tokenizer, ends if isinstance(ends, list) else [] if ends is None else [ends])
+        texts = [visible_text(tokenizer, row[begin:].tolist(), hidden) for row in output.sequences]
         fields = [{} for _ in texts]
     for index, (text, of_answer) in enumerate(zip(texts, fields, strict=True)):
         yield {"prompt": prompts[index * len(prompts) // len(texts)], "generated_text": text, **of_answer}

@@ -209,8 +209,9 @@ class Engine:
         config, arguments = split_arguments(self.model, self.tokenizer, prompt, generation_mode, settings)
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
-        decoder = None if config.traits.streams_text else lambda: TokenDecoder(call.tokenizer, call.eos_token_ids)
+        decoder = None if config.traits.streams_text else lambda: TokenDecoder(call.tokenizer, call.hidden_tokens)
         handle = RequestHandle(lambda: self._cancel(request), self._check_wait, decoder)
+        handle.end_tokens = call.eos_token_ids
         request = Request(config, call, handle, priority, key, hints, cache_salt, adapter)
         self._scheduler.check_budget(request)
         with self._changed:

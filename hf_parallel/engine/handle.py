@@ -44,17 +44,20 @@ class RequestTimes:
 
 
 class TokenDecoder:
-    """Decodes the tokens of one iteration to text, except end tokens; to none without a tokenizer."""
+    """Decodes the tokens of one iteration to text, except hidden ones; to none without a tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, end_tokens: Collection[int]) -> None:
-        self.tokenizer, self.end_tokens = tokenizer, end_tokens
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, hidden: Collection[int]) -> None:
+        self.tokenizer = tokenizer
+        self.hidden = hidden
         self._rows: dict[int, IncrementalDetokenizer] = {}
 
     def add(self, token: StreamedToken) -> RowText:
         """Return the text that a token adds to its row."""
         text = ""
-        if self.tokenizer is not None and token not in self.end_tokens:
-            text = self._rows.setdefault(token.row, IncrementalDetokenizer(self.tokenizer)).add([int(token)])
+        if self.tokenizer is not None:
+            if token.row not in self._rows:
+                self._rows[token.row] = IncrementalDetokenizer(self.tokenizer, self.hidden)
+            text = self._rows[token.row].add([int(token)])
         return RowText(token.row, text, "token")
 
     def flush(self) -> Iterator[RowText]:
@@ -74,6 +77,8 @@ class RequestHandle:
 
     done = False
     """Whether the request has ended: finished, failed or cancelled."""
+    end_tokens: Collection[int] = ()
+    """Tokens that end its rows, which are not part of their text."""
     error: BaseException | None = None
     """The error that ended the request; None: it runs or has finished."""
 

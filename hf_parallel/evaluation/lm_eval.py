@@ -156,14 +156,17 @@ class ParallelLM(HFLM):
                 parallel_config=config,
                 tokenizer=tokenizer,
                 max_length=max_length,
-                stopping_criteria=StoppingCriteriaList([] if merges else [StopTexts(tokenizer, stop, begin)]),
+                stopping_criteria=StoppingCriteriaList([] if merges else [StopTexts(tokenizer, stop)]),
                 pad_token_id=tokenizer.pad_token_id,
                 past_key_values=cache,
                 return_dict_in_generate=True,
                 **kwargs,
             )
         self.stats.add(output.stats)
-        if not merges:
+        if not merges:  # `HFLM` decodes tokens, and leaves out those in `all_special_ids`
+            hidden = list(output.record.hidden_tokens(tokenizer))
+            new = output.sequences[:, begin:]
+            new[torch.isin(new, new.new_tensor(hidden))] = tokenizer.pad_token_id
             return output.sequences  # type: ignore[return-value]
         answers = [self.tok_encode(text, add_special_tokens=False) for text in output.answer_texts(tokenizer)]
         rows = [torch.cat((row, row.new_tensor(tokens))) for row, tokens in zip(context, answers, strict=True)]

@@ -120,6 +120,11 @@ class GenerationCall:
         eos = self.generation_config._eos_token_tensor  # type: ignore[attr-defined]
         return [] if eos is None else eos.flatten().tolist()
 
+    @cached_property
+    def hidden_tokens(self) -> frozenset[int]:
+        """Tokens that the texts of its rows leave out: those that end a row, and special tokens."""
+        return self.record.hidden_tokens(self.tokenizer)
+
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None = None) -> C:
         """Return an empty cache for the call; in an engine, it shares storage and prefixes with other calls."""
         cache = self.executor.new_cache(cls, rotary)
@@ -198,9 +203,11 @@ def make_call(
     prepared["past_key_values"] = cache if is_usable else None  # else an empty DynamicCache
     ids, stats = input_ids.to(execution_device(model), torch.int64), GenerationStats()
     prepared["executor"] = Executor(model, capabilities, stats, cuda_graph, compile, new_tokens)
-    return GenerationCall(
+    call = GenerationCall(
         model, capabilities, ids, prompts, gaps, tokenizer=tokenizer, record=record, stats=stats, **prepared
     )
+    record.end_tokens = call.eos_token_ids
+    return call
 
 
 def has_dropout(model: PreTrainedModel, cache: str) -> bool:

@@ -6,9 +6,10 @@ it; the rest of the package uses the mode only through this class and the object
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -115,7 +116,7 @@ class ModeTraits:
     prompt: type[ModePrompt[Any]] = ModePrompt
     """Instructions for `build_prompt`."""
     streams_text: bool = False
-    """Whether rows stream text through `ParallelStreamer.write_row`."""
+    """Whether the mode writes text (`DecodeLoop.show`), and needs a tokenizer. Else text is decoded from its tokens."""
     streams_tokens: Literal["every_pass", "when_final", "at_end"] = "every_pass"
     """When a streamer's `put` receives token ids."""
     keeps_states: bool = False
@@ -303,9 +304,28 @@ class ParallelConfig(Settings, Generic[OutputT]):
         return self.traits.prompt(self)
 
     @property
+    def format_texts(self) -> str:
+        """Texts of the settings and of the dialect. Special tokens in them are part of the text of the rows."""
+        dialect = None if self.traits.dialect is None else self.traits.dialect(self)
+        return "\n".join(_texts_in([[getattr(self, name) for name in self.fields()], dialect]))
+
+    @property
     def title(self) -> str:
         """Name of the mode, or of the engine, in error messages."""
         return "an engine" if self.is_implicit else f"generation_mode={self.mode!r}"
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yield the strings in a value, such as a setting."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts_in(item)
+    elif isinstance(value, Mapping):
+        yield from _texts_in(list(value.values()))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _texts_in([getattr(value, one.name) for one in dataclasses.fields(value)])
 
 
 def make_config(mode: str, *sources: Mapping[str, object] | ParallelConfig | None) -> ParallelConfig:

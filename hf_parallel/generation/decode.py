@@ -26,6 +26,7 @@ from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.runner import PassAhead, Runner
 from hf_parallel.generation.sampling import NextTokens, Sampled, Sampler, SamplingTask
+from hf_parallel.generation.streaming import text_tokenizer
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.models.signature import CACHE
 
@@ -72,6 +73,7 @@ class DecodeLoop:
         self.sampler = Sampler(call.generation_config, call.logits_processor, criteria, table, seed)
         self.sampler.returns_log_probs |= log_probs
         self.streamer = call.streamer if stream and hasattr(call.streamer, "put") else None
+        self._text_tokenizer = text_tokenizer(call) if self.streamer is not None else None
         self.replayer: Replayer | None = None
         self.draft: Callable[[Sequence[Any]], list[Any]] | None = None
         self._num_kept = self._num_void = 0  # passes that were queued ahead
@@ -187,6 +189,9 @@ class DecodeLoop:
             for row, token in zip(rows, tokens, strict=True):
                 self._trace.add_sample(row.output_row, token, row.last_segment, row.view)
         self.call.executor.add_tokens(output_rows, tokens)
+        if self._text_tokenizer is not None:
+            for row, token, end in zip(rows, tokens, ended, strict=True):
+                self.show(row, token, end)
         if self.streamer is not None:
             shown = torch.full((len(self.table.lengths),), self.table.pad_token_id)
             shown[indices] = torch.tensor(tokens)
@@ -237,18 +242,35 @@ class DecodeLoop:
         if self.replayer is not None:
             self.replayer.cursors.stop_computing([row.index])
         if row in self._texts:
-            self.call.show(row.output_row, "", "end")
+            self._write(row.output_row, "", "end")
 
     def show(self, row: Row, token: int, ended: bool) -> None:
-        """Stream the text that a token adds to a row, in modes that stream text. The transcript shows it, too."""
+        """Stream the text that a token adds to a row. Transcripts show it, too, if the mode has `streams_text`."""
         text = self._texts.get(row)
         if text is None:
-            text = self._texts[row] = IncrementalDetokenizer(self.call.tokenizer)
-            self.call.show(row.output_row, "", "begin")
-        added = "" if token in self.call.eos_token_ids else text.add([token])
-        self.call.show(row.output_row, added, "token")
+            tokenizer = self._text_tokenizer or self.call.tokenizer
+            text = IncrementalDetokenizer(tokenizer, self.call.record.hidden_tokens(tokenizer))
+            self._texts[row] = text
+            self._write(row.output_row, "", "begin")
+        added = text.add([token])
         if ended:
-            self.call.show(row.output_row, "", "end")
+            added += text.flush()
+        self._write(row.output_row, added, "token")
+        if ended:
+            self._record_if_truncated(row, token)
+            self._write(row.output_row, "", "end")
+
+    def _write(self, row: int, text: str, event: str) -> None:
+        """Write text of a row: to its streamer alone if the mode streams tokens, of which the text is a rendering."""
+        if self._text_tokenizer is None:
+            self.call.show(row, text, event)
+        else:
+            self.call.streamer.write_row(row, text, event)
+
+    def _record_if_truncated(self, row: Row, last: int) -> None:
+        """Record a row that `max_length` ended, if it did, given its last token."""
+        if self.table.lengths[row.index] >= self.call.max_length and last not in self.call.eos_token_ids:
+            self.call.record.truncated.add(row.output_row)
 
     def replay(self, rows: Sequence[R], on_token: OnToken | None = None, may_wait: bool = False) -> list[R]:
         """Append tokens sampled from cached logits, before any forward pass. Return rows that need the model.

@@ -35,7 +35,7 @@ from hf_parallel.generation.image_prompts import take_images
 from hf_parallel.generation.presets import add_preset, marked_preset
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.generation.streaming import report_errors
+from hf_parallel.generation.streaming import check_streamer, report_errors
 from hf_parallel.models.capabilities import probe_capabilities
 from hf_parallel.models.compiled import forget
 from hf_parallel.models.images import image_inputs
@@ -243,7 +243,10 @@ class ParallelGenerationMixin:
         prepared, _ = self._prepare_generation_config(given, **overrides)  # type: ignore[attr-defined]
         arguments.check_supported_settings(config.title, prepared)
         ids = kwargs["inputs"] if kwargs.get("inputs") is not None else kwargs.get("input_ids")
-        arguments.check_tokens(prepared, vocabulary_size(self), 1 if ids is None else ids.shape[1])  # type: ignore[arg-type]
+        prompts, length = (1, 1) if ids is None else ids.shape
+        arguments.check_tokens(prepared, vocabulary_size(self), length)  # type: ignore[arg-type]
+        rows = prompts * (prepared.num_return_sequences or 1) * config.rows_per_prompt
+        check_streamer(kwargs.get("streamer"), rows)
 
     def save_pretrained(self, *args: object, **kwargs: object) -> object:
         """Save the model with the mode of `generation_config`; raise `ValueError` if a setting cannot be stored."""

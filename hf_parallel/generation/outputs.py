@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import Self
 
-from hf_parallel.detokenizer import check_tokenizer, decode
+from hf_parallel.detokenizer import check_tokenizer, decode, visible_text
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.models.signature import CACHE
@@ -159,12 +159,13 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
         ]
 
     def answer_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Return the text of each answer, decoded without special tokens, or merged by the mode."""
+        """Return the text of each answer, decoded without special and end tokens, or merged by the mode."""
         if self.record.config.traits.merges_rows:
             return list(self.transcripts)  # type: ignore[attr-defined]
         ends = self.record.lengths or [self.sequences.shape[1]] * len(self.sequences)
         new = [row[self.record.begin : end] for row, end in zip(self.sequences, ends, strict=True)]
-        return [decode(tokenizer, tokens, skip_special_tokens=True) for tokens in new]
+        hidden = self.record.hidden_tokens(tokenizer)
+        return [visible_text(tokenizer, tokens.tolist(), hidden) for tokens in new]
 
     @classmethod
     def _own_fields(cls) -> list[str]:

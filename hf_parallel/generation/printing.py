@@ -10,7 +10,7 @@ from typing import TextIO
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_parallel.detokenizer import IncrementalDetokenizer, check_tokenizer
+from hf_parallel.detokenizer import IncrementalDetokenizer, check_tokenizer, hidden_tokens
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.transcript.record import Record
 
@@ -65,7 +65,6 @@ class ConsoleStreamer:
         check_tokenizer(tokenizer)
         self.tokenizer, self.out, self.headings = tokenizer, sys.stdout if file is None else file, headings or [""]
         self._clean: Callable[[str], str] = printable if self.out.isatty() else str
-        self._special = set(getattr(tokenizer, "all_special_ids", ()))
         self._group: int | None = None  # group of the line that is not ended yet
         self._reset(len(self.headings))
 
@@ -74,7 +73,7 @@ class ConsoleStreamer:
         self.print_line("")
         self._num_sequences = num_sequences
         self._record: Record | None = None  # of a call in a mode
-        self._ends: set[int] = set()
+        self._ends: frozenset[int] = frozenset()
         self._prints_text = self._by_end = False
         self._decoders: list[IncrementalDetokenizer] = []  # of the rows, if tokens are printed
         self.rows: dict[int, list[PrintedText]] = {}
@@ -83,10 +82,12 @@ class ConsoleStreamer:
 
     def begin_call(self, call: GenerationCall) -> None:
         """Receive the prepared call of a mode; see `ParallelStreamer`."""
-        self._record, self._ends = call.record, set(call.eos_token_ids)
+        self._record = call.record
+        self._ends = frozenset(call.record.end_tokens)
         traits = call.record.config.traits
         self._by_end = traits.merges_rows
-        self._prints_text = traits.streams_text and traits.streams_tokens != "when_final"
+        self._prints_text = traits.streams_tokens == "every_pass"
+        self._prints_text |= traits.streams_text and traits.streams_tokens == "at_end"
 
     def put(self, value: torch.Tensor) -> None:
         """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
@@ -100,13 +101,17 @@ class ConsoleStreamer:
 
     def _put_tokens(self, tokens: Sequence[int]) -> None:
         if not self._decoders:
-            rows = self._num_sequences * (1 if self._record is None else self._record.config.rows_per_prompt)
-            self._decoders = [IncrementalDetokenizer(self.tokenizer) for _ in range(rows)]
+            rows = self._num_sequences
+            hidden = hidden_tokens(self.tokenizer)
+            if self._record is not None:
+                rows *= self._record.config.rows_per_prompt
+                hidden = self._record.hidden_tokens(self.tokenizer)
+            self._decoders = [IncrementalDetokenizer(self.tokenizer, hidden) for _ in range(rows)]
             for row in range(rows):
                 self._begin(row, "")
         for row, token in enumerate(tokens[: len(self._decoders)]):
             (text,) = self.rows[row]
-            if not text.ended and token not in self._special:
+            if not text.ended:
                 self._write(text, self._decoders[row].add([token]))
             if token in self._ends:
                 self._close(text)
@@ -151,7 +156,7 @@ class ConsoleStreamer:
             rows = self._record.config.rows
             sequence, index, _ = rows.place(row, self._num_sequences)
             named = rows.step_text(index, step, text) != text  # the text itself begins with the name
-            if not named and (self._prints_text or self._record.config.rows_per_prompt > 1):
+            if not named and (self._record.config.traits.streams_text or self._record.config.rows_per_prompt > 1):
                 name = rows.step_name(index, step, text)
         number = f"{sequence % answers + 1} of {answers}" if answers > 1 else ""
         heading = ", ".join(filter(None, (number, name)))

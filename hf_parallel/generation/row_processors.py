@@ -31,6 +31,7 @@ from hf_parallel.generation.processors import (
     split_warpers,
     stage_of,
 )
+from hf_parallel.generation.stop_texts import RowStops, StopTexts
 from hf_parallel.generation.token_table import TokenTable, group_by
 from hf_parallel.kernels import to_device
 from hf_parallel.kernels.sampling import Warpers
@@ -184,17 +185,21 @@ def _call(processors: Sequence[LogitsProcessor], ids: torch.Tensor, scores: torc
 class RowCriteria:
     """Criteria of the rows in a table.
 
-    If `is_row_wise`, rows end by a token in `end_tokens` or at a maximum length. Else the criteria are called with the
-    rows in groups of equal length, or with the whole batch if one of them may keep state per row.
+    Rows end at a maximum length, by a token in `end_tokens` or at a stop text. If `is_row_wise`, that is all. Other
+    criteria are called with the rows in groups of equal length, or with the whole batch if one of them may keep state
+    per row.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, table: TokenTable) -> None:
-        self.criteria, self.table = criteria, table
-        self.needs_batch = any(needs_batch(criterion) for criterion in criteria)
-        self.is_row_wise = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria)
+        self.table = table
         self._limits = [criterion for criterion in criteria if type(criterion) is MaxLengthCriteria]
         ends = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
         self.end_tokens = frozenset(token for tokens in ends for token in tokens)
+        self._stops = [RowStops(criterion, table) for criterion in criteria if isinstance(criterion, StopTexts)]
+        row_wise = (MaxLengthCriteria, EosTokenCriteria, StopTexts)
+        self._others = [criterion for criterion in criteria if type(criterion) not in row_wise]
+        self.is_row_wise = not self._others
+        self.needs_batch = any(needs_batch(criterion) for criterion in self._others)
 
     def full(self, rows: Sequence[int]) -> list[int]:
         """Return the indices of rows that have the maximum length."""
@@ -208,8 +213,16 @@ class RowCriteria:
                     criterion(self.table.ids[:1, : lengths[row]], None)  # logs a warning
         return found
 
+    def ended_by(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        """Return whether each row ends by its last token, one of `tokens`: an end token, or the end of a stop text."""
+        ended = list(map(self.end_tokens.__contains__, tokens))
+        for stops in self._stops:
+            for index, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+                ended[index] = stops.has_stopped(row, token) or ended[index]
+        return ended
+
     def ended(self, rows: Sequence[int], scores: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
-        """Return whether the criteria end each row, `bool [len(rows)]`; `scores` as `generate` passes them."""
+        """Return whether other criteria end each row, `bool [len(rows)]`; `scores` as `generate` passes them."""
         lengths = [self.table.lengths[row] for row in rows]
         if len(set(lengths)) == 1:
             if not self.needs_batch:
@@ -223,7 +236,7 @@ class RowCriteria:
 
     def _judge(self, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
         ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        for criterion in self.criteria:
+        for criterion in self._others:
             result: object = criterion(ids, scores)
             if isinstance(result, bool):
                 result = torch.full_like(ended, result)

@@ -34,7 +34,7 @@ from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, multinom
 class Sampled:
     """Sampled tokens of a call: `tokens`, a part of `int64 [rows of all calls]` on the device; and `log_probs`."""
 
-    __slots__ = ("_criteria", "_full", "_host", "log_probs", "tokens")
+    __slots__ = ("_criteria", "_full", "_host", "_rows", "log_probs", "tokens")
 
     def __init__(
         self,
@@ -42,9 +42,15 @@ class Sampled:
         log_probs: LogProbs | None,
         host: HostCopy,  # of the tokens of all calls, or with marks `[2, rows]` of those that have ended or failed
         criteria: RowCriteria,
-        full: Sequence[int] = (),
+        rows: Sequence[int],  # that the tokens belong to
+        full: Sequence[int] = (),  # indices of those that have the maximum length
     ) -> None:
-        self.tokens, self.log_probs, self._host, self._criteria, self._full = tokens, log_probs, host, criteria, full
+        self.tokens = tokens
+        self.log_probs = log_probs
+        self._host = host
+        self._criteria = criteria
+        self._rows = rows
+        self._full = full
 
     def read(self) -> tuple[list[int], list[bool]]:
         """Return tokens, and whether rows have ended. Waits for the device, but not for work that was queued later.
@@ -54,7 +60,7 @@ class Sampled:
         values, part = self._host.values, self.tokens.rows
         has_marks = bool(values) and isinstance(values[0], list)
         tokens = values[0][part] if has_marks else values[part]
-        ended = list(map(self._criteria.end_tokens.__contains__, tokens))
+        ended = self._criteria.ended_by(self._rows, tokens)
         if has_marks:
             marks = values[1][part]
             if invalid := [row for row, mark in enumerate(marks) if mark >= 2]:  # see `kernels.sampling.sample`
@@ -192,20 +198,21 @@ class Sampler:
         """Append tokens that rows have drawn."""
         ended, full = self.append_drawn(rows, Part(tokens))
         host = HostCopy(tokens if ended is None else torch.stack((tokens, ended)))
-        return Sampled(Part(tokens), None, host, self.row_criteria, full)
+        return Sampled(Part(tokens), None, host, self.row_criteria, rows, full)
 
     def append_drawn(self, rows: Sequence[int], tokens: Part) -> tuple[torch.Tensor | None, Sequence[int]]:
         """Append one token `int64 [len(rows)]` to each row, for which its RNG has advanced.
 
-        Return whether the criteria end each row, `int64 [len(rows)]`, or None if they are row-wise; and in this case
+        Return whether criteria that are not row-wise end each row, `int64 [len(rows)]`, or None if there are none; and
         the indices of rows that have the maximum length.
         """
         self.table.append(rows, tokens)
         for row in rows:
             self._draws[row] += 1
+        full = self.row_criteria.full(rows)
         if self.row_criteria.is_row_wise:
-            return None, self.row_criteria.full(rows)
-        return self.row_criteria.ended(rows, None if self.scores is None else tuple(self.scores)).long(), []
+            return None, full
+        return self.row_criteria.ended(rows, None if self.scores is None else tuple(self.scores)).long(), full
 
     def record_scores(self, rows: Sequence[int], logits: torch.Tensor, scores: torch.Tensor) -> None:
         """Record logits and scores `[len(rows), vocabulary]` of the next tokens of rows, if requested."""
@@ -377,7 +384,9 @@ class SamplingBatch:
             marks = ended if marks is None else marks + ended
         host = HostCopy(tokens if marks is None else torch.stack((tokens, marks)))
         found = zip(self.tasks, taken, log_probs, fulls, strict=True)
-        return [Sampled(own, known, host, task.sampler.row_criteria, full) for task, own, known, full in found]
+        return [
+            Sampled(own, known, host, task.sampler.row_criteria, task.rows, full) for task, own, known, full in found
+        ]
 
     def _index(self, flags: Sequence[bool]) -> torch.Tensor:
         """Return the rows of some of the tasks."""

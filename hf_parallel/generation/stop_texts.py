@@ -1,34 +1,115 @@
-"""Stop texts: a criterion that ends a row at one, and a filter that removes it from the row's text."""
+"""Stop texts: a criterion that ends a row at one, and what removes it from the row's text.
+
+Both search the text that the caller sees, which `StoppedText` makes of the tokens of a row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-_CONTEXT = 6
-"""Tokens decoded before those that can hold a stop text, as spaces and merged characters depend on them."""
+from hf_parallel.detokenizer import IncrementalDetokenizer, hidden_tokens
+from hf_parallel.generation.token_table import TokenTable
 
 
 class StopTexts(StoppingCriteria):
-    """Ends a row when its new text contains a stop text.
+    """Ends a row when its text after the prompt contains a stop text. Modes only: `RowStops` reads their rows.
 
     transformers' `StopStringCriteria` first compares each stop text with the whole vocabulary, which takes seconds.
+
+    Parameters
+    ----------
+    stops
+        The stop texts.
+    hidden
+        Tokens without a text. Default: special tokens, except those that a stop text names.
+    marks
+        Tokens with a text that the caller does not see, such as those before a call of a tool. The texts before and
+        after one are searched separately.
     """
 
     keeps_rows = False
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], begin: int) -> None:
-        self.tokenizer, self.stops, self.begin = tokenizer, stops, begin
-        self._length = max(len(stop.encode()) for stop in stops) + _CONTEXT  # a token has at least one byte
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[str],
+        hidden: Collection[int] | None = None,
+        marks: Collection[int] = (),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.stops = stops
+        self.hidden = hidden_tokens(tokenizer, (), "\n".join(stops)) if hidden is None else hidden
+        self.marks = marks
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **kwargs: object) -> torch.Tensor:
-        """Return whether rows `input_ids`, int64 `[rows, length]`, end: bool `[rows]`."""
-        recent = input_ids[:, max(self.begin, input_ids.shape[1] - self._length) :].tolist()
-        texts = [self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False) for tokens in recent]
-        ended = [any(stop in text for stop in self.stops) for text in texts]
-        return torch.tensor(ended, device=input_ids.device)
+    def new_text(self) -> StoppedText:
+        """Return the empty text of a row."""
+        return StoppedText(IncrementalDetokenizer(self.tokenizer, self.hidden), self.stops, self.marks)
+
+
+class StoppedText:
+    """Text of a row, token by token, up to its first stop text; `length` includes what is held back.
+
+    See `StopTexts` for `marks`.
+    """
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, stops: Sequence[str], marks: Collection[int] = ()) -> None:
+        self.detokenizer = detokenizer
+        self.marks = marks
+        self.length = 0
+        self._filter = StopFilter(stops)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the text contains a stop text."""
+        return self._filter.stopped
+
+    def add(self, token: int) -> str:
+        """Append a token. Return the text that can be shown now."""
+        added = self.detokenizer.add([token])
+        self.length += len(added)
+        if token not in self.marks or self.stopped:
+            return self._filter.add(added)
+        return self._filter.flush() + added
+
+    def flush(self) -> str:
+        """Return what was held back, as the row has ended."""
+        rest = self.detokenizer.flush()
+        self.length += len(rest)
+        return self._filter.add(rest) + self._filter.flush()
+
+
+@dataclass
+class _ReadRow:
+    """The text of a row, the number of its tokens that were read, and how often the row had been changed then."""
+
+    text: StoppedText
+    length: int
+    changes: int
+
+
+class RowStops:
+    """The stop texts of one criterion in the rows of a table. Each token is read once."""
+
+    def __init__(self, criterion: StopTexts, table: TokenTable) -> None:
+        self.criterion = criterion
+        self.table = table
+        self._rows: dict[int, _ReadRow] = {}
+
+    def has_stopped(self, row: int, token: int) -> bool:
+        """Return whether the text of a row contains a stop text; `token` is its last one."""
+        table = self.table
+        read = self._rows.get(row)
+        if read is None or read.changes != table.changes[row]:
+            read = self._rows[row] = _ReadRow(self.criterion.new_text(), table.begin, table.changes[row])
+        length = table.lengths[row]
+        is_next = read.length == length - 1
+        for new in [token] if is_next else table.ids[row, read.length : length].tolist():
+            read.text.add(new)
+        read.length = length
+        return read.text.stopped
 
 
 class StopFilter:

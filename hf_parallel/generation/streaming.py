@@ -10,6 +10,9 @@ from queue import Queue
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from transformers import PreTrainedTokenizerBase, TextStreamer
+
+from hf_parallel.generation.call import GenerationCall
 
 
 @runtime_checkable
@@ -25,7 +28,7 @@ class ParallelStreamer(Protocol):
         """Receive the prompts `int64 [rows, length]`, then new tokens `int64 [rows]`."""
 
     def write_row(self, row: int, text: str, event: str) -> None:
-        """Receive text of a row, in modes that stream text.
+        """Receive text of a row, if the call has a tokenizer, or the streamer one as its attribute `tokenizer`.
 
         Parameters
         ----------
@@ -35,9 +38,9 @@ class ParallelStreamer(Protocol):
         text : str
             New text of the row.
         event : str
-            `begin` (a step begins; the text is its prefix, or the title of a branch), `token`, `step` (the step ended),
-            `end` (the row ended), `inject` (text that the row did not generate) or `join` (the text of the joined
-            branches, which replaces the skeleton that the row generated).
+            `begin` (a row or a step begins; the text is its prefix, or the title of a branch), `token`, `step` (the
+            step ended), `end` (the row ended), `inject` (text that the row did not generate) or `join` (the text of
+            the joined branches, which replaces the skeleton that the row generated).
         """
 
     def end(self) -> None:
@@ -75,7 +78,7 @@ class ParallelIteratorStreamer:
     Examples
     --------
     >>> streamer = hf_parallel.ParallelIteratorStreamer(timeout=60)
-    >>> settings = dict(generation_mode="hogwild", tokenizer=tokenizer, streamer=streamer)
+    >>> settings = dict(generation_mode="shared_prefix", tokenizer=tokenizer, streamer=streamer)
     >>> threading.Thread(target=model.generate, args=(ids,), kwargs=settings).start()
     >>> for row, text, event in streamer:
     ...     print(row, event, text)
@@ -85,10 +88,23 @@ class ParallelIteratorStreamer:
         if timeout is not None and (not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout > 0):
             raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
         self.timeout = timeout
+        self._has_call = False
         self._queue: Queue[RowText | BaseException | None] = Queue()
 
+    def begin_call(self, call: GenerationCall) -> None:
+        """Check that the call has a tokenizer. Raises `ValueError` if it has none."""
+        if call.tokenizer is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} yields text: pass generate(..., tokenizer=tokenizer) or enable(model, tokenizer=...)"
+            )
+        self._has_call = True
+
     def put(self, value: torch.Tensor) -> None:
-        """Ignore tokens: their text arrives in `write_row`."""
+        """Ignore tokens: their text arrives in `write_row`. Raises `ValueError` in a call without a mode."""
+        if value.ndim == 1 and not self._has_call:
+            name = type(self).__name__
+            raise ValueError(f"{name} yields the rows of a mode: pass generation_mode=, or a TextIteratorStreamer")
 
     def write_row(self, row: int, text: str, event: str) -> None:
         """See `ParallelStreamer.write_row`."""
@@ -96,10 +112,12 @@ class ParallelIteratorStreamer:
 
     def end(self) -> None:
         """End the iteration. The streamer can then serve another call."""
+        self._has_call = False
         self._queue.put(None)
 
     def fail(self, error: BaseException) -> None:
         """Raise an error in the iteration. The streamer can then serve another call."""
+        self._has_call = False
         self._queue.put(error)
 
     def __iter__(self) -> Iterator[RowText]:
@@ -112,6 +130,26 @@ class ParallelIteratorStreamer:
         if item is None:
             raise StopIteration
         return item
+
+
+def text_tokenizer(call: GenerationCall) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer with which a call decodes new tokens for its streamer.
+
+    None: the streamer takes no text, or the mode writes text itself, or has no new tokens at every pass.
+    """
+    traits = call.record.config.traits
+    if not hasattr(call.streamer, "write_row") or traits.streams_text or traits.streams_tokens != "every_pass":
+        return None
+    return call.tokenizer or getattr(call.streamer, "tokenizer", None)
+
+
+def check_streamer(streamer: object, rows: int) -> None:
+    """Raise `ValueError` for a streamer of transformers that prints the text of one row, if a call has several."""
+    if isinstance(streamer, TextStreamer) and rows > 1:
+        raise ValueError(
+            f"streamer must be a ParallelStreamer for {rows} rows, such as hf_parallel.ConsoleStreamer(tokenizer) or "
+            f"hf_parallel.ParallelIteratorStreamer(), got a {type(streamer).__name__}, which takes one row"
+        )
 
 
 @contextmanager

@@ -16,6 +16,7 @@ _UNWRITTEN = 64
 class TokenTable:
     """Tokens of each row with its left-padded prompt: `ids` is `int64 [rows, capacity]`, row i has `lengths[i]` tokens.
 
+    The first `begin` tokens are the prompt. `changes[i]` counts how often tokens of row i were removed.
     It is reallocated if a row gets more than `capacity` new tokens. Appended tokens are written when `ids` is read.
     """
 
@@ -26,7 +27,9 @@ class TokenTable:
             self._ids = input_ids.new_full((rows, length + max(capacity, 1)), pad_token_id)
             self._ids[:, :length] = input_ids
         self.device = input_ids.device
+        self.begin = length
         self.lengths = [length] * rows
+        self.changes = [0] * rows
         self._unwritten: list[tuple[Sequence[int], list[int], Part]] = []  # rows, columns and tokens of each step
         self._indexed: tuple[list[int], torch.Tensor] | None = None
 
@@ -79,6 +82,7 @@ class TokenTable:
         """Remove the tokens of a row from index `length` on."""
         self.ids[row, length:] = self.pad_token_id
         self.lengths[row] = length
+        self.changes[row] += 1
 
     def fork(self, row: int, count: int) -> list[int]:
         """Append `count` copies of a row; return their indices."""
@@ -86,6 +90,7 @@ class TokenTable:
         with torch.inference_mode(False):
             self._ids = torch.cat((self.ids, self.ids[row].expand(count, -1)))
         self.lengths += [self.lengths[row]] * count
+        self.changes += [0] * count
         return list(range(first, first + count))
 
     def left_padded(self, rows: Sequence[int]) -> torch.Tensor:

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
-from hf_parallel.detokenizer import decode
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prompts import Chat, encode_task
@@ -67,14 +66,15 @@ def make_rollout_func(
         built = [encode_task(config, p, tokenizer, chat_template_kwargs)["input_ids"][0].tolist() for p in prompts]
         with _generating(trainer) as generate:
             output = generate(**_inputs(built, tokenizer), parallel_config=config, tokenizer=tokenizer)
+        texts = _texts(output, tokenizer)
         whole = ParallelExample.from_output(output)
         _, log_probs = output.record.sampled_log_probs(processed=True)  # as TRL has vLLM return them
         of_prompts = np.array([output.record.place(row)[0] for row in whole.target_rows.tolist()])
         for index, prompt_ids in enumerate(built):
             is_own = of_prompts == index
             example = whole.of_rows(whole.target_rows[is_own])
-            text = _text(output, index, tokenizer)
-            rows.append((prompt_ids, example.target_ids.tolist(), log_probs[is_own].tolist(), example, text))
+            sampled = example.target_ids.tolist(), log_probs[is_own].tolist()
+            rows.append((prompt_ids, *sampled, example, texts[index]))
         return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
 
     return rollout
@@ -113,10 +113,11 @@ def _inputs(prompts: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, torch
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
-def _text(output: ParallelOutput, prompt: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of the run of a prompt."""
+def _texts(output: ParallelOutput, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the text of the run of each prompt."""
     if transcripts := getattr(output, "transcripts", None):
-        return transcripts[prompt]
-    record, rows = output.record, range(len(output.sequences))
-    row = next(row for row in rows if record.place(row)[0] == prompt)
-    return decode(tokenizer, output.sequences[row, record.begin : record.lengths[row]], skip_special_tokens=True)
+        return list(transcripts)
+    first: dict[int, str] = {}
+    for row, text in enumerate(output.answer_texts(tokenizer)):
+        first.setdefault(output.record.place(row)[0], text)
+    return [first[prompt] for prompt in sorted(first)]

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from hf_parallel.detokenizer import hidden_tokens
 
 COMPUTED, DRAFTED, REPLAYED, HOTSPOT = "m", "d", "r", "h"
 """Origins of a token, in this order: computed in a forward pass of its own; accepted as a draft token in the pass of an
@@ -35,6 +38,7 @@ class Record:
     has_gaps: bool = False  # whether a sliding window counts masked tokens inside prompts
     images: Sequence[Sequence[str]] = ()  # thumbnails in each prompt, if any of them has images
     begin: int = 0  # index of the first generated token in a row of `sequences`
+    end_tokens: Sequence[int] = ()  # that end a row
     lengths: list[int] = field(default_factory=list)  # of the rows of `sequences` without padding on the right
     passes: int = 0
     events: list[Event] = field(default_factory=list)  # none in modes that stream no text
@@ -51,6 +55,10 @@ class Record:
     def mode(self) -> str:
         """Name of the mode."""
         return "" if self.config is None else self.config.mode
+
+    def hidden_tokens(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+        """Return the tokens that texts of the call leave out."""
+        return hidden_tokens(tokenizer, self.end_tokens, "" if self.config is None else self.config.format_texts)
 
     def place(self, row: int) -> tuple[int, int | None]:
         """Return the index of a row's prompt, and the row's column (None: it spans all columns)."""

@@ -142,6 +142,7 @@ def completion_sections(
     groups = [list(rows) for _, rows in groupby(range(len(prompts)), key=lambda row: (prompts[row], images[row]))]
     if len(groups) == len(prompts) > 1:
         groups = [list(range(len(prompts)))]
+    hidden = record.hidden_tokens(tokenizer)
     sections = []
     for rows in groups:
         shared = commonprefix([prompts[row] for row in rows])
@@ -150,7 +151,8 @@ def completion_sections(
         for column, row in enumerate(rows):
             tokens = sequences[row][record.begin : record.lengths[row]]
             rest = decode(tokenizer, prompts[row][len(shared) :])
-            card = _completion(column, rest, tokens, record.origins.get(drawn[row], ""), tokenizer)
+            text = IncrementalDetokenizer(tokenizer, hidden)
+            card = _completion(column, rest, tokens, record.origins.get(drawn[row], ""), text)
             card.truncated, card.end_reason = drawn[row] in record.truncated, record.end_reasons.get(drawn[row], "")
             cards.append(card)
         names = [record.config.rows.name(places[row].index) for row in rows]
@@ -161,17 +163,14 @@ def completion_sections(
     return sections
 
 
-def _completion(
-    column: int, given: str, tokens: Sequence[int], origins: str, tokenizer: PreTrainedTokenizerBase
-) -> Card:
-    """Return the card of a row; only computed tokens advance its decode pass."""
-    card, text = Card(column, 0, ended="end", given=given), IncrementalDetokenizer(tokenizer)
-    special = set(getattr(tokenizer, "all_special_ids", ()))
+def _completion(column: int, given: str, tokens: Sequence[int], origins: str, text: IncrementalDetokenizer) -> Card:
+    """Return the card of a row, whose tokens `text` decodes; only computed tokens advance its decode pass."""
+    card = Card(column, 0, ended="end", given=given)
     at = 0
     for index, token in enumerate(tokens):
         origin = origins[index] if index < len(origins) else COMPUTED
         at += origin == COMPUTED
-        card.pieces.append((at, "" if token in special else text.add([token]), origin))
+        card.pieces.append((at, text.add([token]), origin))
         card.end = at
     return card
 

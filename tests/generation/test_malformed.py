@@ -458,7 +458,7 @@ def test_malformed_callbacks_raise(bench: Bench) -> None:
         for value in values:
             bench.assert_raises(lambda name=name, value=value: bench.model.generate(**SHARED, **{name: value}), name)
     one_row = {**SHARED, **GREEDY, "streamer": TextStreamer(TOKENIZER)}
-    bench.assert_raises(lambda: bench.model.generate(**one_row), "batch size 1")
+    bench.assert_raises(lambda: bench.model.generate(**one_row), "ParallelStreamer for 2 rows")
 
 
 def test_a_processor_may_call_the_model_but_not_a_mode_on_it(bench: Bench) -> None:

@@ -20,7 +20,7 @@ def test_terminal_commands_in_generated_text_are_not_printed_to_a_terminal() -> 
     out.isatty = lambda: True  # type: ignore[method-assign]
     printer = ConsoleStreamer(TOKENIZER, out, ["\x1b[1m"])
     printer.put(torch.zeros(1, 1))
-    printer.begin_call(SimpleNamespace(record=Record(SelfConsistencyConfig()), eos_token_ids=()))
+    printer.begin_call(SimpleNamespace(record=Record(SelfConsistencyConfig())))
     printer.write_row(0, "", "begin")
     printer.write_row(0, "a\x1b[2Jb\tc\n\x9bd", "token")
     printer.end()

@@ -7,13 +7,15 @@ import threading
 from typing import Any
 
 import pytest
+import small_tokenizers
 import tiny
 import torch
 from mode_cases import BUILT_IN, small_call, small_config
 from transformers import LogitsProcessor, TextStreamer
 from workers import SETTINGS, TOKENIZER, Listener, small_model, write
 
-from hf_parallel import ParallelIteratorStreamer
+import hf_parallel
+from hf_parallel import LogitsCache, ParallelIteratorStreamer
 
 PROMPT = tiny.make_prompts([9], seed=4)[0][None]
 SAMPLED: dict[str, Any] = {"do_sample": True, "seed": 3, "return_dict_in_generate": True, "tokenizer": TOKENIZER}
@@ -45,6 +47,42 @@ def test_the_iterator_yields_what_a_streamer_receives_in_order() -> None:
     assert received == listener.written
     assert {row for row, _, _ in received} == {0, 1}
     assert "".join(text for row, text, event in received if row == 0 and event == "token") == "One.\n\nTwo."
+
+
+@pytest.mark.parametrize("mode", ["shared_prefix", "resample"])
+def test_modes_of_tokens_stream_the_texts_of_their_rows(mode: str) -> None:
+    """Rows of two prompts end at different steps; the second call of `resample` replays the first one's tokens."""
+    tokenizer = small_tokenizers.make("sentencepiece")
+    model = hf_parallel.enable(small_tokenizers.small_llama(tokenizer))
+    ids = tokenizer(["Oslo", "Rome"], return_tensors="pt", padding=True, padding_side="left").input_ids
+    ends = list(range(100, 140))  # some bytes
+    settings = {**SAMPLED, "tokenizer": tokenizer, "num_return_sequences": 3, "max_new_tokens": 12}
+    settings |= {"eos_token_id": ends, "logits_cache": LogitsCache(), "generation_mode": mode}
+    for _ in range(2):
+        streamer = ParallelIteratorStreamer(timeout=600)
+        output = model.generate(ids, streamer=streamer, **settings)
+        received = list(streamer)
+        for row, text in enumerate(output.answer_texts(tokenizer)):
+            events = [(one.text, one.event) for one in received if one.row == row]
+            assert events[0] == ("", "begin")
+            assert events[-1] == ("", "end")
+            assert [event for _, event in events[1:-1]] == ["token"] * (len(events) - 2)
+            assert len(events) - 2 == output.record.lengths[row] - ids.shape[1]
+            assert "".join(text for text, _ in events) == text
+        assert len(set(output.record.lengths)) > 1
+        assert output.record.events == []
+
+
+def test_an_iterator_that_would_yield_nothing_raises() -> None:
+    assert_iteration_raises(ParallelIteratorStreamer(), ValueError, "pass generate", generation_mode="shared_prefix")
+    assert_iteration_raises(ParallelIteratorStreamer(), ValueError, "pass generation_mode", generation_mode=None)
+
+
+@pytest.mark.parametrize("mode", ["shared_prefix", "hogwild"])
+def test_a_streamer_of_one_row_raises_and_names_those_of_many(mode: str) -> None:
+    settings = {**small_call(mode), "tokenizer": TOKENIZER, "streamer": TextStreamer(TOKENIZER)}
+    with pytest.raises(ValueError, match=r"ConsoleStreamer\(tokenizer\).*got a TextStreamer"):
+        small_model().generate(torch.cat((PROMPT, PROMPT)), **settings)
 
 
 def test_text_arrives_before_the_call_ends() -> None:

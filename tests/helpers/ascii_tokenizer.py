@@ -16,6 +16,7 @@ class AsciiTokenizer:
     """The parts of a tokenizer that modes use."""
 
     bos_token_id = None
+    all_special_ids = tuple(SPECIAL)
 
     def __call__(self, text: str, add_special_tokens: bool = True, **kwargs: Any) -> dict[str, list[int]]:
         tokens = [ord(character) for character in text]

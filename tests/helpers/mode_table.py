@@ -51,7 +51,7 @@ KINDS = {
     "no RoPE": "gpt2",
 }
 """Columns of the table that say on which models a mode runs, with a tiny model of each kind."""
-COLUMNS = ("mode and settings", "needs `tokenizer=`", "takes `logits_cache=`", "streams text", *KINDS)
+COLUMNS = ("mode and settings", "needs `tokenizer=`", "takes `logits_cache=`", *KINDS)
 
 
 def table() -> str:
@@ -73,7 +73,6 @@ def row_of(variant: str) -> Sequence[str]:
     cells = [
         needs_tokenizer(mode),
         takes_logits_cache(mode),
-        MODES[mode].traits.streams_text,
         *(runs_on(name, mode, settings) for name in KINDS.values()),
     ]
     return [variant, *("yes" if cell else "no" for cell in cells)]

@@ -7,7 +7,7 @@ run, the text of each row is streamed under its name, and the answer follows at 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass, field
 
 from hf_parallel.detokenizer import IncrementalDetokenizer
@@ -16,7 +16,7 @@ from hf_parallel.engine.server.replies import Parsed, ToolCall
 from hf_parallel.engine.server.submission import Submission
 from hf_parallel.generation.log_probs import TokenLogProbs
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.stop_texts import StopFilter
+from hf_parallel.generation.stop_texts import StopFilter, StoppedText
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Answers:
 
     def __init__(self, submission: Submission, handle: RequestHandle, first: int = 0) -> None:
         self.submission, self.handle, self.first = submission, handle, first
-        self._texts = [_ChoiceText(submission, row) for row in range(submission.choices)]
+        self._texts = [_ChoiceText(submission, row, handle.end_tokens) for row in range(submission.choices)]
         self._replies = [submission.make_reply(index) for index in range(submission.choices)]
 
     async def deltas(self) -> AsyncIterator[Delta]:
@@ -150,37 +150,34 @@ class Answers:
 
 
 class _ChoiceText:
-    """Text of a row that grows token by token, without special tokens and up to the first stop text."""
+    """Text of a row that grows token by token, without hidden tokens and up to the first stop text."""
 
-    def __init__(self, submission: Submission, row: int) -> None:
-        tokenizer = submission.engine.tokenizer
+    def __init__(self, submission: Submission, row: int, end_tokens: Collection[int]) -> None:
+        hidden = submission.hidden.union(end_tokens) - submission.marks
         self._submission, self._prompt = submission, submission.prompt_of(row) if submission.echo else []
-        self._log_probs, self._stops = submission.log_probs, StopFilter(submission.stops)
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._special = set(getattr(tokenizer, "all_special_ids", ())) - submission.marks
+        self._log_probs = submission.log_probs
+        self._detokenizer = IncrementalDetokenizer(submission.engine.tokenizer, hidden)
+        self._text = StoppedText(self._detokenizer, submission.stops, submission.marks)
         self._row, self._count = row, 0  # of tokens
-        self._length = 0  # of the text, including what is held back
         self._shown = 0
         self._waiting: list[LoggedToken] = []
 
     @property
     def stopped(self) -> bool:
         """Whether the text holds a stop text."""
-        return self._stops.stopped
+        return self._text.stopped
 
     def add(self, token: int) -> tuple[str, list[LoggedToken]]:
         """Append a token. Return the text, and the tokens with log-probabilities, that can be shown now."""
         echo, logged = self._echo() if self._prompt else ("", [])
         if self._submission.is_empty:
             return echo, logged
-        is_first = not self._detokenizer.tokens
-        text = "" if token in self._special else self._detokenizer.add([token])
+        is_first = not self._detokenizer.visible
         if self._log_probs is not None and not self.stopped:
             found = self._log_probs.get(self._row, self._count)
-            self._waiting.append(LoggedToken(token, self._length, found, is_first))
+            self._waiting.append(LoggedToken(token, self._text.length, found, is_first))
         self._count += 1
-        self._length += len(text)
-        shown, more = self._show(self._stops.add(text))
+        shown, more = self._show(self._text.add(token))
         return echo + shown, logged + more
 
     def _echo(self) -> tuple[str, list[LoggedToken]]:
@@ -191,16 +188,14 @@ class _ChoiceText:
         for index, token in enumerate(self._prompt):
             if scores:
                 self._waiting.append(LoggedToken(token, len(text), scores[index], index == 0))
-            text += "" if token in self._special else self._detokenizer.add([token])
-        self._prompt, self._length = [], len(text)
+            text += self._detokenizer.add([token])
+        self._prompt = []
+        self._text.length = len(text)
         return self._show(text, everything=True)
 
     def flush(self) -> tuple[str, list[LoggedToken]]:
         """Return what was held back, as the row has ended."""
-        rest = self._detokenizer.flush()
-        self._length += len(rest)
-        shown = self._stops.add(rest) + self._stops.flush()
-        return self._show(shown, everything=not self.stopped)
+        return self._show(self._text.flush(), everything=not self.stopped)
 
     def _show(self, text: str, everything: bool = False) -> tuple[str, list[LoggedToken]]:
         self._shown += len(text)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hf_parallel.detokenizer import decode
+from hf_parallel.detokenizer import decode, special_tokens
 from hf_parallel.engine import AgentHints, Engine
 from hf_parallel.engine.arguments import encode_prompt
 from hf_parallel.engine.server.errors import APIError
@@ -77,7 +77,8 @@ class Submission:
     reply: ReplySpec | None = None  # None: the answer is its text
     is_constrained: bool = False  # whether a grammar begins with the answer, without reasoning
     forced_calls: Callable[[], ForcedCalls] | None = None  # makes the reader of an answer whose grammar is of calls
-    marks: set[int] = field(default_factory=set)  # special tokens that the text keeps
+    hidden: frozenset[int] = frozenset()  # tokens that the text leaves out, besides those that end a row
+    marks: set[int] = field(default_factory=set)  # special tokens that the text keeps for the reply's parser
 
     @property
     def prompt_tokens(self) -> int:
@@ -126,8 +127,7 @@ class Translator:
     def __init__(self, engine: Engine, limits: Limits, processor: Any = None) -> None:
         self.engine, self.limits, self.processor = engine, limits, processor
         self.format = reply_format(engine.tokenizer)
-        tokens = getattr(engine.tokenizer, "added_tokens_decoder", {})
-        self._special = {token.content: index for index, token in tokens.items() if token.special}
+        self._special = {name: token for token, name in special_tokens(engine.tokenizer).items()}
         config = engine.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         if limits.tokens is not None and context and limits.tokens > context:
@@ -158,8 +158,6 @@ class Translator:
         given = (body.agent_hints or {}).items()
         submission.hints = AgentHints.of({name: value for name, value in given if value is not None})
         submission.reply = self._reply(body)
-        if submission.reply is not None:
-            submission.marks = submission.reply.marks(self._special)
         self._add_processors(submission, body)
         return submission
 
@@ -346,7 +344,13 @@ class Translator:
                 if getattr(body, name, None):
                     raise APIError(400, f"{name} cannot be combined with {field_name}", name)
             processors.append(self._json(schema, begin, field_name))
+            submission.arguments["eos_token_id"] = end_tokens(self.engine.model, self.engine.tokenizer)
             submission.is_constrained = True
+        if submission.reply is not None and (submission.forced_calls is not None or not submission.is_constrained):
+            submission.marks = submission.reply.marks(self._special)
+        named = "\n".join([config.format_texts, *body.stops])
+        hidden = (token for name, token in self._special.items() if not name or name not in named)
+        submission.hidden = frozenset(hidden) - submission.marks
         if body.frequency_penalty or body.presence_penalty:
             penalties = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
             processors.append(OccurrencePenalty(begin, *penalties))
@@ -365,7 +369,8 @@ class Translator:
         if body.stops:
             for stop in body.stops:
                 check_text("stop", stop)
-            criteria.append(StopTexts(self.engine.tokenizer, body.stops, begin))
+            hidden, marks = submission.hidden, submission.marks
+            criteria.append(StopTexts(self.engine.tokenizer, body.stops, hidden, marks))
         if processors:
             submission.arguments["logits_processor"] = processors
         if criteria:
@@ -395,13 +400,24 @@ class Translator:
 
     def _json(self, schema: dict[str, object] | str, begin: int, name: str) -> JSONProcessor:
         model, tokenizer = self.engine.model, self.engine.tokenizer
-        ends = model.generation_config.eos_token_id
-        ends = [tokenizer.eos_token_id] if ends is None else ends
-        ends = ends if isinstance(ends, list) else [ends]
+        ends = end_tokens(model, tokenizer)
+        if not ends:
+            message = f"{name} needs a token that ends the answer: the model's generation_config has no eos_token_id"
+            raise APIError(400, f"{message}, and the tokenizer no eos_token", name)
         try:
             return JSONProcessor(schema, tokenizer, vocabulary_size(model), ends, begin, name)
         except ImportError as error:
             raise APIError(400, f"{name} needs llguidance, which the server has not installed", name) from error
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer, those of the model's generation config or else of its tokenizer."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    if ends is None:
+        return []
+    return list(ends) if isinstance(ends, list | tuple) else [int(ends)]
 
 
 def _padded(prompts: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
+from hf_parallel.detokenizer import visible_text
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import Generated, ModeRows, ModeTraits, ParallelConfig, RowPlace
@@ -211,7 +212,7 @@ class BestOfRun:
         return score
 
     def _text(self, row: Row) -> str:
-        return self.call.tokenizer.decode(self.loop.new_tokens(row), skip_special_tokens=True)
+        return visible_text(self.call.tokenizer, self.loop.new_tokens(row), self.call.hidden_tokens)
 
     def _output(self) -> Generated:
         n, size = self.config.num_candidates, self.num_returned

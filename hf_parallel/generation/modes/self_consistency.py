@@ -206,7 +206,7 @@ class SelfConsistencyRun(StagedRun):
         """Return the tokens of all answers with their headers, and of `conclusion_prompt`."""
         tokens: list[int] = []
         for header, answer in zip(self.headers, answers, strict=True):
-            tokens += encode(self.call.tokenizer, header) + answer.detokenizer.tokens
+            tokens += encode(self.call.tokenizer, header) + answer.detokenizer.visible
         return tokens + encode(self.call.tokenizer, self.config.conclusion_prompt)
 
     def _concludes(self, text: str) -> bool:

@@ -297,7 +297,9 @@ class SkeletonAnswer:
         for point, row in zip(self.points, self._rows, strict=True):
             point.text = row.text
             self._add(row.prefix)
-            self._add(row.text, row.detokenizer.tokens, row.log_probs)
+            sampled = zip(row.tokens, row.log_probs, strict=True)
+            log_probs = [value for token, value in sampled if token not in row.detokenizer.hidden]
+            self._add(row.text, row.detokenizer.visible, log_probs)
             if config.conclusion_tokens != 0 or row is not self._rows[-1]:
                 self._add(_missing_end(row.text, config.point_gap))
         if config.conclusion_tokens == 0:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from transformers import (
     LogitsProcessorList,
-    PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
 )
@@ -56,7 +55,7 @@ class CompletionRow(Row):
         prompt: np.ndarray,
         gaps: Mapping[int, int],  # see `GenerationCall`
         max_new_tokens: int,
-        tokenizer: PreTrainedTokenizerBase,
+        text: IncrementalDetokenizer,
         output_row: int,
         prefix: str = "",
         is_complete: Callable[[str], bool] | None = None,
@@ -69,11 +68,11 @@ class CompletionRow(Row):
         self.log_probs: list[float] = []  # of the tokens under the model; known when the stage has ended
         self.truncated = False
         self.leaf: Node
-        self.detokenizer = IncrementalDetokenizer(tokenizer)  # of its text, without an end-of-sequence token
+        self.detokenizer = text
 
     @property
     def text(self) -> str:
-        """Generated text, without an end-of-sequence token."""
+        """Generated text, without hidden tokens."""
         return self.detokenizer.text
 
     @property
@@ -135,8 +134,7 @@ class _Stage:
             self.call.show(row.output_row, row.prefix, "begin")
         row.tokens.append(token)
         row.pending = [token]
-        added = "" if token in self.call.eos_token_ids else row.detokenizer.add([token])
-        self.call.show(row.output_row, added, "token")
+        self.call.show(row.output_row, row.detokenizer.add([token]), "token")
         ended = ended or (row.is_complete is not None and row.is_complete(row.text))
         if not ended and len(row.tokens) >= row.max_new_tokens:
             ended = row.truncated = True
@@ -166,7 +164,8 @@ class StagedRun:
         tokens = np.concatenate((self.call.prompts[prompt], np.array(suffix, np.int64)))
         budget = self.call.max_new_tokens if max_new_tokens is None else max_new_tokens
         gaps = self.call.gaps[prompt]
-        return CompletionRow(tokens, gaps, budget, self.call.tokenizer, output_row, prefix, is_complete)
+        text = IncrementalDetokenizer(self.call.tokenizer, self.call.hidden_tokens)
+        return CompletionRow(tokens, gaps, budget, text, output_row, prefix, is_complete)
 
     def run_stage(
         self,

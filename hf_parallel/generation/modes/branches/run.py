@@ -20,6 +20,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from hf_parallel.cache import Segment
 from hf_parallel.cache.tree import Node
 from hf_parallel.cache.tree_branch import TreeBranchCache
+from hf_parallel.detokenizer import decode, hidden_tokens
 from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_gaps
 from hf_parallel.generation.caller import warn_sequential
 from hf_parallel.generation.config import Generated
@@ -74,7 +75,7 @@ class BranchRun:
         self.config: BranchSettings = config
         self.call, self.records, self.ends, self.limit = call, records, ends, limit
         self._all_texts = get_vocabulary(call.tokenizer, vocabulary_size(call.model))
-        self.vocabulary = self._all_texts.without_text(call.eos_token_ids)  # that the model writes
+        self.vocabulary = self._all_texts.without_text(call.hidden_tokens)  # that the model writes
         self._known: dict[str, list[Token]] = {"": []}
         self.opening, self.closing = self.tokens(opening, given), self.tokens(closing)
         if len(self.opening) >= call.max_new_tokens:
@@ -447,4 +448,7 @@ class BranchRun:
 
     def _transcript(self, root: Lane) -> str:
         kept = ids(root.tokens[: -1 if root.ended_by == "eos" else None])
-        return self.call.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # Tokens that end rows were taken out, but may be tags of the format.
+        hidden = hidden_tokens(self.call.tokenizer, (), self.config.format_texts)
+        kept = [token for token in kept if token not in hidden]
+        return decode(self.call.tokenizer, kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)

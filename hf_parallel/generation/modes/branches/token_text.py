@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_parallel.detokenizer import token_bytes
+from hf_parallel.detokenizer import special_tokens, token_bytes
 from hf_parallel.generation.arguments import encode
 
 WHITESPACE = b" \t\n\r\v\f"
@@ -26,7 +26,7 @@ class Vocabulary:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
         self.state = _state_of(tokenizer, size)
         self.texts = _token_texts(tokenizer, size)
-        self.special = frozenset(t for t in _special_ids(tokenizer) if t < size)
+        self.special = frozenset(t for t in special_tokens(tokenizer) if t < size)
         self._token_of: dict[bytes, int] = {}
         self._by_first: dict[int, list[int]] = {}
         for token, text in enumerate(self.texts):
@@ -154,17 +154,7 @@ def widen_span(tokens: Iterable[Token], begin: int, end: int) -> tuple[int, int]
 
 def _state_of(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[int, int, frozenset[int]]:
     known = len(tokenizer) if hasattr(type(tokenizer), "__len__") else size
-    return size, known, frozenset(_special_ids(tokenizer))
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the named special tokens of a tokenizer, and others that were added as special."""
-    try:
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-    except NotImplementedError:  # raised by tokenizers with named special tokens only
-        added = {}
-    named = {token for token in getattr(tokenizer, "all_special_ids", ()) if token is not None}
-    return named.union(token for token, how in added.items() if how.special)
+    return size, known, frozenset(special_tokens(tokenizer))
 
 
 def _token_texts(tokenizer: PreTrainedTokenizerBase, size: int) -> list[bytes]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
@@ -160,12 +160,8 @@ class HogwildConfig(HogwildSettings):
         return call.prompt_tokens + call.num_rows * group
 
     def prepare(self, kwargs: Arguments) -> None:
-        """Check the tokenizer and the streamer before `generate` prepares the call."""
+        """Check the tokenizer before `generate` prepares the call."""
         check_tokenizer_given(kwargs, self.mode, "reads text to find the ends of steps")
-        streamer = kwargs.get("streamer")
-        if isinstance(streamer, TextStreamer) and self.num_workers > 1:
-            name = type(streamer).__name__
-            raise ValueError(f"streamer must be a ParallelStreamer for {self.num_workers} workers, got a {name}")
 
     def make_run(self, call: GenerationCall) -> HogwildRun:
         return HogwildRun(self, call)

@@ -155,7 +155,7 @@ class Finisher(Row):
         pending, first_worker = group.encode(group.config.finisher_prompt), group.index * group.config.num_workers
         super().__init__(group.index, (), pending, output_row=first_worker, group=group, writes=group.writes)
         self._block = group.cache.pool.new_block()
-        self._text = IncrementalDetokenizer(group.call.tokenizer)
+        self._text = IncrementalDetokenizer(group.call.tokenizer, group.call.hidden_tokens)
         group.inserted_tokens += len(self.pending)
 
     def current_view(self) -> View:

@@ -108,7 +108,7 @@ class Worker(Row):
         prefix = group.config.step_prefix_of(self.name, self._step) + group.redundancy_prompt()
         if self._step == 1 and group.config.openings is not None:
             prefix += group.config.openings[self.number]
-        self.current = IncrementalDetokenizer(group.call.tokenizer)
+        self.current = IncrementalDetokenizer(group.call.tokenizer, group.call.hidden_tokens)
         self._generated = ""
         self.pending = list(pending)
         self.insert(group.encode(prefix), "begin")
