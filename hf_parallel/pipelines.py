@@ -47,6 +47,9 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         template only. Default: True.
     chat_template_kwargs : mapping
         Variables of the chat template, such as `{"enable_thinking": False}`. May also be given per call.
+    log_probs : bool
+        Whether results contain `log_probs`: the log-probability of each new token under the model, None for tokens that
+        the mode inserted; in modes that merge rows, a list of each row. May also be given per call. Default: False.
     **kwargs
         Settings of the mode, and arguments of `generate` and of transformers' text-generation pipeline. Each may also
         be given per call. A call that names another mode or passes a `parallel_config` ignores the settings of the
@@ -107,6 +110,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         prompt_helper: bool | None = None,
         parallel_config: ParallelConfig | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        log_probs: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Parameters, Parameters, Parameters]:
         preprocess, forward, postprocess = super()._sanitize_parameters(**kwargs)
@@ -115,6 +119,9 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
             preprocess["prompt_helper"] = prompt_helper
         if chat_template_kwargs is not None:
             preprocess["chat_template_kwargs"] = chat_template_kwargs
+        if log_probs is not None:
+            check_bool("log_probs", log_probs)
+            forward["log_probs"] = log_probs
         preprocess["parallel_config"] = parallel_config
         forward["generation_mode"] = None if parallel_config is None else parallel_config.mode
         if parallel_config is not None:
@@ -157,7 +164,10 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
 
     def _forward(self, model_inputs: dict[str, object], **generate_kwargs: Any) -> Any:  # type: ignore[override]
         config: ParallelConfig | None = generate_kwargs.get("parallel_config")
+        log_probs = generate_kwargs.pop("log_probs", False)
         if config is None:
+            if log_probs:
+                raise ValueError("log_probs=True needs a generation_mode; plain generation has output_logits")
             return super()._forward(model_inputs, **generate_kwargs)
         proxy: Any = copy.copy(self)  # the base class drops all fields but tensors
         proxy.model = model = _OutputKeeper(self.model)
@@ -165,7 +175,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         if not isinstance(model.output, ParallelOutput):
             return outputs
         is_batch = isinstance(outputs["prompt_text"], list)
-        records = grouped(model.output.to_records(), len(outputs["generated_sequence"]))
+        records = grouped(model.output.to_records(log_probs), len(outputs["generated_sequence"]))
         name = "merged_records" if config.traits.merges_rows else "records"
         outputs[name] = records if is_batch else records[0]
         ends = list(model.output.record.end_tokens)

@@ -207,6 +207,19 @@ def test_texts_of_results_are_those_of_the_output_without_end_tokens(model: Any,
         assert raw.startswith(PROMPTS[row // 2] + text + tokenizer.decode([last]))
 
 
+@pytest.mark.parametrize("mode", ["shared_prefix", "hogwild"])
+def test_results_have_log_probabilities_if_asked_for(mode: str, model: Any, tokenizer: Any) -> None:
+    pipe = make(model, tokenizer, log_probs=True, **small_call(mode))
+    found = [record["log_probs"] for one in pipe(PROMPTS) for record in one]
+    ids, mask = tiny.left_pad([prepared(mode, prompt, tokenizer)["input_ids"][0] for prompt in PROMPTS])
+    settings = {"tokenizer": tokenizer, "return_dict_in_generate": True, **small_call(mode)}
+    out = model.generate(ids, attention_mask=mask, **settings)
+    assert found == [record["log_probs"] for record in out.to_records(log_probs=True)]
+    assert all("log_probs" not in record for record in pipe(PROMPTS[0], log_probs=False))
+    with pytest.raises(ValueError, match="log_probs=True needs a generation_mode"):
+        pipe(PROMPTS[0], generation_mode=None)
+
+
 # Settings
 
 

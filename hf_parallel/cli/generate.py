@@ -69,6 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     words = "text as it is generated, or one object per answer"
     add("--format", default="text", choices=("text", "jsonl"), help=words)
+    words = "log-probabilities of the new tokens, in JSON lines"
+    add("--log-probs", action="store_true", help=words)
     words = "save the transcript: .json for `hf-parallel view`, .html or .htm for the page itself"
     add("-o", "--output", type=Path, metavar="FILE", help=words)
     parser.set_defaults(run=generate)
@@ -118,7 +120,8 @@ def generate(options: argparse.Namespace) -> int:
             outputs += [output] if isinstance(output, ParallelOutput) else []
             if options.format == "jsonl":
                 ends = settings.get("eos_token_id", model.generation_config.eos_token_id)
-                for record in records(output, batch, tokenizer, inputs["input_ids"].shape[1], ends):
+                length = inputs["input_ids"].shape[1]
+                for record in records(output, batch, tokenizer, length, ends, options.log_probs):
                     print(json.dumps(record), flush=True)
     return 0
 
@@ -184,15 +187,20 @@ def _print_answers(printer: ConsoleStreamer, output: object, headings: Sequence[
 
 
 def records(
-    output: Any, prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, begin: int, ends: Any
+    output: Any,
+    prompts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    begin: int,
+    ends: Any,
+    log_probs: bool = False,
 ) -> Iterator[JSONObject]:
     """Yield one object per answer: its prompt, its text and, in a mode, the fields of the mode's output.
 
     `truncated` is True if the token budget of any of the answer's rows ended it. `begin` is the length of the prompts,
-    and `ends` are the tokens that end a row of a call without a mode.
+    and `ends` are the tokens that end a row of a call without a mode. `log_probs`: see `ParallelOutput.to_records`.
     """
     if isinstance(output, ParallelOutput):
-        texts, fields, record = output.answer_texts(tokenizer), output.to_records(), output.record
+        texts, fields, record = output.answer_texts(tokenizer), output.to_records(log_probs), output.record
         is_answer = record.config.rows_per_prompt > 1 and not record.config.traits.merges_rows
         answers = record.answers_of(record.truncated, lambda row: row if is_answer else record.place(row)[0])
         for index, of_answer in enumerate(fields):
@@ -244,6 +252,8 @@ def check_options(options: argparse.Namespace) -> None:
             _check_writable(option, path)
     if options.output is not None and options.output.suffix.lower() not in _WRITERS:
         raise ValueError(f"-o {options.output} must end in .json, or in .html or .htm for the page")
+    if options.log_probs and (options.format != "jsonl" or options.mode == PLAIN):
+        raise ValueError(f"--log-probs needs --format jsonl and a mode, not --mode {PLAIN}")
     if options.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
     if options.lines and options.prompts and "-" not in options.prompts and not options.file:

@@ -51,8 +51,9 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
     log_probs : float32 [rows, new tokens]
         Log-softmax of the model's unprocessed logits for each token of `sequences` after the prompts, at the time when
         the token was sampled: without processors, temperature and the like. NaN where no token was sampled: after the
-        end of a row, and for tokens that the mode inserted. `record.sampled_log_probs` has those of all rows of the
-        mode, and those of the distributions that were sampled.
+        end of a row, and for tokens that the mode inserted. So `output.log_probs.nansum(1)` is the log-probability of
+        each row, and `nanmean(1)` the mean of its tokens. `record.sampled_log_probs` has those of all rows of the mode,
+        and those of the distributions that were sampled.
     """
 
     item_names: ClassVar[Mapping[str, str]] = {}
@@ -111,6 +112,11 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
         """
         return render(self.to_dict(tokenizer))
 
+    @property
+    def log_probs_mask(self) -> torch.Tensor:
+        """Which tokens of `log_probs` were sampled, bool `[rows, new tokens]`."""
+        return ~self.log_probs.isnan()
+
     def columns(self, prompt: int) -> list[str]:
         """Return names for a prompt's leftmost columns. The other columns are named after their rows."""
         return []
@@ -140,22 +146,35 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
             sections.append(Section(text, len(tokens), names, cards, *shown))
         return sections
 
-    def to_records(self) -> list[Arguments]:
+    def to_records(self, log_probs: bool = False) -> list[Arguments]:
         """Return the mode's own fields and `stats` as plain data: one dictionary per answer.
 
         An answer is a row, or all rows of a prompt in modes that merge them (`ModeTraits.merges_rows`). A field
         that is a list is split: the i-th answer contains its i-th item. Single texts get a singular name: the answer
-        has an `answer` from the field `answers`.
+        has an `answer` from the field `answers`. With `log_probs`, an answer also has the log-probabilities of its new
+        tokens, None for those that were not sampled; if rows are merged, a list of each row.
         """
         fields = {name: getattr(self, name) for name in self._own_fields()}
         count = len(self.sequences)
+        if log_probs:
+            fields["log_probs"] = self._log_probs_by_row()
         if self.record is not None and self.record.config.traits.merges_rows:
             count = len(fields["transcripts"])
             fields = {self.record.config.traits.rows_field: grouped(fields.pop("texts"), count), **fields}
+            if log_probs:
+                fields["log_probs"] = grouped(fields["log_probs"], count)
         items = [{n: v[i] if isinstance(v, list) else v for n, v in fields.items()} for i in range(count)]
         return [
             {self._item_name(name, value): _plain(value) for name, value in {**item, "stats": self.stats}.items()}
             for item in items
+        ]
+
+    def _log_probs_by_row(self) -> list[list[float | None]]:
+        begin, lengths = self.record.begin, self.record.lengths
+        rows = zip(self.log_probs.tolist(), self.log_probs_mask.tolist(), lengths, strict=True)
+        return [
+            [value if is_sampled else None for value, is_sampled in list(zip(values, mask, strict=True))[: end - begin]]
+            for values, mask, end in rows
         ]
 
     def answer_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -170,9 +189,9 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
     @classmethod
     def _own_fields(cls) -> list[str]:
         """Return the fields and the properties that a subclass adds to `ParallelOutput`."""
-        common = {field.name for field in dataclasses.fields(ParallelOutput)}
+        common = {field.name for field in dataclasses.fields(ParallelOutput)} | vars(ParallelOutput).keys()
         fields = [field.name for field in dataclasses.fields(cls) if field.name not in common]
-        return fields + [name for name, value in vars(cls).items() if isinstance(value, property)]
+        return fields + [n for n, value in vars(cls).items() if isinstance(value, property) and n not in common]
 
     def _item_name(self, name: str, value: object) -> str:
         return self.item_names.get(name, name) if value is None or isinstance(value, str) else name

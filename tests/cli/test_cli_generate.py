@@ -56,6 +56,17 @@ def test_json_lines_have_the_fields_of_the_modes_output(model: Any, capsys: pyte
     assert record["truncated"] is True
 
 
+def test_json_lines_have_log_probabilities_if_asked_for(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "P", "--raw", "--no-preset", "--mode", "shared_prefix", "--max-new-tokens", "5"]
+    model()
+    assert cli.main([*command, "--format", "jsonl", "--log-probs"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert len(record["log_probs"]) == 5
+    assert all(value <= 0 for value in record["log_probs"])
+    assert cli.main([*command, "--log-probs"]) == 2
+    assert "--log-probs needs --format jsonl" in capsys.readouterr().err
+
+
 # Batches
 
 SEVERAL = ["generate", "P", "QRS", "TU", "--raw", "--no-preset", "--max-new-tokens", "6"]

@@ -11,6 +11,8 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mode_cases import BUILT_IN, small_call
+from workers import TOKENIZER
 
 import hf_parallel
 from hf_parallel.detokenizer import token_bytes
@@ -80,6 +82,24 @@ def test_log_probs_are_those_of_one_forward_pass(name: str, model: Any) -> None:
         assert [[value for _, value in one.top] for one in found] == [
             pytest.approx(one, abs=2e-4) for one in best.values.tolist()
         ]
+
+
+@pytest.mark.parametrize("mode", BUILT_IN)
+def test_records_and_sums_have_the_tokens_that_were_sampled(mode: str, model: Any) -> None:
+    """A row that ends early has a sum, and inserted tokens have no value."""
+    call = {**small_call(mode), "tokenizer": TOKENIZER, "attention_mask": MASK, "return_dict_in_generate": True}
+    output = model.generate(IDS, **call)
+    by_answer = [record["log_probs"] for record in output.to_records(log_probs=True)]
+    merges = output.record.config.traits.merges_rows
+    by_row = [row for rows in by_answer for row in rows] if merges else by_answer
+    for row, values in enumerate(by_row):
+        assert len(values) == output.record.lengths[row] - output.record.begin
+        assert [value is not None for value in values] == output.log_probs_mask[row, : len(values)].tolist()
+        assert not output.log_probs_mask[row, len(values) :].any()
+        total = sum(value for value in values if value is not None)
+        assert float(output.log_probs[row].nansum()) == pytest.approx(total, rel=1e-4)
+    assert len(by_row) == len(output.sequences)
+    assert all("log_probs" not in record for record in output.to_records())
 
 
 def mask_of(prompt: int, length: int) -> torch.Tensor:

@@ -41,6 +41,7 @@ class Delta:
     row_text: str = ""  # text of a row that is not itself the choice
     row_event: str | None = None  # what its text is if it was not generated, or what ended; see `ParallelStreamer`
     logged: list[LoggedToken] = field(default_factory=list)
+    has_log_probs: bool = False  # whether the whole choice has log-probabilities, be it of no token
     finish_reason: str | None = None
     error: str | None = None  # why the choice ended with an error
     record: dict[str, object] | None = None  # fields of the mode's output
@@ -93,7 +94,8 @@ class Answers:
         return await asyncio.to_thread(self._whole, await self.handle.result_async())
 
     def _whole(self, output: ParallelOutput) -> list[Delta]:
-        choices = [Delta(self.first + index) for index in range(self.submission.choices)]
+        has_log_probs = self.submission.log_probs is not None
+        choices = [Delta(self.first + index, has_log_probs=has_log_probs) for index in range(self.submission.choices)]
         for delta in self._all(output):
             choices[delta.index - self.first].append(delta)
         return choices

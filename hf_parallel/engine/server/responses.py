@@ -79,7 +79,7 @@ class Writer:
         return {"prompt_logprobs": entries}
 
     def _log_probs(self, delta: Delta) -> dict[str, object] | None:
-        if not delta.logged:
+        if not (delta.logged or delta.has_log_probs):
             return None
         if self.is_chat:
             content = []

@@ -369,8 +369,8 @@ class Translator:
         if body.stops:
             for stop in body.stops:
                 check_text("stop", stop)
-            hidden, marks = submission.hidden, submission.marks
-            criteria.append(StopTexts(self.engine.tokenizer, body.stops, hidden, marks))
+            tokenizer = self.engine.tokenizer
+            criteria.append(StopTexts(tokenizer, body.stops, submission.hidden, submission.marks))
         if processors:
             submission.arguments["logits_processor"] = processors
         if criteria:

@@ -136,3 +136,22 @@ def test_an_answer_in_json_ends_though_the_generation_config_names_no_end(tokeni
     ):
         client.chat.completions.create(**body)
     assert "needs a token that ends the answer" in check_error(caught.value.response, 400)["message"]
+
+
+@pytest.mark.parametrize("tokenizer", ["byte_level"], indirect=True)
+def test_a_choice_without_a_token_has_an_empty_list_of_log_probabilities(tokenizer: Any) -> None:
+    """Its first token ends it, or is a stop text."""
+    script = encode(tokenizer, "ten")
+    stop = tokenizer.decode(script[:1])
+    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    with writing(tokenizer, script, CHAT) as client:
+        settings = {"model": MODEL, "temperature": 0, "max_tokens": 20, "stop": stop}
+        chat = client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=2, **settings).choices[0]
+        text = client.completions.create(prompt=prompt, logprobs=2, **settings).choices[0]
+        silent = client.completions.create(prompt=prompt, **settings).choices[0]
+    assert (chat.message.content, chat.logprobs.content) == ("", [])
+    assert (text.text, text.logprobs.tokens, text.logprobs.token_logprobs) == ("", [], [])
+    assert silent.logprobs is None
+    with writing(tokenizer, [tokenizer.eos_token_id], CHAT) as client:
+        text = client.completions.create(model=MODEL, prompt=prompt, temperature=0, logprobs=1).choices[0]
+    assert (text.text, len(text.logprobs.tokens)) == ("", 1)
