@@ -5,6 +5,7 @@ One rule for all texts: they leave out the `hidden_tokens`, which are those that
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -55,6 +56,12 @@ class IncrementalDetokenizer:
                 self.text += added
                 return added
         return ""
+
+    def fork(self) -> IncrementalDetokenizer:
+        """Return a copy, to which other tokens can be appended."""
+        twin = copy.copy(self)
+        vars(twin).update((name, list(value)) for name, value in vars(self).items() if isinstance(value, list))
+        return twin
 
     def flush(self) -> str:
         """Return the text of the tokens that are held back, as no others follow."""

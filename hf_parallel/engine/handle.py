@@ -213,6 +213,13 @@ class RequestHandle:
         self._rows += rows
         self._tokens += tokens
 
+    def fork(self, row: int, forks: Sequence[int]) -> None:
+        """Append the tokens of a row as those of the rows `forks`, which continue it."""
+        tokens = [token for token, owner in zip(self._tokens, self._rows, strict=True) if owner == row]
+        for fork in forks:
+            self._rows += [fork] * len(tokens)
+            self._tokens += tokens
+
     def add_text(self, row: int, text: str, event: str) -> None:
         """Append text."""
         self._texts.append(RowText(row, text, event))

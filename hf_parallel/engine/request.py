@@ -146,6 +146,9 @@ class Request(Executor):
         self.has_started = True
         self.handle.add_tokens(rows, tokens)
 
+    def fork(self, row: int, forks: Sequence[int]) -> None:
+        self.handle.fork(row, forks)
+
     def add_text(self, row: int, text: str, event: str) -> None:
         self.has_started = True
         self.handle.add_text(row, text, event)

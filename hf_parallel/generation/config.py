@@ -60,10 +60,27 @@ class ModeRows(Generic[ConfigT]):
     def __init__(self, config: ConfigT) -> None:
         self.config = config
 
+    @property
+    def drawn_per_prompt(self) -> int:
+        """Rows of a prompt before any of them forks, whether they are returned or not."""
+        return self.config.rows_per_prompt
+
     def place(self, row: int, num_prompts: int) -> RowPlace:
-        """Return the position of a row, given the number of rows of `input_ids`."""
-        prompt, index = divmod(row, self.config.rows_per_prompt)
+        """Return the position of a row, given the number of rows of `input_ids`.
+
+        Rows are numbered prompt by prompt, and after them the forks; see `fork`.
+        """
+        num_drawn = num_prompts * self.drawn_per_prompt
+        if row < num_drawn:
+            prompt, index = divmod(row, self.drawn_per_prompt)
+        else:
+            number, prompt = divmod(row - num_drawn, num_prompts)
+            index = self.drawn_per_prompt + number
         return RowPlace(prompt, index, index)
+
+    def fork(self, prompt: int, number: int, num_prompts: int) -> int:
+        """Return the row that is fork `number` of a prompt, counted from 0. A class that overrides `place` may, too."""
+        return num_prompts * (self.drawn_per_prompt + number) + prompt
 
     def name(self, index: int) -> str:
         """Return the name of a prompt's row."""

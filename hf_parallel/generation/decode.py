@@ -5,7 +5,9 @@ A mode provides the input tokens of its rows; the loop runs forward passes, samp
 
 from __future__ import annotations
 
+import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,7 +22,7 @@ from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.log_probs import LogProbs, spread
+from hf_parallel.generation.log_probs import LogProbs
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import Row
@@ -63,6 +65,7 @@ class DecodeLoop:
     ) -> None:
         self.call, self.cache, self.table = call, cache, table
         self._texts: dict[Row, IncrementalDetokenizer] = {}
+        self._num_forks: Counter[int] = Counter()  # by prompt
         self._trace: PassLog | None = None
         if call.is_traced:
             call.record.trace = self._trace = call.record.trace or PassLog()
@@ -227,6 +230,38 @@ class DecodeLoop:
             elif not row.dropped:
                 self.cache.pool.free(row.view[-1])
 
+    def fork(self, row: R, count: int = 1) -> list[R]:
+        """Return `count` new rows that continue a row of a `SharedPrefixCache`, which itself goes on.
+
+        They have its tokens, with their log-probabilities, logits and text, and random numbers of their own. The keys
+        and values that the row has computed are attached to the tree of the cache, where all of them see them; from the
+        next pass on, each row writes to a block of its own. Pass the new rows to the next pass, as `schedule` does.
+        """
+        assert row.leaf is not None, "the row follows a leaf of the tree"
+        self.keep([row])
+        rows = self.call.record.config.rows
+        prompt = rows.place(row.output_row, self.call.num_rows).prompt
+        forks = []
+        for index in self.sampler.fork(row.index, count):
+            fork = copy.copy(row)
+            fork.index = index
+            fork.output_row = rows.fork(prompt, self._num_forks[prompt], self.call.num_rows)
+            fork.pending = list(row.pending)
+            fork.last_segment = None
+            self._num_forks[prompt] += 1
+            forks.append(fork)
+        self.start([row, *forks], [row.leaf] * (1 + count), capacity=0)
+        numbers = [fork.output_row for fork in forks]
+        for collector in self.sampler.top_log_probs:
+            collector.fork(row.output_row, numbers)
+        self.call.executor.fork(row.output_row, numbers)
+        text = self._texts.get(row)
+        if text is not None:
+            for fork in forks:
+                self._texts[fork] = text.fork()
+                self.call.show(fork.output_row, text.text, "begin")
+        return forks
+
     def _keep_states(self, rows: Sequence[Row], interval: int) -> None:
         """Keep own blocks of `interval` tokens, with the states at their ends. Their rows continue in new blocks."""
         for row in rows:
@@ -354,13 +389,16 @@ class DecodeLoop:
 
     def record_truncated(self, rows: Sequence[Row] | None = None) -> None:
         """Record the rows that `max_length` ended; default: all rows of the table, which are those of the call."""
-        output_rows = range(len(self.table.lengths)) if rows is None else [row.output_row for row in rows]
-        full = [row for row, length in enumerate(self.table.lengths) if length >= self.call.max_length]
+        lengths = self.table.lengths
+        numbers = {row: row for row in range(len(lengths))}  # of the rows of the table, as streamers number them
+        if rows is not None:
+            numbers = {row.index: row.output_row for row in rows}
+        full = [row for row in numbers if lengths[row] >= self.call.max_length]
         if not full:  # then the table may have fewer columns
             return
         last = self.table.ids[full, self.call.max_length - 1].tolist()
         cut = [row for row, token in zip(full, last, strict=True) if token not in self.call.eos_token_ids]
-        self.call.record.truncated.update(output_rows[row] for row in cut)
+        self.call.record.truncated.update(numbers[row] for row in cut)
 
     def output(
         self, cls: type[ParallelOutput] = ParallelOutput, rows: Sequence[Row] | None = None, **fields: Any
@@ -399,8 +437,10 @@ class DecodeLoop:
                     record.errors[row] = error
         if rows is not None:
             record.returned = [] if output_rows == list(range(len(rows))) else list(output_rows)
+        if indices is not None or self.sampler.forks:
+            returned = range(len(record.lengths)) if indices is None else indices
             steps = max(record.lengths) - record.begin
-            scores, logits = (kept and [step[indices] for step in kept[:steps]] for kept in (scores, logits))
+            scores, logits = (kept and self.sampler.of_rows(kept[:steps], returned) for kept in (scores, logits))
         return cls(
             sequences=self.table.padded(indices),  # type: ignore[arg-type]
             scores=None if scores is None else tuple(scores),  # type: ignore[arg-type]
@@ -417,5 +457,5 @@ class DecodeLoop:
         """
         indices = list(range(len(self.table.lengths))) if rows is None else [row.index for row in rows]
         longest, begin = max(self.table.lengths[index] for index in indices), self.call.record.begin
-        values = spread(self.sampler.drawn, len(self.table.lengths))[indices, begin:longest]
+        values = self.sampler.log_probs_of_rows()[indices, begin:longest]
         return F.pad(values, (0, longest - begin - values.shape[1]), value=torch.nan)

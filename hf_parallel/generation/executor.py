@@ -133,6 +133,9 @@ class Executor:
     def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Receive the tokens that rows have got in a step; rows as `ParallelStreamer.write_row` numbers them."""
 
+    def fork(self, row: int, forks: Sequence[int]) -> None:
+        """Receive that the rows `forks` have inherited the tokens of a row."""
+
     def add_text(self, row: int, text: str, event: str) -> None:
         """Receive text of a row, in modes that stream text; see `ParallelStreamer.write_row`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,14 @@ class Drawn(NamedTuple):
     log_probs: LogProbs
 
 
+class Fork(NamedTuple):
+    """What a row of a table has inherited from its parent, the row that it continues."""
+
+    parent: int
+    columns: int  # first columns of the table
+    draws: int  # number of sampled tokens in them
+
+
 def model_log_probs(
     logits: torch.Tensor, tokens: torch.Tensor, top: int = 0, labels: Sequence[int] = ()
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
@@ -69,10 +77,11 @@ def model_log_probs(
     return of_tokens, (values, ids)
 
 
-def spread(drawn: Sequence[Drawn], rows: int, by_draw: bool = False) -> torch.Tensor:
+def spread(drawn: Sequence[Drawn], rows: int, forks: Mapping[int, Fork], by_draw: bool = False) -> torch.Tensor:
     """Return `LogProbs.model` as one tensor float32 `[rows, longest]`, NaN where a row sampled no token.
 
-    Columns are those of the table, or with `by_draw` the number of tokens that the row had sampled before.
+    Columns are those of the table, or with `by_draw` the number of tokens that the row had sampled before. `forks` are
+    the rows that have inherited tokens, parents before their forks.
     """
     places = [place for one in drawn for place in (one.draws if by_draw else one.columns)]
     device = drawn[0].log_probs.model.device if drawn else torch.device("cpu")
@@ -80,6 +89,9 @@ def spread(drawn: Sequence[Drawn], rows: int, by_draw: bool = False) -> torch.Te
     if drawn:
         index = to_device([row for one in drawn for row in one.rows], device), to_device(places, device)
         values[index] = torch.cat([one.log_probs.model for one in drawn])
+    for row, fork in forks.items():
+        inherited = fork.draws if by_draw else fork.columns
+        values[row, :inherited] = values[fork.parent, :inherited]
     return values
 
 
@@ -124,6 +136,11 @@ class TopLogProbs(LogitsProcessor):
         step = HostCopy(torch.cat(columns, dim=1))
         for index, row in enumerate(rows):
             self._found.setdefault(row, []).append((step, index))
+
+    def fork(self, row: int, forks: Sequence[int]) -> None:
+        """Note that `forks` have inherited the tokens of a row."""
+        for fork in forks:
+            self._found[fork] = list(self._found.get(row, ()))
 
     def get(self, row: int, index: int) -> TokenLogProbs:
         """Return the log-probabilities of the token with this index among those that a row has sampled."""

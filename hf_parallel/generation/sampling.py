@@ -10,9 +10,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from hf_parallel.generation.log_probs import Drawn, LogProbs, TopLogProbs, model_log_probs
+from hf_parallel.generation.log_probs import Drawn, Fork, LogProbs, TopLogProbs, model_log_probs, spread
 from hf_parallel.generation.parts import Part, join
 from hf_parallel.generation.processors import is_stateful
 from hf_parallel.generation.rng import (
@@ -106,6 +107,7 @@ class Sampler:
         self.logits: list[torch.Tensor] | None = [] if returned and config.output_logits else None
         self.records_scores = self.scores is not None or self.logits is not None
         self.drawn: list[Drawn] = []  # sampled tokens with log-probabilities
+        self.forks: dict[int, Fork] = {}  # by row, parents before their forks
         self._draws = [0] * self.num_rows  # number of tokens sampled, by row
 
     @property
@@ -128,8 +130,29 @@ class Sampler:
         if self.rngs is not None:
             self.rngs += self.rngs[row].fork(count)
         self.processors.fork(row, count)
+        rows = self.table.fork(row, count)
+        self.forks.update(dict.fromkeys(rows, Fork(row, self.table.lengths[row], self._draws[row])))
         self._draws += [self._draws[row]] * count
-        return self.table.fork(row, count)
+        return rows
+
+    def log_probs_of_rows(self, by_draw: bool = False) -> torch.Tensor:
+        """Return the log-probabilities of the tokens of all rows so far; see `spread`."""
+        return spread(self.drawn, self.num_rows, self.forks, by_draw)
+
+    def of_rows(self, kept: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
+        """Return `scores` or `logits` of rows, `[len(rows), vocabulary]` per step, with those that rows inherited."""
+        found = []
+        for step, values in enumerate(kept):
+            drawers = [self._drawer(row, step) for row in rows]
+            missing = max(drawers) + 1 - len(values)  # rows that began later, and were never at this step
+            found.append((F.pad(values, (0, 0, 0, missing)) if missing > 0 else values)[drawers])
+        return found
+
+    def _drawer(self, row: int, step: int) -> int:
+        """Return the row that sampled a token of a row: itself, or one that it continues."""
+        while (fork := self.forks.get(row)) is not None and step < fork.draws:
+            row = fork.parent
+        return row
 
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Return probabilities `float32 [len(rows), vocabulary]`, or scores under greedy decoding, from logits of rows
@@ -212,7 +235,10 @@ class Sampler:
         full = self.row_criteria.full(rows)
         if self.row_criteria.is_row_wise:
             return None, full
-        return self.row_criteria.ended(rows, None if self.scores is None else tuple(self.scores)).long(), full
+        scores = self.scores
+        if scores is not None and self.forks:
+            scores = self.of_rows(scores, range(self.num_rows))
+        return self.row_criteria.ended(rows, None if scores is None else tuple(scores)).long(), full
 
     def record_scores(self, rows: Sequence[int], logits: torch.Tensor, scores: torch.Tensor) -> None:
         """Record logits and scores `[len(rows), vocabulary]` of the next tokens of rows, if requested."""

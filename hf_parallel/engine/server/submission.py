@@ -110,9 +110,9 @@ class Submission:
         return self.prompts * self.rows_per_prompt
 
     def choice(self, row: int) -> int:
-        """Return the index of the choice that a row belongs to."""
+        """Return the index of a row's choice; rows that are no choices belong to the first of their prompt."""
         place = self.config.rows.place(row, self.prompts)
-        return place.prompt * self.rows_per_prompt + (place.index if self.rows_per_prompt > 1 else 0)
+        return place.prompt * self.rows_per_prompt + (place.index if place.index < self.rows_per_prompt else 0)
 
     def row_name(self, row: int) -> str:
         """Return the name of a row."""

@@ -16,7 +16,7 @@ from typing import ClassVar, TypeAlias
 from hf_parallel.detokenizer import visible_text
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import Generated, ModeRows, ModeTraits, ParallelConfig, RowPlace
+from hf_parallel.generation.config import Generated, ModeRows, ModeTraits, ParallelConfig
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.prefill import initial_capacity, prefill_leaves, prefix_cache_of
@@ -53,9 +53,9 @@ class BestOfRows(ModeRows["BestOfConfig"]):
 
     style = TranscriptStyle("candidate")
 
-    def place(self, row: int, num_prompts: int) -> RowPlace:
-        prompt, index = divmod(row, self.config.num_candidates)
-        return RowPlace(prompt, index, index)
+    @property
+    def drawn_per_prompt(self) -> int:
+        return self.config.num_candidates
 
     def name(self, index: int) -> str:
         return f"Candidate {index + 1}"

@@ -24,7 +24,7 @@ from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_gaps
 from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.log_probs import padded_log_probs, spread
+from hf_parallel.generation.log_probs import padded_log_probs
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prefill import SUFFIX_CAPACITY, initial_capacity, prefill_leaves, prefix_cache_of
 from hf_parallel.generation.replay.config import ReplayConfig, replaying
@@ -114,7 +114,7 @@ class _Stage:
         if self.loop.replayer is not None:
             output_rows = {row.index: row.output_row for row in self.rows}
             self.call.record.add_origins(self.loop.replayer.origins, output_rows)
-        drawn = spread(self.loop.sampler.drawn, len(self.rows), by_draw=True).tolist()
+        drawn = self.loop.sampler.log_probs_of_rows(by_draw=True).tolist()
         for row, values in zip(self.rows, drawn, strict=True):
             row.log_probs = values[: len(row.tokens)]
         return self.loop

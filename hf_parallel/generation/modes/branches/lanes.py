@@ -13,7 +13,7 @@ import torch
 
 from hf_parallel.cache import Block, View
 from hf_parallel.cache.pool import Pool
-from hf_parallel.generation.log_probs import padded_log_probs, spread
+from hf_parallel.generation.log_probs import padded_log_probs
 from hf_parallel.generation.modes.branches.output import BRANCHES, SKELETON
 from hf_parallel.generation.modes.branches.token_text import WHITESPACE, Token, ids, text_of
 from hf_parallel.generation.outputs import ParallelOutput
@@ -214,7 +214,7 @@ def answer_log_probs(sampler: Sampler, answers: Sequence[Sequence[Token]]) -> to
     """Return the log-probabilities of the tokens of answers, float32 `[answers, longest]`; NaN if not sampled."""
     if not sampler.returns_log_probs:
         return None
-    drawn = spread(sampler.drawn, sampler.num_rows, by_draw=True).tolist()
+    drawn = sampler.log_probs_of_rows(by_draw=True).tolist()
     return padded_log_probs([[drawn[t.row][t.draw] if t.draw >= 0 else math.nan for t in answer] for answer in answers])
 
 
