@@ -138,7 +138,7 @@ def test_modes_use_the_tokenizer_of_enable_unless_the_call_has_one(model: PreTra
         torch.manual_seed(0)
         settings = {**GREEDY, **small_call(mode), "return_dict_in_generate": True, **arguments}
         out = model.generate(torch.stack(PROMPTS), **settings)
-        return out.sequences.tolist(), getattr(out, "texts", None)
+        return out.sequences.tolist(), [event.text for event in out.record.events]
 
     one, other = texts(tokenizer=AsciiTokenizer()), texts(tokenizer=Shifted())
     assert (one == other) == (not MODES[mode].traits.streams_text)  # those read no text

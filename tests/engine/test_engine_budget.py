@@ -90,11 +90,12 @@ def test_a_request_ends_within_the_memory_that_it_may_need(model: Any, token_byt
             peak = max(peak, engine.stats.kv_bytes // token_bytes)
 
         hook = model.register_forward_pre_hook(note)
-        engine.submit(ids, logits_processor=[Writer(text)], **settings).result(600)
+        output = engine.submit(ids, logits_processor=[Writer(text)], **settings).result(600)
         hook.remove()
         assert_nothing_is_held(engine)
         assert engine.stats.preemptions == 0
-    assert tokens <= 3 * peak
+    unused = len(output.record.end_reasons) * settings["max_new_tokens"]  # at most, of rows that the mode has dropped
+    assert tokens - unused <= 3 * peak
 
 
 @pytest.mark.parametrize("mode", [mode for mode in STATE_MODES if mode])
