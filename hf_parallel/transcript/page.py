@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from hf_parallel.files import JSONObject
 from hf_parallel.transcript.record import DRAFTED, HOTSPOT, REPLAYED
-from hf_parallel.transcript.sections import GIVEN, WHOLE_ANSWERS, TranscriptStyle, check_format
+from hf_parallel.transcript.sections import GIVEN, TranscriptStyle, check_format
 
 HUES = (215, 335, 35, 160, 270, 5, 95, 190)
 """Hues of the columns, in degrees."""
@@ -89,7 +89,8 @@ def render(transcript: object) -> str:
 
 
 def _render(run: JSONObject) -> str:
-    style = {name: _DIRECTIONS.sub("", run["style"][name]) for name in TranscriptStyle._fields}
+    texts = [name for name in TranscriptStyle._fields if name != "is_one_answer"]
+    style = {name: _DIRECTIONS.sub("", run["style"][name]) for name in texts}
     origins = {piece[2] for section in run["sections"] for card in section["cards"] for piece in card["pieces"]}
     speed = _speed(run)
     style["tick"] = "step" if "facts" in run or speed["passes"] != run["passes"] else "pass"
@@ -109,7 +110,7 @@ def _render(run: JSONObject) -> str:
 def _speed(run: JSONObject) -> dict[str, float | None]:
     """Return the numbers of generated tokens and of decode passes, and those of sequential decoding (`alone`, `ratio`).
 
-    Rows that are whole answers are no faster together than one by one: `rows` is their number.
+    Only rows that are parts of one answer compare with it. Others have `rows`, their number.
     """
     cards = [card for section in run["sections"] for card in section["cards"]]
     generated = [piece for card in cards for piece in card["pieces"] if piece[2] != GIVEN]
@@ -119,7 +120,7 @@ def _speed(run: JSONObject) -> dict[str, float | None]:
     found: dict[str, float | None] = {"tokens": tokens, "passes": passes, "rows": None, "ratio": None}
     if not tokens or passes <= 0:
         return found
-    if run["style"]["unit"] in WHOLE_ANSWERS:
+    if not run["style"].get("is_one_answer", False):  # older transcripts do not say
         return {**found, "rows": sum(len(section["columns"]) for section in run["sections"])}
     alone = tokens / len(run["sections"])
     return {**found, "alone": round(alone), "ratio": alone / passes}

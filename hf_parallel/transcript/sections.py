@@ -39,16 +39,13 @@ class Card:
     end_reason: str = ""  # why its row ended early; only the row's last card
 
 
-WHOLE_ANSWERS = ("completion", "answer")
-"""Units whose columns are independent answers; others are parts of one."""
-
-
 class TranscriptStyle(NamedTuple):
     """How a page shows the rows of a mode.
 
     `unit` names a card, and `spanning` names the row that spans all columns. `visibility` says which text of
     the other columns a row sees: `live` (all), `ended` (finished cards) or `never` (none). `final_event` finishes a
-    card, which then moves to the shared text named `history` (empty: it stays in its column).
+    card, which then moves to the shared text named `history` (empty: it stays in its column). `is_one_answer`: the rows
+    of a prompt are parts of one answer, so that their passes compare with those of sequential decoding.
     """
 
     unit: str = "completion"
@@ -56,6 +53,7 @@ class TranscriptStyle(NamedTuple):
     visibility: str = "never"
     final_event: str = "end"
     history: str = ""
+    is_one_answer: bool = False
 
 
 @dataclass

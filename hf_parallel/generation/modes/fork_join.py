@@ -99,7 +99,7 @@ class ForkJoinOutput(ParallelOutput):
 class ForkJoinRows(BranchRows["ForkJoinConfig"]):
     """An answer and its paths."""
 
-    style = TranscriptStyle("path", "answer")
+    style = TranscriptStyle("path", "answer", is_one_answer=True)
 
 
 @dataclass

@@ -42,7 +42,7 @@ _FIELD, _OWN_FIELD = re.compile(r"\{\w+[^{}]*\}"), re.compile(r"\{(?:number|poin
 class SkeletonRows(ModeRows["SkeletonOfThoughtConfig"]):
     """Points, which do not see each other, and a row for outline and conclusion."""
 
-    style = TranscriptStyle("point", "outline and conclusion")
+    style = TranscriptStyle("point", "outline and conclusion", is_one_answer=True)
 
     def place(self, row: int, num_prompts: int) -> RowPlace:
         """See `ModeRows.place`. Index 0 is outline and conclusion, which span the columns of all points."""

@@ -38,7 +38,8 @@ class HogwildRows(ModeRows["HogwildConfig"]):
         """Columns of steps; a worker sees all steps of the others, or finished ones only."""
         layout = self.config.layout
         past = "" if layout == "contiguous" else "history"
-        return TranscriptStyle("step", COMMON, "ended" if layout == "interleaved" else "live", "step", past)
+        visibility = "ended" if layout == "interleaved" else "live"
+        return TranscriptStyle("step", COMMON, visibility, "step", past, is_one_answer=True)
 
 
 class HogwildPrompt(ModePrompt["HogwildConfig"]):

@@ -47,7 +47,7 @@ FORMAT_PROMPT = Path(__file__).with_name("format_prompt.txt").read_text(encoding
 class PDOSRows(BranchRows["PDOSConfig"]):
     """The trunk and its branches."""
 
-    style = TranscriptStyle("branch", "trunk")
+    style = TranscriptStyle("branch", "trunk", is_one_answer=True)
 
 
 class PDOSPrompt(ModePrompt["PDOSConfig"]):
