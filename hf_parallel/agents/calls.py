@@ -16,7 +16,7 @@ from hf_parallel.agents.definition import Agent
 from hf_parallel.agents.errors import AgentCancelledError, AgentEndedError, ToolError
 from hf_parallel.agents.execution import Frame, current_frame, in_thread, outside_of_agents, perform
 from hf_parallel.agents.search import Search
-from hf_parallel.agents.state import END, State, derive_seed, fingerprint
+from hf_parallel.agents.state import END, State, check_awaited, derive_seed, fingerprint
 
 T = TypeVar("T")
 MAX_SHOWN = 2000
@@ -127,6 +127,7 @@ async def next(handle: AgentHandle) -> Any:
 async def resume(handle: AgentHandle, value: object = None) -> None:
     """Send a value to an agent: its `yield` returns the value. Waits until the agent has yielded."""
     _check_live(handle)
+    check_awaited(value, "the value that resume sends")
     if not handle._is_read:
         await next(handle)
     frame, before = current_frame(), handle._search
@@ -190,6 +191,7 @@ async def tool(
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be positive, got {timeout!r}")
     name = getattr(function, "__name__", type(function).__name__)
+    check_awaited((arguments, named), f"an argument of tool {name}")
 
     async def attempt() -> T:
         if inspect.iscoroutinefunction(function):

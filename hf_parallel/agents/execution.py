@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hf_parallel.agents.errors import ReplayError
-from hf_parallel.agents.state import CHOICE, END, ERROR, YIELD, Entry, State
+from hf_parallel.agents.state import CHOICE, END, ERROR, YIELD, Entry, State, check_awaited
 from hf_parallel.generation.prompts import Message
 
 T = TypeVar("T")
@@ -229,9 +229,12 @@ class Execution(Context):
         function = state.agent.function
         try:
             await go
+            check_awaited(state.arguments, "an argument of the agent")
             arguments, named = copy.deepcopy(state.arguments)
             if inspect.iscoroutinefunction(function):
-                self._stop(END, "", await function(*arguments, **named))
+                value = await function(*arguments, **named)
+                check_awaited(value, "the returned value")
+                self._stop(END, "", value)
                 return
             generator = function(*arguments, **named)
             try:
@@ -249,6 +252,7 @@ class Execution(Context):
             except StopAsyncIteration:
                 self._stop(END, "", None)
                 return
+            check_awaited(value, "the yielded value")
             entry = self.frame.recorded("yield")
             if entry is None:
                 sent = await self.suspend(YIELD, "yield", copy.deepcopy(value))

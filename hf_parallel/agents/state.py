@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +136,17 @@ def fingerprint(value: object) -> object:
     if isinstance(value, list | tuple):
         return [fingerprint(one) for one in value]
     return value if value is None or isinstance(value, str | int | float | bool) else type(value).__name__
+
+
+def check_awaited(value: object, what: str) -> None:
+    """Raise `TypeError` if a value is a coroutine, or holds one, as where an `await` was forgotten."""
+    if inspect.iscoroutine(value):
+        raise TypeError(f"{what} is a coroutine, {value.__qualname__}(...): is an await missing?")
+    if isinstance(value, Mapping):
+        check_awaited(list(value.values()), what)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_awaited(item, what)
 
 
 def joined_contents(messages: Sequence[Message]) -> str:

@@ -253,3 +253,32 @@ def test_gather_runs_operations_at_the_same_time_and_replays_them() -> None:
     assert len(set(texts)) > 1
     assert last.startswith("q")
     assert all(scripted().run(gathers).value == result.value for _ in range(3))
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_a_forgotten_await_is_named() -> None:
+    @agent
+    async def yields() -> Any:
+        yield {"answer": [Chat().user("q").gen()]}
+
+    @agent
+    async def returns() -> Any:
+        return Chat().user("q").gen()
+
+    @agent
+    async def gives() -> Any:
+        return await tool(len, Chat().user("q").gen())
+
+    @agent
+    async def spawns() -> Any:
+        return await next(spawn(counter, Chat().user("q").gen()))
+
+    for one, what in {
+        yields: "the yielded value",
+        returns: "the returned value",
+        gives: "an argument of tool len",
+        spawns: "an argument of the agent",
+    }.items():
+        with pytest.raises(AgentError) as caught:
+            scripted().run(one)
+        assert f"{what} is a coroutine, Chat.gen(...): is an await missing?" in str(caught.value)
