@@ -78,7 +78,8 @@ def show_workers(model, tokenizer, options):
 def show_shared_prefix(model, tokenizer, seed, length, rows, new):
     """Compare completions of one prompt by plain `generate` and over a shared prefix, and show sampled ones."""
     mode = "shared_prefix"
-    ids = torch.tensor([tokenizer(REMARK * length)["input_ids"][:length]], device=model.device)
+    prompt = tokenizer(REMARK * length, truncation=True, max_length=length, return_tensors="pt")
+    ids = prompt["input_ids"].to(model.device)
     device = f"the CPU ({torch.get_num_threads()} threads)" if model.device.type == "cpu" else str(model.device)
     print(f"2. One prompt, {rows} completions\n")
     print(

@@ -113,19 +113,23 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
     """TRL's `GRPOTrainer` whose loss computes each prompt of a batch once (Hydragen, applied to training).
 
     Losses and gradients are those of `GRPOTrainer`. Rollouts share the prompt, too, if the model is enabled and
-    `generation_kwargs={"generation_mode": "shared_prefix"}`. With a `rollout_func` of `make_rollout_func`, completions
-    are runs of other modes, whose log-probabilities are computed from their layouts.
+    `generation_kwargs={"generation_mode": "shared_prefix"}`; a model that is given by name is enabled. With a
+    `rollout_func` of `make_rollout_func`, completions are runs of other modes, whose log-probabilities are computed
+    from their layouts.
     """
 
     computes_layouts = True
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: object, *args: object, **kwargs: object) -> None:
+        super().__init__(model, *args, **kwargs)
         given = self.args.generation_kwargs or {}  # type: ignore[attr-defined]
         mode: str | None = given.get("generation_mode")
         if mode is not None and mode in MODES and not MODES[mode].traits.rows_continue_prompts:
             func = f"rollout_func=make_rollout_func({mode!r})"
             raise ValueError(f"rows of {mode} do not continue their prompts: instead of generation_kwargs, pass {func}")
+        generates = (mode is not None and not self.use_vllm) or kwargs.get("rollout_func") is not None
+        if generates and isinstance(model, str):  # TRL has loaded it
+            enable(self._inner(self.model))
         if mode is not None and not self.use_vllm:
             require_enabled(self.accelerator.unwrap_model(self.model))
         self._examples: list[ParallelExample] | None = None  # layouts of the rows that are computed next

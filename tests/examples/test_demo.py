@@ -29,9 +29,14 @@ def test_the_quick_demo_gets_the_tokens_of_generate(
 
 
 def test_a_demo_with_other_tokens_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], embedded: tuple[Any, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    embedded: tuple[Any, Any],
 ) -> None:
     model, tokenizer = embedded
+    monkeypatch.setattr(tokenizer, "model_max_length", 64)
+    monkeypatch.setattr(tokenizer, "deprecation_warnings", {})  # it warns about long texts once
     outputs = iter([torch.full((2, 12), 20), torch.full((2, 12), 21)])
     monkeypatch.setattr(demo, "measure", lambda *arguments, **settings: (next(outputs), 1.0))
     hf_parallel.enable(model)
@@ -40,3 +45,4 @@ def test_a_demo_with_other_tokens_says_so(
     finally:
         hf_parallel.disable(model)
     assert "same tokens: NO" in capsys.readouterr().out
+    assert "sequence length" not in caplog.text

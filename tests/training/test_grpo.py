@@ -54,7 +54,7 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
 
 def make_trainer(cls: Any, checkpoint: Path, *, enable: bool = True, config: Any = trl.GRPOConfig, **given: Any) -> Any:
     """Return a trainer of the tiny model; `given` are arguments of the trainer or its config."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = given.pop("model", None) or AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = make_tokenizer()
     of_trainer = {name: given.pop(name) for name in ("peft_config", "rollout_func", "reward_funcs") if name in given}
     settings = {
@@ -205,3 +205,10 @@ def test_trainers_that_cannot_compute_runs_raise(checkpoint: Path) -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             make_trainer(cls, checkpoint, **settings).train()
+
+
+def test_a_model_given_by_name_is_enabled_for_rollouts(checkpoint: Path) -> None:
+    func = make_rollout_func("hogwild", **RUNS["hogwild"])
+    for settings in ({"generation_kwargs": SHARED}, {"rollout_func": func}, {}):
+        trainer = make_trainer(SharedPrefixGRPOTrainer, checkpoint, model=str(checkpoint), enable=False, **settings)
+        assert hf_parallel.is_enabled(trainer.model) == bool(settings)
