@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from reprlib import repr as _shortened
 from typing import Any
@@ -20,16 +21,19 @@ TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 
 
 def chat_texts(chat: Chat) -> Iterator[str]:
-    """Yield the texts of a chat, whose messages hold a text or a list of parts."""
+    """Yield the texts that a chat template may write: contents (texts, or lists of parts), names, calls and others."""
     for message in chat:
         content = message["content"]
         yield from [content] if isinstance(content, str) else (part["text"] for part in content if "text" in part)
+        for key, value in message.items():
+            if key != "content":
+                yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def encode_chat(processor: Any, config: ParallelConfig, chat: Chat, template: Any, limits: Limits) -> dict[str, Any]:
     """Return the inputs of `generate` for a chat with URLs of images, and with the instructions of a mode."""
     placeholders = [x for of in (processor, processor.tokenizer) if (x := getattr(of, "image_token", None))]
-    for text in chat_texts(chat):
+    for text in (*chat_texts(chat), json.dumps(template, ensure_ascii=False)):
         if found := [token for token in placeholders if token in text]:
             raise _error(f"a text must not hold {found[0]!r}, the placeholder of images")
     images: list[Any] = []

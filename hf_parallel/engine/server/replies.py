@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +13,10 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from hf_parallel.engine.server.json_scanner import JSONScanner
-from hf_parallel.engine.server.reply_formats import END, REASONING, TEXT, ReplyFormat, around_arguments
-from hf_parallel.generation.prompts import Chat, with_rules
+from hf_parallel.engine.server.reply_formats import END, REASONING, ReplyFormat
 
-TOOLS = (
-    "You may call functions to answer the user. These are the functions, with JSON schemas of their arguments:\n"
-    "{tools}\nTo call one, write its name and arguments like this:\n{call}"
-)
-"""Instructions for a model whose chat template has none for tools."""
+ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
+"""Ids of calls are nine letters or digits: Mistral's chat templates accept no others, and other templates any text."""
 MALFORMED = (KeyError, TypeError, ValueError, RecursionError)  # errors of the parser for a call that is none
 
 
@@ -30,7 +27,7 @@ class ToolCall:
     index: int
     name: str
     arguments: str
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    id: str = field(default_factory=lambda: "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH)))
 
     def to_dict(self) -> dict[str, object]:
         """Return the call as OpenAI's API writes it."""
@@ -161,25 +158,3 @@ class Reply:
         self._show("content", self._held, parsed)
         self._held, self._call = "", None
         self._parser = self._make_parser(self._later_template, "")
-
-
-def write_tools(chat: Chat, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return a chat whose tools, calls and results are texts, for a chat template that knows none."""
-    written = []
-    for message in chat:
-        content, is_output = message["content"], message["role"] == "tool"
-        before, after = ("<tool_response>\n", "\n</tool_response>") if is_output else ("", "")
-        for call in message.get("tool_calls") or ():
-            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-            after += arguments.join(around_arguments(TEXT.call, call["function"]["name"]))
-        ends = [{"type": "text", "text": text} for text in (before, after)]
-        if isinstance(content, str):
-            content = before + content + after
-        else:  # parts, with images
-            content = [part for part in (ends[0], *content, ends[1]) if part.get("text") != ""]
-        written.append({"role": "user" if is_output else message["role"], "content": content})
-    if not tools:
-        return written
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    call = "{}".join(around_arguments(TEXT.call, "function"))
-    return list(with_rules(TOOLS.format(tools=listed, call=call), written, "system"))

@@ -34,7 +34,6 @@ class ReplyFormat:
     call: str = ""
     between: str = ""  # text between two calls
     anchor: str = ANCHOR
-    reads_tools: bool = True  # whether the chat template describes tools to the model
 
     @property
     def template(self) -> dict[str, Any]:
@@ -116,4 +115,4 @@ def reply_format(tokenizer: Any) -> ReplyFormat:
         fields, anchor = own["fields"], own.get("start_anchor_pattern") or re.escape(own["start_anchor"])
     elif THINK in source and not found.thinks:
         fields = {"thinking": {"open": THINK, "close": END_THINK}} | fields
-    return replace(found, fields=fields, anchor=anchor, reads_tools="tools" in source)
+    return replace(found, fields=fields, anchor=anchor)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, Json, PrivateAttr, Tag, field_validator, model_validator
+from pydantic import Field, PrivateAttr, Tag, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.engine.server import schema
@@ -54,7 +54,7 @@ class Item(schema.Message):
     type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: Annotated[Text, Field(min_length=1, max_length=64)] = ""  # of a message
     call_id: Text | None = None
-    arguments: Json[JSONObject] | None = None
+    arguments: schema.Arguments | None = None
     output: schema.Content | None = None
     id: Text | None = None
     status: Text | None = None
@@ -145,9 +145,11 @@ class ResponseBody(schema.ConversationBody):
         own = [{"role": "user", "content": given}] if isinstance(given, str) else [item.to_chat() for item in given]
         before = messages[-1] if messages else {"role": ""}
         for new in own:
-            joins = before["role"] == new["role"] == "assistant" and before.keys() | new.keys() > {"role", "content"}
+            joins = before["role"] == new["role"] == "assistant"
+            joins = joins and (before.keys() | new.keys()) - {"name"} > {"role", "content"}
             if joins and type((last := messages[-1])["content"]) is type(new["content"]):
-                messages[-1] = {**last, **new, **{x: last[x] + new[x] for x in last.keys() & new.keys() - {"role"}}}
+                common = last.keys() & new.keys() - {"role", "name"}
+                messages[-1] = {**last, **new, **{key: last[key] + new[key] for key in common}}
             else:
                 messages.append(new)
             before = new

@@ -153,11 +153,18 @@ Choice = Annotated[
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
+Arguments = Annotated[
+    Json[dict[str, object]],
+    BeforeValidator(lambda value: "{}" if isinstance(value, str) and not value.strip() else value),
+]
+"""Arguments of a call; models and clients write no arguments as an empty text."""
+
+
 class CalledFunction(Part):
     """Name and arguments of a call."""
 
     name: Text
-    arguments: Json[dict[str, object]]
+    arguments: Arguments
 
 
 class Call(Part):
@@ -200,7 +207,7 @@ class Message(Part):
             parts = [{"text": x.text} if isinstance(x, TextPart) else {"image": x.image_url.url} for x in content]
             typed = [{"type": kind, kind: value} for part in parts for kind, value in part.items()]
             content = "".join(texts) if len(texts) == len(parts) else typed
-        given = self.model_dump(include={"tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True)
+        given = self.model_dump(include={"name", "tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True)
         return {"role": "system" if self.role == "developer" else self.role, "content": content, **given}
 
 

@@ -20,9 +20,10 @@ from hf_parallel.engine.server.forced_calls import ForcedCalls
 from hf_parallel.engine.server.grammar import JSONProcessor, call_grammar
 from hf_parallel.engine.server.images import chat_texts, encode_chat
 from hf_parallel.engine.server.limits import Limits
-from hf_parallel.engine.server.replies import Reply, ReplySpec, write_tools
+from hf_parallel.engine.server.replies import Reply, ReplySpec
 from hf_parallel.engine.server.reply_formats import reply_format
 from hf_parallel.engine.server.schema import Body, ConversationBody, Prompt
+from hf_parallel.engine.server.tool_messages import ToolMessages
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.config import ParallelConfig
@@ -127,6 +128,7 @@ class Translator:
     def __init__(self, engine: Engine, limits: Limits, processor: Any = None) -> None:
         self.engine, self.limits, self.processor = engine, limits, processor
         self.format = reply_format(engine.tokenizer)
+        self.tool_messages = ToolMessages.of(processor or engine.tokenizer, self.format)
         self._special = {name: token for token, name in special_tokens(engine.tokenizer).items()}
         config = engine.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
@@ -256,6 +258,8 @@ class Translator:
             self.check_ids(name, prompt)
         else:
             self.check_texts(prompt, name)
+            if "tool_calls" in prompt[-1]:  # a template would leave them out, or let the answer continue them
+                raise APIError(400, f"{name} end with calls: send their results, in messages of the role tool", name)
             prompt, template = self._with_effort(body, prompt)
             if self.processor is not None:
                 return encode_chat(self.processor, config, prompt, template, self.limits)
@@ -277,9 +281,7 @@ class Translator:
     ) -> tuple[list[Any], dict[str, object]]:
         """Return a chat and the variables of its template, with the tools that the answer may call."""
         self.check_length("tools", len(json.dumps(tools)))
-        if not self.format.reads_tools:
-            return write_tools(chat, tools), template
-        return list(chat), template | ({"tools": tools} if tools else {})
+        return self.tool_messages.apply(chat, tools, template)
 
     def check_ids(self, name: str, tokens: Sequence[int]) -> None:
         """Raise an error for token ids outside the vocabulary."""

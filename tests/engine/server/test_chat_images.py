@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import random
 import re
 import struct
@@ -172,6 +173,22 @@ def test_bad_images_are_named_and_nothing_is_lost(server: Served, name: str) -> 
         assert error["param"] == "messages"
         assert re.search(words, error["message"]), error
     assert (ask(server, *good), server.engine.stats.kv_bytes) == (before, kv_bytes)
+
+
+def test_placeholders_of_images_are_found_in_all_texts_that_a_template_may_write(server: Served) -> None:
+    ask_image = {"role": "user", "content": [text("What is this?"), shown(1)]}
+    call = {"id": "1", "function": {"name": "look", "arguments": json.dumps({"x": ["<boi>"]})}}
+    called = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+    tool = {"type": "function", "function": {"name": "look", "description": "Reads <img>"}}
+    for body in (
+        {"messages": [{**ask_image, "name": "<boi>"}]},
+        {"messages": [ask_image, {"role": "assistant", "content": "x", "reasoning_content": "<boi>"}, ask_image]},
+        {"messages": [ask_image, *called]},
+        {"messages": [ask_image], "tools": [tool]},
+        {"messages": [ask_image], "chat_template_kwargs": {"title": "<boi>"}},
+    ):
+        error = check_error(server.post("/v1/chat/completions", **body, max_tokens=1), 400)
+        assert "placeholder of images" in error["message"]
 
 
 def test_an_image_in_a_tools_output_is_read(server: Served) -> None:

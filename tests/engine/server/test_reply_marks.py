@@ -19,8 +19,9 @@ from serving import MODEL, TEMPLATE, served, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server.forced_calls import ForcedCalls  # noqa: E402
-from hf_parallel.engine.server.replies import Reply, ReplySpec, write_tools  # noqa: E402
+from hf_parallel.engine.server.replies import Reply, ReplySpec  # noqa: E402
 from hf_parallel.engine.server.reply_formats import FORMATS, TEXT, around_arguments, reply_format  # noqa: E402
+from hf_parallel.engine.server.tool_messages import Calls, ToolMessages  # noqa: E402
 
 MARKS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|call|>", "<|python_tag|>"),
@@ -140,7 +141,8 @@ def test_a_call_that_is_cut_off_is_content() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_functions_that_look_like_placeholders_are_written_as_they_are(name: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": name, "arguments": {"x": "NAME, ARGUMENTS"}}}
-    (message,) = write_tools([{"role": "assistant", "content": "", "tool_calls": [call]}], [])
+    messages = ToolMessages(TEXT, reads_tools=False, calls=Calls.NONE)
+    (message,), _ = messages.apply([{"role": "assistant", "content": "", "tool_calls": [call]}], [], {})
     assert read(Reply(ReplySpec(TEXT, [tool(name)]), ""), message["content"], 1000)[2] == [
         (name, '{"x": "NAME, ARGUMENTS"}')
     ]
