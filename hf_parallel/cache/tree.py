@@ -156,9 +156,7 @@ class PrefixTree:
         `gap`: see `Node`.
         """
         node, first_gap = root, gap
-        # The last token is computed again for its logits, which needs the state before it.
-        parts = (tokens[:-1], tokens[-1:]) if self.pool.states.in_use else (tokens,)
-        for rest in (part for one in parts for part in self.pool.images.split(one)):
+        for rest in self.parts(tokens):
             while len(rest):
                 child, shared = self._best_child(node, rest, first_gap)
                 if child is None:
@@ -187,17 +185,29 @@ class PrefixTree:
         return node
 
     def matching(self, tokens: np.ndarray, root: Node, gap: int = 0) -> list[Node]:
-        """Return the nodes after `root` that share tokens with a sequence, the last one perhaps only in part."""
-        path, node = [], root
-        while len(tokens):
-            child, shared = self._best_child(node, tokens, gap)
-            if child is None:
-                break
-            path.append(child)
-            if shared < len(child.tokens):
-                break
-            node, tokens, gap = child, tokens[shared:], 0
+        """Return the nodes that `insert` would use or split, from the one after `root` on."""
+        path: list[Node] = []
+        node = root
+        for rest in self.parts(tokens):
+            while len(rest):
+                child, shared = self._best_child(node, rest, gap)
+                if child is None:
+                    return path
+                path.append(child)
+                if shared < len(child.tokens):
+                    return path
+                node, gap, rest = child, 0, rest[shared:]
         return path
+
+    def parts(self, tokens: np.ndarray) -> list[np.ndarray]:
+        """Return the tokens of a prompt in the parts at whose ends a node ends, each int64 `[length]`.
+
+        `insert` and `matching` both read a prompt in these parts, so that a request waits for all nodes that it uses.
+        Where layers keep states, the last token is a part: it is computed again for its logits, which needs the state
+        before it.
+        """
+        runs = (tokens[:-1], tokens[-1:]) if self.pool.states.in_use else (tokens,)
+        return [part for run in runs for part in self.pool.images.split(run)]
 
     def cached_child(self, parent: Node, tokens: np.ndarray) -> Node | None:
         """Return the child of a node that begins with some tokens, if their keys and values are cached."""

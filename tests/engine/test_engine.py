@@ -19,6 +19,7 @@ from engine_requests import (
     TOKENIZER,
     Case,
     assert_nothing_is_held,
+    nested_prompts,
     random_case,
     random_prefixes,
     submit_all,
@@ -97,6 +98,25 @@ def check_random_requests(name: str, count: int, cache_dtype: str | None) -> Non
     assert stats.evicted_tokens
     assert stats.finished > len(cases) // 4
     assert stats.reserved_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds"),
+    [
+        ("lfm2", range(7, 10)),
+        *[pytest.param(name, range(20), marks=pytest.mark.slow) for name in ("qwen3_5_text", "mamba2", "gemma3_text")],
+    ],
+)
+def test_prompts_that_are_prefixes_of_each_other_get_their_tokens_at_once(name: str, seeds: range) -> None:
+    """Also where layers keep states, so that the last token of a prompt is a node of its own."""
+    model = enabled(name)
+    for seed in seeds:
+        prompts = nested_prompts(random.Random(seed), 8)
+        with Engine(model) as engine:
+            handles = [engine.submit(prompt, max_new_tokens=2) for prompt in prompts]
+            outputs = [handle.result(600).sequences.tolist() for handle in handles]
+            assert_nothing_is_held(engine)
+        assert outputs == [model.generate(torch.tensor([prompt]), max_new_tokens=2).tolist() for prompt in prompts]
 
 
 def test_random_requests_get_their_tokens_from_blocks_in_other_storage(

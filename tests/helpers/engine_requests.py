@@ -78,6 +78,16 @@ def random_prefixes(rng: random.Random, count: int, length: int) -> list[torch.T
     return [torch.randint(32, 126, (length,), generator=generator) for _ in range(count)]
 
 
+def nested_prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Return short prompts, many of which are prefixes of each other, or leave each other after any token."""
+    prompts = [[32 + rng.randrange(90) for _ in range(rng.randint(4, 7))]]
+    while len(prompts) < count:
+        other = rng.choice(prompts)
+        end = [32 + rng.randrange(3) for _ in range(rng.choice([0, 1, 1, 2]))]
+        prompts.append(other[: rng.randint(2, len(other))] + end)
+    return prompts
+
+
 def submit_all(engine: Engine, cases: list[Case], rng: random.Random) -> list[RequestHandle | None]:
     """Submit requests from four threads; cancel some. None: the request alone exceeds the budget."""
     handles: list[RequestHandle | None] = [None] * len(cases)
