@@ -38,7 +38,19 @@ _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
 WHOLE_ROWS = float("inf")
 PADDING = -2
 _mixers: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Mixer, ...]] = weakref.WeakKeyDictionary()
-_continues: weakref.WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Behavior:
+    """What calls of a layer over `PROBE` have shown."""
+
+    continues: bool
+    """Whether it computes some of its tokens from states as it computes them in whole rows."""
+    is_per_token: tuple[bool, ...]
+    """By output, whether it has a value for each token. Others are states, which have no place among packed tokens."""
+
+
+_behaviors: weakref.WeakKeyDictionary[nn.Module, dict[torch.dtype, _Behavior]] = weakref.WeakKeyDictionary()
 
 
 def mixers_of(model: PreTrainedModel) -> tuple[Mixer, ...]:
@@ -252,34 +264,49 @@ class MixerPass:
 
     def over(self, rows: Rows) -> Any:
         """Return the result for the rows of the batch, as the layer would compute each of them."""
-        known, dtype = _continues.setdefault(self._module, {}), self._leaves[0].value.dtype
+        known, dtype = _behaviors.setdefault(self._module, {}), self._leaves[0].value.dtype
         if dtype not in known:
             if torch.is_inference_mode_enabled():
                 raise RuntimeError("layers that keep a state need torch.no_grad() here, not torch.inference_mode()")
             hidden = saved_tensors_hooks(lambda x: x, lambda x: x)  # from gradient checkpointing
             with torch.enable_grad(), hidden:
-                known[dtype] = self._can_continue()
-        results = self.compute(rows, SHORTEST if known[dtype] else WHOLE_ROWS)
+                known[dtype] = self._probe()
+        behavior = known[dtype]
+        shortest = SHORTEST if behavior.continues else WHOLE_ROWS
+        results = self.compute(rows, shortest, is_per_token=behavior.is_per_token)
         return tree_map(lambda x: x if x is None else x.view(*self._shape, *x.shape[1:]), results)
 
-    def _can_continue(self) -> bool:
-        """Return whether the layer computes some of its tokens from states as it computes them in whole rows."""
+    def _probe(self) -> _Behavior:
+        """Compute `PROBE` in whole rows and from states. Its calls have several lengths, so that outputs are told."""
         index = torch.arange(len(PROBE.previous), device=self._leaves[0].value.device) % self._shape.numel()
         hidden, *leaves = [_Flat(leaf[index], leaf.is_per_token) for leaf in self._leaves]
         hidden = _Flat(hidden.value.detach().requires_grad_(), True)
-        expected = _with_gradient(self.compute(PROBE, WHOLE_ROWS, [hidden, *leaves]), hidden.value)
+        whole = self.compute(PROBE, WHOLE_ROWS, [hidden, *leaves])
+        is_per_token = tuple(output is not None for output in tree_leaves(whole))
+        expected = _with_gradient(whole, hidden.value)
         try:
-            found = _with_gradient(self.compute(PROBE, 2, [hidden, *leaves]), hidden.value)
+            found = _with_gradient(self.compute(PROBE, 2, [hidden, *leaves], is_per_token), hidden.value)
         except (AttributeError, RuntimeError, TypeError, ValueError):
-            return False
+            return _Behavior(continues=False, is_per_token=is_per_token)
         pairs = zip(found, expected, strict=True)
-        return all(bool((a - b).norm() <= TOLERANCE.get(b.dtype, 0.1) * b.norm()) for a, b in pairs)
+        is_close = all(bool((a - b).norm() <= TOLERANCE.get(b.dtype, 0.1) * b.norm()) for a, b in pairs)
+        return _Behavior(continues=is_close, is_per_token=is_per_token)
 
-    def compute(self, rows: Rows, shortest: float, leaves: Sequence[_Flat] | None = None) -> Any:
-        """Return the results of all tokens, `[tokens, ...]`; `shortest` as in `Rows.plan`."""
+    def compute(
+        self,
+        rows: Rows,
+        shortest: float,
+        leaves: Sequence[_Flat] | None = None,
+        is_per_token: Sequence[bool] | None = None,
+    ) -> Any:
+        """Return the results of all tokens, `[tokens, ...]`, and None for other outputs.
+
+        `shortest` as in `Rows.plan`; `is_per_token` as in `_Behavior`, by default what the shapes of all calls say.
+        """
         leaves = self._leaves if leaves is None else leaves
         plan = rows.plan(shortest, leaves[0].value.device)
-        results: list[list[torch.Tensor | None]] = []
+        outputs: list[list[Any]] = []  # of each call
+        shapes: list[torch.Size] = []  # of the tokens of each call
         states: list[MixerStates] = []  # of the continued calls of a level
         for level in plan.levels:
             before, states = states, []
@@ -292,10 +319,17 @@ class MixerPass:
                 arguments = tree_unflatten([leaf[call.tokens] for leaf in leaves], self._spec)
                 arguments[self._mixer.argument] = None if shortest == WHOLE_ROWS else given
                 output, spec = tree_flatten(self._module._call_impl(**arguments))
-                results.append([_per_token(x, call.tokens.shape) for x in output])
+                outputs.append(output)
+                shapes.append(call.tokens.shape)
                 if call.is_continued:
                     states.append(given)
-        joined = [None if parts[0] is None else torch.cat(parts)[plan.source] for parts in zip(*results, strict=True)]
+        columns = list(zip(*outputs, strict=True))
+        if is_per_token is None:
+            is_per_token = [_are_per_token(column, shapes) for column in columns]
+        joined = [
+            torch.cat([output.flatten(0, 1) for output in column])[plan.source] if is_joined else None
+            for column, is_joined in zip(columns, is_per_token, strict=True)
+        ]
         return tree_unflatten(joined, spec)
 
 
@@ -322,8 +356,10 @@ def _take(states: Sequence[dict[int, torch.Tensor]], rows: torch.Tensor) -> dict
     return {index: torch.cat([state[index] for state in states]).index_select(0, rows) for index in states[0]}
 
 
-def _per_token(x: Any, shape: torch.Size) -> torch.Tensor | None:
-    return x.flatten(0, 1) if isinstance(x, torch.Tensor) and x.shape[:2] == shape else None
+def _are_per_token(outputs: Sequence[Any], shapes: Sequence[torch.Size]) -> bool:
+    """Return whether an output of several calls, each with a shape of its tokens, has a value for each token."""
+    pairs = zip(outputs, shapes, strict=True)
+    return all(isinstance(output, torch.Tensor) and output.shape[:2] == shape for output, shape in pairs)
 
 
 def _with_gradient(results: Any, hidden: torch.Tensor) -> list[torch.Tensor]:

@@ -110,6 +110,17 @@ def test_a_layer_that_continues_from_states_computes_a_prompt_once(name: str, sh
     assert (sum(computed) >= len(PROMPT) * len(COMPLETIONS)) != shared
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("prompt", "completion"), [(1, 4), (3, 2)])
+def test_a_state_among_the_outputs_of_a_layer_is_never_taken_for_values_of_tokens(prompt: int, completion: int) -> None:
+    """MiniMax's layers also return their state, `[rows, heads, ...]`: four heads, and a row of four tokens here."""
+    model, tolerance = build("minimax")
+    completions = [COMPLETIONS[4][:completion], COMPLETIONS[2][:9]]
+    tree = tree_logprobs(model, PROMPT[:prompt], completions)
+    rows = [row_logprobs(model, PROMPT[:prompt], one) for one in completions]
+    torch.testing.assert_close(tree, rows, rtol=0, atol=tolerance)
+
+
 class Decay(nn.Module):
     """`y[t] = x[t] + 0.9 y[t - 1]`, with the last `y` as state."""
 
