@@ -1,6 +1,8 @@
 """Public names, for type checkers and for `__getattr__` of the package."""
 
+from hf_parallel import agents as agents
 from hf_parallel import cache as cache
+from hf_parallel import engine as engine
 from hf_parallel import generation as generation
 from hf_parallel import hub as hub
 from hf_parallel import kernels as kernels
@@ -11,6 +13,7 @@ from hf_parallel.cache.hogwild import HogwildCache as HogwildCache
 from hf_parallel.cache.logits import LogitsCache as LogitsCache
 from hf_parallel.cache.shared_prefix import SharedPrefixCache as SharedPrefixCache
 from hf_parallel.cache.tree_branch import TreeBranchCache as TreeBranchCache
+from hf_parallel.engine.engine import Engine as Engine
 from hf_parallel.generation import ConsoleStreamer as ConsoleStreamer
 from hf_parallel.generation import GenerationStats as GenerationStats
 from hf_parallel.generation import ParallelConfig as ParallelConfig

@@ -138,6 +138,17 @@ def check_supported_arguments(title: str, kwargs: Arguments) -> None:
             raise ValueError(f"{name} is not supported by {title}{_PLAINLY}")
 
 
+def check_uses_cache(title: str, kwargs: Arguments, own: GenerationConfig) -> None:
+    """Raise `ValueError` if a call asks for generation without a cache; `own` is the model's config, a saved default.
+
+    Files of trained models often have `use_cache=False`, which training sets.
+    """
+    given = kwargs.get("generation_config")
+    is_asked = given is not None and given.use_cache is False and own.use_cache is not False
+    if kwargs.get("use_cache", True) is False or is_asked:
+        raise ValueError(f"use_cache=False is not supported by {title}, whose rows share a cache{_PLAINLY}")
+
+
 def check_keeps_states(config: Any, model: object, capabilities: Capabilities) -> None:
     """Raise `UnsupportedModelError` if layers keep states and rows of the mode see more than one sequence in order."""
     if (mixers := capabilities.mixers) and not config.traits.keeps_states:

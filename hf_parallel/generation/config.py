@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeGuard, cast
 
 import torch
 from huggingface_hub import CommitInfo, HfApi
@@ -352,6 +352,8 @@ def make_config(mode: str, *sources: Mapping[str, object] | ParallelConfig | Non
     """
     if isinstance(mode, ParallelConfig):
         raise ValueError(f"generation_mode must be a name, got a {type(mode).__name__}: pass it as parallel_config=")
+    if _is_config_class(mode):
+        raise ValueError(f"generation_mode must be a name, got the class {mode.__name__}; did you mean {mode.mode!r}?")
     if not isinstance(mode, str) or mode not in MODES:
         hint = suggestion(mode, MODES)
         raise ValueError(f"generation_mode must be one of {sorted(MODES)} (or None), got {mode!r}{hint}")
@@ -366,10 +368,41 @@ def make_config(mode: str, *sources: Mapping[str, object] | ParallelConfig | Non
                 raise ValueError(f"parallel_config must be a {cls.__name__} for {mode!r}, got a {kind}")
             source = source.given()
         elif not isinstance(source, Mapping):
+            check_instance(source)
             raise ValueError(f"parallel_config must be a {cls.__name__} or a mapping, got {kind}")
         check_setting_names(cls, source)
         merged.update(source)
     return cls(**merged)
+
+
+def check_instance(config: Any) -> None:
+    """Raise `ValueError` for the class of a config in place of a config."""
+    if _is_config_class(config):
+        name = config.__name__
+        raise ValueError(f"parallel_config must be a config, got the class {name}; did you mean {name}()?")
+
+
+def _is_config_class(value: Any) -> TypeGuard[type[ParallelConfig]]:
+    return isinstance(value, type) and issubclass(value, ParallelConfig)
+
+
+def check_has_mode(config: object) -> None:
+    """Raise `ValueError` for a `parallel_config` that was given without a mode, unless it is None."""
+    if config is None:
+        return
+    check_instance(config)
+    hint = ""
+    if isinstance(config, Mapping) and config:
+        owners = [mode for mode, cls in MODES.items() if config.keys() <= set(cls.fields())]
+        if owners:
+            hint = f": {', '.join(config)} can be of {' or '.join(owners)}, so pass generation_mode={owners[0]!r}, too"
+        elif isinstance(mode := config.get("generation_mode", config.get("mode")), str):
+            hint = f": pass generation_mode={mode!r} as an argument of its own"
+        else:
+            known = {name for cls in MODES.values() for name in cls.fields()}
+            unknown = next((name for name in config if name not in known), "")
+            hint = suggestion(unknown, known)
+    raise ValueError(f"parallel_config was given without a generation_mode, got {config!r}{hint}")
 
 
 def check_setting_names(

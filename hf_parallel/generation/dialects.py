@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from hf_parallel.generation.validation import check_bool, check_choice, check_text
+from hf_parallel.generation.validation import check_bool, check_choice, check_text, names_hint
 
 NUMBER = r"[0-9]+(?:\.[0-9]+)*"
 POSITIONS = ("depth", "overlap", "concatenated", "reencode", "separate")
@@ -180,7 +180,7 @@ def make_dialect(settings: Mapping[str, Any]) -> AnyDialect:
     cls: type[AnyDialect] = SkeletonDialect if "branch_marker" in settings else Dialect
     known = {f.name: f.default is MISSING for f in fields(cls)}
     if unknown := [name for name in settings if name not in known]:
-        raise ValueError(f"dialect has no {unknown[0]!r}, only {sorted(known)}")
+        raise ValueError(f"dialect has no {unknown[0]!r}{names_hint(unknown[0], sorted(known))}")
     needed = [name for name, is_needed in known.items() if is_needed]
     if missing := [name for name in needed if name not in settings]:
         raise ValueError(f"dialect must have {' and '.join(needed)}, {missing[0]} is missing in {settings!r}")

@@ -29,7 +29,7 @@ from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import GenerationCall, make_call, vocabulary_size
-from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
+from hf_parallel.generation.config import ParallelConfig, check_has_mode, check_setting_names, make_config
 from hf_parallel.generation.enabled import BUSY, Claim, Enabled, preparation
 from hf_parallel.generation.image_prompts import take_images
 from hf_parallel.generation.presets import add_preset, marked_preset
@@ -196,7 +196,7 @@ class ParallelGenerationMixin:
             generation_config=generation_config,
             streamer=streamer,
             cuda_graph=config.cuda_graph,
-            compile=config.compile,
+            compile=False if config.compile is None and generation_config.disable_compile else config.compile,
             claim=claim,
         )
 
@@ -224,6 +224,7 @@ class ParallelGenerationMixin:
     def _check_arguments(self, config: ParallelConfig, kwargs: Arguments) -> None:
         """Raise an error for invalid or unsupported arguments, before anything is prepared."""
         arguments.check_supported_arguments(config.title, kwargs)
+        arguments.check_uses_cache(config.title, kwargs, self.generation_config)  # type: ignore[attr-defined]
         arguments.check_not_compiled(self)  # type: ignore[arg-type]
         arguments.check_prepares_own_inputs(self)  # type: ignore[arg-type]
         arguments.check_no_adapter_names(config.title, self)  # type: ignore[arg-type]
@@ -278,8 +279,7 @@ def take_parallel_config(own: GenerationConfig, kwargs: Arguments) -> ParallelCo
     else:
         mode = next((m for m in (getattr(source, "generation_mode", None) for source in stored) if m is not None), None)
     if mode is None:
-        if config is not None:
-            raise ValueError("parallel_config was given without a generation_mode")
+        check_has_mode(config)
         return None
     settings = {name: kwargs.pop(name) for name in _fields(mode) if name in kwargs}
     saved = [_stored_settings(s, mode) for s in stored if getattr(s, "generation_mode", mode) in (mode, None)]

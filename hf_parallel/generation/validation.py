@@ -31,7 +31,8 @@ def check_bool(name: str, value: object) -> None:
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise `ValueError` unless `value` is one of `allowed`."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}")
+        near = suggestion(value, allowed) if isinstance(value, str) else ""
+        raise ValueError(f"{name} must be one of {list(allowed)}, got {value!r}{near}")
 
 
 OTHER_NAMES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,3 +237,53 @@ def test_settings_are_restored_from_generation_config_json(mode: str, as_object:
     loaded = GenerationConfig.from_pretrained(tmp_path)
     assert loaded.generation_mode == mode
     assert make_config(mode, loaded.parallel_config) == config
+
+
+# Errors about settings say what was meant
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"parallel_config": hf_parallel.HogwildConfig}, "got the class HogwildConfig; did you mean HogwildConfig()"),
+    ({"generation_mode": hf_parallel.HogwildConfig}, "got the class HogwildConfig; did you mean 'hogwild'"),
+    (
+        {"generation_mode": "hogwild", "parallel_config": hf_parallel.HogwildConfig},
+        "got the class HogwildConfig; did you mean HogwildConfig()",
+    ),
+    ({"parallel_config": {"step_gap": "|"}}, "step_gap can be of hogwild or async_reasoning, so pass generation_mode="),
+    ({"parallel_config": {"generation_mode": "pdos", "join": "rotate"}}, "pass generation_mode='pdos' as an argument"),
+    ({"parallel_config": {"num_worker": 2}}, "did you mean 'num_workers'"),
+    ({"generation_mode": "fork_join", "dialect": "multivers"}, "'multivers'; did you mean 'multiverse'"),
+    (
+        {"generation_mode": "fork_join", "dialect": {"region": ["a", "b"], "brunch": ["c", "d"]}},
+        "no 'brunch'; did you mean 'branch'",
+    ),
+    ({"generation_mode": "hogwild", "layout": "interleave"}, "'interleave'; did you mean 'interleaved'"),
+]
+"""Arguments of `generate`, and what the error says."""
+
+
+def test_errors_name_what_was_probably_meant(model: Any) -> None:
+    for arguments, says in MISTAKES:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            model.generate(IDS, max_new_tokens=3, **arguments)
+
+
+def test_a_call_without_a_cache_raises_and_a_saved_default_does_not(model: Any) -> None:
+    call = {"generation_mode": "shared_prefix", "max_new_tokens": 3, "do_sample": False}
+    for arguments in ({"use_cache": False}, {"generation_config": GenerationConfig(use_cache=False)}):
+        with pytest.raises(ValueError, match="use_cache=False is not supported"):
+            model.generate(IDS, **call, **arguments)
+    expected = model.generate(IDS, **call, use_cache=True)
+    model.generation_config.use_cache = False  # as in files of trained models
+    assert model.generate(IDS, **call).equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "compiles"),
+    [({}, None), ({"disable_compile": True}, False), ({"disable_compile": True, "compile": True}, True)],
+)
+def test_disable_compile_is_the_default_of_compile(
+    model: Any, arguments: dict[str, Any], compiles: bool | None
+) -> None:
+    config = SharedPrefixConfig(compile=arguments.pop("compile", None))
+    with model.prepared_call(config, {"inputs": IDS, "max_new_tokens": 3, **arguments}) as call:
+        assert call.executor._compile is compiles
