@@ -29,15 +29,23 @@ class IncrementalDetokenizer:
     tokenizers' `DecodeStream` does not fit: it raises on tokenizers with byte fallback, holds back invalid bytes
     without limit, and needs a fast tokenizer. `text` is the text of `tokens` without what is held back; `visible` are
     the tokens that are not hidden.
+
+    `before` are the tokens of a text that this one continues: SentencePiece drops the space before the first word of a
+    text. They are in `visible`, but in neither `tokens` nor `text`. After a hidden token, a text begins anew.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: Collection[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, hidden: Collection[int] = (), before: Sequence[int] = ()
+    ) -> None:
         self.tokenizer = tokenizer
         self.hidden = hidden
         self.tokens: list[int] = []
-        self.visible: list[int] = []
+        continued = list(before[-_CONTEXT:])
+        if continued and continued[-1] in hidden:
+            continued = []
+        self.visible: list[int] = [token for token in continued if token not in hidden]
         self.text = ""
-        self._num_decoded = 0  # visible tokens that `text` covers
+        self._num_decoded = len(self.visible)  # visible tokens that `text` covers, and those before
         self._starts = [0]  # where decoding may begin: within a character of several byte tokens it would fail
 
     def add(self, tokens: Sequence[int]) -> str:

@@ -28,6 +28,8 @@ class StopTexts(StoppingCriteria):
     marks
         Tokens with a text that the caller does not see, such as those before a call of a tool. The texts before and
         after one are searched separately.
+    continues
+        Whether the text continues the prompt's: its first word may have a space before it.
     """
 
     keeps_rows = False
@@ -38,15 +40,18 @@ class StopTexts(StoppingCriteria):
         stops: Sequence[str],
         hidden: Collection[int] | None = None,
         marks: Collection[int] = (),
+        continues: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
         self.hidden = hidden_tokens(tokenizer, (), "\n".join(stops)) if hidden is None else hidden
         self.marks = marks
+        self.continues = continues
 
-    def new_text(self) -> StoppedText:
-        """Return the empty text of a row."""
-        return StoppedText(IncrementalDetokenizer(self.tokenizer, self.hidden), self.stops, self.marks)
+    def new_text(self, prompt: Sequence[int] = ()) -> StoppedText:
+        """Return the empty text of a row, whose prompt ends with these tokens."""
+        before = prompt if self.continues else ()
+        return StoppedText(IncrementalDetokenizer(self.tokenizer, self.hidden, before), self.stops, self.marks)
 
 
 class StoppedText:
@@ -103,7 +108,8 @@ class RowStops:
         table = self.table
         read = self._rows.get(row)
         if read is None or read.changes != table.changes[row]:
-            read = self._rows[row] = _ReadRow(self.criterion.new_text(), table.begin, table.changes[row])
+            prompt = table.ids[row, : table.begin].tolist() if self.criterion.continues else ()
+            read = self._rows[row] = _ReadRow(self.criterion.new_text(prompt), table.begin, table.changes[row])
         length = table.lengths[row]
         is_next = read.length == length - 1
         for new in [token] if is_next else table.ids[row, read.length : length].tolist():

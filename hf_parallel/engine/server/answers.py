@@ -158,7 +158,8 @@ class _ChoiceText:
         hidden = submission.hidden.union(end_tokens) - submission.marks
         self._submission, self._prompt = submission, submission.prompt_of(row) if submission.echo else []
         self._log_probs = submission.log_probs
-        self._detokenizer = IncrementalDetokenizer(submission.engine.tokenizer, hidden)
+        continued = submission.prompt_of(row) if submission.continues and not submission.echo else []
+        self._detokenizer = IncrementalDetokenizer(submission.engine.tokenizer, hidden, continued)
         self._text = StoppedText(self._detokenizer, submission.stops, submission.marks)
         self._row, self._count = row, 0  # of tokens
         self._shown = 0

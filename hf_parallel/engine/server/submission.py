@@ -71,6 +71,7 @@ class Submission:
     log_probs: TopLogProbs | None = None
     prompt_log_probs: TopLogProbs | None = None  # the same, if log-probabilities of prompts are wanted
     echo: bool = False
+    continues: bool = False  # whether the answer continues the text of the prompt
     is_empty: bool = False  # whether the token that it generates is not part of the answer
     has_mode: bool = False
     has_transcript: bool = False
@@ -156,6 +157,7 @@ class Translator:
                 raise APIError(400, f"temperature=0 gives {body.answers} equal answers; set n to 1", "n")
         submission = Submission(self.engine, config, encoded, arguments, body.answers * len(prompts), body.stops)
         submission.echo, submission.is_empty = bool(getattr(body, "echo", False)), body.max_tokens == 0
+        submission.continues = all(map(_is_continued, prompts))
         submission.has_mode, submission.has_transcript = body.generation_mode is not None, bool(body.transcript)
         given = (body.agent_hints or {}).items()
         submission.hints = AgentHints.of({name: value for name, value in given if value is not None})
@@ -372,7 +374,7 @@ class Translator:
             for stop in body.stops:
                 check_text("stop", stop)
             tokenizer = self.engine.tokenizer
-            criteria.append(StopTexts(tokenizer, body.stops, submission.hidden, submission.marks))
+            criteria.append(StopTexts(tokenizer, body.stops, submission.hidden, submission.marks, submission.continues))
         if processors:
             submission.arguments["logits_processor"] = processors
         if criteria:
@@ -420,6 +422,12 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     if ends is None:
         return []
     return list(ends) if isinstance(ends, list | tuple) else [int(ends)]
+
+
+def _is_continued(prompt: Prompt) -> bool:
+    """Whether an answer continues the text of a prompt: a text, token ids, or a chat that ends with an answer."""
+    last = prompt[-1]
+    return not isinstance(last, Mapping) or last["role"] == "assistant"
 
 
 def _padded(prompts: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
