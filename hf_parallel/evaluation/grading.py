@@ -12,19 +12,14 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
 from hf_parallel.evaluation.formulas import compare_formulas
+from hf_parallel.evaluation.quantity import MAX_ANSWER, THOUSANDS, read_number
 from hf_parallel.generation.modes import normal_form
 
-MAX_ANSWER = 1000
-"""Maximum number of characters of a final answer. Longer ones are wrong."""
 SCALES = (1, 100, Fraction(1, 100))
 """A number, and what it is as a percentage or a fraction."""
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
-_NUMBER = re.compile(r"-?(?:\d+(?:\.\d*)?|\.\d+)")
-_FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}|(-?\d+)/(\d+)")
-_WRAPPERS = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}")
 _SPACED_LIST = re.compile(r",\s")
-_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\[,!])(?=\d{3}(?!\d))")
 
 
 def boxed(text: str) -> list[str]:
@@ -49,36 +44,10 @@ def final_answer(text: str) -> str | None:
     return answer if answer is None or len(answer) <= MAX_ANSWER else None
 
 
-def number(answer: str | None, units: bool = True) -> Fraction | None:
-    r"""Return the value of an answer that is one number, or None.
-
-    Reads decimals, `a/b` and `\frac{a}{b}`. Ignores currency signs, thousands separators, `\text{}` and a full stop;
-    with `units` also words and a percent sign after the number, and a name and `=` before it.
-    """
-    if answer is None or len(answer) > MAX_ANSWER:
-        return None
-    plain = _WRAPPERS.sub(r" \1 ", answer)
-    plain = _THOUSANDS.sub("", plain.replace("\\$", "").replace("$", "").replace("\\%", "%").replace("\\ ", " "))
-    plain = plain.replace("−", "-").replace("£", "").replace("€", "").strip()
-    if units:
-        plain = re.sub(r"^[A-Za-z]\w*\s*=\s*", "", plain)
-    if match := _FRACTION.fullmatch(plain.rstrip(" .")):
-        sign, above, below, left, right = match.groups()
-        divisor = int(below or right)
-        value = Fraction(int(above or left), divisor) if divisor else None
-        return -value if value is not None and sign else value
-    plain = re.sub(r"^-\s+", "-", plain)
-    match = _NUMBER.match(plain)
-    rest = plain[match.end() :] if match else ""
-    if match is None or not re.fullmatch(r"\s*[^\d+*/^=\\(){}-]*" if units else r"\s*\.?\s*", rest):
-        return None
-    return Fraction(match.group())
-
-
 def numbers_equal(answer: str, given: str | None) -> bool:
     """Return whether two answers are the same number."""
-    value = number(given)
-    return value is not None and value == number(answer)
+    value = read_number(given)
+    return value is not None and value == read_number(answer)
 
 
 def score_by_position(text: str, answers: Sequence[str], units: bool = False) -> float:
@@ -86,7 +55,7 @@ def score_by_position(text: str, answers: Sequence[str], units: bool = False) ->
 
     If the last `\boxed{}` has several answers, only these are scored; more answers than questions score 0.0. Otherwise
     the last boxes with a single answer are scored, one per question. With `units`, numbers are compared by value (see
-    `number`), and commas between digits are part of numbers if a comma and a space separate the answers.
+    `read_number`), and commas between digits are part of numbers if a comma and a space separate the answers.
     """
     boxes = [_items(box, units) for box in boxed(text) if box]
     single = [box[0] for box in boxes if len(box) == 1]
@@ -100,7 +69,7 @@ def score_by_position(text: str, answers: Sequence[str], units: bool = False) ->
 def _items(box: str, units: bool) -> list[str]:
     if units:
         plain = re.sub(r"(?<=\d)(?:\{,\}|\\[,!])(?=\d{3}(?!\d))", "", box)
-        box = _THOUSANDS.sub("", plain) if _SPACED_LIST.search(plain) else plain
+        box = THOUSANDS.sub("", plain) if _SPACED_LIST.search(plain) else plain
     return box.split(",")
 
 
@@ -120,7 +89,7 @@ def formulas_equal(answer: str, given: str | None, tolerance: float = 0.0) -> bo
         return False
     if _forms_equal(answer, given):
         return True
-    values = number(answer, units=False), number(given, units=False)
+    values = read_number(answer, units=False), read_number(given, units=False)
     if values[0] is not None and values[1] is not None:
         if any(abs(values[0] * scale - values[1]) <= tolerance * 1.01 for scale in SCALES[: None if tolerance else 1]):
             return True

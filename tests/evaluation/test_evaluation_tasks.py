@@ -340,6 +340,7 @@ def test_apps_has_problems_of_a_difficulty_after_two_solved_ones(tmp_path: Path)
     assert re.findall(r"Question: (\w+) ", shared) == ["long", "short"]
     assert re.findall(r"```python\n(.*)\n```", shared) == ["print(1)", "print(0)"]
     assert problem.score("```python\nprint(2 * int(input()))\n```") == 1.0
+    assert problem.score("Here:\r\n```python\r\nprint(2 * int(input()))\r\n```\r\nDone.") == 1.0
     with pytest.raises(ValueError, match="has no rows with {'difficulty': 'hard'}"):
         load("apps", tmp_path, difficulty="hard")
 

@@ -182,7 +182,7 @@ INSTRUCTION = EXAMPLES[: EXAMPLES.index("Question:")]
 
 def last_block(text: str) -> str | None:
     """Return the last complete fenced block of a text, or None."""
-    return next(reversed(_BLOCK.findall(text)), None)
+    return next(reversed(_BLOCK.findall(text.replace("\r\n", "\n"))), None)
 
 
 P = TypeVar("P", bound=CodeProblem)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_parallel.evaluation.grading import final_answer, formulas_equal, numbers_equal, score_by_position
-from hf_parallel.evaluation.grading import number as read_number
+from hf_parallel.evaluation.quantity import read_number
 from hf_parallel.evaluation.tasks.base import Problem, column, text_column
 from hf_parallel.generation.modes import BOXED
 

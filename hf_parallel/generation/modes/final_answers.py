@@ -23,6 +23,7 @@ PATTERN_LENGTH, PATTERN_REPEATS = 10_000, 100_000
 SHOWN_LENGTH = 40
 """Maximum number of characters of a regular expression in messages."""
 _NUMBER = re.compile(r"\+?(-?)(\d+|\d{1,3}(?:,\d{3})+)(?:\.(\d*))?")
+_EMPHASIS = re.compile(r"^(\*{1,3}|`)(?=[^\s*`])([^*`]+)(?<=\S)\1$")
 _logger = logging.getLogger(__name__)
 
 
@@ -100,14 +101,16 @@ def _last_answer(matches: Sequence[regex.Match[str]]) -> str | None:
 def normal_form(answer: str) -> str:
     r"""Normalize an answer: equivalent answers have the same normal form.
 
-    Ignores case, surrounding and repeated whitespace, a full stop at the end, surrounding dollar signs and `\text{}`.
+    Ignores case, surrounding and repeated whitespace, a full stop at the end, surrounding dollar signs, `\text{}` and
+    Markdown's emphasis of the whole answer.
     Numbers are compared by value: `1,000.0` becomes `1000`.
 
     Votes are counted by this form. math-verify cannot replace it: it compares two formulas instead of returning a key,
     and its comparison is not symmetric.
     """
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", answer)
-    plain = " ".join(plain.split()).strip("$ ").removesuffix(".").strip("$ ").casefold()
+    plain = _EMPHASIS.sub(r"\2", " ".join(plain.split()))
+    plain = plain.strip("$ ").removesuffix(".").strip("$ ").casefold()
     number = _NUMBER.fullmatch(plain)
     if number is None:
         return plain

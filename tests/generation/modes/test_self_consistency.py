@@ -114,6 +114,8 @@ def test_the_majority_wins_and_the_first_of_equals(
         ("1,2,3", "1,2,3"),
         ("The  Red\nHouse.", "the red house"),
         ("\\text{Blue}", "blue"),
+        ("**+42**", "42"),
+        ("**a** and **b**", "**a** and **b**"),
     ],
 )
 def test_normal_form(answer: str, form: str) -> None:
