@@ -1,6 +1,6 @@
 """Replicas of an engine, by Ray Serve. Run: python examples/ray_replicas.py
 
-Needs `pip install '.[engine]' 'ray[serve]>=2.60'` from a clone. Ray places, restarts and scales the replicas,
+Needs `pip install . 'ray[serve]>=2.60'` from a clone. Ray places, restarts and scales the replicas,
 on one or many machines. Each holds the whole model and an `Engine`. The router prefers the replica that has the prefix.
 """
 

@@ -127,7 +127,7 @@ class Recorder:
         from coverage import Coverage
 
         self.path, self.failing, self.seconds = path, [], {}
-        self.coverage = Coverage(None, source_pkgs=["hf_parallel"], concurrency=["thread", "greenlet"])
+        self.coverage = Coverage(None, source_pkgs=["hf_parallel"], concurrency=["thread"])
 
     def pytest_configure(self) -> None:
         self.coverage.start()

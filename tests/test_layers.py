@@ -45,7 +45,7 @@ LAYERS: dict[str, set[str]] = {
 """
 
 OPTIONAL = [
-    *("accelerate", "datasets", "evaluate", "fastapi", "flash_attn", "gguf", "greenlet", "hypothesis", "llguidance"),
+    *("accelerate", "datasets", "evaluate", "fastapi", "flash_attn", "gguf", "hypothesis", "llguidance"),
     *("lm_eval", "math_verify", "matplotlib", "peft", "prometheus_client", "psutil", "pytest", "triton"),
     *("trl", "uvicorn"),
 ]
@@ -313,3 +313,34 @@ hf_parallel.disable(model)
 assert type(model) is transformers.LlamaForCausalLM
 assert torch.equal(model.generate(**arguments), plain)
 """
+
+
+# Runs are generators
+
+
+def steps_functions(tree: ast.AST) -> set[str]:
+    """Return the names of a module's functions and methods that return `Steps`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.returns is not None and "Steps[" in ast.unparse(node.returns):
+            found.add(node.name)
+    return found
+
+
+def test_what_a_run_wants_is_yielded() -> None:
+    """A call of a function of a run without `yield from` would do nothing. As a value, mypy finds it."""
+    package = [path for path in python_files() if path.is_relative_to(ROOT / PACKAGE)]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package}
+    everywhere = set().union(*map(steps_functions, trees.values()))
+    for path, tree in trees.items():
+        here = steps_functions(tree)
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+                continue
+            called = node.value.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            receiver = ast.unparse(called.value) if isinstance(called, ast.Attribute) else ""
+            is_run = receiver.split(".")[-1] in ("loop", "runner", "reader", "_run") or (
+                name in here and receiver in ("", "self")
+            )
+            assert not (name in everywhere and is_run), f"{path}:{node.lineno}: {name} without `yield from`"

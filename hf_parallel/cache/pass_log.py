@@ -15,8 +15,8 @@ import torch
 from hf_parallel.cache.batch import ForwardPass, Segment, View
 from hf_parallel.cache.pool import Block
 
-RunPasses = Callable[[list[list[Segment]], torch.Tensor], None]
-"""Runs consecutive passes over packed tokens `int64 [T]` as one."""
+Passes = tuple[list[list[Segment]], torch.Tensor]
+"""Consecutive passes to be computed as one, and their packed tokens `int64 [T]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,19 +153,17 @@ class PassLog:
         """Return all blocks of the views."""
         return {block for event in self._events if isinstance(event, _Pass) for block in event.lengths}
 
-    def rebuild(
-        self, own: Collection[Block], chunk_size: int, run: RunPasses, copy: Callable[[BlockCopy], None]
-    ) -> None:
-        """Compute the tokens of the blocks `own` again, which are empty; all others are cached.
+    def rebuild(self, own: Collection[Block], chunk_size: int, copy: Callable[[BlockCopy], None]) -> Iterator[Passes]:
+        """Yield the passes that compute the tokens of the blocks `own` again, which are empty; all others are cached.
 
-        Passes between which no tokens were moved or removed are computed as one, of at most `chunk_size` tokens unless
-        a pass had more. `copy` copies tokens between blocks.
+        The caller computes each before it asks for the next. Passes between which no tokens were moved or removed are
+        one, of at most `chunk_size` tokens unless a pass had more. `copy` copies tokens between blocks.
         """
-        batch = _Batch(run)
+        batch = _Batch()
         for event in self._events:
             if isinstance(event, BlockCopy):
                 if event.target in own:
-                    batch.flush()
+                    yield from batch.flush()
                     event.target.length = event.at
                     copy(event)
                 continue
@@ -173,7 +171,7 @@ class PassLog:
             for before, ids in event.steps():
                 lengths = {block: length for block, length in before.items() if block in own}
                 if any(batch.length(block) != length for block, length in lengths.items()):
-                    batch.flush()
+                    yield from batch.flush()
                     for block, length in lengths.items():
                         if block.length < length:
                             raise RuntimeError(f"{block!r} cannot be rebuilt: {length} tokens are needed")
@@ -183,9 +181,9 @@ class PassLog:
                 if kept:
                     count = sum(len(part) for _, part in kept)
                     if batch.num_tokens + count > chunk_size:
-                        batch.flush()
+                        yield from batch.flush()
                     batch.add(kept, count)
-        batch.flush()
+        yield from batch.flush()
 
     def compile(self) -> CompiledLog:
         """Return the run as integers. Raises `ValueError` if it read tokens that an earlier call had computed."""
@@ -202,8 +200,7 @@ def _append(lengths: dict[Block, int], segments: Sequence[Segment], sign: int = 
 class _Batch:
     """Consecutive passes of a rebuild that will be computed as one."""
 
-    def __init__(self, run: RunPasses) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._clear()
 
     def _clear(self) -> None:
@@ -225,12 +222,12 @@ class _Batch:
             self._ids.append(ids)
             self._appended[target] = self._appended.get(target, 0) + segment.num_tokens
 
-    def flush(self) -> None:
-        """Compute the passes."""
+    def flush(self) -> Iterator[Passes]:
+        """Yield the passes, if there are any, and begin again."""
         if self._passes:
             passes, ids = self._passes, torch.cat(self._ids)
             self._clear()
-            self._run(passes, ids)
+            yield passes, ids
 
 
 class _Compiler:

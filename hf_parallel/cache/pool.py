@@ -353,6 +353,14 @@ class Pool:
         compact = 0 if self.arena.compact is None else self.arena.compact.used_slots
         return self.budget.bytes - self.budget.cost(self.arena.used_slots, self.states.num_used, compact)
 
+    def exceed(self, wanted: Wanted, slots: int) -> None:
+        """Allow `slots` more slots, and new states, than the budget has; `pack` divides the budget again."""
+        assert self.arena.max_slots is not None, "there is a budget"
+        self.arena.limit(self.arena.num_slots + slots)
+        if self.states.in_use:
+            needed = self.states.num_used + self.new_states(wanted)
+            self.states.limit(max(self.states.num_slots, needed))
+
     def pack(self, wanted: Wanted) -> bool:
         """Remove all holes and unused capacity, and reserve the wanted lengths; return whether they fit.
 

@@ -118,20 +118,16 @@ class SharedPrefixCache(BlockCache):
     def insert(self, tokens: np.ndarray, root: Node | None = None, gap: int = 0) -> Node:
         """Insert tokens, int64 `[length]`, after `root` (default: the root of the tree). Return the last token's node.
 
-        Reuses nodes of the tree, splits them where necessary, and creates the rest. `gap`: see `Node`. In an engine, it
-        waits while another request computes a part of the prefix.
+        Reuses nodes of the tree, splits them where necessary, and creates the rest. `gap`: see `Node`. In an engine, a
+        run first waits until no other computes any of them (`generation.prefill.insert`). Raises `RuntimeError` if one
+        does.
         """
         root = root or self.root
         if self.owner is not None:
-            self.owner.wait_for_prefix(tokens, root, gap)
+            used = self.tree.matching(tokens, root, gap)
+            if any(self.tree.is_computed_by_other(node, self.owner) for node in used):
+                raise RuntimeError("another request computes this prefix: insert it with `yield from insert(...)`")
         return self.tree.insert(tokens, root, gap, self.owner)
-
-    def insert_prompt(self, tokens: np.ndarray, gaps: Mapping[int, int]) -> Node:
-        """Insert a prompt; `gaps` is the number of masked tokens before the token at an index (`GenerationCall`)."""
-        node, starts = self.root, [0, *gaps]
-        for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
-            node = self.insert(tokens[start:stop], node, gaps.get(start, 0))
-        return node
 
     def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:
         """Append a node to `parent`, without a search for shared prefixes.

@@ -92,9 +92,6 @@ class Owner(Protocol):
     preempted: bool
     """Whether it has lost its keys and values, so that nodes which it alone pins can be evicted."""
 
-    def wait_for_prefix(self, tokens: np.ndarray, root: Node, gap: int) -> None:
-        """Wait while others compute nodes that a sequence shares with the tree; see `PrefixTree.matching`."""
-
 
 class RequestObserver:
     """Base of policies that follow requests. The engine's thread calls the methods, which do nothing here.

@@ -347,6 +347,10 @@ class Engine:
             self._known_seconds += time.perf_counter() - began
         if tokens := request.num_tokens - before:
             self._scheduler.charge(request, tokens)
+        has_exceeded = self._storage.has_exceeded
+        self._storage.has_exceeded = False
+        if has_exceeded and not request.is_done:
+            self._scheduler.preempt(request)
         if request.is_done:
             self._work.add(request.stats, request.handle.error)
             self._scheduler.remove(request)
@@ -358,7 +362,7 @@ class Engine:
         current = self._current
         victim = None if current is None else self._scheduler.victim_of([current])
         if current is not None and victim is current:
-            current.wait()  # others end or preempt it
+            self._storage.exceed()  # until its code wants something: then it is preempted
         elif victim is not None:
             self._scheduler.preempt(victim)
         return victim is not None

@@ -13,8 +13,8 @@ import torch
 
 from hf_parallel.cache import Segment
 from hf_parallel.cache.pool import parts_of
-from hf_parallel.generation.executor import AskedPasses
 from hf_parallel.generation.parts import join
+from hf_parallel.generation.wants import Pass
 
 MAX_DECODED = 4
 """Most new tokens of a row in a decode pass, such as draft tokens; passes with more are prefills."""
@@ -22,17 +22,21 @@ _PARTS = attrgetter("parts")
 
 
 class PendingPass:
-    """A forward pass that a request waits for; see `AskedPasses`.
+    """A forward pass that a request waits for; see `Pass`.
 
     `original` are the passes with the views that the mode made, and `passes` with the parts of blocks that were split.
     """
 
     __slots__ = ("ends", "ids", "is_prefill", "keeps_all", "num_tokens", "original", "passes", "sampling")
 
-    def __init__(self, asked: AskedPasses) -> None:
-        self.passes, self.ids, self.ends, self.sampling = asked
-        self.original = self.passes
-        self.num_tokens, is_single = self.ids.size, len(self.passes) == 1
+    def __init__(self, want: Pass) -> None:
+        self.original = want.passes
+        self.passes = want.passes
+        self.ids = want.ids
+        self.ends = want.ends
+        self.sampling = want.sampling
+        self.num_tokens = want.ids.size
+        is_single = len(want.passes) == 1
         self.keeps_all = is_single and (self.ends is None or len(self.ends) == self.num_tokens)
         """Whether the logits of all tokens of a single pass are wanted, in their order."""
         self.is_prefill = self.num_tokens > MAX_DECODED and (

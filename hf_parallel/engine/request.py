@@ -1,11 +1,12 @@
-"""Request: one call of a mode as a coroutine (a greenlet), whose forward passes the engine runs with those of others.
+"""Request: one call of a mode in an engine, which computes what its run wants together with what others want.
 
-The mode's code is that of `model.generate`. Where it runs a forward pass, the request passes it to the engine and
-continues with the logits.
+The run is that of `model.generate`, a generator. The request advances it until it wants something that only the engine
+can give: a forward pass, sampled tokens, or a step of the other requests.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,9 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import greenlet
 import numpy as np
-import torch
 
 from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment
 from hf_parallel.cache.batch import find_images
@@ -29,31 +28,30 @@ from hf_parallel.engine.passes import JoinedPasses, PendingPass
 from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
-from hf_parallel.generation.executor import AskedPasses, C, Executor
+from hf_parallel.generation.executor import C, Host
 from hf_parallel.generation.parts import Part
-from hf_parallel.generation.sampling import Sampled, SamplingTask
+from hf_parallel.generation.sampling import SamplingTask
 from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.generation.wants import Draw, Pass, Prefix, Steps, Wait, check_steps
 from hf_parallel.kernels import RotarySpec, to_device
 from hf_parallel.models.cached_model import PREFILL_CHUNK
 from hf_parallel.models.signature import CACHE
 
-_stubborn: list[Any] = []
-"""Coroutines that catch every error. They are kept, as deleting one would continue it."""
+logger = logging.getLogger(__name__)
 
 
 class NonFiniteLogitsError(RuntimeError):
     """Raised if the model returned NaN. Prefixes that the request alone used are deleted, too."""
 
 
-class Request(Executor):
-    """A request in an engine, which is the executor of its call.
+class Request(Host):
+    """A request in an engine, which is the host of its call.
 
     `pending` is the pass that it waits for, `sampling` what it waits to sample and the logits; `preempted` says that it
     has lost its keys and values.
     """
 
     is_shared = True
-    runs_ahead = False  # the engine waits for each pass: tokens would only arrive later
 
     def __init__(
         self,
@@ -85,11 +83,10 @@ class Request(Executor):
         self.open_nodes: dict[Node, int] = {}  # nodes that it was computing when it was preempted, with their lengths
         self._delayed: Any = None  # logits or tokens that it waited for when it was preempted
         self._storage: KVStorage
-        self._hub: greenlet.greenlet
         self._caches: list[SharedPrefixCache] = []
         self._lengths: dict[Block, int] = {}  # of the blocks that it had when it was preempted
-        self._coroutine: greenlet.greenlet | None = None
-        self._rebuilding: greenlet.greenlet | None = None
+        self._stack: list[Steps[Any]] = []  # its run, and what runs in its name before the run continues
+        self._rebuilding: Steps[None] | None = None  # on top of the stack, if there is one
         self.log = PassLog()
 
     @property
@@ -117,7 +114,7 @@ class Request(Executor):
         """Maximum number of tokens whose keys and values it holds."""
         return self.config.max_kv_tokens(self.call)
 
-    # The executor of its call
+    # The host of its call
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
         cache = cls(rotary, self.call.input_ids.device, lent=(self._storage.tree, self))
@@ -125,21 +122,11 @@ class Request(Executor):
         self._caches.append(cache)
         return cache
 
-    def running(self, cache: BlockCache) -> AbstractContextManager[None]:  # type: ignore[override] # not a generator's
+    def running(self, cache: BlockCache) -> AbstractContextManager[None]:
         return nullcontext()  # the engine has prepared the model
 
     def prefill_chunk(self, asked: int | None) -> int:
         return min(asked or PREFILL_CHUNK, self.chunk_size)
-
-    def run(self, cache: BlockCache, asked: AskedPasses) -> Any:
-        return self._wait_for(asked)  # the engine runs the passes over its storage
-
-    def sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
-        self.sampling, self.has_started = (task, Part(logits)), True
-        try:
-            return self._hub.switch()
-        finally:
-            self.sampling = None
 
     def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         self.num_tokens += len(tokens)
@@ -156,26 +143,15 @@ class Request(Executor):
     def fingerprint(self) -> str:
         return self._storage.fingerprint if self.adapter is None else f"{self._storage.fingerprint} {self.adapter}"
 
-    def wait(self) -> None:
-        self.is_waiting = True
-        self._hub.switch()
-
-    def wait_for_prefix(self, tokens: np.ndarray, root: Node, gap: int) -> None:
-        """See `Owner.wait_for_prefix`. It computes its own nodes first: else two requests could wait for each other."""
+    def _wait_for_prefix(self, want: Prefix) -> Steps[None]:
+        """Wait while others compute nodes of a prefix. Its own nodes come first: else two could wait for each other."""
         tree, is_own = self._storage.tree, False
-        while any(tree.is_computed_by_other(node, self) for node in tree.matching(tokens, root, gap)):
+        while any(tree.is_computed_by_other(node, self) for node in tree.matching(want.tokens, want.root, want.gap)):
             if is_own:
-                self.wait()
+                yield Wait()
             else:
-                self._fill()
+                yield from self._fill()
                 is_own = True
-
-    def _wait_for(self, asked: AskedPasses) -> Any:
-        self.pending = PendingPass(asked)
-        try:
-            return self._hub.switch()
-        finally:
-            self.pending = self.sampling = None
 
     @property
     def is_rebuilding(self) -> bool:
@@ -186,13 +162,13 @@ class Request(Executor):
 
     def start(self, storage: KVStorage, chunk_size: int) -> None:
         """Run until the first forward pass."""
-        self._storage, self.chunk_size, self._hub = storage, chunk_size, greenlet.getcurrent()
+        self._storage, self.chunk_size = storage, chunk_size
         self.handle.times.started = self.handle.times.started or time.perf_counter()
-        self._coroutine = greenlet.greenlet(self._run_mode)
-        self._coroutine.switch()
+        self._stack = [self._run_mode()]
+        self._advance()
 
     def resume(self, value: Any = None, computed: PendingPass | None = None) -> None:
-        """Continue with the logits of the computed pass, with sampled tokens, or after `wait`, until it waits again.
+        """Continue with the logits of the computed pass, with sampled tokens, or after `Wait`, until it waits again.
 
         A request that was preempted since the pass continues once its keys and values are rebuilt.
         """
@@ -202,10 +178,45 @@ class Request(Executor):
             return
         if value is None and self._rebuilding is None:  # a rebuild that has waited gets nothing
             value, self._delayed = self._delayed, None
+        self._advance(value)
+
+    def _advance(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Let the run continue with a value or an error, until it wants something of the engine, or has ended."""
+        self.pending = self.sampling = None
         self.is_waiting = False
-        running = self._rebuilding or self._coroutine
-        assert running is not None
-        running.switch(value)
+        while self._stack:
+            steps = self._stack[-1]
+            try:
+                want = steps.send(value) if error is None else steps.throw(error)
+            except StopIteration as end:
+                self._stack.pop()
+                value, error = end.value, None
+                if steps is self._rebuilding:
+                    self._rebuilding = None
+                    (self.pending, self.is_waiting), self._suspended = self._suspended, (None, False)
+                    return
+                continue
+            except BaseException as raised:
+                self._stack.pop()
+                value, error = None, raised
+                if steps is self._rebuilding:
+                    self._rebuilding = None
+                continue
+            value = error = None
+            match want:
+                case Prefix():
+                    self._stack.append(self._wait_for_prefix(want))
+                case Pass():
+                    self.pending = PendingPass(want)
+                    return
+                case Draw(task, logits):
+                    self.sampling, self.has_started = (task, Part(logits)), True
+                    return
+                case Wait():
+                    self.is_waiting = True
+                    return
+        if not self.is_done:  # an error that is no error of the run, such as `GeneratorExit` of a processor
+            self._end(error=error)
 
     def take_logits(self, computed: PendingPass, logits: Part) -> None:
         """Wait for the tokens that the engine samples from the logits of a pass."""
@@ -217,17 +228,29 @@ class Request(Executor):
 
     def fail(self, error: BaseException) -> None:
         """Raise an error in the request, which ends it."""
+        self._stop_rebuilding()
+        if self._stack:
+            self._advance(error=error)
+        if not self.is_done:  # it has not begun, or the mode has caught the error
+            self._close()
+            self._end(error=error)
+
+    def _close(self) -> None:
+        """Leave the run."""
+        self.pending = self.sampling = None
+        self.is_waiting = False
+        stack = self._stack
+        self._stack = []
+        for steps in reversed(stack):
+            try:
+                steps.close()
+            except Exception as error:  # of its clean-up; or it has caught `GeneratorExit`, and wants something
+                logger.warning("the run of a request did not end well", exc_info=error)
+
+    def _stop_rebuilding(self) -> None:
         if self._rebuilding is not None:
-            rebuilding, self._rebuilding = self._rebuilding, None
-            _throw(rebuilding, greenlet.GreenletExit())
-        if self._coroutine is None:
-            self._end(error=error)
-        else:
-            _throw(self._coroutine, error)
-        if not self.is_done:  # the mode has caught the error
-            _stubborn.append(self._coroutine)
-            self.pending, self.sampling, self._coroutine = None, None, None
-            self._end(error=error)
+            self._rebuilding = None
+            self._stack.pop().close()
 
     def abandon(self, cause: BaseException | None) -> None:
         """End it as the engine ends, or has stopped because of an error."""
@@ -242,16 +265,15 @@ class Request(Executor):
         except BaseException:  # the state that the error has left
             self.handle.end(error=error)
 
-    def _run_mode(self) -> None:
+    def _run_mode(self) -> Steps[None]:
         try:
-            output: Any = self.config.make_run(self.call).generate()
+            output: Any = yield from check_steps(self.config.make_run(self.call).generate())
             self._storage.check_weights(self.call.model, ending=self)
             output = replace(output, **{CACHE: None})  # the storage belongs to the engine
+        except GeneratorExit:  # see `_close`
+            raise
         except BaseException as error:
-            if isinstance(error, greenlet.GreenletExit) and self._coroutine is None:  # see `restart`
-                self._release()
-            else:
-                self._end(error=error)
+            self._end(error=error)
         else:
             self._end(output)
 
@@ -278,18 +300,15 @@ class Request(Executor):
 
     def restart(self) -> None:
         """Forget everything, to start again: it has neither sampled nor shown anything yet."""
-        coroutine, self._coroutine = self._coroutine, None
-        if coroutine is not None:
-            _throw(coroutine, greenlet.GreenletExit())
-        self.is_waiting = False
+        self._close()
+        self._release()
         self.log = PassLog()
         vars(self.stats).update(vars(GenerationStats()))  # in place, as the handle and the call share them
 
     def preempt(self) -> None:
         """Delete its keys and values. Nodes of the tree that it uses can be evicted from now on."""
         if self._rebuilding is not None:
-            rebuilding, self._rebuilding = self._rebuilding, None
-            _throw(rebuilding, greenlet.GreenletExit())
+            self._stop_rebuilding()
         else:
             self._suspended = self.pending, self.is_waiting
             self._lengths = {block: block.length for block in self.blocks}
@@ -312,30 +331,23 @@ class Request(Executor):
 
     def rebuild(self) -> None:
         """Start to compute the keys and values again; the request continues where it was preempted."""
-        self.preempted, self._rebuilding = False, greenlet.greenlet(self._rebuild)
-        self._rebuilding.switch()
+        self.preempted = False
+        self._rebuilding = self._rebuild()
+        self._stack.append(self._rebuilding)
+        self._advance()
 
-    def _rebuild(self) -> None:
-        try:
-            self._fill()
-            self._replay()
-            self.open_nodes = {}
-        except greenlet.GreenletExit:
-            return
-        except BaseException as error:
-            self._rebuilding = None
-            self.fail(error)
-            return
-        self._rebuilding = None
-        (self.pending, self.is_waiting), self._suspended = self._suspended, (None, False)
+    def _rebuild(self) -> Steps[None]:
+        yield from self._fill()
+        yield from self._replay()
+        self.open_nodes = {}
 
-    def _fill(self) -> None:
+    def _fill(self) -> Steps[None]:
         """Compute nodes of the tree that it uses: new ones, and after a preemption those that were evicted."""
         tree = self._storage.tree
         while missing := [node for node in tree.pinned(self) if len(self._missing(node))]:
             free = [node for node in missing if not any(tree.is_computed_by_other(one, self) for one in node.path)]
             if not free:
-                self.wait()
+                yield Wait()
                 continue
             tree.start_computing(free, self)
             tree.nodes_to_prefill(self)  # allocates blocks
@@ -344,14 +356,15 @@ class Request(Executor):
                     size = tree.pool.images.chunk(tokens, self.chunk_size)
                     given = Segment(node.view, size), tokens[:size].tolist()
                     segment, ids = find_images(*given, tree.pool.images, self.call.placeholder)
-                    self._wait_for(AskedPasses([[segment]], Part(to_device(ids, self.call.input_ids.device)), [0]))
+                    tokens_on_device = Part(to_device(ids, self.call.input_ids.device))
+                    yield Pass(self._storage.cache, [[segment]], tokens_on_device, [0])
 
     def _missing(self, node: Node) -> np.ndarray:
         """Return the tokens of a node, int64, that were computed before the request was preempted and are not now."""
         stop = self.open_nodes.get(node, len(node.tokens))
         return node.tokens[node.num_cached : stop]
 
-    def _replay(self) -> None:
+    def _replay(self) -> Steps[None]:
         live, pool = set(self.blocks), self._storage.pool
         # Blocks that were freed are needed until the tokens moved out of them are rebuilt. All others are the tree's.
         temporary = {block for block in self.log.needed(live, pool.blocks) - live if block.parts is None}
@@ -359,7 +372,9 @@ class Request(Executor):
         try:
             for block in temporary:
                 pool.release(block)
-            self.log.rebuild(live | temporary, self.chunk_size, self._run_again, self._copy)
+            for passes, ids in self.log.rebuild(live | temporary, self.chunk_size, self._copy):
+                pool.touch()  # the log sets the lengths of blocks
+                yield Pass(self._storage.cache, passes, Part(ids), [-1])
             for block, length in self._lengths.items():
                 if block in live and block.length < length:
                     raise RuntimeError(f"{block!r} was rebuilt with too few tokens: {length} are needed")
@@ -371,10 +386,6 @@ class Request(Executor):
             pool.touch()
             for block in temporary & pool.blocks:
                 pool.free(block)
-
-    def _run_again(self, passes: list[list[Segment]], ids: torch.Tensor) -> None:
-        self._storage.pool.touch()  # the log sets the lengths of blocks
-        self._wait_for(AskedPasses(passes, Part(ids), [-1]))
 
     def _copy(self, event: BlockCopy) -> None:
         pool, count = self._storage.pool, event.stop - event.start
@@ -412,11 +423,3 @@ def record_passes(
             request.log.add_run(one.original, DecodeRun([one.ids.tensor]))
         begin += one.num_tokens
     return run
-
-
-def _throw(coroutine: greenlet.greenlet, error: BaseException) -> None:
-    """Raise an error in a suspended coroutine, which ends it, and return here."""
-    current = greenlet.getcurrent()
-    if coroutine is not current and not coroutine.dead:
-        coroutine.parent = current
-        coroutine.throw(error)

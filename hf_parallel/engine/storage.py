@@ -56,6 +56,8 @@ class KVStorage:
         if isinstance(self.policy, RequestObserver):
             self.tree.observer = self.policy
         self.evicted_tokens = 0
+        self.has_exceeded = False
+        """Whether the request whose code is running is preempted as soon as it wants something; see `exceed`."""
         self._checked = -1  # step in which the weights were checked, and no pass has run since
         self._versions: list[Any] = []  # see `_versions`, at the last check of all weights
 
@@ -117,12 +119,22 @@ class KVStorage:
         pool, budget = self.pool, self.pool.budget
         assert budget is not None, "memory is full only under a budget"
         needed = budget.cost(slots, pool.new_states(wanted))
+        if self.has_exceeded:
+            pool.exceed(wanted, slots)
+            return
         if pool.pack(wanted) or self.evict(needed - pool.free_bytes) or self.free_memory():
             return
         missing = budget.cost(sum(length - block.length for block, length in wanted), pool.new_states(wanted))
         raise KVBudgetError(
             f"max_kv_bytes={self.max_bytes}: {budget.held(pool.blocks)} are in use, and {missing} more are needed"
         )
+
+    def exceed(self) -> None:
+        """Let the code of a request allocate beyond the budget, until the engine preempts the request.
+
+        It cannot wait for memory where it allocates, in the middle of its own code.
+        """
+        self.has_exceeded = True
 
     def evict(self, size: int) -> bool:
         """Evict unused nodes, keys and states, until `size` more bytes are free. Return whether a node was evicted."""

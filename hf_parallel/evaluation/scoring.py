@@ -18,7 +18,6 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from hf_parallel.cache import Segment
 from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import common_prefix
@@ -26,7 +25,7 @@ from hf_parallel.generation import arguments
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.enabled import Claim, enabled
 from hf_parallel.generation.mixin import ParallelGenerationMixin, unwrap
-from hf_parallel.generation.scoring import MAX_LOGITS, score_tree
+from hf_parallel.generation.scoring import MAX_LOGITS, TreeScores
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int
 from hf_parallel.kernels import to_device
@@ -192,20 +191,21 @@ class _Scorer:
         began, stats, cache = time.perf_counter(), self.stats, self.cache
         before = stats.prefilled_tokens
 
-        def forward(segments: list[Segment], tokens: np.ndarray, keep: np.ndarray) -> torch.Tensor:
+        leaves = [cache.insert(row.inputs) for row in rows]
+        asked = [(row.tokens, row.first) for row in rows]
+        scores = TreeScores(cache, asked, leaves, self._log_probs, self.max_tokens)
+        for segments, tokens, keep in scores.passes():
             planned = cache.prepare(segments)
             logits = passes.logits(planned, to_device(tokens, self.device), keep.tolist())
             cache.commit()
             stats.forward_passes += 1
             stats.prefilled_tokens += len(tokens)
-            return logits
-
-        found = score_tree(cache, [(row.tokens, row.first) for row in rows], forward, self._log_probs, self.max_tokens)
+            scores.add(logits)
         stats.reused_tokens += sum(len(row.inputs) for row in rows) - (stats.prefilled_tokens - before)
         stats.kv_bytes = max(stats.kv_bytes, cache.kv_bytes)
         stats.reserved_bytes = max(stats.reserved_bytes, cache.pool.arena.reserved_bytes)
         stats.prefill_seconds += time.perf_counter() - began
-        return [(float(log_probs.sum()), bool(is_best.all())) for log_probs, is_best in found]
+        return [(float(log_probs.sum()), bool(is_best.all())) for log_probs, is_best in scores.result()]
 
     def _log_probs(self, logits: torch.Tensor, queries: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probabilities of tokens `ids` after tokens `queries` of a pass, and if they are the best."""

@@ -97,8 +97,6 @@ def sweep(
     ValueError
         For invalid arguments, if `output` holds results of another model, seed, largest budget, finisher or common
         settings, and if a problem's score is not a number from 0 to 1.
-    ImportError
-        If greenlet, which the engine needs, is not installed.
 
     Examples
     --------

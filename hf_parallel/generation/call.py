@@ -20,8 +20,9 @@ from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import common_prefix
 from hf_parallel.generation.arguments import check_model_inputs, encode
 from hf_parallel.generation.enabled import Claim, enabled
-from hf_parallel.generation.executor import C, Executor
+from hf_parallel.generation.executor import C, Executor, Host, T
 from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.generation.wants import Steps, check_steps
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.capabilities import Capabilities
 from hf_parallel.models.signature import CACHE
@@ -49,7 +50,7 @@ class GenerationCall:
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
-    executor: Executor
+    executor: Host
     stats: GenerationStats
     streamer: Any = None
     tokenizer: Any = None
@@ -124,6 +125,11 @@ class GenerationCall:
     def hidden_tokens(self) -> frozenset[int]:
         """Tokens that the texts of its rows leave out: those that end a row, and special tokens."""
         return self.record.hidden_tokens(self.tokenizer)
+
+    def drive(self, steps: Steps[T]) -> T:
+        """Run to the end of a run of the call, which has the model to itself."""
+        assert isinstance(self.executor, Executor), "an engine drives the runs of its requests"
+        return self.executor.drive(check_steps(steps))
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None = None) -> C:
         """Return an empty cache for the call; in an engine, it shares storage and prefixes with other calls."""

@@ -28,6 +28,7 @@ from hf_parallel.generation.presets import Preset
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import NOT_REMOTE, Arguments, Settings
 from hf_parallel.generation.validation import check_bool, is_int, names_hint, suggestion
+from hf_parallel.generation.wants import Steps
 from hf_parallel.kernels import compact_dtype
 from hf_parallel.transcript.sections import TranscriptStyle
 
@@ -162,8 +163,8 @@ class ModeTraits:
 class ModeRun(Protocol):
     """One call of a mode. Holds all state of the call that is not a setting."""
 
-    def generate(self) -> Generated:
-        """Generate. Return what `model.generate` returns."""
+    def generate(self) -> Steps[Generated]:
+        """Generate: yield what the run wants, and return what `model.generate` returns."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from hf_parallel.generation.runner import PassAhead, Runner
 from hf_parallel.generation.sampling import NextTokens, Sampled, Sampler, SamplingTask
 from hf_parallel.generation.streaming import text_tokenizer
 from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.wants import Draw, Steps, Wait
 from hf_parallel.models.signature import CACHE
 
 VOID_COST = 8
@@ -41,8 +42,8 @@ RETRY = 32
 R = TypeVar("R", bound=Row)
 OnToken = Callable[[Any, int, bool], bool]
 """(row, token, ended) -> whether the row generates another token; sets `row.pending`."""
-Schedule = Callable[[Sequence[Any]], Sequence[Any]]
-"""(active rows) -> rows of the next pass, ascending by index."""
+Schedule = Callable[[Sequence[Any]], "Sequence[Any] | Steps[Sequence[Any]]"]
+"""(active rows) -> rows of the next pass, ascending by index. A generator may run passes of its own."""
 
 
 class DecodeLoop:
@@ -78,7 +79,7 @@ class DecodeLoop:
         self.streamer = call.streamer if stream and hasattr(call.streamer, "put") else None
         self._text_tokenizer = text_tokenizer(call) if self.streamer is not None else None
         self.replayer: Replayer | None = None
-        self.draft: Callable[[Sequence[Any]], list[Any]] | None = None
+        self.draft: Callable[[Sequence[Any]], Steps[list[Any]]] | None = None
         self._num_kept = self._num_void = 0  # passes that were queued ahead
         has_tree = isinstance(cache, SharedPrefixCache) and call.capabilities.mixers
         self._state_interval = cache.tree.state_interval if has_tree else None  # type: ignore[attr-defined]
@@ -108,7 +109,7 @@ class DecodeLoop:
         on_token: OnToken | None = None,
         after_pass: Callable[[], None] | None = None,
         schedule: Schedule | None = None,
-    ) -> None:
+    ) -> Steps[None]:
         """Generate until no row is active. Rows are ascending by index.
 
         `logits`, as returned by `step`, are those of the rows' next tokens; None: they are computed from `row.pending`.
@@ -124,13 +125,18 @@ class DecodeLoop:
             ahead: PassAhead | None = None
             if next_tokens is not None:
                 if runs_ahead and self._can_overlap(active):
-                    next_tokens = self._sampled(active, next_tokens)  # queues the copy of the tokens before the pass
+                    # Queues the copy of the tokens before the pass.
+                    next_tokens = yield from self._sampled(active, next_tokens)
                     ahead = PassAhead(self.runner, active, next_tokens.tokens)
-                active = self.sample(active, next_tokens, on_token)
+                    yield from ahead.run()
+                active = yield from self.sample(active, next_tokens, on_token)
                 if schedule is not None:
-                    active = [row for row in schedule(active) if row.is_active()]
+                    scheduled = schedule(active)
+                    if isinstance(scheduled, Generator):
+                        scheduled = yield from scheduled
+                    active = [row for row in scheduled if row.is_active()]
             if self.draft is not None and is_plain:
-                active = self.draft(active)
+                active = yield from self.draft(active)
             next_tokens = None if ahead is None else self._confirmed(ahead, active)
             if next_tokens is None and active:
                 if self._state_interval is not None:
@@ -138,20 +144,20 @@ class DecodeLoop:
                 sampling = None
                 if self.replayer is None:
                     sampling = SamplingTask(self.sampler, [row.index for row in active])
-                next_tokens = self.runner.step(active, self.replayer, sampling)
+                next_tokens = yield from self.runner.step(active, self.replayer, sampling)
             if after_pass is not None and next_tokens is not None:
                 after_pass()
         self.stats.decode_seconds += time.perf_counter() - began - (self.stats.prefill_seconds - prefilling)
 
-    def step(self, rows: Sequence[Row], after_pass: Callable[[], None] | None = None) -> torch.Tensor:
+    def step(self, rows: Sequence[Row], after_pass: Callable[[], None] | None = None) -> Steps[torch.Tensor]:
         """Run one forward pass over the pending tokens of rows; see `Runner.step`."""
-        logits = self.runner.step(rows, self.replayer)
+        logits = yield from self.runner.step(rows, self.replayer)
         assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
         if after_pass is not None:
             after_pass()
         return logits
 
-    def sample(self, rows: Sequence[R], next_tokens: NextTokens, on_token: OnToken | None = None) -> list[R]:
+    def sample(self, rows: Sequence[R], next_tokens: NextTokens, on_token: OnToken | None = None) -> Steps[list[R]]:
         """Sample and append the next token of each row, given their logits, or what was sampled from them.
 
         Return the rows that stay active.
@@ -159,7 +165,7 @@ class DecodeLoop:
         if self.replayer is not None and isinstance(next_tokens, torch.Tensor):
             tokens, ended, log_probs = self.replayer.sample([row.index for row in rows], next_tokens)
             return self.append(rows, tokens, ended, on_token, log_probs=log_probs)
-        sampled = self._sampled(rows, next_tokens)
+        sampled = yield from self._sampled(rows, next_tokens)
         tokens, ended = sampled.read()
         self.runner.sampled = tokens, sampled.tokens
         return self.append(rows, tokens, ended, on_token, log_probs=sampled.log_probs)
@@ -307,7 +313,7 @@ class DecodeLoop:
         if self.table.lengths[row.index] >= self.call.max_length and last not in self.call.eos_token_ids:
             self.call.record.truncated.add(row.output_row)
 
-    def replay(self, rows: Sequence[R], on_token: OnToken | None = None, may_wait: bool = False) -> list[R]:
+    def replay(self, rows: Sequence[R], on_token: OnToken | None = None, may_wait: bool = False) -> Steps[list[R]]:
         """Append tokens sampled from cached logits, before any forward pass. Return rows that need the model.
 
         `may_wait`: in an engine, the call waits while other calls compute the next logits of all its rows, which then
@@ -326,7 +332,10 @@ class DecodeLoop:
                 rest = self.append(replayed, tokens, ended, on_token, is_pass=False, log_probs=found)
                 indices = [row.index for row in rest]
                 active |= zip(indices, rest, strict=True)
-            if not (executor.is_shared and may_wait and self._wait_for_others(self.replayer, list(active))):
+            has_waited = False
+            if executor.is_shared and may_wait:
+                has_waited = yield from self._wait_for_others(self.replayer, list(active))
+            if not has_waited:
                 break
             indices = list(active)
         if active:
@@ -336,11 +345,11 @@ class DecodeLoop:
         self.stats.decode_seconds += time.perf_counter() - began
         return [active[index] for index in sorted(active)]
 
-    def _wait_for_others(self, replayer: Replayer, rows: Sequence[int]) -> bool:
+    def _wait_for_others(self, replayer: Replayer, rows: Sequence[int]) -> Steps[bool]:
         """Wait while other calls compute the next logits of all rows. Return whether it has waited."""
         has_waited, executor = False, self.call.executor
         while rows and all(replayer.is_computed_by_other(row, executor) for row in rows):
-            executor.wait()
+            yield Wait()
             has_waited = True
         return has_waited
 
@@ -350,11 +359,12 @@ class DecodeLoop:
             return left
         return self.call.max_length - self.table.lengths[row.index]
 
-    def _sampled(self, rows: Sequence[Row], next_tokens: NextTokens) -> Sampled:
+    def _sampled(self, rows: Sequence[Row], next_tokens: NextTokens) -> Steps[Sampled]:
         """Return the next token of each row; in an engine, it is sampled together with the rows of other calls."""
         if isinstance(next_tokens, Sampled):
             return next_tokens
-        return self.call.executor.sample(SamplingTask(self.sampler, [row.index for row in rows]), next_tokens)
+        sampled: Sampled = yield Draw(SamplingTask(self.sampler, [row.index for row in rows]), next_tokens)
+        return sampled
 
     def _can_overlap(self, rows: Sequence[Row]) -> bool:
         """Return whether the next pass may be queued before its tokens have been copied to the CPU."""

@@ -99,7 +99,7 @@ class ParallelGenerationMixin:
             claim = Claim()
             try:
                 with self.prepared_call(config, kwargs, claim) as call:
-                    return config.make_run(call).generate()
+                    return call.drive(config.make_run(call).generate())
             finally:
                 claim.active = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from hf_parallel.cache.tree import Node
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.rows import PassInputs
+from hf_parallel.generation.wants import Prefix, Steps
 
 SUFFIX_CAPACITY = 512  # maximum initial capacity of a completion, in tokens
 BATCH_CAPACITY = 1 << 16  # maximum of all completions together, unless each would have less than `MIN_CAPACITY`
@@ -47,7 +48,29 @@ def count_cached(loop: DecodeLoop, leaves: Sequence[Node]) -> None:
     loop.stats.cached_tokens = sum(found.values())
 
 
-def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> torch.Tensor:
+def insert(cache: SharedPrefixCache, tokens: np.ndarray, root: Node | None = None, gap: int = 0) -> Steps[Node]:
+    """Insert tokens into the tree of a cache; see `SharedPrefixCache.insert`. No other run computes any of them."""
+    yield Prefix(tokens, root or cache.root, gap)
+    return cache.insert(tokens, root, gap)
+
+
+def insert_prompt(cache: SharedPrefixCache, tokens: np.ndarray, gaps: Mapping[int, int]) -> Steps[Node]:
+    """Insert a prompt; `gaps` is the number of masked tokens before the token at an index (`GenerationCall`)."""
+    node, starts = cache.root, [0, *gaps]
+    for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        node = yield from insert(cache, tokens[start:stop], node, gaps.get(start, 0))
+    return node
+
+
+def insert_prompts(call: GenerationCall, cache: SharedPrefixCache) -> Steps[list[Node]]:
+    """Insert the prompts of a call; return the node of the last token of each."""
+    leaves: list[Node] = []
+    for tokens, gaps in zip(call.prompts, call.gaps, strict=True):
+        leaves.append((yield from insert_prompt(cache, tokens, gaps)))
+    return leaves
+
+
+def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> Steps[torch.Tensor]:
     """Compute all uncached tokens of the tree. Return the logits after each row's leaf, `[len(leaves), vocabulary]`."""
     count_cached(loop, leaves)
     distinct = list(dict.fromkeys(leaves))
@@ -58,7 +81,7 @@ def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[
     inputs: PassInputs = [(Segment(node.view, len(node.uncached)), node.uncached.tolist()) for node in nodes]
     inputs += [(Segment(leaf.view, 1, write=False), leaf.tokens[-1:].tolist()) for leaf in cached]
     index = {node: i for i, node in enumerate([*nodes, *cached])}
-    logits = loop.runner.prefill(inputs)
+    logits = yield from loop.runner.prefill(inputs)
     loop.stats.reused_tokens += reused
     return logits[torch.tensor([index[leaf] for leaf in leaves], device=logits.device)]
 

@@ -13,11 +13,11 @@ import torch
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.batch import find_images
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.executor import AskedPasses
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import PassInputs, Row, RowGroup, collect_inputs
 from hf_parallel.generation.sampling import NextTokens, SamplingTask
+from hf_parallel.generation.wants import Pass, Steps
 from hf_parallel.kernels import to_device
 
 
@@ -34,16 +34,16 @@ class Runner:
 
     def step(
         self, rows: Sequence[Row], replayer: Replayer | None = None, sampling: SamplingTask | None = None
-    ) -> NextTokens:
+    ) -> Steps[NextTokens]:
         """Run one forward pass over the inputs of rows, which all belong to groups or none does.
 
         Backlogs of the groups are computed as well. The inputs of a group whose next logits are all cached join its
         backlog instead. Return the logits `[n, vocabulary]` of the n other rows, or with `sampling` what was sampled
-        from them; see `Executor.run`.
+        from them; see `Pass`.
         """
         if not rows or rows[0].group is None:
             inputs, ends = collect_inputs(rows)
-            return self.run(self._packed([inputs], ends, sampling))
+            return (yield from self.run(self._packed([inputs], ends, sampling)))
         groups: dict[RowGroup, list[Row]] = {}
         for row in rows:
             assert row.group is not None
@@ -65,17 +65,18 @@ class Runner:
             inputs += own
         if not ends:
             return torch.empty(0, 0, device=self.device)
-        backlog = self._take_backlog(computed)
+        backlog = yield from self._take_backlog(computed)
+        logits: NextTokens
         if backlog:
-            logits: NextTokens = self._catch_up([*backlog, inputs], ends)
+            logits = yield from self._catch_up([*backlog, inputs], ends)
         else:
-            logits = self.run(self._packed([inputs], ends, sampling))
+            logits = yield from self.run(self._packed([inputs], ends, sampling))
         self.stats.prefilled_tokens += inserted
         for group in computed:
             group.backlog.clear()
         return logits
 
-    def prefill(self, inputs: PassInputs) -> torch.Tensor:
+    def prefill(self, inputs: PassInputs) -> Steps[torch.Tensor]:
         """Compute segments, none of which attends to a later one, in chunks that bound the memory of a pass.
 
         Return the logits after each segment, `[len(inputs), vocabulary]`.
@@ -94,18 +95,19 @@ class Runner:
                 if size:
                     chunk.append((Segment(segment.view, size, segment.write), tokens[:size]))
                     tokens = tokens[size:]
-                logits.append(self.forward(chunk, ends=ends).clone())  # the next pass may overwrite it
+                of_chunk = yield from self.forward(chunk, ends=ends)
+                logits.append(of_chunk.clone())  # the next pass may overwrite it
                 chunk, ends, free = [], [], self.chunk_size
             chunk.append((Segment(segment.view, len(tokens), segment.write), tokens))
             ends.append(len(chunk) - 1)
             free -= len(tokens)
         if chunk:
-            logits.append(self.forward(chunk, ends=ends))
+            logits.append((yield from self.forward(chunk, ends=ends)))
         self.stats.prefilled_tokens += sum(segment.num_tokens for segment, _ in inputs)
         self.stats.prefill_seconds += time.perf_counter() - began
         return torch.cat(logits)
 
-    def forward(self, *passes: PassInputs, ends: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(self, *passes: PassInputs, ends: Sequence[int] | None = None) -> Steps[torch.Tensor]:
         """Run one forward pass over the inputs of one pass, or of several consecutive ones.
 
         Return the logits `[len(ends), vocabulary]` after segments of the last pass (None: after all tokens).
@@ -113,19 +115,19 @@ class Runner:
         if ends is not None and len(passes) > 1:
             first = sum(len(inputs) for inputs in passes[:-1])
             ends = [first + end for end in ends]
-        logits = self.run(self._packed(passes, ends))
+        logits = yield from self.run(self._packed(passes, ends))
         assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
         return logits
 
-    def run(self, asked: AskedPasses) -> NextTokens:
-        """Run one forward pass; see `Executor.run`."""
-        logits = self.executor.run(self.cache, asked)
+    def run(self, want: Pass) -> Steps[NextTokens]:
+        """Run one forward pass, and count it."""
+        logits: NextTokens = yield want
         self.stats.forward_passes += 1
         return logits
 
     def _packed(
         self, passes: Sequence[PassInputs], ends: Sequence[int] | None, sampling: SamplingTask | None = None
-    ) -> AskedPasses:
+    ) -> Pass:
         """Return passes with their tokens on the device."""
         tokens: list[int] = []
         segments: list[list[Segment]] = []
@@ -137,19 +139,19 @@ class Runner:
                 segments[-1].append(segment)
                 tokens += own
         ids = self.sampled[1] if tokens == self.sampled[0] else Part(to_device(tokens, self.device))
-        return AskedPasses(segments, ids, ends, sampling)
+        return Pass(self.cache, segments, ids, ends, sampling)
 
-    def _take_backlog(self, groups: Sequence[RowGroup]) -> list[PassInputs]:
+    def _take_backlog(self, groups: Sequence[RowGroup]) -> Steps[list[PassInputs]]:
         """Return the skipped passes of groups, after their prompts have been computed."""
         unfilled: dict[object, tuple[Segment, Sequence[int]]] = {}
         for group in groups:
             for segment, tokens in group.unfilled_prompt():
                 unfilled[segment.view[-1]] = segment, tokens
         if unfilled:
-            self.prefill(list(unfilled.values()))
+            yield from self.prefill(list(unfilled.values()))
         return [skipped for group in groups for skipped in group.backlog]
 
-    def _catch_up(self, passes: Sequence[PassInputs], ends: Sequence[int]) -> torch.Tensor:
+    def _catch_up(self, passes: Sequence[PassInputs], ends: Sequence[int]) -> Steps[torch.Tensor]:
         """Compute consecutive passes in as few forward passes as the chunk size allows; return logits of the last."""
         began = time.perf_counter()
         chunk: list[PassInputs] = []
@@ -157,30 +159,37 @@ class Runner:
         for inputs in passes:
             size = sum(len(tokens) for _, tokens in inputs)
             if chunk and size > free:
-                self.forward(*chunk, ends=[len(chunk[-1]) - 1])
+                yield from self.forward(*chunk, ends=[len(chunk[-1]) - 1])
                 chunk, free = [], self.chunk_size
             chunk.append(inputs)
             free -= size
-        logits = self.forward(*chunk, ends=ends)
+        logits = yield from self.forward(*chunk, ends=ends)
         self.stats.prefilled_tokens += sum(len(tokens) for inputs in passes[:-1] for _, tokens in inputs)
         self.stats.prefill_seconds += time.perf_counter() - began
         return logits
 
 
 class PassAhead:
-    """A decode pass that appends one token to each row, `ids`, on the device, and nothing else. Creating it runs it.
+    """A decode pass that appends one token to each row, `ids`, on the device, and nothing else.
 
     The cache does not hold its tokens until `confirm` finds that these are the inputs of the next pass: a token may
     have ended a row, or changed what rows attend to.
     """
 
     def __init__(self, runner: Runner, rows: Sequence[Row], ids: Part) -> None:
-        self._rows, self._ids, self._cache = rows, ids, runner.cache
+        self._runner = runner
+        self._rows = rows
+        self._ids = ids
+        self._cache = runner.cache
         self._segments = [Segment(row.current_view(), 1) for row in rows]
+
+    def run(self) -> Steps[None]:
+        """Run the pass."""
         log, self._cache.log = self._cache.log, None  # `confirm` records the pass
-        logits = runner.run(AskedPasses([self._segments], ids, range(len(rows))))
+        logits = yield from self._runner.run(Pass(self._cache, [self._segments], self._ids, range(len(self._rows))))
         assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
-        self._cache.log, self._logits = log, logits
+        self._cache.log = log
+        self._logits = logits
         self._step = self._cache.take_back()
 
     def confirm(self, rows: Sequence[Row], tokens: Sequence[int]) -> torch.Tensor | None:

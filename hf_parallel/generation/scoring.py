@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hf_parallel.cache import Segment
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.cache.tree import Node
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.log_probs import TokenLogProbs
+from hf_parallel.generation.prefill import insert
+from hf_parallel.generation.wants import Steps
 from hf_parallel.kernels import to_device
 
 MAX_LOGITS = 1 << 27
 """Limits the tokens per forward pass by the size of the vocabulary, as all of them may need logits."""
 
-Forward = Callable[[list[Segment], np.ndarray, np.ndarray], torch.Tensor]
-"""(segments, their packed tokens, indices of tokens) -> logits after these tokens, `[len(indices), vocabulary]`."""
 Read = Callable[[torch.Tensor, np.ndarray, np.ndarray], Sequence[np.ndarray]]
 """(logits, index of the logits of each target, targets) -> arrays `[targets, ...]`."""
 
 
-def score_tree(
-    cache: SharedPrefixCache, rows: Sequence[tuple[np.ndarray, int]], forward: Forward, read: Read, max_tokens: int
-) -> list[list[np.ndarray]]:
-    """Insert rows into the tree of a cache, compute them, and return for each row what `read` returns for its targets.
+class ScoringPass(NamedTuple):
+    """A forward pass over nodes of a tree: segments, packed tokens, and indices of those whose logits are needed."""
+
+    segments: list[Segment]
+    tokens: np.ndarray  # int64 [T]
+    keep: np.ndarray  # int64 [k]
+
+
+class TreeScores:
+    """Scores of tokens in the tree of a cache, each of whose tokens is computed once.
+
+    For each pass of `passes`, the caller runs the model and calls `add`. Then `result` returns the scores.
 
     Parameters
     ----------
@@ -35,61 +45,81 @@ def score_tree(
         It may hold tokens of the rows, but none from the first target's predecessor on.
     rows : sequence of (tokens, first)
         Tokens, int64 `[length]`, whose last one is not computed. Targets are those after index `first`.
-    forward, read : callable
-        See `Forward` and `Read`; `forward` computes the tokens of at most `max_tokens` per pass.
+    leaves : sequence of Node
+        The node of the last computed token of each row.
+    read : callable
+        See `Read`.
     max_tokens : int
+        Maximum number of tokens per pass.
     """
-    leaves = [cache.insert(tokens[:-1]) for tokens, _ in rows]
-    nodes = cache.nodes_to_prefill()
-    ends = np.cumsum([len(node.uncached) for node in nodes])
-    starts = {node: end - len(node.tokens) for node, end in zip(nodes, ends, strict=True)}
-    # Packed tokens that predict each row's targets; cached ones never do
-    predicting = [
-        np.concatenate([starts.get(node, -1) + np.arange(len(node.tokens)) for node in leaf.path])[first:]
-        for (_, first), leaf in zip(rows, leaves, strict=True)
-    ]
-    places, targets = np.concatenate(predicting), np.concatenate([tokens[first + 1 :] for tokens, first in rows])
-    packed = np.concatenate([node.uncached for node in nodes])
-    parts = [(node, end - len(node.uncached), end) for node, end in zip(nodes, ends.tolist(), strict=True)]
-    order: list[np.ndarray] = []
-    found: list[Sequence[np.ndarray]] = []
-    for start in range(0, len(packed), max_tokens):
-        stop = min(start + max_tokens, len(packed))
-        order.append(np.flatnonzero((places >= start) & (places < stop)))
-        keep, queries = np.unique(places[order[-1]] - start, return_inverse=True)
-        segments = [
-            Segment(node.view, min(stop, end) - max(start, begin))
-            for node, begin, end in parts
-            if begin < stop and end > start
+
+    def __init__(
+        self,
+        cache: SharedPrefixCache,
+        rows: Sequence[tuple[np.ndarray, int]],
+        leaves: Sequence[Node],
+        read: Read,
+        max_tokens: int,
+    ) -> None:
+        self._read = read
+        self._max_tokens = max_tokens
+        self._nodes = cache.nodes_to_prefill()
+        self._ends = np.cumsum([len(node.uncached) for node in self._nodes])
+        starts = {node: end - len(node.tokens) for node, end in zip(self._nodes, self._ends, strict=True)}
+        # Packed tokens that predict each row's targets; cached ones never do
+        predicting = [
+            np.concatenate([starts.get(node, -1) + np.arange(len(node.tokens)) for node in leaf.path])[first:]
+            for (_, first), leaf in zip(rows, leaves, strict=True)
         ]
-        found.append(read(forward(segments, packed[start:stop], keep), queries, targets[order[-1]]))
-    sorting = np.argsort(np.concatenate(order))
-    bounds = np.cumsum(list(map(len, predicting)))[:-1]
-    columns = [np.split(np.concatenate(column)[sorting], bounds) for column in zip(*found, strict=True)]
-    return [list(row) for row in zip(*columns, strict=True)]
+        self._bounds = np.cumsum(list(map(len, predicting)))[:-1]
+        self._places = np.concatenate(predicting)
+        self._targets = np.concatenate([tokens[first + 1 :] for tokens, first in rows])
+        self._order: list[np.ndarray] = []  # of the targets of each pass, among all
+        self._found: list[Sequence[np.ndarray]] = []
+
+    def passes(self) -> Iterator[ScoringPass]:
+        """Yield the passes."""
+        packed = np.concatenate([node.uncached for node in self._nodes])
+        ends = self._ends.tolist()
+        parts = [(node, end - len(node.uncached), end) for node, end in zip(self._nodes, ends, strict=True)]
+        for start in range(0, len(packed), self._max_tokens):
+            stop = min(start + self._max_tokens, len(packed))
+            self._order.append(np.flatnonzero((self._places >= start) & (self._places < stop)))
+            keep, self._queries = np.unique(self._places[self._order[-1]] - start, return_inverse=True)
+            segments = [
+                Segment(node.view, min(stop, end) - max(start, begin))
+                for node, begin, end in parts
+                if begin < stop and end > start
+            ]
+            yield ScoringPass(segments, packed[start:stop], keep)
+
+    def add(self, logits: torch.Tensor) -> None:
+        """Read the logits `[k, vocabulary]` of the last pass."""
+        self._found.append(self._read(logits, self._queries, self._targets[self._order[-1]]))
+
+    def result(self) -> list[list[np.ndarray]]:
+        """Return for each row what `read` returns for its targets."""
+        sorting = np.argsort(np.concatenate(self._order))
+        columns = [np.split(np.concatenate(column)[sorting], self._bounds) for column in zip(*self._found, strict=True)]
+        return [list(row) for row in zip(*columns, strict=True)]
 
 
-def score_prompts(loop: DecodeLoop, cache: SharedPrefixCache) -> None:
+def score_prompts(loop: DecodeLoop, cache: SharedPrefixCache) -> Steps[None]:
     """Compute the prompts of a call, except their last tokens, for the collectors that want their log-probabilities.
 
     Requires an empty cache, or in an engine a tree of the call's own.
     """
-    call, runner = loop.call, loop.runner
+    call = loop.call
     collectors = [one for one in loop.sampler.top_log_probs if one.prompt_top is not None]
     rows = [(prompt, 0) for prompt in call.prompts if len(prompt) > 1]
     if not collectors:
         return
     top = max(one.prompt_top or 0 for one in collectors)
 
-    def forward(segments: list[Segment], tokens: np.ndarray, keep: np.ndarray) -> torch.Tensor:
-        ends = np.cumsum([segment.num_tokens for segment in segments])[:-1]
-        own = [part.tolist() for part in np.split(tokens, ends)]
-        logits = runner.forward(list(zip(segments, own, strict=True)))
-        runner.stats.prefilled_tokens += len(tokens)
-        return logits[to_device(keep, logits.device)]
-
-    max_tokens = max(1, min(runner.chunk_size, MAX_LOGITS // vocabulary_size(call.model)))
-    scores = iter(score_tree(cache, rows, forward, partial(_ranked, top=top), max_tokens) if rows else ())
+    scored: list[list[np.ndarray]] = []
+    if rows:
+        scored = yield from _score(loop, cache, rows, partial(_ranked, top=top))
+    scores = iter(scored)
     found: dict[int, list[TokenLogProbs]] = {}
     for row, prompt in enumerate(call.prompts):
         parts = [array.tolist() for array in next(scores)] if len(prompt) > 1 else [[]] * 4
@@ -99,6 +129,25 @@ def score_prompts(loop: DecodeLoop, cache: SharedPrefixCache) -> None:
         ]
     for collector in collectors:
         collector.prompts = found
+
+
+def _score(
+    loop: DecodeLoop, cache: SharedPrefixCache, rows: Sequence[tuple[np.ndarray, int]], read: Read
+) -> Steps[list[list[np.ndarray]]]:
+    """Insert rows into the tree of a cache, compute them, and return for each row what `read` returns."""
+    leaves: list[Node] = []
+    for tokens, _ in rows:
+        leaves.append((yield from insert(cache, tokens[:-1])))
+    runner = loop.runner
+    max_tokens = max(1, min(runner.chunk_size, MAX_LOGITS // vocabulary_size(loop.call.model)))
+    scores = TreeScores(cache, rows, leaves, read, max_tokens)
+    for segments, tokens, keep in scores.passes():
+        ends = np.cumsum([segment.num_tokens for segment in segments])[:-1]
+        parts = [part.tolist() for part in np.split(tokens, ends)]
+        logits = yield from runner.forward(list(zip(segments, parts, strict=True)))
+        runner.stats.prefilled_tokens += len(tokens)
+        scores.add(logits[to_device(keep, logits.device)])
+    return scores.result()
 
 
 def _ranked(logits: torch.Tensor, queries: np.ndarray, targets: np.ndarray, top: int) -> list[np.ndarray]:

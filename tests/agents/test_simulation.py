@@ -11,8 +11,6 @@ import pytest
 import tiny
 import torch
 
-pytest.importorskip("greenlet")
-
 from benchmarks.agents_cache import POLICIES, FiveAgents, measure
 from benchmarks.cache_simulation import TraceRequest, simulate
 from hf_parallel.engine import ContributionPolicy, Engine

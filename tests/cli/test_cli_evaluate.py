@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("greenlet")
-
 from serving import small_model
 from sweeps import lines_of
 

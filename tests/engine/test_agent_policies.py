@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("greenlet")
-
 from hf_parallel.engine import (
     ContributionPolicy,
     Engine,

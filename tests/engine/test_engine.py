@@ -28,9 +28,6 @@ from hybrids import SETTINGS as HYBRIDS
 from transformers import PreTrainedModel
 
 import hf_parallel
-
-pytest.importorskip("greenlet")
-
 from hf_parallel.cache.pool import Block, Pool
 from hf_parallel.engine import Engine, KVBudgetError, RequestCancelledError
 from hf_parallel.engine.request import Request

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 from engine_requests import TOKENIZER, Case, assert_nothing_is_held, random_case, random_prefixes
-
-pytest.importorskip("greenlet")
-
 from test_engine import enabled
 
 from hf_parallel import LogitsCache

@@ -13,8 +13,6 @@ import torch
 from engine_requests import STATE_MODES, TOKENIZER, assert_nothing_is_held
 from mode_cases import BUILT_IN, small_call
 
-pytest.importorskip("greenlet")
-
 import hf_parallel
 from hf_parallel.engine import Engine, KVBudgetError
 from hf_parallel.engine.storage import KVStorage

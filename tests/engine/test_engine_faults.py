@@ -14,7 +14,6 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import greenlet
 import pytest
 import tiny
 import torch
@@ -31,6 +30,8 @@ from hf_parallel.cache.arena import Arena
 from hf_parallel.engine import Engine, RequestCancelledError
 from hf_parallel.generation import MODES
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig, SharedPrefixRun
+from hf_parallel.generation.prefill import insert_prompts
+from hf_parallel.generation.wants import Steps
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:nothing was generated")]
 
@@ -164,23 +165,29 @@ def has_mark(ids: torch.Tensor) -> bool:
 
 @dataclass
 class BrokenConfig(SharedPrefixConfig):
-    """A mode that fails before it begins."""
+    """A mode that fails before its first pass."""
 
     mode: ClassVar[str] = "broken"
 
     def make_run(self, call: Any) -> SharedPrefixRun:
-        run = super().make_run(call)
-        run.cache.insert_prompt(call.prompts[0], call.gaps[0])
+        return BrokenRun(self, call)
+
+
+class BrokenRun(SharedPrefixRun):
+    """Fails after it has inserted its prompts."""
+
+    def generate(self) -> Steps[Any]:
+        yield from insert_prompts(self.call, self.cache)
         raise InjectedError("injected")
 
 
 class StubbornRun(SharedPrefixRun):
     """Catches every error and continues."""
 
-    def generate(self) -> Any:
+    def generate(self) -> Steps[Any]:
         while True:
             try:
-                return super().generate()
+                return (yield from super().generate())
             except BaseException:
                 continue
 
@@ -208,9 +215,9 @@ INJECTED = (InjectedError, "injected")
 HOGWILD = {"generation_mode": "hogwild", "num_workers": 2, "collaboration_prompt": "{names} talk."}
 FAULTS: dict[str, tuple[Callable[[Any], Any], tuple[type[BaseException], str]]] = {
     "processor": (lambda _: {"logits_processor": [raising(3)]}, INJECTED),
-    "processor that ends a greenlet": (
-        lambda _: {"logits_processor": [raising(2, greenlet.GreenletExit)]},
-        (greenlet.GreenletExit, "injected"),
+    "processor that ends a generator": (
+        lambda _: {"logits_processor": [raising(2, GeneratorExit)]},
+        (GeneratorExit, "injected"),
     ),
     "Ctrl-C": (lambda _: {"logits_processor": [raising(2, KeyboardInterrupt)]}, (KeyboardInterrupt, "injected")),
     "criterion": (lambda _: {"stopping_criteria": [Criterion(3)]}, INJECTED),

@@ -14,9 +14,6 @@ import torch
 from engine_requests import assert_nothing_is_held
 
 from hf_parallel import LogitsCache
-
-pytest.importorskip("greenlet")
-
 from hf_parallel.engine import Engine, RequestCancelledError, RequestHandle
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 from engine_requests import TOKENIZER, assert_nothing_is_held, random_case, random_prefixes, submit_all
-
-pytest.importorskip("greenlet")
-
 from test_engine import enabled, peak_bytes
 
 from hf_parallel.engine import Engine, RequestCancelledError

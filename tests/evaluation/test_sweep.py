@@ -8,9 +8,6 @@ from typing import Any, ClassVar
 
 import openai
 import pytest
-
-pytest.importorskip("greenlet")
-
 import sweeps
 import torch
 from pages import OWN_MODES

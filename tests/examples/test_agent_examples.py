@@ -14,9 +14,6 @@ from scripted_model import ScriptedModel
 from test_examples import check_promised_lines
 
 import hf_parallel
-
-pytest.importorskip("greenlet")
-
 from hf_parallel.agents import (
     Runtime,
     TreeOfThoughts,

@@ -22,6 +22,7 @@ from hf_parallel import LogitsCache, ParallelConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import ModeTraits, make_config
 from hf_parallel.generation.presets import Preset
+from hf_parallel.generation.wants import Steps
 
 IDS = make_prompts([5])[0][None]
 
@@ -49,7 +50,12 @@ def echo() -> Iterator[type[ParallelConfig]]:
 
         def make_run(self, call: Any) -> Any:
             ids = call.input_ids.flip(1) if self.reverse else call.input_ids
-            return SimpleNamespace(generate=lambda: ids.repeat(1, self.times))
+
+            def generate() -> Steps[torch.Tensor]:
+                yield from ()
+                return ids.repeat(1, self.times)
+
+            return SimpleNamespace(generate=generate)
 
     yield EchoConfig
     del MODES["echo"]

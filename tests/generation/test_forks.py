@@ -25,9 +25,10 @@ from hf_parallel.generation.config import ModeRows, ModeTraits, ParallelConfig
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.log_probs import TopLogProbs
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.prefill import prefill_leaves, prefix_cache_of
+from hf_parallel.generation.prefill import insert_prompts, prefill_leaves, prefix_cache_of
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.wants import Steps
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -79,15 +80,16 @@ class Run:
         self.loop = DecodeLoop(call, self.cache, table, seed=config.seed, stream=False)
         self.groups: list[list[Row]] = []  # rows of each prompt that are returned
 
-    def generate(self) -> Any:
+    def generate(self) -> Steps[Any]:
         loop = self.loop
         with loop.running():
-            leaves = [self.cache.insert(prompt) for prompt in self.call.prompts for _ in range(ROWS)]
-            logits = prefill_leaves(loop, self.cache, leaves)
+            prompts = yield from insert_prompts(self.call, self.cache)
+            leaves = [leaf for leaf in prompts for _ in range(ROWS)]
+            logits = yield from prefill_leaves(loop, self.cache, leaves)
             rows = [Row(index, (), leaf=leaf) for index, leaf in enumerate(leaves)]
             self.groups = [rows[first : first + ROWS] for first in range(0, len(rows), ROWS)]
             loop.start(rows, leaves, self.call.max_new_tokens)
-            loop.decode(rows, logits, self._on_token, schedule=self._schedule)
+            yield from loop.decode(rows, logits, self._on_token, schedule=self._schedule)
             returned = [row for group in self.groups for row in group]
             loop.keep(returned)
         loop.record_truncated(returned)

@@ -24,8 +24,6 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-pytest.importorskip("greenlet")
-
 from hf_parallel.engine import engine as engine_module  # noqa: E402
 from hf_parallel.generation import sampling  # noqa: E402
 from hf_parallel.generation.log_probs import TopLogProbs  # noqa: E402

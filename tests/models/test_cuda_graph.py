@@ -193,7 +193,6 @@ def test_graphs_are_released_with_their_call(
 
 
 def test_each_adapter_of_an_engine_has_graphs_of_its_own(graphs: Graphs, model: PreTrainedModel) -> None:
-    pytest.importorskip("greenlet")
     from hf_parallel.engine import Engine
 
     peft = pytest.importorskip("peft")

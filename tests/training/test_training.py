@@ -22,7 +22,7 @@ import hf_parallel
 from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.executor import Executor
-from hf_parallel.generation.sampling import SamplingTask
+from hf_parallel.generation.wants import Draw, Want
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.training import (
     DataCollatorForParallel,
@@ -57,14 +57,15 @@ def enabled(name: str = "llama") -> Any:
 def computed_logits() -> Iterator[list[torch.Tensor]]:
     """Collect the logits from which tokens are sampled, in the model's dtype, unlike `output.logits`."""
     computed: list[torch.Tensor] = []
-    plain = Executor.sample
+    plain = Executor.compute
 
-    def spy(executor: Executor, task: SamplingTask, logits: torch.Tensor) -> Any:
-        computed.append(logits)
-        return plain(executor, task, logits)
+    def spy(executor: Executor, want: Want) -> Any:
+        if isinstance(want, Draw):
+            computed.append(want.logits)
+        return plain(executor, want)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "sample", spy)
+        patch.setattr(Executor, "compute", spy)
         yield computed
 
 

@@ -2,7 +2,6 @@
 
 try:
     import fastapi  # noqa: F401
-    import greenlet  # noqa: F401
     import prometheus_client  # noqa: F401
     import uvicorn  # noqa: F401
 except ImportError as error:

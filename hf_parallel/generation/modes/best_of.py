@@ -13,17 +13,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
+from hf_parallel.cache.tree import Node
 from hf_parallel.detokenizer import visible_text
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import Generated, ModeRows, ModeTraits, ParallelConfig
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
-from hf_parallel.generation.prefill import initial_capacity, prefill_leaves, prefix_cache_of
+from hf_parallel.generation.prefill import initial_capacity, insert_prompt, prefill_leaves, prefix_cache_of
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.settings import NOT_STORED, Arguments
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.validation import check_int
+from hf_parallel.generation.wants import Steps
 from hf_parallel.transcript.sections import TranscriptStyle
 
 PRUNED = "pruned"
@@ -139,13 +141,15 @@ class BestOfRun:
         self.loop = DecodeLoop(call, self.cache, table, seed=config.seed, stream=False, log_probs=True)
         self.num_tokens = 0  # of each active row
 
-    def generate(self) -> Generated:
+    def generate(self) -> Steps[Generated]:
         """Return a tensor `int64 [rows, length]` or a `BestOfOutput`."""
         n, call = self.config.num_candidates, self.call
         with self.loop.running():
-            prompts = map(self.cache.insert_prompt, call.prompts[:: self.num_returned], call.gaps[:: self.num_returned])
-            leaves = [leaf for leaf in prompts for _ in range(n)]
-            logits = prefill_leaves(self.loop, self.cache, leaves)
+            leaves: list[Node] = []
+            for index in range(0, call.num_rows, self.num_returned):
+                leaf = yield from insert_prompt(self.cache, call.prompts[index], call.gaps[index])
+                leaves += [leaf] * n
+            logits = yield from prefill_leaves(self.loop, self.cache, leaves)
             self.rows = [Row(index, (), leaf=leaf) for index, leaf in enumerate(leaves)]
             self.loop.start(self.rows, leaves, initial_capacity(call.max_new_tokens, len(leaves)))
             self.groups = [self.rows[start : start + n] for start in range(0, len(self.rows), n)]
@@ -155,7 +159,7 @@ class BestOfRun:
             self.ended: set[Row] = set()
             self.final: set[Row] = set()  # ended, and scored since
             self.scores: dict[Row, float] = {}
-            self.loop.decode(self.rows, logits, self._on_token, schedule=self._schedule)
+            yield from self.loop.decode(self.rows, logits, self._on_token, schedule=self._schedule)
             self.loop.keep(self.rows)
         self.loop.record_truncated(self.rows)
         self._score([row for row in self.rows if not row.dropped])

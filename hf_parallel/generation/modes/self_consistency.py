@@ -34,6 +34,7 @@ from hf_parallel.generation.presets import PRESETS
 from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.settings import NOT_REMOTE, Arguments
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text
+from hf_parallel.generation.wants import Steps
 from hf_parallel.transcript.sections import TranscriptStyle
 
 
@@ -151,12 +152,12 @@ class SelfConsistencyRun(StagedRun):
             check_vocabulary(call, [*self.headers, config.conclusion_prompt])
         super().__init__(config, call)
 
-    def generate(self) -> Generated:
+    def generate(self) -> Steps[Generated]:
         """Generate all answers, then choose one of each prompt or conclude."""
         config, call, n = self.config, self.call, self.config.num_answers
         answers = [[self.completion(prompt, prompt * n + i) for i in range(n)] for prompt in range(call.num_rows)]
         ids = call.input_ids.repeat_interleave(n, dim=0)  # the prompts that processors receive
-        loop = self.run_stage([row for rows in answers for row in rows], input_ids=ids, seed=config.seed)
+        loop = yield from self.run_stage([row for rows in answers for row in rows], input_ids=ids, seed=config.seed)
         found = [[find_answer(config.answer_pattern, row.text) for row in rows] for rows in answers]
         counted = [majority(_forms(given)) for given in found]
         votes = [count for _, count in counted]
@@ -170,7 +171,7 @@ class SelfConsistencyRun(StagedRun):
             read, rows = [self._reading(of_prompt) for of_prompt in answers], list(range(call.num_rows))
             rngs = loop.sampler.rngs  # a conclusion continues the RNG of its prompt's first answer
             returned = [self._conclusion(prompt, tokens) for prompt, tokens in enumerate(read)]
-            loop = self.run_stage(returned, seed=None if rngs is None else rngs[::n])
+            loop = yield from self.run_stage(returned, seed=None if rngs is None else rngs[::n])
             final = [self._final_answer(row.text) for row in returned]
             chosen = [_index_of(answer, given) for answer, given in zip(final, found, strict=True)]
         output = self.output(

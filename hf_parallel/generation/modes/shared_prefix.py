@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hf_parallel.cache.tree import Node
 from hf_parallel.generation.call import GenerationCall, with_gaps
 from hf_parallel.generation.config import Generated, ModeTraits
 from hf_parallel.generation.decode import DecodeLoop
@@ -14,6 +15,8 @@ from hf_parallel.generation.prefill import (
     SUFFIX_CAPACITY,
     defer_last_tokens,
     initial_capacity,
+    insert,
+    insert_prompt,
     prefill_leaves,
     prefix_cache_of,
 )
@@ -22,6 +25,7 @@ from hf_parallel.generation.rows import Row
 from hf_parallel.generation.scoring import score_prompts
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.validation import check_bool, check_int
+from hf_parallel.generation.wants import Steps
 
 
 @dataclass
@@ -62,37 +66,39 @@ class SharedPrefixRun:
         table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, SUFFIX_CAPACITY))
         self.loop = DecodeLoop(call, self.cache, table, seed=config.seed)
 
-    def generate(self) -> Generated:
+    def generate(self) -> Steps[Generated]:
         """Generate. Return a tensor `int64 [rows, length]` or a `ParallelOutput`."""
         prompts = [with_gaps(*prompt) for prompt in zip(self.call.prompts, self.call.gaps, strict=True)]
         with self.loop.running(), replaying(self.loop, self.config, prompts, self.config.draft_tokens):
-            rows = self.loop.replay([Row(index, ()) for index in range(self.call.num_rows)], may_wait=True)
+            rows = yield from self.loop.replay([Row(index, ()) for index in range(self.call.num_rows)], may_wait=True)
             if rows:
-                self._decode(rows)
+                yield from self._decode(rows)
         self.loop.record_truncated()
         return self.loop.output()
 
-    def _decode(self, rows: Sequence[Row]) -> None:
+    def _decode(self, rows: Sequence[Row]) -> Steps[None]:
         """Prefill prompts and replayed tokens of rows, then decode."""
         call, table, cache = self.call, self.loop.table, self.cache
-        score_prompts(self.loop, cache)
+        yield from score_prompts(self.loop, cache)
         begins = [table.lengths[row.index] for row in rows]
         replayed = [table.ids[row.index, call.input_ids.shape[1] : n] for row, n in zip(rows, begins, strict=True)]
-        leaves = [cache.insert_prompt(call.prompts[row.index], call.gaps[row.index]) for row in rows]
-        for i, tokens in enumerate(replayed):
+        leaves: list[Node] = []
+        for row, tokens in zip(rows, replayed, strict=True):
+            leaf = yield from insert_prompt(cache, call.prompts[row.index], call.gaps[row.index])
             if len(tokens):
-                leaves[i] = cache.insert(tokens.cpu().numpy(), root=leaves[i])
+                leaf = yield from insert(cache, tokens.cpu().numpy(), root=leaf)
+            leaves.append(leaf)
         logits = None
         if all(map(len, replayed)) and (parents := defer_last_tokens(self.loop, cache, leaves)) is not None:
             leaves, begins = parents, [begin - 1 for begin in begins]
             for row, tokens in zip(rows, replayed, strict=True):
                 row.pending = tokens[-1:].tolist()
         else:
-            logits = prefill_leaves(self.loop, cache, leaves)
+            logits = yield from prefill_leaves(self.loop, cache, leaves)
         capacity = initial_capacity(call.max_length - min(begins) - 1, len(rows))
         self.loop.start(rows, leaves, capacity)
         if self.config.keep_completions:
             for row, leaf in zip(rows, leaves, strict=True):
                 row.leaf = leaf
-        self.loop.decode(rows, logits)
+        yield from self.loop.decode(rows, logits)
         self.loop.keep(rows)

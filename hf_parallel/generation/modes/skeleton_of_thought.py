@@ -31,6 +31,7 @@ from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.rng import RowRNG, make_rngs
 from hf_parallel.generation.settings import NOT_REMOTE, Arguments
 from hf_parallel.generation.validation import check_int, check_template, check_text
+from hf_parallel.generation.wants import Steps
 from hf_parallel.transcript.sections import TranscriptStyle
 
 POINT_LENGTH = 1000
@@ -224,12 +225,12 @@ class SkeletonRun(StagedRun):
         rngs = make_rngs(config.seed, call.num_rows)
         self.answers = [SkeletonAnswer(self, row, None if rngs is None else rngs[row]) for row in range(call.num_rows)]
 
-    def generate(self) -> Generated:
+    def generate(self) -> Steps[Generated]:
         """Generate. Return a tensor `int64 [batch, length]` or a `SkeletonOfThoughtOutput`."""
         answers, outlines = self.answers, [answer.outline for answer in self.answers]
-        self._run_stage([[outline] for outline in outlines])
-        self._run_stage([answer.point_rows() for answer in answers])
-        self._run_stage([answer.conclusion_rows() for answer in answers])
+        yield from self._run_stage([[outline] for outline in outlines])
+        yield from self._run_stage([answer.point_rows() for answer in answers])
+        yield from self._run_stage([answer.conclusion_rows() for answer in answers])
         lasts = [answer.add_last() for answer in answers]
         fallback = [answer.fallback for answer in answers]
         output = self.output(
@@ -245,7 +246,7 @@ class SkeletonRun(StagedRun):
         warn_sequential(fallback)
         return output
 
-    def _run_stage(self, groups: Sequence[Sequence[CompletionRow]]) -> None:
+    def _run_stage(self, groups: Sequence[Sequence[CompletionRow]]) -> Steps[None]:
         """Generate the rows of each answer, which continue the RNG of the answer."""
         if any(groups):
             rngs: list[RowRNG] = []
@@ -253,7 +254,7 @@ class SkeletonRun(StagedRun):
                 if answer.rng is not None:
                     answer.rng.skip()  # so that two stages have different random numbers
                     rngs += answer.rng.fork(len(rows))
-            self.run_stage([row for rows in groups for row in rows], seed=rngs or None)
+            yield from self.run_stage([row for rows in groups for row in rows], seed=rngs or None)
 
 
 class SkeletonAnswer:

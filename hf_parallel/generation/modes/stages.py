@@ -26,10 +26,17 @@ from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_ga
 from hf_parallel.generation.decode import DecodeLoop
 from hf_parallel.generation.log_probs import padded_log_probs
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.prefill import SUFFIX_CAPACITY, initial_capacity, prefill_leaves, prefix_cache_of
+from hf_parallel.generation.prefill import (
+    SUFFIX_CAPACITY,
+    initial_capacity,
+    insert_prompt,
+    prefill_leaves,
+    prefix_cache_of,
+)
 from hf_parallel.generation.replay.config import ReplayConfig, replaying
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.wants import Steps
 
 _PROMPT_RELATIVE = (
     "min_new_tokens",  # before `min_length`, which transformers sets from it
@@ -107,10 +114,11 @@ class _Stage:
         padding = torch.tensor([ids.shape[1] - len(r.prompt) - n for r, n in zip(self.rows, masked, strict=True)])
         self.loop = DecodeLoop(_with_padding(call, padding), run.cache, table, criteria, seed, stream=False)
 
-    def run(self, config: ReplayConfig) -> DecodeLoop:
+    def run(self, config: ReplayConfig) -> Steps[DecodeLoop]:
         with self.loop.running(), replaying(self.loop, config, [with_gaps(row.prompt, row.gaps) for row in self.rows]):
-            if active := self.loop.replay(self.rows, self._on_token):
-                self._decode(active)
+            active = yield from self.loop.replay(self.rows, self._on_token)
+            if active:
+                yield from self._decode(active)
         if self.loop.replayer is not None:
             output_rows = {row.index: row.output_row for row in self.rows}
             self.call.record.add_origins(self.loop.replayer.origins, output_rows)
@@ -119,14 +127,14 @@ class _Stage:
             row.log_probs = values[: len(row.tokens)]
         return self.loop
 
-    def _decode(self, rows: Sequence[CompletionRow]) -> None:
+    def _decode(self, rows: Sequence[CompletionRow]) -> Steps[None]:
         """Prefill prompts and replayed tokens of rows, then decode."""
         for row in rows:
-            row.leaf = self.cache.insert_prompt(row.sequence, row.gaps)
+            row.leaf = yield from insert_prompt(self.cache, row.sequence, row.gaps)
         leaves = [row.leaf for row in rows]
-        logits = prefill_leaves(self.loop, self.cache, leaves)
+        logits = yield from prefill_leaves(self.loop, self.cache, leaves)
         self.loop.start(rows, leaves, self.capacity)
-        self.loop.decode(rows, logits, self._on_token)
+        yield from self.loop.decode(rows, logits, self._on_token)
         self.loop.keep(rows)
 
     def _on_token(self, row: CompletionRow, token: int, ended: bool) -> bool:
@@ -172,7 +180,7 @@ class StagedRun:
         rows: Sequence[CompletionRow],
         input_ids: torch.Tensor | None = None,
         seed: Any = None,
-    ) -> DecodeLoop:
+    ) -> Steps[DecodeLoop]:
         """Generate completions, at least one. Return the decode loop, with its table and scores.
 
         Logits processors see `input_ids`, int64 `[rows, length]`, as prompts (default: left-padded prompts of the
@@ -180,7 +188,7 @@ class StagedRun:
         """
         longest = max(len(row.prompt) + row.max_new_tokens for row in rows)
         self.call.capabilities.check_length(self.call.model, longest)
-        return _Stage(self, rows, input_ids, seed).run(self._replay_config)
+        return (yield from _Stage(self, rows, input_ids, seed).run(self._replay_config))
 
     def output(
         self,

@@ -16,7 +16,7 @@ from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
-from hf_parallel.generation.executor import Executor
+from hf_parallel.generation.executor import Host
 from hf_parallel.generation.log_probs import LogProbs
 from hf_parallel.generation.replay.distributions import HOST, DistributionCache, dense
 from hf_parallel.generation.replay.policies import ReplayPolicy, uncertainty_at
@@ -103,7 +103,7 @@ class Replayer:
                 self._tracked.add(row)
         return self.lookup(rows)
 
-    def is_computed_by_other(self, row: int, executor: Executor) -> bool:
+    def is_computed_by_other(self, row: int, executor: Host) -> bool:
         """Return whether another call computes the next logits of a row now."""
         other = self.cursors.computed_by(row)
         return other is not None and other is not executor and not (other.preempted or other.is_done)

@@ -16,6 +16,7 @@ from hf_parallel.generation.replay.distributions import HOST
 from hf_parallel.generation.replay.drafts import MAX_DRAFT_TOKENS, NgramDrafter
 from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import PassInputs, Row
+from hf_parallel.generation.wants import Steps
 from hf_parallel.kernels import to_device
 from hf_parallel.models.linear import linear_backend
 
@@ -46,7 +47,7 @@ class SpeculativeDecoder:
             self._drafter.add_prompt(prompt)
         return True
 
-    def step(self, rows: Sequence[R]) -> list[R]:
+    def step(self, rows: Sequence[R]) -> Steps[list[R]]:
         """Verify drafts until no row has one. Return the active rows, with their pending tokens."""
         active, node_of, executor = list(rows), self.replayer.cursors.node, self.loop.call.executor
         for row in active:
@@ -62,10 +63,10 @@ class SpeculativeDecoder:
                 self._drafter.add(node)
             if not any(drafts):
                 break
-            active = self._verify(active, drafts)
+            active = yield from self._verify(active, drafts)
         return active
 
-    def _verify(self, rows: Sequence[R], drafts: Sequence[list[int]]) -> list[R]:
+    def _verify(self, rows: Sequence[R], drafts: Sequence[list[int]]) -> Steps[list[R]]:
         """Run one pass over pending and draft tokens, then sample until the first token that was not drafted."""
         stats, drafter = self.loop.stats, self._drafter
         lengths = [row.view[-1].length + len(row.pending) for row in rows]
@@ -74,7 +75,7 @@ class SpeculativeDecoder:
         for row, draft in zip(rows, drafts, strict=True):
             firsts.append(sum(len(tokens) for _, tokens in inputs) + len(row.pending) - 1)
             inputs.append((Segment(row.view, len(row.pending) + len(draft)), [*row.pending, *draft]))
-        logits = self.loop.runner.forward(inputs)
+        logits = yield from self.loop.runner.forward(inputs)
         verifying, active, step = list(range(len(rows))), [], 0
         while verifying:
             positions = to_device([firsts[i] + step for i in verifying], logits.device)

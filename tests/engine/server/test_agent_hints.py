@@ -9,8 +9,6 @@ import pytest
 import tiny
 from ascii_tokenizer import AsciiTokenizer
 
-pytest.importorskip("greenlet")
-
 from hf_parallel.engine import AgentHints, Engine, RequestObserver
 
 HINTS = {"workflow_id": "repair-7", "agent_id": "Patcher"}

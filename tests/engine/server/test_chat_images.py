@@ -20,7 +20,6 @@ import torch
 from image_models import FAMILIES
 from transformers import Gemma3ForConditionalGeneration, Gemma3Processor, PreTrainedTokenizerFast
 
-pytest.importorskip("greenlet")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("greenlet")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")

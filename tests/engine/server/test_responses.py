@@ -11,7 +11,6 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
-pytest.importorskip("greenlet")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")

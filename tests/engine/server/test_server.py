@@ -22,7 +22,6 @@ import pytest
 import torch
 from forkserver import start
 
-pytest.importorskip("greenlet")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")

@@ -37,11 +37,12 @@ from hf_parallel.generation.modes.branches.token_text import (
     slice_tokens,
     text_of,
 )
-from hf_parallel.generation.prefill import initial_capacity, prefill_leaves
+from hf_parallel.generation.prefill import initial_capacity, insert_prompts, prefill_leaves
 from hf_parallel.generation.replay.config import replaying
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.streaming import FinalTokens
 from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.wants import Steps
 
 
 class BranchRun:
@@ -127,11 +128,11 @@ class BranchRun:
 
     # The call
 
-    def generate(self) -> Generated:
+    def generate(self) -> Steps[Generated]:
         """Generate. Return a tensor `int64 [batch, length]` or the mode's output."""
         call, cache, loop = self.call, self.cache, self.loop
         with loop.running(), replaying(loop, self.config):
-            self.leaves = list(map(cache.insert_prompt, call.prompts, call.gaps))
+            self.leaves = yield from insert_prompts(call, cache)
             cache.nodes_to_prefill()  # allocates blocks
             for index, view in enumerate(cache.new_answers(self.leaves, self.capacity)):
                 root = Lane(Answer(index, call.max_new_tokens), index, view)
@@ -142,9 +143,11 @@ class BranchRun:
                 self.read(root, root.text, False)
                 self._fork(root, 0)
             rows = self._replay(self._active_rows())
-            logits = None if all(row.pending for row in rows) else self._fill()
-            self._begin_pass(rows, is_decoding=logits is None)
-            loop.decode(rows, logits, self._on_token, schedule=self._schedule)
+            logits = None
+            if not all(row.pending for row in rows):
+                logits = yield from self._fill()
+            yield from self._begin_pass(rows, is_decoding=logits is None)
+            yield from loop.decode(rows, logits, self._on_token, schedule=self._schedule)
             cache.discard_uncached()  # prompts, if all tokens were replayed
         if loop.replayer is not None:
             call.record.trace = None  # passes do not say after which token a replayed one was sampled
@@ -164,13 +167,13 @@ class BranchRun:
         warn_sequential([None if root.forks else reason or self.none for root, reason in pairs])
         return output
 
-    def _fill(self) -> torch.Tensor | None:
+    def _fill(self) -> Steps[torch.Tensor | None]:
         """Compute the prompts, unless that is done. Return the logits after each."""
         leaves, self.leaves = self.leaves, []
         if not leaves:
             return None
         spare = self.cache.pool.new_block(self.capacity * len(leaves))  # so that storage need not grow for paths
-        logits = prefill_leaves(self.loop, self.cache, leaves)
+        logits = yield from prefill_leaves(self.loop, self.cache, leaves)
         self.cache.pool.free(spare)
         return logits
 
@@ -217,7 +220,7 @@ class BranchRun:
             self._end(lane, "budget")
         return not lane.ended_by
 
-    def _schedule(self, active: Sequence[Row]) -> list[Lane]:
+    def _schedule(self, active: Sequence[Row]) -> Steps[list[Lane]]:
         """Return the rows of the next pass, and count the cost of the last one."""
         now, total = time.perf_counter(), self._pass_tokens.total()
         for stage, count in self._pass_tokens.items():
@@ -225,7 +228,7 @@ class BranchRun:
         for stage in self._pass_stages:
             self.stages[stage].decoded_tokens += 1
         rows = self._replay(self._active_rows())
-        self._begin_pass(rows)
+        yield from self._begin_pass(rows)
         return rows
 
     def _replay(self, rows: list[Lane]) -> list[Lane]:
@@ -254,15 +257,15 @@ class BranchRun:
         self.stream.flush()
         return rows
 
-    def _begin_pass(self, rows: Sequence[Lane], is_decoding: bool = True) -> None:
+    def _begin_pass(self, rows: Sequence[Lane], is_decoding: bool = True) -> Steps[None]:
         self._pass_began, self._pass_stages = time.perf_counter(), [row.stage for row in rows]
         self._pass_tokens: Counter[str] = Counter()
         if rows:
-            self._fill()
+            yield from self._fill()
         for row in rows:
             self._pass_tokens[row.stage] += max(len(row.pending), 1)
             self._count(row.uncached, row.fresh)
-            self._prefill(row)
+            yield from self._prefill(row)
         for stage in self._pass_tokens:
             self.stages[stage].forward_passes += is_decoding
 
@@ -291,13 +294,13 @@ class BranchRun:
         if not root.ended_by:
             root.attach(self.cache.pool)
 
-    def _prefill(self, lane: Lane) -> None:
+    def _prefill(self, lane: Lane) -> Steps[None]:
         """Compute pending tokens in chunks, so that the next pass is not larger than one of a prefill."""
         began, size = time.perf_counter(), self.loop.runner.chunk_size
         while len(lane.pending) > size:
             chunk, lane.pending = lane.pending[:size], lane.pending[size:]
             inputs = [*lane.answer.writes.take(), (Segment(lane.view, size), chunk)]
-            self.loop.runner.forward(inputs, ends=[len(inputs) - 1])
+            yield from self.loop.runner.forward(inputs, ends=[len(inputs) - 1])
             self.stages[lane.stage].forward_passes += 1
         self.loop.stats.prefill_seconds += time.perf_counter() - began
 

@@ -34,12 +34,13 @@ from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_step
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.modes.stages import check_vocabulary
-from hf_parallel.generation.prefill import count_cached
+from hf_parallel.generation.prefill import count_cached, insert_prompts
 from hf_parallel.generation.processors import MinLengthProcessor, PerPromptProcessor
 from hf_parallel.generation.replay.config import replaying
 from hf_parallel.generation.rows import PassInputs, Row
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.wants import Steps
 from hf_parallel.models.attention import UnsupportedModelError
 
 TABLE_CAPACITY = 1024
@@ -94,27 +95,34 @@ class HogwildRun:
         # The budget is counted in forward passes; a length in tokens would count step prefixes too.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         self.loop = DecodeLoop(call, self.cache, table, criteria, config.seed)
-        leaves = list(map(self.cache.insert_prompt, call.prompts, call.gaps))
+        self.groups: list[WorkerGroup] = []
+
+    def begin(self) -> Steps[None]:
+        """Create the workers, after the prompts."""
+        config, call = self.config, self.loop.call
+        leaves = yield from insert_prompts(call, self.cache)
         count_cached(self.loop, leaves)
         self.cache.nodes_to_prefill()  # allocates their blocks, which are filled when a group is first computed
-        self.groups = [WorkerGroup(config, self.loop, self.cache, index, leaf) for index, leaf in enumerate(leaves)]
-        for group in self.groups:
+        for index, leaf in enumerate(leaves):
+            group = WorkerGroup(config, self.loop, self.cache, index, leaf)
+            self.groups.append(group)
             self.workers += [Worker(group, len(self.workers) + i, i, name) for i, name in enumerate(config.names)]
             group.check_positions()
         self._warn_other_prompts()
 
-    def generate(self) -> Generated:
+    def generate(self) -> Steps[Generated]:
         """Let the workers write until all have stopped. Return what `model.generate` returns."""
+        yield from self.begin()
         with self.loop.running(), replaying(self.loop, self.config):
-            rows = self.schedule(self.workers)
-            logits = self._prefill(self.loop, rows)
-            self.loop.decode(rows, logits, Worker.advance, self.move_ended_steps, self.schedule)
-            self.finish()
+            rows = yield from self.schedule(self.workers)
+            logits = yield from self._prefill(self.loop, rows)
+            yield from self.loop.decode(rows, logits, Worker.advance, self.move_ended_steps, self.schedule)
+            yield from self.finish()
         output = self.loop.output(HogwildOutput, **self.fields())
         self.warn_unanswered()
         return output
 
-    def schedule(self, active: Sequence[Worker]) -> list[Worker]:
+    def schedule(self, active: Sequence[Worker]) -> Steps[list[Worker]]:
         """Return the workers of the next pass.
 
         With a `control_prompt` the first worker of a group thinks, and the others write when the thoughts suffice
@@ -133,12 +141,14 @@ class HogwildRun:
                 thinker.group.others_write = True
             elif thinker.ends_paragraph or (thinker.passes and thinker.passes % self.config.control_interval == 0):
                 asked.append(thinker)
-        for thinker, answer in zip(asked, self.ask(asked) if asked else (), strict=True):
-            thinker.group.others_write = answer
+        if asked:
+            answers = yield from self.ask(asked)
+            for thinker, answer in zip(asked, answers, strict=True):
+                thinker.group.others_write = answer
         rows = [worker for worker in self.workers if not worker.stopped and worker.is_active()]
         return [worker for worker in rows if worker.number == 0 or worker.group.others_write]
 
-    def ask(self, thinkers: Sequence[Worker]) -> list[bool]:
+    def ask(self, thinkers: Sequence[Worker]) -> Steps[list[bool]]:
         """Return whether the model answers the `control_prompt` after the text of each worker by yes rather than no.
 
         Source: `check_if_should_continue_writing` in the same file. As there, the worker's last token is not seen.
@@ -150,21 +160,21 @@ class HogwildRun:
         yes, no = (thinkers[0].group.encode(text)[0] for text in YES_NO)
         log, self.cache.log = self.cache.log, None  # the question is no text of a worker
         try:
-            logits = self.loop.runner.prefill(inputs)
+            logits = yield from self.loop.runner.prefill(inputs)
         finally:
             self.cache.log = log
             for thinker in thinkers:
                 self.cache.pool.truncate(thinker.group.question, 0)
         return (logits[:, yes] > logits[:, no]).tolist()
 
-    def finish(self) -> None:
+    def finish(self) -> Steps[None]:
         """Stop all workers; early finishers answer where no worker has (appendix C)."""
         for worker in self.workers:
             worker.stop(finished=False)
         config = self.config
         unanswered = [group for group in self.groups if group.answer is None]
         if unanswered and config.finisher_tokens and config.finisher_prompt and config.answer_pattern:
-            self._run_finishers(unanswered)
+            yield from self._run_finishers(unanswered)
 
     def warn_unanswered(self) -> None:
         """Warn if no text matches an `answer_pattern` that was given: the default one does not fit every task."""
@@ -173,7 +183,7 @@ class HogwildRun:
             texts = f"no text of the workers or of the early finisher of {name_prompts(missing)}"
             warn_caller(f"{texts} matches {describe_pattern(pattern)}")
 
-    def _run_finishers(self, unanswered: Sequence[WorkerGroup]) -> None:
+    def _run_finishers(self, unanswered: Sequence[WorkerGroup]) -> Steps[None]:
         config, loop = self.config, self.loop
         call, rngs = loop.call, loop.sampler.rngs
         finishers = [Finisher(group) for group in unanswered]
@@ -184,8 +194,8 @@ class HogwildRun:
         for finisher in finishers:
             table.extend(finisher.index, finisher.pending)
         with replaying(reader, config):
-            logits = self._prefill(reader, finishers)
-            reader.decode(finishers, logits, Finisher.advance, self.move_ended_steps)
+            logits = yield from self._prefill(reader, finishers)
+            yield from reader.decode(finishers, logits, Finisher.advance, self.move_ended_steps)
 
     def _warn_other_prompts(self) -> None:
         """Warn if a prompt does not contain the rules of these workers."""
@@ -221,10 +231,10 @@ class HogwildRun:
             "names": [self.config.names for _ in self.groups],
         }
 
-    def _prefill(self, loop: DecodeLoop, rows: Sequence[Row]) -> torch.Tensor:
+    def _prefill(self, loop: DecodeLoop, rows: Sequence[Row]) -> Steps[torch.Tensor]:
         """Run the first forward pass, over prompts and inserted tokens; its seconds count as prefill."""
         began, before = time.perf_counter(), loop.stats.prefill_seconds
-        logits = loop.step(rows, self.move_ended_steps)
+        logits = yield from loop.step(rows, self.move_ended_steps)
         loop.stats.prefill_seconds = before + time.perf_counter() - began
         return logits
 

@@ -160,7 +160,7 @@ class HogwildSession:
             self._ended_by = "finished"
             self._run.group.move_ended_steps()
             self._run.active = []
-            self._run.finish()
+            self._call.drive(self._run.finish())
 
         self._with_model(finish)
         output = self._run.loop.output(HogwildOutput, **self._run.fields())

@@ -21,6 +21,7 @@ from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs
 from hf_parallel.generation.settings import Arguments
+from hf_parallel.generation.wants import Steps
 from hf_parallel.models.rotary import max_positions
 
 
@@ -61,8 +62,9 @@ class SteppedRun(HogwildRun):
 
     def __init__(self, config: HogwildConfig, call: GenerationCall) -> None:
         super().__init__(config, call)
+        call.drive(self.begin())
         (self.group,) = self.groups
-        self.active = self.schedule(self.workers)
+        self.active = call.drive(self.schedule(self.workers))
 
     @property
     def passes(self) -> int:
@@ -76,10 +78,14 @@ class SteppedRun(HogwildRun):
         self.group.move_ended_steps()  # before the transaction, which cannot undo it; affects no output
         with self.transaction():
             before = [(worker, len(worker.text)) for worker in self.active]
-            logits = self.loop.step(self.active)
-            self.active = self.schedule(self.loop.sample(self.active, logits, Worker.advance))
+            self.active = self.loop.call.drive(self._next())
             stats.decode_seconds += time.perf_counter() - began - (stats.prefill_seconds - prefilling)
         return {worker.name: worker.text[length:] for worker, length in before}
+
+    def _next(self) -> Steps[list[Worker]]:
+        logits = yield from self.loop.step(self.active)
+        active = yield from self.loop.sample(self.active, logits, Worker.advance)
+        return (yield from self.schedule(active))
 
     def inject(self, worker: int | None, text: str, tokens: list[int]) -> None:
         """Append a text to the step of a worker, given by its number, or to the history (None)."""
