@@ -198,11 +198,14 @@ def check_no_adapter_names(title: str, model: nn.Module) -> None:
                     )
 
 
-def check_model_inputs(title: str, inputs: Mapping[str, object]) -> None:
-    """Raise `ValueError` for arguments of `model.forward` that no mode supports, such as images."""
+def check_model_inputs(title: str, inputs: Mapping[str, object], why_no_images: str = "") -> None:
+    """Raise `ValueError` for arguments of `model.forward` that no mode supports, such as audio."""
     empty = (name for name, value in inputs.items() if value is None or value is False or value == {})
     if unknown := sorted(inputs.keys() - {*_SUPPORTED_INPUTS, *empty}):
-        raise ValueError(f"{unknown} are not supported by {title}: pass token ids and settings only")
+        allowed = (
+            f"token ids and settings only ({why_no_images})" if why_no_images else "token ids, images and settings"
+        )
+        raise ValueError(f"{unknown} are not supported by {title}: pass {allowed}")
 
 
 def check_tokens(config: GenerationConfig, vocabulary: int, prompt_length: int) -> None:

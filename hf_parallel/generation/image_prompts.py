@@ -10,6 +10,7 @@ from hf_parallel.cache.images import SALT, ImageTable
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.settings import Arguments
+from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.images import TOKEN_TYPES, image_inputs, read_images
 
 
@@ -27,9 +28,20 @@ def take_images(
         return
     if "pixel_values" not in given:
         raise ValueError(f"{sorted(given)} describe images, but pixel_values are missing")
+    capabilities = enabled(model).capabilities
+    if capabilities.why_no_images:
+        raise UnsupportedModelError(capabilities.why_no_images)
     input_ids: torch.Tensor = kwargs["input_ids"]
     known = enabled(model).images if known is None else known
     salt = SALT if cache is None else cache.salt
-    ahead = enabled(model).capabilities.image_ahead
-    ids, images = read_images(model, input_ids, kwargs.get("position_ids"), given, known, ahead, salt)
+    ids, images = read_images(
+        model,
+        input_ids,
+        kwargs.get("position_ids"),
+        given,
+        known,
+        ahead=capabilities.image_ahead,
+        salt=salt,
+        mask=kwargs.get("attention_mask"),
+    )
     kwargs.update(prompt_ids=ids, images=images)

@@ -48,7 +48,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 _logger: Any = logging.get_logger(__name__)
 _POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
-"""Arguments of `generate` that may be positional in a mode."""
+"""Arguments of transformers' `generate` that may be positional in a mode."""
 _CLAIM_LOCK, _ENABLE_LOCK = threading.Lock(), threading.RLock()
 
 
@@ -81,18 +81,19 @@ class ParallelGenerationMixin:
             For unknown or contradictory settings, and for arguments that the mode does not support.
         """
         with report_errors(kwargs.get("streamer")):
-            for name, value in zip(_POSITIONAL, args, strict=False):
+            names = _positional(super().generate)  # type: ignore[misc]
+            for name, value in zip(names, args, strict=False):
                 if name in kwargs:
                     raise TypeError(f"generate() got {name} both by position and by name")
                 kwargs[name] = value
-            args = args[len(_POSITIONAL) :]
+            args = args[len(names) :]
             config = take_parallel_config(self.generation_config, kwargs)  # type: ignore[attr-defined]
             if config is None:
                 if self._prepares():
                     raise RuntimeError(BUSY)
                 return self._generate_plainly(kwargs, args)
             if args:
-                raise ValueError("with a generation_mode, pass arguments after prefix_allowed_tokens_fn by name")
+                raise ValueError(f"with a generation_mode, pass arguments after {names[-1]} by name")
             if config.seed is None and num_ranks(self) > 1:  # the ranks sample the same tokens
                 config = copy.copy(config)
                 config.seed = common_seed(self)
@@ -167,7 +168,9 @@ class ParallelGenerationMixin:
 
     def _generate_plainly(self, kwargs: Arguments, args: tuple[object, ...]) -> Any:
         """Call `generate` of transformers; in a thread that prepares a call, it ends in `_sample`."""
-        positional = [kwargs.pop(name, None) for name in _POSITIONAL]
+        if not args:
+            return super().generate(**kwargs)  # type: ignore[misc]
+        positional = [kwargs.pop(name) for name in _positional(super().generate)]  # type: ignore[misc]
         return super().generate(*positional, *args, **kwargs)  # type: ignore[misc]
 
     def _sample(
@@ -233,7 +236,8 @@ class ParallelGenerationMixin:
         settings = arguments.setting_names()
         images = image_inputs(self)  # type: ignore[arg-type]
         inputs = parameters_of(self.forward).keys() - images  # type: ignore[attr-defined]
-        arguments.check_model_inputs(config.title, {n: v for n, v in kwargs.items() if n in inputs - settings})
+        others = {name: value for name, value in kwargs.items() if name in inputs - settings}
+        arguments.check_model_inputs(config.title, others, self._parallel.capabilities.why_no_images)
         known = settings | arguments.OTHER_ARGUMENTS | inputs | images | parameters_of(super().generate).keys()  # type: ignore[misc]
         check_setting_names(None if config.is_implicit else type(config), kwargs, {*known, *config.fields()})
         given = kwargs.get("generation_config")
@@ -257,6 +261,13 @@ class ParallelGenerationMixin:
     def __reduce_ex__(self, protocol: object) -> Any:
         """Pickle as the plain model and enable again: the subclass exists in this process only."""
         return _restore, (type(self).__bases__[1],), self.__dict__
+
+
+def _positional(generate: Any) -> Sequence[str]:
+    """Return the first arguments of a model's `generate`, whose order is its own in some classes (Janus)."""
+    parameters = parameters_of(generate)
+    names = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    return names[: len(_POSITIONAL)] or _POSITIONAL  # the latter for `generate(*args, **kwargs)`
 
 
 def take_parallel_config(own: GenerationConfig, kwargs: Arguments) -> ParallelConfig | None:

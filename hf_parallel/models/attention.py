@@ -58,7 +58,8 @@ class AttentionRecorder:
     bidirectional: bool = False  # whether a layer is not causal
     repeated: bool = False  # whether a layer attends more than once in a pass
     others: set[str] = field(default_factory=set)  # names of tensors that block attention does not know
-    ahead: set[int] = field(default_factory=set)  # layers whose mask lets the first of several tokens see the second
+    later: int = 1  # index of a token of a pass
+    ahead: set[int] = field(default_factory=set)  # layers whose mask lets the first token see that one
     windows: dict[int, tuple[int | None, int | None, int | None]] = field(default_factory=dict)
     """Sliding window by layer index, in the arguments and in the attention mask; and chunk in the mask."""
     keys: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer index
@@ -254,18 +255,19 @@ def _mask(
     """Mask function of the implementation: no mask, as the plan holds the key ranges.
 
     While probing, it is the window, or less than zero for chunks: the first token of a chunk does not see the last one
-    of the chunk before. It is true if the first of several tokens sees the second.
+    of the chunk before. It is true if the first of several tokens sees a later one (`AttentionRecorder.later`).
     """
     active = _active_attention.get()
     if active is None or not isinstance(active.cache, AttentionRecorder):
         return None
-    at = torch.arange((local_size or 1) + 1, device=device)
-    if kv_length > 1 and mask_function is not None and mask_function(at[0], at[0], at[0], at[1]):
+    later = active.cache.later
+    at = torch.arange(max(local_size or 1, later) + 1, device=device)
+    if kv_length > later and mask_function is not None and mask_function(at[0], at[0], at[0], at[later]):
         return torch.ones(1, 1, 1, 1, dtype=torch.bool)
     if not local_size:
         return None
     try:
-        sees = mask_function is None or bool(mask_function(at[0], at[0], at[-1], at[-2]))
+        sees = mask_function is None or bool(mask_function(at[0], at[0], at[local_size], at[local_size - 1]))
     except IndexError:  # it also looks up what the tokens of the pass are, such as images
         sees = True
     return torch.full((1, 1, 1, 1), local_size if sees else -local_size)

@@ -28,7 +28,7 @@ from hf_parallel.cache.placement import execution_device
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
 from hf_parallel.models.check import OwnAttentionError, check_dense_logits, check_logits
-from hf_parallel.models.images import layers_ahead
+from hf_parallel.models.images import probe_images, why_no_images
 from hf_parallel.models.latent import are_latents
 from hf_parallel.models.mixers import Mixer, StockCache, cache_argument, keeps_states, supported_mixers, takes_use_cache
 from hf_parallel.models.packed import PackedLinear
@@ -84,6 +84,7 @@ class Capabilities:
     """Layers that share the keys of an earlier one, or whose attention mask alone limits the keys, by index."""
     scaled: bool = False  # whether layers scale their queries by their position
     image_ahead: tuple[int, ...] = ()  # layers in which the tokens of an image see each other, earlier and later ones
+    why_no_images: str = ""  # empty where prompts may have images
     dense: bool = False  # whether the model's own attention runs, over dense copies of rows
     pads: bool = True  # whether dense rows of unequal lengths may share a call
 
@@ -124,7 +125,8 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
         raise UnsupportedModelError(f"{why}; {error}") from error
     has_table = not frequencies(model) and not mixers  # of positions: learned or sinusoidal
     limits = max_length(model), max_positions(model.config) if has_table else None
-    return Capabilities(False, None, why, False, *limits, mixers=mixers, dense=True, pads=pads)
+    no_images = why_no_images(model) or f"{type(model).__name__} attends to dense rows, which cannot hold images"
+    return Capabilities(False, None, why, False, *limits, mixers=mixers, dense=True, pads=pads, why_no_images=no_images)
 
 
 def _block_capabilities(model: PreTrainedModel) -> Capabilities:
@@ -174,12 +176,13 @@ def _block_capabilities(model: PreTrainedModel) -> Capabilities:
             if not mixers:
                 raise
             check_logits(model, recorder.keyword_arrives, mixers, reads)
-        image_ahead = layers_ahead(model)
+        image_ahead, no_images = probe_images(model)
     has_window = any(one is not None for windows in recorder.windows.values() for one in windows)
     limits = max_length(model), _num_positions(tables)
     return Capabilities(
         *(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads), mixers, reads, scaled),
         image_ahead=image_ahead,
+        why_no_images=no_images,
     )
 
 

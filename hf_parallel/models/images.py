@@ -10,41 +10,83 @@ import base64
 import dataclasses
 import hashlib
 import io
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_parallel.cache.images import KEY_BITS, MAX_TOKENS, Image, ImageRun, ImageTable
+from hf_parallel.cache.images import FIRST_ID, KEY_BITS, MAX_TOKENS, Image, ImageRun, ImageTable
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
-from hf_parallel.models.signature import parameters_of, takes
+from hf_parallel.models.signature import parameters_of
 
 THUMBNAIL = 64
 """Larger side of a thumbnail, in pixels."""
+FEATURES = "mm_encoder_outputs"
+"""Argument of `model.forward` that holds the features of images."""
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments of `generate` that mark the placeholders, as the token ids do."""
 
 
+class Layout(NamedTuple):
+    """How a model packs the features of images in the output of its encoder."""
+
+    output: type
+    name: str  # field of the features that replace placeholders; empty if there are only those of deeper layers
+    is_list: bool  # of one tensor per image
+    ndim: int  # number of dimensions of a tensor, the last two of which are tokens and features
+    layers: tuple[int | None, ...] | None  # of the features that deeper layers add (deepstack), if the model names them
+
+
+def image_encoder(model: PreTrainedModel) -> Callable[..., Any] | None:
+    """Return the method that computes the features of images, which `generate` looks up in the same place."""
+    encode: Callable[..., Any] | None = getattr(model.base_model, "get_image_features", None)
+    return encode
+
+
 def image_inputs(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of the arguments of `generate` that describe images; none if the model takes no images."""
-    compute = getattr(model, "get_image_features", None)
-    if compute is None or not takes(model.forward, "mm_encoder_outputs"):
+    encode = image_encoder(model)
+    if encode is None or FEATURES not in parameters_of(model.forward):
         return frozenset()
-    names = {name for name in parameters_of(compute) if not name.startswith("vision_")} - {"kwargs"}
+    names = {name for name in parameters_of(encode) if not name.startswith("vision_")} - {"kwargs"}
     return frozenset(names.union(TOKEN_TYPES))
 
 
-def layers_ahead(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the layers whose attention mask lets image tokens see later tokens of their image."""
+def why_no_images(model: PreTrainedModel) -> str:
+    """Return why prompts cannot have images, as far as the class of a model shows it; empty if they can."""
+    if image_inputs(model):
+        return ""
+    return f"{type(model).__name__}'s forward takes no features of images ({FEATURES})"
+
+
+def probe_images(model: PreTrainedModel) -> tuple[tuple[int, ...], str]:
+    """Return the layers whose attention mask lets image tokens see later ones of their image, and why no images work.
+
+    The reason is empty if prompts may have images.
+    """
+    if reason := why_no_images(model):
+        return (), reason
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    if (sections := rope.get("mrope_section")) and len(sections) != 3:
+        return (), f"{type(model).__name__} has positions on {len(sections)} axes, and images can have three"
     types = [name for name in TOKEN_TYPES if name in parameters_of(model.forward)]
-    if not types or not image_inputs(model):
-        return ()
-    recorder, two = AttentionRecorder(), torch.ones(1, 2, dtype=torch.int64, device=execution_device(model))
+    if not types:
+        return (), ""
+    if _layers_ahead(model, types, [1, 0, 1]):
+        return (), f"{type(model).__name__} lets the tokens of an image see those of later images"
+    return _layers_ahead(model, types, [1, 1]), ""
+
+
+def _layers_ahead(model: PreTrainedModel, types: Collection[str], marks: list[int]) -> tuple[int, ...]:
+    """Return the layers in which the first of some tokens, which `types` mark as those of images, sees the last one."""
+    marked = torch.tensor([marks], device=execution_device(model))
+    ones = torch.ones_like(marked)
+    recorder = AttentionRecorder(later=len(marks) - 1)
     with block_attention_enabled(model, recorder):
-        model(input_ids=two, position_ids=two.cumsum(-1) - 1, use_cache=False, **dict.fromkeys(types, two))
+        model(input_ids=ones, position_ids=ones.cumsum(-1) - 1, use_cache=False, **dict.fromkeys(types, marked))
     return tuple(sorted(recorder.ahead))
 
 
@@ -56,15 +98,18 @@ def read_images(
     known: ImageTable,
     ahead: Collection[int],
     salt: bytes,
+    mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[Image]]:
     """Return `input_ids` int64 `[prompts, length]` with the ids of image tokens, and the images, those not `known` new.
 
-    Raises `ValueError` if the prompts do not have one placeholder for each feature vector.
+    `positions` are those of the model, and `mask` is 0 for padding. Raises `ValueError` if the prompts do not have one
+    placeholder for each feature vector, and `UnsupportedModelError` if images change the positions of text otherwise
+    than by a shift of what follows.
     """
     ids = input_ids.cpu().numpy().copy()
     rows, columns = np.nonzero(ids == model.config.image_token_id)  # row by row
     taken, images = 0, list[Image]()
-    for own in _split(inputs):
+    for own in _split(inputs, "pixel_attention_mask" in image_inputs(model)):
         image = known.get(key := _key(own, salt)) or _compute(model, key, own, ahead)
         places = slice(taken, taken + image.num_tokens)
         row, column = rows[places], columns[places]
@@ -81,7 +126,32 @@ def read_images(
             f"{(input_ids == model.config.image_token_id).sum(1).tolist()} of the placeholder "
             f"{model.config.image_token_id} in their rows"
         )
+    is_text = input_ids < FIRST_ID  # others are no tokens, and raise an error later
+    if positions is not None and positions.ndim == 3 and is_text.all():
+        _check_positions(model, ids, positions[-3:].cpu(), mask, known)
     return torch.from_numpy(ids).to(input_ids.device), images
+
+
+def _check_positions(
+    model: PreTrainedModel, ids: np.ndarray, positions: torch.Tensor, mask: torch.Tensor | None, known: ImageTable
+) -> None:
+    """Raise `UnsupportedModelError` unless text tokens count on from the one before, and after an image by its shift.
+
+    `positions`: `[3, prompts, length]`.
+    """
+    for row, own in enumerate(ids):
+        is_token = np.ones(len(own), bool) if mask is None else mask[row].bool().cpu().numpy()
+        tokens = own[is_token]
+        expected = torch.arange(len(tokens)).repeat(3, 1)
+        for run in known.runs(tokens):
+            if run.image.corrections is not None:
+                expected[:, run.at : run.end] += run.image.corrections[:, run.first : run.stop]
+            if run.stop == run.image.num_tokens:
+                expected[:, run.end :] += run.image.shift
+        if (positions[:, row, is_token] != expected).any():
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has positions of text around images that do not count on from the token before"
+            )
 
 
 def image_arguments(runs: Sequence[ImageRun]) -> dict[str, Any]:
@@ -89,49 +159,97 @@ def image_arguments(runs: Sequence[ImageRun]) -> dict[str, Any]:
     if not runs:
         return {}
     parts = [[features[run.first : run.stop] for features in run.image.features] for run in runs]
-    pooled, *deep = [torch.cat(features) for features in zip(*parts, strict=True)]
-    output, name, is_list = runs[0].image.layout
-    more = {"deepstack_features": [[features] for features in deep]} if deep else {}
-    return {"mm_encoder_outputs": {"image": output(**{name: [pooled] if is_list else pooled}, **more)}}
+    features = [torch.cat(of_runs) for of_runs in zip(*parts, strict=True)]
+    layout: Layout = runs[0].image.layout
+    outputs: dict[str, Any] = {}
+    if layout.name:
+        pooled = features.pop(0)
+        pooled = pooled.reshape(*[1] * (layout.ndim - 2), *pooled.shape)
+        outputs[layout.name] = [pooled] if layout.is_list else pooled
+    if layout.layers is not None:
+        deep = zip(layout.layers, features, strict=True)
+        outputs["deepstack_features"] = [[one] if layer is None else (layer, [one]) for layer, one in deep]
+    return {FEATURES: {"image": layout.output(**outputs)}}
 
 
-def _split(inputs: Mapping[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the inputs of each image."""
-    for name, value in inputs.items():
+def _split(inputs: Mapping[str, Any], is_padded: bool) -> Iterator[dict[str, Any]]:
+    """Yield the inputs of each image: a part of each tensor, and the settings that hold for all images.
+
+    `is_padded`: pixels of five dimensions are `[prompts, images, ...]`, padded with images of zeros.
+    """
+    settings = {name: value for name, value in inputs.items() if isinstance(value, str | int | float)}
+    tensors = {name: value for name, value in inputs.items() if name not in settings}
+    for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    for own in _split_tensors(tensors, is_padded):
+        yield {**own, **settings}
+
+
+def _split_tensors(inputs: Mapping[str, torch.Tensor], is_padded: bool) -> Iterator[dict[str, torch.Tensor]]:
     pixels = inputs["pixel_values"]
-    patches = next((x.prod(-1).tolist() for x in inputs.values() if x.ndim == 2 and x.shape[1] == 3), None)
-    if patches is not None:  # of all images in one sequence, with a grid `[images, 3]`
-        if sum(patches) != len(pixels):
-            raise ValueError(f"pixel_values have {len(pixels)} patches, but the grids of the images {patches}")
-        for i, own in enumerate(pixels.split(patches)):
-            yield {name: own if value is pixels else value[i : i + 1] for name, value in inputs.items()}
-    elif pixels.ndim == 5 and "image_sizes" not in inputs:  # `[prompts, images, ...]`, padded with images of zeros
+    grids = next((value for name, value in inputs.items() if name.startswith("image_grid_")), None)
+    sizes = inputs.get("target_sizes")
+    if grids is not None:  # patches of all images, `[patches, ...]`
+        parts = _split_patches(pixels, grids.prod(-1), 0)
+        for i, part in enumerate(parts):
+            yield {name: part if value is pixels else value[i : i + 1] for name, value in inputs.items()}
+    elif sizes is not None:  # patches of all images side by side, `[1, 3, side, patches * side]` (MiniCPM-V)
+        parts = _split_patches(pixels, sizes.prod(-1) * pixels.shape[2], -1)
+        for i, part in enumerate(parts):
+            yield {name: part if value is pixels else value[i : i + 1] for name, value in inputs.items()}
+    elif is_padded and pixels.ndim == 5:
         for row, column in pixels.flatten(2).any(-1).nonzero().tolist():
-            yield {name: value[row : row + 1, column : column + 1] for name, value in inputs.items()}
+            of_row = {name: value[row : row + 1] for name, value in inputs.items()}
+            yield {name: x[:, column : column + 1] if x.ndim > 1 else x for name, x in of_row.items()}
     else:
-        counts = inputs.get("batch_num_images")
-        more = {} if counts is None else {"batch_num_images": counts.repeat_interleave(counts)}
+        per_image = dict(inputs)
+        tiles: Sequence[
+            torch.Tensor
+        ] = ()  # of each image, for a model that takes `num_local_patches` beside a thumbnail
+        if "pixel_values_local" in inputs:
+            tiles = _split_patches(per_image.pop("pixel_values_local"), inputs["num_local_patches"], 0)
+        if (counts := inputs.get("batch_num_images")) is not None:
+            per_image["batch_num_images"] = counts.repeat_interleave(counts)
         for i in range(len(pixels)):
-            yield {name: value[i : i + 1] for name, value in {**inputs, **more}.items()}
+            own = {name: value[i : i + 1] for name, value in per_image.items()}
+            yield own if not tiles or not len(tiles[i]) else {**own, "pixel_values_local": tiles[i]}
 
 
-def _key(inputs: Mapping[str, torch.Tensor], salt: bytes) -> int:
+def _split_patches(pixels: torch.Tensor, counts: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
+    """Return the pixels of each image, which has a number of places on a dimension of `pixels`."""
+    numbers = counts.tolist()
+    if sum(numbers) != pixels.shape[dim]:
+        raise ValueError(f"pixel_values have {pixels.shape[dim]} patches, but the grids of the images {numbers}")
+    return pixels.split(numbers, dim)
+
+
+def _key(inputs: Mapping[str, Any], salt: bytes) -> int:
     digest = hashlib.blake2b(key=salt, digest_size=8)
     for name, value in sorted(inputs.items()):
+        if not isinstance(value, torch.Tensor):
+            digest.update(f"{name} {value!r} ".encode())
+            continue
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "big") >> (64 - KEY_BITS)
 
 
-def _compute(model: Any, key: int, inputs: Mapping[str, torch.Tensor], ahead: Collection[int]) -> Image:
+def _compute(model: Any, key: int, inputs: Mapping[str, Any], ahead: Collection[int]) -> Image:
     """Run the vision tower on one image."""
     device = execution_device(model)
-    output = model.get_image_features(**{name: x.to(device) for name, x in inputs.items()}, return_dict=True)
-    name = "last_hidden_state" if output.get("pooler_output") is None else "pooler_output"  # the former in Llama 4
-    pooled, deep = output[name], output.get("deepstack_features") or ()
-    features = tuple(_joined(one) for one in (pooled, *deep))
+    encode: Any = image_encoder(model)
+    moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    output = encode(**moved, return_dict=True)
+    deep = output.get("deepstack_features")
+    layers = None
+    if deep is not None:
+        has_layers = bool(deep) and isinstance(deep[0][0], int)
+        layers = tuple(layer for layer, _ in deep) if has_layers else (None,) * len(deep)
+        deep = [features for _, features in deep] if has_layers else deep
+    name = next((name for name in ("pooler_output", "last_hidden_state") if output.get(name) is not None), "")
+    pooled = [output[name]] if name else []
+    features = tuple(_joined(one) for one in (*pooled, *(deep or ())))
     if len(features[0]) > MAX_TOKENS:
         raise ValueError(f"an image may have at most {MAX_TOKENS} tokens, got {len(features[0])}")
     window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
@@ -139,7 +257,9 @@ def _compute(model: Any, key: int, inputs: Mapping[str, torch.Tensor], ahead: Co
         raise UnsupportedModelError(
             f"{type(model).__name__} has a sliding window of {window}, less than the {len(features[0])} image tokens"
         )
-    layout = type(output), name, not isinstance(pooled, torch.Tensor)
+    is_list = bool(pooled) and not isinstance(pooled[0], torch.Tensor)
+    ndim = (pooled[0][0] if is_list else pooled[0]).ndim if pooled else 2
+    layout = Layout(type(output), name, is_list, ndim, layers)
     return Image(key, features, layout, ahead=ahead, thumbnail=_thumbnail(inputs, model.config))
 
 
@@ -149,7 +269,7 @@ def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     return joined.flatten(0, -2)
 
 
-def _thumbnail(inputs: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> str:
+def _thumbnail(inputs: Mapping[str, Any], config: PreTrainedConfig) -> str:
     """Return a `data:` URL of a small PNG of an image, with its contrast stretched; empty if its layout is unknown."""
     try:
         from PIL import Image as Picture
@@ -164,14 +284,19 @@ def _thumbnail(inputs: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> 
     return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
-def _picture(inputs: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> torch.Tensor:
+def _picture(inputs: Mapping[str, Any], config: PreTrainedConfig) -> torch.Tensor:
     """Return the pixels of an image, `[3, height, width]`, from the layouts of transformers' processors."""
     pixels = inputs["pixel_values"].detach().cpu()
+    if "target_sizes" in inputs:  # patches side by side, `[1, 3, side, patches * side]`
+        height, width = inputs["target_sizes"][0].tolist()
+        side = pixels.shape[2]
+        parts = pixels.view(3, side, height, width, side)
+        return parts.permute(0, 2, 1, 3, 4).reshape(3, height * side, width * side)
     if pixels.ndim >= 4:  # `[..., 3, height, width]`; of several views, the first one shows all
         return pixels.flatten(0, -4)[0].expand(3, -1, -1)
     vision, others = (
         config.vision_config,
-        {x.shape[-1]: x[0] for name, x in inputs.items() if x is not inputs["pixel_values"]},
+        {x.shape[-1]: x[0] for x in inputs.values() if x is not inputs["pixel_values"]},
     )
     if pixels.ndim == 2:  # patches `[3, frames, side, side]`, in squares that become one token
         (_, height, width), side, merged = others[3].tolist(), vision.patch_size, vision.spatial_merge_size
@@ -184,7 +309,10 @@ def _picture(inputs: Mapping[str, torch.Tensor], config: PreTrainedConfig) -> to
 
 
 def _placed(model: PreTrainedModel, image: Image, positions: torch.Tensor) -> Image:
-    """Return an image with its positions, int64 `[3, tokens]` in a prompt."""
+    """Return an image with its positions, whole numbers `[3, tokens]` in a prompt; those of Qwen's omni are floats."""
+    if (positions != positions.round()).any():
+        raise UnsupportedModelError(f"{type(model).__name__} has images at fractions of positions")
+    positions = positions.long()
     corrections = positions - positions[:, :1] - torch.arange(image.num_tokens)
     if (positions[:, 0] != positions[0, 0]).any():
         raise UnsupportedModelError(f"{type(model).__name__} begins an image at different positions on its axes")

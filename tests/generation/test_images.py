@@ -10,9 +10,9 @@ import pytest
 import torch
 from dense import DenseOracle
 from image_models import FAMILIES, IMAGE, Inputs, build_image_model, image_prompts
-from tiny import VOCAB_SIZE, build
+from tiny import VOCAB_SIZE, build, left_pad, make_prompts
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 from workers import SETTINGS, WORDY, Recording, check_against
 
 import hf_parallel
@@ -78,6 +78,14 @@ def test_tokens_and_logits_equal_generate_of_each_prompt_alone(name: str, chunk:
         assert torch.equal(found.sequences[index, -6:], expected.sequences[0, -6:]), row
         pairs = zip(found.logits, expected.logits, strict=True)
         assert all(torch.allclose(ours[index], theirs[0], atol=1e-5) for ours, theirs in pairs), row
+
+
+@every_family
+def test_logits_of_the_models_of_the_tests_depend_on_the_first_image(name: str) -> None:
+    model = model_of(name)
+    with torch.no_grad():
+        logits, changed = (model(**prompts(name, [row])).logits[0, -1] for row in ([1, 2], [3, 2]))
+    assert (logits - changed).abs().max() > 0.05 * logits.std()
 
 
 @every_family
@@ -209,3 +217,27 @@ def test_invalid_images_raise() -> None:
     with pytest.raises(ValueError, match="mm_token_type_ids"):
         plain.generate(**inputs, **call)
     assert torch.equal(model.generate(**inputs, **call)[0, -6:], alone("qwen3_vl", [1]))
+
+
+class OwnOrder(LlamaForCausalLM):
+    """A model whose `generate` takes its first arguments in an order of its own, as Janus's does."""
+
+    def generate(
+        self, inputs: Any = None, attention_mask: Any = None, logits_processor: Any = None, **kwargs: Any
+    ) -> Any:
+        given = {"attention_mask": attention_mask, "logits_processor": logits_processor}
+        return super().generate(inputs, **{name: value for name, value in given.items() if value is not None}, **kwargs)
+
+
+def test_a_class_keeps_the_order_of_arguments_of_its_generate() -> None:
+    plain = build("llama")
+    model = OwnOrder(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    ids, mask = left_pad(make_prompts([9, 6]))
+    expected = plain.generate(ids, attention_mask=mask, **GREEDY)
+    hf_parallel.enable(model)
+    for mode in ({}, {"generation_mode": "shared_prefix"}):
+        assert torch.equal(model.generate(ids, mask, **GREEDY, **mode), expected)
+        assert torch.equal(model.generate(inputs=ids, attention_mask=mask, **GREEDY, **mode), expected)
+    with pytest.raises(TypeError, match="attention_mask both by position and by name"):
+        model.generate(ids, mask, attention_mask=mask)
