@@ -130,8 +130,8 @@ def draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) 
     and other vectors. Pad, bos and eos are almost never generated: to test stopping, pass a generated token as
     `eos_token_id`.
 
-    A tied head would favour the last token, whose embedding is still in the residual stream. Random signs of the last
-    norm's weights prevent that.
+    States decay slowly, so that logits depend on the beginning of a prompt, too. A tied head would favour the last
+    token, whose embedding is still in the residual stream. Random signs of the last norm's weights prevent that.
     """
     unit = getattr(model.config.get_text_config(decoder=True), "hidden_size", 64) ** -0.5
     head = getattr(model.get_output_embeddings(), "weight", None)
@@ -146,6 +146,8 @@ def draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) 
             drawn = start - 1 + architecture.head_gain * unit / architecture.embedding_std * noise
         elif any(part in name for part in _QUERY_KEY_NORMS) and name.endswith("weight"):
             drawn = start - 1 + architecture.attention_gain + 0.2 * noise
+        elif name.endswith(_DECAYS):
+            drawn = noise - 5
         elif parameter.ndim == 1 or name.endswith("_bias"):
             drawn = (start if name.endswith("weight") else 0.0) + 0.2 * noise
         elif id(parameter) in embeddings:
@@ -161,7 +163,9 @@ def draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) 
         parameter.copy_(drawn)
 
 
-_QUERY_KEY_PROJECTIONS = ("q_proj", "k_proj", "qkv_proj", "query_key_value", "c_attn")
+_QUERY_KEY_PROJECTIONS = ("q_proj", "k_proj", "qkv_proj", "query_key_value", "c_attn", "self.query", "self.key")
+_DECAYS = ("A_log", "recurrent_param", "time_decay")
+"""Parameters of layers with states: the logarithm of the rate at which a state decays, or what it is computed from."""
 _QUERY_KEY_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 
 

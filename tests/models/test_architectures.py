@@ -58,3 +58,15 @@ def test_greedy_rows_of_supported_models_equal_generate(name: str) -> None:
     tiny.clear_cache()
     assert torch.equal(rows[:, ids.shape[1] :], expected[0].expand(3, -1))
     assert torch.equal(batch[:, padded.shape[1] :], torch.stack(expected))
+
+
+@pytest.mark.parametrize("name", [*tiny.ARCHITECTURES, *hybrids.ARCHITECTURES, *WORKING])
+def test_logits_of_the_models_of_the_tests_depend_on_the_beginning_of_a_prompt(name: str) -> None:
+    """Else comparisons of them would not notice a prompt that is lost in part."""
+    model = tiny.build(name)
+    prompt, other = tiny.make_prompts([40])[0], tiny.make_prompts([20], seed=1)[0]
+    ids = torch.stack([prompt, torch.cat([other, prompt[20:]])])
+    with torch.no_grad():
+        logits, changed = model(ids).logits[:, -1]
+    tiny.clear_cache()
+    assert (logits - changed).abs().max() > 0.05 * logits.std()
