@@ -46,11 +46,7 @@ Encoders such as BERT are built as decoders (`is_decoder=True`). `bert-encoder` 
 
 {table}
 
-## Images
-
-Names of the image-text mapping. This page does not probe prompts with images:
-
-{images}
+This page does not probe prompts with images: [images](images.md#model-types) has a table of the models that read them.
 """
 _UNBUILT = "transformers fails"
 _ORDER = ("yes", "no", _UNBUILT)
@@ -73,7 +69,6 @@ def make_page() -> str:
         refused=refused,
         unbuilt=unbuilt,
         table="\n".join(map(line, (heads, ["---"] * len(heads), *rows))),
-        images=", ".join(f"`{name}`" for name in mapping.IMAGE_NAMES),
     )
 
 

@@ -1,11 +1,12 @@
-"""Small configurations of every name in Transformers' mapping of causal language models.
+"""Small configurations of every name in Transformers' mappings of causal language models and of models with images.
 
 One recipe shrinks the default config of a class. `SETTINGS` has what it cannot know: sizes that depend on each other,
-and features that defaults leave out.
+and features that defaults leave out. `IMAGE_SETTINGS` has the same for models with an image encoder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -61,6 +62,23 @@ _SIZES = {
 }
 _SIZE_OF = {key: size for size, keys in _SIZES.items() for key in keys.split()}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+IMAGE, BEGIN, END = 119, 121, 122
+"""Placeholder of image tokens, and tokens around an image."""
+_IMAGE_ROLES = {
+    IMAGE: "image_token",
+    120: "video_token",
+    BEGIN: "vision_start_token image_start_token boi_token image_bos_token",
+    END: "vision_end_token image_end_token eoi_token",
+    123: "audio_token",
+}
+IMAGE_TOKENS = _TOKENS | {
+    f"{role}{suffix}": token
+    for token, roles in _IMAGE_ROLES.items()
+    for role in roles.split()
+    for suffix in ("_id", "_index")
+}
+"""Ids of special tokens of models with images, by the names that configs have for them."""
+_IMAGE_SIZE_OF = _SIZE_OF | {"image_size": 16, "patch_size": 4}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SOME_SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _INDEXER = {
@@ -127,6 +145,137 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "sliding_window": 16},
 }
 """Arguments beside the shrunk ones, by model type. Those in a dictionary are added to the ones of a sub-config."""
+_THREE_AXES = {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2]}}}
+_QWEN3_VISION = {"vision_config": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}}
+_OMNI = {
+    "vision_start_token_id": BEGIN,
+    "vision_end_token_id": END,
+    "audio_config": {"output_dim": 64},
+    **_THREE_AXES,
+    **_QWEN3_VISION,
+}
+_GEMMA4_VISION = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+}
+_VOCABULARY = {"<image>": IMAGE, **{f"IMGIMG{letter}Z": 10 + number for number, letter in enumerate("ABCDEFGHI")}}
+_VISUAL_TOKENS = {
+    "<image>": IMAGE,
+    "<|extra_200|>": 20,
+    **{f"<|visual token {number:06}|>": 10 + number for number in range(9)},
+}
+IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "chameleon": {
+        "vocabulary_map": _VOCABULARY,
+        "vq_config": {
+            "base_channels": 32,
+            "embed_dim": 16,
+            "latent_channels": 16,
+            "num_embeddings": 9,
+            "resolution": 16,
+        },
+    },
+    "cohere_compass": {"text_config": SETTINGS["cohere_compass_text"]},
+    "cosmos3_edge": _THREE_AXES,
+    "cosmos3_omni": _THREE_AXES | _QWEN3_VISION,
+    "deepseek_ocr2": {
+        "vision_config": {"sam_config": {"downsample_channels": [64, 64]}},
+        "text_config": {
+            "mlp_layer_types": ["dense", "sparse"] * 2,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    },
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}},
+    "emu3": {
+        "vocabulary_map": _VISUAL_TOKENS,
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1, 2, 4], "codebook_size": 9, "hidden_size": 128},
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": {"rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}, "moe_intermediate_size": [32, 16]}
+    },
+    "gemma3": {"mm_tokens_per_image": 4},
+    "gemma4": {"vision_config": _GEMMA4_VISION},
+    "gemma4_unified": {
+        "vision_config": {
+            "model_type": "gemma4_unified_vision",
+            "mm_embed_dim": 64,
+            "mm_posemb_size": 64,
+            "output_proj_dims": 64,
+            "patch_size": 2,
+            "pooling_kernel_size": 2,
+        },
+    },
+    "glm46v": _THREE_AXES,
+    "glm4v": _THREE_AXES,
+    "glm4v_moe": {
+        "text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+    },
+    "glm_ocr": _THREE_AXES,
+    "glmga": _THREE_AXES,
+    "glm5_next": {"text_config": {"index_topk": 8, "index_kpool": 4}},
+    "granite4_vision": {
+        "image_grid_pinpoints": [[16, 16]],
+        "deepstack_layer_map": [[1, 0]],
+        "spatial_target_layers": [1, 1, 2, 2],
+        "downsample_rate": "1/2",
+    },
+    "granite_docling": {"vision_config": {"deepstack_visual_indexes": [0, 1, 2], "scale_factor": 2}},
+    "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": _ROPE | {"mrope_section": [2, 2, 2, 2]}}},
+    "inkling2": {"vision_config": {"text_hidden_size": 64, "posemb_grid_size": 4}},
+    "janus": {"vision_config": {"projection_dim": 64}},
+    "kimi_k25": {"projection_hidden_size": 64, "text_config": {"head_dim": 8}},
+    "llama4": {
+        "vision_config": {
+            "intermediate_size": 256,
+            "vision_output_dim": 24,
+            "projector_input_dim": 24,
+            "projector_output_dim": 24,
+        }
+    },
+    "llava_next": {"image_grid_pinpoints": [[16, 16]]},
+    "llava_next_video": {"image_grid_pinpoints": [[16, 16]]},
+    "llava_onevision": {"image_grid_pinpoints": [[16, 16]], "vision_feature_select_strategy": "full"},
+    "minicpm_ocr": {"image_token_id": IMAGE, "video_token_id": 120},
+    "minicpmv4_6": {"image_token_id": IMAGE, "video_token_id": 120, "insert_layer_id": 1},
+    "minicpmv4_7": {"image_token_id": IMAGE, "video_token_id": 120, "insert_layer_id": 1},
+    "mistral4": {"head_dim": 24},
+    "molmo2": {
+        "image_patch_id": IMAGE,
+        "vision_config": {"num_position_embeddings": 16, "head_dim": 16},
+        "adapter_config": {"vision_feature_layer": [3, 1], "text_hidden_size": 64},
+    },
+    "muse_glimmer": {"out_hidden_size": 256, "projector_hidden_size": 64},
+    "muse_spark": {"out_hidden_size": 256, "projector_hidden_size": 64},
+    "nemotron_h_omni": {
+        "image_token_id": IMAGE,
+        "video_token_id": 120,
+        "vision_hidden_size": 64,
+        "vision_config": {"video_temporal_patch_size": 2},
+    },
+    "paddleocr_vl": _THREE_AXES,
+    "paligemma": {"projection_dim": 64, "vision_config": {"projection_dim": 64}},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": BEGIN, "vision_end_token_id": END, **_THREE_AXES},
+    "qwen2_5_vl": _THREE_AXES,
+    "qwen2_vl": _THREE_AXES,
+    "qwen3_omni_moe_thinker": _OMNI,
+    "qwen3_vl": _THREE_AXES | _QWEN3_VISION,
+    "qwen3_vl_moe": _THREE_AXES | _QWEN3_VISION,
+    "shieldgemma2": {"mm_tokens_per_image": 4},
+    "step3p7": {"text_config": {"sliding_window": 16}},
+    "unlimited_ocr": {"vision_config": {"sam_config": {"downsample_channels": [64, 64]}}},
+    "vipllava": {"vision_feature_layers": [-2, -3]},
+}
+"""The same, added to `SETTINGS` for models with images."""
 _VALID = {
     "gemma4_assistant": {
         "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
@@ -138,26 +287,44 @@ _VALID = {
 def small_config(model_type: str) -> PreTrainedConfig:
     """Return a small config of a model type, in any way that its class or Transformers' own checks allow."""
     plain = CONFIG_MAPPING[model_type](**_VALID.get(model_type, {}))
-    settings = _shrunk(plain)
-    for key, value in SETTINGS.get(model_type, {}).items():
-        inner = settings.get(key)
-        settings[key] = {**inner, **value} if isinstance(inner, dict) and isinstance(value, dict) else value
+    return type(plain)(**_merged(_shrunk(plain), SETTINGS.get(model_type, {})))
+
+
+def small_image_config(model_type: str) -> PreTrainedConfig:
+    """Return a small config of a model type with an image encoder, whose special tokens are those of `IMAGE_TOKENS`."""
+    plain = CONFIG_MAPPING[model_type](**_VALID.get(model_type, {}))
+    settings = _shrunk(plain, _IMAGE_SIZE_OF, IMAGE_TOKENS)
+    for more in (SETTINGS, IMAGE_SETTINGS):
+        settings = _merged(settings, more.get(model_type, {}))
     return type(plain)(**settings)
 
 
-def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
+def _merged(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with others in their place; those in a dictionary are added to the ones of a sub-config."""
+    merged = dict(settings)
+    for key, value in more.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _shrunk(
+    config: PreTrainedConfig, sizes: Mapping[str, int] = _SIZE_OF, tokens: Mapping[str, int] = _TOKENS
+) -> dict[str, Any]:
     """Return arguments for the class of a config that make a small one."""
     small: dict[str, Any] = {}
     for key, value in config.to_dict().items():
         own = vars(config).get(key)
         if isinstance(own, PreTrainedConfig):
-            small[key] = {**_shrunk(own), "model_type": own.model_type}
-        elif key in _TOKENS:
-            small[key] = _TOKENS[key]
+            small[key] = {**_shrunk(own, sizes, tokens), "model_type": own.model_type}
+        elif key in tokens:
+            small[key] = tokens[key]
         elif key.endswith(("_token_id", "_token_index")) and value is not None:
             small[key] = 3
-        elif isinstance(value, int) and not isinstance(value, bool) and key in _SIZE_OF:
-            small[key] = min(value, _SIZE_OF[key])
+        elif isinstance(value, int) and not isinstance(value, bool) and key in sizes:
+            small[key] = min(value, sizes[key])
+        elif isinstance(value, tuple | list) and value and key in ("image_size", "patch_size") and key in sizes:
+            small[key] = type(value)([sizes[key]] * len(value))
         elif isinstance(value, float) and key.endswith(("dropout", "pdrop")):
             small[key] = 0.0
     if "kv_lora_rank" in small:
