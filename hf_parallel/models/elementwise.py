@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial, wraps
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -108,6 +108,8 @@ def _with_fast_rotary(forward: Any) -> Forward | None:
     """Return a `forward` whose function for rotary embeddings is replaced by the kernel; None if it calls none."""
     if not isinstance(forward, FunctionType):
         return None
+    if hasattr(forward, "__wrapped__"):
+        return _with_fast_inner(forward)
     used = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
     found = {name: _fast_rotary(one) for name, one in used.items() if isinstance(one, FunctionType)}
     fast = {name: function for name, function in found.items() if function is not None}
@@ -120,6 +122,19 @@ def _with_fast_rotary(forward: Any) -> Forward | None:
         return (forward if torch.compiler.is_compiling() else copy)(*args, **kwargs)
 
     return forward_of_call if fast else None
+
+
+def _with_fast_inner(forward: FunctionType) -> Forward | None:
+    """Return the same for a decorated `forward`: its decorator, such as one that renames an argument, is kept."""
+    inner = forward.__wrapped__  # type: ignore[attr-defined]
+    fast = _with_fast_rotary(inner)
+    cells = forward.__closure__ or ()
+    if fast is None or not any(cell.cell_contents is inner for cell in cells):
+        return None
+    closure = tuple(CellType(fast) if cell.cell_contents is inner else cell for cell in cells)
+    copy = FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, closure)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return wraps(forward)(copy)
 
 
 @lru_cache(maxsize=1024)
