@@ -18,6 +18,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 import hf_parallel
 from hf_parallel import ConsoleStreamer
 from hf_parallel.detokenizer import IncrementalDetokenizer, hidden_tokens, visible_text
+from hf_parallel.engine import Engine
 from hf_parallel.generation.stop_texts import StoppedText, StopTexts
 
 TURN = "<end_of_turn>"
@@ -179,3 +180,16 @@ def test_each_row_ends_at_its_own_stop_text(others: list[Any]) -> None:
         return_dict_in_generate=True,
     )
     assert [length - prompts.shape[1] for length in output.record.lengths] == lengths
+
+
+def test_texts_of_a_handle_are_those_of_its_output() -> None:
+    """In an engine, with a token that ends the turn and a special token in the middle."""
+    tokenizer = TOKENIZERS["byte_level"]
+    end, call = (tokenizer.convert_tokens_to_ids(name) for name in (TURN, CALL))
+    script = [*encode(tokenizer, "Oslo"), call, *encode(tokenizer, ", so"), end]
+    settings = {"eos_token_id": [end], "max_new_tokens": 40, "do_sample": False, "logits_processor": [Writes([script])]}
+    with Engine(small_tokenizers.small_llama(tokenizer), tokenizer) as engine:
+        handle = engine.submit("Q: Oslo?", **settings)
+        streamed = "".join(text for _, text, _ in handle.texts())
+        assert streamed == "Oslo, so"
+        assert handle.result().answer_texts(tokenizer) == [streamed]
