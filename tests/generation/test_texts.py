@@ -19,7 +19,8 @@ import hf_parallel
 from hf_parallel import ConsoleStreamer
 from hf_parallel.detokenizer import IncrementalDetokenizer, hidden_tokens, visible_text
 from hf_parallel.engine import Engine
-from hf_parallel.generation.stop_texts import StoppedText, StopTexts
+from hf_parallel.generation.stop_texts import RowStops, StoppedText, StopTexts
+from hf_parallel.generation.token_table import TokenTable
 
 TURN = "<end_of_turn>"
 """A token that is special, but not in `all_special_ids`, such as that of Gemma 3."""
@@ -153,6 +154,18 @@ def test_a_stop_text_may_name_a_special_token_and_never_spans_a_mark() -> None:
     tokens = [*encode(tokenizer, "xa"), call, *encode(tokenizer, "bc"), turn, *encode(tokenizer, " <x")]
     assert "".join(text.add(token) for token in tokens) == "xa<call>bc "
     assert text.stopped
+
+
+def test_stop_texts_are_found_in_rows_with_inserted_and_replaced_tokens() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    table = TokenTable(torch.tensor([encode(tokenizer, "b")]), 0, 8)
+    stops = RowStops(StopTexts(tokenizer, ["x7y"]), table)
+    begin, (last,) = table.begin, encode(tokenizer, "y")
+    table.extend(0, [*encode(tokenizer, "x7"), last])  # all but the last were inserted
+    assert stops.has_stopped(0, last)
+    table.truncate(0, begin)
+    table.extend(0, [*encode(tokenizer, "x8x"), last])
+    assert not stops.has_stopped(0, last)
 
 
 class Never(StoppingCriteria):
