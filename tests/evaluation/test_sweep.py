@@ -53,6 +53,9 @@ def inserts_tokens(mode: str | None) -> bool:
 def test_results_at_a_budget_are_those_of_a_generation_with_that_budget(mode: str | None) -> None:
     def of(*budgets: int) -> dict[tuple[int, int], dict[str, Any]]:
         results = small_sweep(problems=PROBLEMS[:2], runs=[Run(mode)], budgets=budgets, samples=1)
+        for result in results:  # an incomplete character is shown only at the end of a row
+            result["text"] = re.sub("\n{3,}", "\n\n", result["text"].replace("\ufffd", ""))
+            del result["score"]  # a function of the text
         return {(result["index"], result["budget"]): result for result in results}
 
     within = of(5, 12)
