@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import runpy
-import select
 import signal
 import subprocess
 import sys
@@ -62,6 +61,8 @@ class FormulaComparer:
     def _ask(self, request: object, seconds: float) -> object:
         """Send a request and return the reply, or None after `seconds` or if the process has ended."""
         # Without a reply, also after Ctrl-C, kill the process: a late reply would answer the next request
+        from hf_parallel.evaluation import sandbox
+
         process, reply = self._process, None
         assert process is not None
         assert process.stdin is not None
@@ -70,7 +71,7 @@ class FormulaComparer:
             if request is not None:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 process.stdin.flush()
-            if select.select([process.stdout], [], [], seconds)[0]:
+            if sandbox.is_readable(process.stdout, seconds):
                 reply = json.loads(process.stdout.readline() or "null")
         except (OSError, ValueError):
             pass

@@ -181,6 +181,13 @@ def start_python(
     )
 
 
+def is_readable(file: Any, seconds: float) -> bool:
+    """Wait until a file can be read or its other end is closed; return whether that was in time."""
+    poll = select.poll()  # unlike `select`, it takes descriptors above 1023
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
 def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its group."""
     if process.poll() is None:
@@ -191,7 +198,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def _started(status: int, errors: Path) -> bool:
     """Wait until a process has limited itself; return whether the kernel isolates it."""
-    found = os.read(status, 1) if select.select([status], [], [], START_SECONDS)[0] else b""
+    found = os.read(status, 1) if is_readable(status, START_SECONDS) else b""
     if not found:
         raise RuntimeError(f"the process could not be limited: {errors.read_text(errors='replace')[-500:]}")
     if found == b"0" and os.environ.get(ALLOW) != "1":

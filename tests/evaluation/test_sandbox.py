@@ -6,6 +6,7 @@ import ctypes
 import errno
 import json
 import os
+import resource
 import socket
 import textwrap
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from hf_parallel.evaluation import sandbox
+from hf_parallel.evaluation.formulas import FormulaComparer
 from hf_parallel.evaluation.sandbox import SandboxResult, run_code
 
 
@@ -46,6 +48,26 @@ def test_a_program_reads_stdin_and_prints() -> None:
 def test_the_environment_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "1")
     assert "SECRET" not in run("import os; print(dict(os.environ))").stdout
+
+
+def test_code_runs_and_formulas_are_compared_in_a_process_with_many_open_files() -> None:
+    """Descriptors above 1023, which `select` does not take."""
+    many = 1100
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < many:
+        pytest.skip(f"at most {hard} files can be open")
+    pytest.importorskip("math_verify")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, many), hard))
+    opened = []
+    try:
+        while not opened or opened[-1] < 1024:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        assert run("print(1)").stdout == "1\n"
+        assert FormulaComparer(600.0).compare(r"\frac12", "0.5")
+    finally:
+        for file in opened:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # Limits
