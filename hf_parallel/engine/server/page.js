@@ -192,7 +192,8 @@ async function connect() {
     find("error").textContent = "";
   } catch (error) {
     find("model").textContent = "not connected";
-    find("error").textContent = error.message;
+    const asksForKey = !find("keyline").hidden && !find("key").value; // nothing was typed yet: no error
+    find("error").textContent = asksForKey ? "" : error.message;
   }
 }
 

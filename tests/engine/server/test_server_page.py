@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 KEY = "a secret"
 MARKUP = "<img src=x onerror=\"document.title = 'run'\"><script>document.title = 'run'</script>"
 WRITING = "[...document.querySelectorAll('.writing')].filter(card => card.querySelector('p').textContent.length > 40)"
+ERROR = "document.getElementById('error').textContent"
 STATUS = "document.getElementById('status').textContent"
 
 
@@ -43,6 +44,7 @@ def tab(url: str, tmp_path: Path) -> Iterator[Callable[..., Tab]]:
     def open_tab(width: int) -> Tab:
         opened.append(Tab(tmp_path, f"{url}/", width))
         opened[-1].wait_for("document.getElementById('model')?.textContent === 'not connected'")
+        assert opened[-1].value(ERROR) == "", "an error before anything was typed"
         opened[-1].type("#key", KEY)
         opened[-1].wait_for("document.getElementById('model').textContent === 'small'")
         return opened[-1]
@@ -113,6 +115,15 @@ def test_workers_are_seen_writing_at_the_same_time_until_the_run_is_stopped(tab:
     ]
     assert page.value("document.querySelectorAll('#rows img, #rows script').length") == 0
     assert page.value("document.title") == "hf_parallel"
+
+
+@pytest.mark.slow
+def test_a_wrong_key_is_an_error_and_a_missing_one_is_not(tab: Any) -> None:
+    page = tab(1280)
+    page.type("#key", "wrong")
+    page.value("connect(), 0")
+    page.wait_for(f"{ERROR}.startsWith('a valid API key is required')")
+    assert page.value("document.getElementById('model').textContent") == "not connected"
 
 
 @pytest.mark.slow
