@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -44,11 +45,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--default-tokens", type=int, default=512, metavar="N", help="new tokens if a request gives no limit (512)")
     words = "size of a request (1M; 8M if the model reads images)"
     add("--max-body-bytes", type=parse_bytes, metavar="N", help=words)
+    words = "log-probabilities of a response, tokens times alternatives (1M)"
+    add("--max-log-probs", type=parse_bytes, default=2**20, metavar="N", help=words)
+    words = "open connections (1024, or fewer if the process may open fewer files)"
+    add("--max-connections", type=int, default=1024, metavar="N", help=words)
+    words = "seconds after which an answer ends of which the client reads nothing (60)"
+    add("--unread-seconds", type=float, default=60.0, metavar="N", help=words)
     add("--max-images", type=int, default=16, metavar="N", help="images of a request (16); 0: none")
     add("--max-image-bytes", type=parse_bytes, default=2**22, metavar="N", help="size of an image's file (4M)")
     add("--max-image-pixels", type=parse_bytes, default=2**25, metavar="N", help="pixels of a request's images (32M)")
     words = "seconds in which running requests may finish after SIGTERM or Ctrl-C (60)"
     add("--drain-seconds", type=int, default=60, metavar="N", help=words)
+    add = parser.add_argument_group("log").add_argument
+    words = "print a line for each request: client, path, status, seconds and tokens, none of its text"
+    add("--log-requests", action="store_true", help=words)
     parser.set_defaults(run=serve)
 
 
@@ -111,8 +121,9 @@ def serve(options: argparse.Namespace) -> int:
             print(f"hf-parallel: warning: images are not accepted, as there is no processor: {error}", file=sys.stderr)
         if adapters:
             model = load_adapters(model, adapters)
-        names = ("rows", "tokens", "images", "image_bytes", "image_pixels")
-        given = {name: getattr(options, f"max_{name}") for name in names} | {"default_tokens": options.default_tokens}
+        names = ("rows", "tokens", "log_probs", "connections", "images", "image_bytes", "image_pixels")
+        given = {name: getattr(options, f"max_{name}") for name in names}
+        given |= {name: getattr(options, name) for name in ("default_tokens", "unread_seconds")}
         limits = Limits(options.max_body_bytes or (2**20 if processor is None else 2**23), **given)
         max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // 2
         settings = {name: getattr(options, name) for name in ("max_rows", "max_waiting", "max_batch_tokens")}
@@ -123,8 +134,21 @@ def serve(options: argparse.Namespace) -> int:
             app = create_app(engine, name, limits, keys, max_kv_bytes, hosts, processor, adapters)
             host = f"[{options.host}]" if ":" in options.host else options.host
             print(f"Serving {name} at http://{host}:{listening.getsockname()[1]}/v1", file=sys.stderr, flush=True)
-            DrainingServer(app, engine, options.drain_seconds).run(sockets=[listening])
+            if options.log_requests:
+                log_requests()
+            DrainingServer(app, engine, options.drain_seconds, limits).run(sockets=[listening])
             return int(engine.error is not None)
+
+
+def log_requests() -> None:
+    """Print a line to stderr for each request of a server in this process."""
+    from hf_parallel.engine.server.limits import request_logger
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    request_logger.addHandler(handler)
+    request_logger.setLevel(logging.INFO)
+    request_logger.propagate = False
 
 
 def _name(model: str | None) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from urllib.parse import quote
 
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,12 +18,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hf_parallel.engine.scheduler import has_place
 from hf_parallel.engine.server.errors import APIError
 
+request_logger = logging.getLogger("hf_parallel.requests")
+"""Logs a line of level INFO for each request that has ended."""
+MAX_LOGGED = 200  # characters of a path
 OPEN_PATHS = ("/", "/health")  # paths that need no API key
+
+
+PROMPT_FACTOR = 4
+"""Characters of all prompts of a request, by bytes of its body: the server may repeat parts of a body in them."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits per client. The engine limits the number of waiting requests (`max_waiting`)."""
+    """Limits per client. The engine limits the number of waiting requests (`max_waiting`).
+
+    `hf-parallel serve` applies `connections` and `unread_seconds`; another ASGI server has limits of its own.
+    """
 
     body_bytes: int = 1 << 20
     body_seconds: float = 30.0
@@ -28,12 +41,20 @@ class Limits:
     open_requests: int = 1024
     """Open requests of all clients: their responses are not complete. Above the limit, only clients with less than an
     equal share are served."""
+    connections: int = 1024
+    """Open connections, with or without requests; fewer if the process may open fewer files. Above the limit, the one
+    that was idle longest is closed."""
+    unread_seconds: float = 60.0
+    """Time after which an answer ends of which the client reads nothing."""
     rows: int = 64
     """Rows of a request: answers times rows of the mode per answer."""
     tokens: int | None = None
     """Tokens of a row, prompt included. Default: the context length of the model."""
     default_tokens: int = 512
     """Default of `max_tokens`."""
+    log_probs: int = 1 << 20
+    """Log-probabilities of a response: tokens of its answers, and of prompts if these are wanted, each with its
+    alternatives."""
     images: int = 16
     """Images of a request."""
     image_bytes: int = 4 << 20
@@ -70,12 +91,32 @@ class Gate:
             await self.app(scope, receive, send)
             return
 
+        begin = time.monotonic()
+        status: int | None = None
+
         async def counting_send(message: Message) -> None:
-            if message["type"] == "http.response.start" and self.on_response is not None:
-                self.on_response(getattr(scope.get("route"), "path", "other"), message["status"])
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if self.on_response is not None:
+                    self.on_response(getattr(scope.get("route"), "path", "other"), status)
             await send(message)
 
-        await self._pass(scope, receive, counting_send)
+        try:
+            await self._pass(scope, receive, counting_send)
+        finally:
+            if request_logger.isEnabledFor(logging.INFO):
+                self._log(scope, status, time.monotonic() - begin)
+
+    def _log(self, scope: Scope, status: int | None, seconds: float) -> None:
+        """Log a request that has ended: no text of it but its path, whose special characters are escaped."""
+        client = (scope.get("client") or ("-",))[0]
+        if self._keys:
+            client += f" key {scope['submitter']}" if "submitter" in scope else " without key"
+        usage = scope["usage"]() if "usage" in scope else {}
+        tokens = f", {usage['prompt_tokens']} + {usage['completion_tokens']} tokens" if usage else ""
+        request = f"{scope['method']} {quote(scope['path'])[:MAX_LOGGED]}"
+        request_logger.info("%s %s %s, %.3f s%s", client, request, status or "disconnected", seconds, tokens)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         submitter, opened = None, 0

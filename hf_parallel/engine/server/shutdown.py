@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from socket import socket
@@ -11,6 +12,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from hf_parallel.engine import Engine
+from hf_parallel.engine.server.connections import BACKLOG, Connections, QuietFilter
+from hf_parallel.engine.server.limits import Limits
 from hf_parallel.models.ranks import num_ranks
 
 ANSWER_SECONDS = 10  # time in which clients can read the errors of requests that were cancelled
@@ -24,10 +27,18 @@ class DrainingServer(uvicorn.Server):
     error in a stream. A third signal breaks off the connections.
     """
 
-    def __init__(self, app: ASGIApp, engine: Engine, drain_seconds: float) -> None:
-        seconds = int(drain_seconds) + ANSWER_SECONDS
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=seconds, server_header=False)
-        config.timeout_keep_alive = IDLE_SECONDS
+    def __init__(self, app: ASGIApp, engine: Engine, drain_seconds: float, limits: Limits | None = None) -> None:
+        connections = Connections(limits or Limits())
+        config = uvicorn.Config(
+            app,
+            http=connections.make,  # type: ignore[arg-type]
+            backlog=BACKLOG,
+            log_level="warning",
+            timeout_graceful_shutdown=int(drain_seconds) + ANSWER_SECONDS,
+            timeout_keep_alive=IDLE_SECONDS,
+            server_header=False,
+        )
+        logging.getLogger("uvicorn.error").addFilter(QuietFilter())
         super().__init__(config)
         self._engine, self._drain_seconds, self._is_cancelled = engine, drain_seconds, False
 
