@@ -75,7 +75,10 @@ class Answers:
         """Yield new text and tokens as they are generated, and finally the end of every choice."""
         if self.submission.config.traits.rows_continue_prompts:
             async for token in self.handle:
-                delta = self._token_delta(token.row, int(token))
+                if self._texts[token.row].begins_with_prompt:  # of many tokens
+                    delta = await asyncio.to_thread(self._token_delta, token.row, int(token))
+                else:
+                    delta = self._token_delta(token.row, int(token))
                 if delta is not None:
                     yield delta
         elif self.submission.config.traits.streams_text:
@@ -88,12 +91,8 @@ class Answers:
         for delta in await asyncio.to_thread(lambda: list(self._ends(output))):  # decodes the text of merged rows
             yield delta
 
-    async def final(self) -> list[Delta]:
-        """Wait for the end. Return the whole choices."""
-        # Decoding many tokens takes seconds, in which the event loop serves others.
-        return await asyncio.to_thread(self._whole, await self.handle.result_async())
-
-    def _whole(self, output: ParallelOutput) -> list[Delta]:
+    def final(self, output: ParallelOutput) -> list[Delta]:
+        """Return the whole choices of a request that has ended. Decoding many tokens takes seconds."""
         has_log_probs = self.submission.log_probs is not None
         choices = [Delta(self.first + index, has_log_probs=has_log_probs) for index in range(self.submission.choices)]
         for delta in self._all(output):
@@ -169,6 +168,11 @@ class _ChoiceText:
     def stopped(self) -> bool:
         """Whether the text holds a stop text."""
         return self._text.stopped
+
+    @property
+    def begins_with_prompt(self) -> bool:
+        """Whether the next token follows the prompt, which is a part of the text."""
+        return bool(self._prompt)
 
     def add(self, token: int) -> tuple[str, list[LoggedToken]]:
         """Append a token. Return the text, and the tokens with log-probabilities, that can be shown now."""

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from hf_parallel.engine import Engine, KVBudgetError
 from hf_parallel.engine.server.answers import Answers, Delta
-from hf_parallel.engine.server.errors import APIError, api_error, json_response, to_json
-from hf_parallel.engine.server.limits import Gate, Limits, check_keys
+from hf_parallel.engine.server.errors import PIECE_ITEMS, APIError, api_error, json_pieces, json_response, to_json
+from hf_parallel.engine.server.limits import PROMPT_FACTOR, Gate, Limits, check_keys
 from hf_parallel.engine.server.metrics import Metrics
 from hf_parallel.engine.server.page import page
 from hf_parallel.engine.server.responses import ScoreWriter, Writer, usage_of
@@ -35,6 +35,7 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SMALL_BODY = 1 << 14  # bytes of a body that is read, tokenized and submitted in milliseconds
+COSTLY = (b"image_url", b"json_schema", b"tool_choice")  # fields whose values can take seconds in a small body
 BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
@@ -42,7 +43,8 @@ BODIES: dict[str, type[Body]] = {
     "/v1/score": ScoreBody,
 }
 """Bodies of the requests that run the model, by path."""
-POOL_THREADS = 2  # threads for small bodies, and as many for larger ones
+POOL_THREADS = 2  # threads for small bodies, as many for larger ones, and as many for answers
+PART_BYTES = 1 << 18  # of a large answer
 
 
 def create_app(
@@ -93,6 +95,7 @@ def create_app(
             gc.unfreeze()
             server.small.shutdown()
             server.large.shutdown()
+            server.writing.shutdown()
 
     app = FastAPI(title="hf_parallel", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.metrics = server.metrics
@@ -153,6 +156,7 @@ class _Server:
         self.adapters: dict[str, str | None] = {model: None}  # by name of the model
         # Large bodies take seconds to read and tokenize, in which others and small ones are served.
         self.small, self.large = FairPool(POOL_THREADS), FairPool(POOL_THREADS)
+        self.writing = FairPool(POOL_THREADS)
 
     def add_adapters(self, paths: Mapping[str, str]) -> None:
         """Serve adapters of the engine's model under their names, and the base model under its own."""
@@ -172,15 +176,17 @@ class _Server:
     async def respond(self, kind: type[Body], request: Request) -> Response:
         """Submit the prompts of a request's body and return the response."""
         content = await request.body()
-        pool = self.small if len(content) <= SMALL_BODY and b"image_url" not in content else self.large
+        is_small = len(content) <= SMALL_BODY and not any(name in content for name in COSTLY)
+        pool = self.small if is_small else self.large
         job = partial(self._submit, kind, content, request.scope)
         submission = pool.run(request.scope["submitter"], job, _cancel_submitted)
         body, answers = await _unless_disconnected(request, submission)
+        request.scope["usage"] = partial(usage_of, answers)  # for the log
         writer = self._writer(body, request.scope["cache_salt"])
         try:
             if body.stream:
                 return await self._stream(body, request, answers, writer)
-            return await _unless_disconnected(request, self._whole(answers, writer))
+            return await _unless_disconnected(request, self._whole(request, answers, writer))
         except Exception as error:
             raise self._translated(error, body, answers) from error
         finally:
@@ -220,14 +226,11 @@ class _Server:
         self.conversations.resume(scope["cache_salt"], body)
         salt, answers = scope["cache_salt"] + (body.cache_salt or ""), list[Answers]()
         try:
+            self._check_prompts(body)
             prompts = body.prompts
-            if body.answers * len(prompts) > self.limits.rows:
-                cause = body.prompt_field if len(prompts) > 1 else "n"
-                raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
             # Prompts whose log-probabilities are wanted are one request, which computes what they share once.
             groups = [prompts] if body.prompt_logprobs_wanted is not None else [[prompt] for prompt in prompts]
-            submissions = [self.translator.translate(body, group, body.prompt_field) for group in groups]
-            for submission in submissions:
+            for submission in self.translator.translate_groups(body, groups, body.prompt_field):
                 given = {"parallel_config": submission.config, "agent_hints": submission.hints, **submission.arguments}
                 given["adapter"] = self.adapters[body.model]
                 handle = self.engine.submit(submission.prompt, submitter=scope["submitter"], cache_salt=salt, **given)
@@ -237,6 +240,17 @@ class _Server:
                 one.handle.cancel()
             raise self._translated(error, body) from error
         return body, answers
+
+    def _check_prompts(self, body: Body) -> None:
+        """Raise an error if a body has too many or too large prompts. It does not build them."""
+        sizes = body.prompt_sizes
+        if body.answers * len(sizes) > self.limits.rows:
+            cause = body.prompt_field if len(sizes) > 1 else "n"
+            raise APIError(400, f"a request may have at most {self.limits.rows} answers", cause)
+        most = PROMPT_FACTOR * self.limits.body_bytes
+        if sum(sizes) > most:
+            message = f"the prompts may have at most {most} characters or token ids together, these have {sum(sizes)}"
+            raise APIError(400, message, body.prompt_field, "context_length_exceeded")
 
     def _translated(self, error: Exception, body: Body, answers: Sequence[Answers] = ()) -> Exception:
         """Return the error that a client receives; `answers` are those that were being generated."""
@@ -249,10 +263,33 @@ class _Server:
         fields = [*type(body).model_fields, *(body.model_extra or ())]
         return api_error(error, [name for name in fields if name != "model"]) or error
 
-    async def _whole(self, answers: Sequence[Answers], writer: Writer) -> Response:
-        found = [choice for one in answers for choice in await one.final()]
-        # Log-probabilities of many tokens are megabytes, which the event loop leaves to a thread.
-        return await asyncio.to_thread(lambda: json_response(writer.whole(found, usage_of(answers))))
+    async def _whole(self, request: Request, answers: Sequence[Answers], writer: Writer) -> Response:
+        outputs = [await one.handle.result_async() for one in answers]
+
+        def begin() -> tuple[Iterator[bytes], bytes, bytes | None]:
+            choices = [choice for one, output in zip(answers, outputs, strict=True) for choice in one.final(output)]
+            parts = _parts(writer.whole(choices, usage_of(answers)))
+            return parts, next(parts), next(parts, None)
+
+        parts, first, second = await self._encode(request, begin)
+        if second is None:
+            return Response(first, media_type="application/json")
+
+        async def content() -> AsyncIterator[bytes]:
+            yield first
+            yield second
+            async for part in self._each(request, parts):
+                yield part
+
+        return StreamingResponse(content(), media_type="application/json")
+
+    async def _each(self, request: Request, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+        while (part := await self._encode(request, lambda: next(parts, None))) is not None:
+            yield part
+
+    async def _encode(self, request: Request, job: Callable[[], T]) -> T:
+        """Decode or encode a part of an answer in a thread. Log-probabilities of many tokens are megabytes."""
+        return await self.writing.run(request.scope["submitter"], job, lambda _: None)
 
     async def _stream(self, body: Body, request: Request, answers: Sequence[Answers], writer: Writer) -> Response:
         """Return the stream of a response, once there is something to send: errors until then have a status."""
@@ -266,13 +303,17 @@ class _Server:
         wants_usage = isinstance(body, ResponseBody)
         wants_usage |= body.stream_options is not None and body.stream_options.include_usage
 
-        async def events() -> AsyncIterator[str]:
+        async def events() -> AsyncIterator[str | bytes]:
             begun: set[int] = set()
             try:
                 delta = first
                 while True:
                     for data in writer.events(delta, delta.index not in begun):
-                        yield _event(data)
+                        if len(delta.logged) <= PIECE_ITEMS:
+                            yield _event(data)
+                            continue
+                        async for part in self._each(request, _parts(data, b"data: ", b"\n\n")):  # a prompt's
+                            yield part
                     begun.add(delta.index)
                     try:
                         delta = await anext(deltas)
@@ -280,7 +321,7 @@ class _Server:
                         break
                 if wants_usage:
                     # It may hold, and keep, a long conversation.
-                    yield await asyncio.to_thread(lambda: _event(writer.usage_chunk(usage_of(answers))))
+                    yield await self._encode(request, lambda: _event(writer.usage_chunk(usage_of(answers))))
                 yield "data: [DONE]\n\n"
             except Exception as error:
                 known = self._translated(error, body, answers)
@@ -306,7 +347,10 @@ class _Server:
 
 
 class FairPool:
-    """Thread pool that runs one job per submitter at a time; a submitter's next job queues behind other submitters."""
+    """Thread pool that runs one job per submitter at a time; a submitter's next job queues behind other submitters.
+
+    A job whose caller is cancelled cannot be interrupted. It keeps the turn of its submitter until it ends.
+    """
 
     def __init__(self, threads: int) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="hf_parallel-submit")
@@ -315,13 +359,15 @@ class FairPool:
     async def run(self, submitter: Hashable, job: Callable[[], T], abandon: Callable[[Future[T]], None]) -> T:
         """Run a job and return its result. If the caller is cancelled, `abandon` receives the future when it ends."""
         turn = self._turns.setdefault(submitter, asyncio.Lock())
-        async with turn:
-            future = self._threads.submit(job)
-            try:
-                return await asyncio.wrap_future(future)
-            except asyncio.CancelledError:
-                future.add_done_callback(abandon)
-                raise
+        await turn.acquire()
+        loop = asyncio.get_running_loop()
+        future = self._threads.submit(job)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(turn.release))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(abandon)
+            raise
 
     def shutdown(self) -> None:
         """Cancel what waits, and wait for what runs."""
@@ -337,7 +383,7 @@ def _cancel_submitted(submission: Future[tuple[Body, list[Answers]]]) -> None:
 class _EventStream(StreamingResponse):
     """Server-sent events. `close` is called when the stream ends or the client disconnects."""
 
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[str | bytes], close: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._close = close
 
@@ -384,6 +430,19 @@ async def _merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delt
     finally:
         for task in waiting:
             task.cancel()
+
+
+def _parts(body: object, before: bytes = b"", after: bytes = b"") -> Iterator[bytes]:
+    """Yield a value as JSON in parts of at least `PART_BYTES`, but for the last."""
+    part = bytearray(before)
+    for piece in json_pieces(body):
+        part += piece.encode()
+        if len(part) >= PART_BYTES:
+            yield bytes(part)
+            part.clear()
+    part += after
+    if part:
+        yield bytes(part)
 
 
 def _event(data: dict[str, object]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 from starlette.responses import Response
 
@@ -15,6 +16,8 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 """Type of an error by status; others: `invalid_request_error` below 500, else `server_error`."""
 RETRY_SECONDS = 1
 MAX_MESSAGE = 1000  # characters of a message: values that it quotes may be long
+
+PIECE_ITEMS = 16  # items of a long list that are encoded at once
 
 
 class APIError(Exception):
@@ -50,8 +53,38 @@ def json_response(body: object, status: int = 200, headers: Mapping[str, str] | 
 
 
 def to_json(body: object) -> str:
-    """Return a value as one line of JSON."""
-    return json.dumps(body, separators=(",", ":"))
+    """Return a value as one line of JSON. Iterators in it become lists."""
+    return json.dumps(body, separators=(",", ":"), default=list)
+
+
+def json_pieces(body: object) -> Iterator[str]:
+    """Yield a value as one line of JSON, in pieces; iterators in it become lists, whose items are never stored.
+
+    Encoding a value holds the interpreter until it ends, for seconds if it is large. Between two pieces, other threads
+    run. A list of plain values is one piece, and so are `PIECE_ITEMS` items of an iterator.
+    """
+    if isinstance(body, dict) and body:
+        opening = "{"
+        for name, value in body.items():
+            yield f"{opening}{to_json(str(name))}:"
+            yield from json_pieces(value)
+            opening = ","
+        yield "}"
+    elif isinstance(body, list) and any(isinstance(item, dict) for item in body):
+        opening = "["
+        for item in body:
+            yield opening
+            yield from json_pieces(item)
+            opening = ","
+        yield "]"
+    elif isinstance(body, Iterator):
+        opening = "["
+        while items := list(islice(body, PIECE_ITEMS)):
+            yield opening + to_json(items)[1:-1]
+            opening = ","
+        yield "[]" if opening == "[" else "]"
+    else:
+        yield to_json(body)
 
 
 def api_error(error: BaseException, fields: Iterable[str] = ()) -> APIError | None:

@@ -5,6 +5,7 @@ The state of the grammar belongs to the tokens of a row, so that rows may end, f
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 from hf_parallel.engine.server.reply_formats import around_arguments
-from hf_parallel.engine.server.schema_check import error_of
+from hf_parallel.engine.server.schema_check import first_error
 from hf_parallel.engine.server.tool_schemas import arguments_schema
 
 
@@ -46,13 +47,20 @@ class JSONProcessor(LogitsProcessor):
             grammar = LLMatcher.grammar_from_lark(schema)
         else:
             text = json.dumps(schema)
-            if error := error_of(text):
-                raise ValueError(f"{field} holds a schema that is not supported: {error}")
+            if (found := first_error([text])) is not None:
+                raise ValueError(f"{field} holds a schema that is not supported: {found.reason}")
             grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
         self._field, self.begin, self.ends = field, begin, [token for token in eos_token_ids if token < vocabulary]
         self._first = LLMatcher(_grammar_tokenizer(tokenizer, vocabulary, tuple(eos_token_ids)), grammar)
         self._matchers: dict[tuple[int, ...], Any] = {}  # by the new tokens of a row
         self._errors: dict[tuple[int, ...], str] = {}  # by the new tokens of a row that ended with an error
+
+    def for_prompt(self, begin: int) -> JSONProcessor:
+        """Return a processor for another prompt, of the length `begin`, with the same compiled grammar."""
+        other = copy.copy(self)
+        other.begin = begin
+        other._matchers, other._errors = {}, {}
+        return other
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores `[rows, vocabulary]`, -inf for tokens that do not match."""
@@ -107,11 +115,12 @@ def call_grammar(
     specials = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     more = "" if between is None else f" ({_literal(between, specials)} call)*"
     rules = [f"start: call{more}", "call: " + " | ".join(f"tool{i}" for i in range(len(tools)))]
-    for index, tool in enumerate(tools):
-        function = tool["function"]
-        parameters = arguments_schema(function)
-        if error := error_of(json.dumps(parameters)):
-            raise ValueError(f"tools: the parameters of {function['name']!r} are not supported: {error}")
+    functions = [tool["function"] for tool in tools]
+    schemas = [arguments_schema(function) for function in functions]
+    if (found := first_error([json.dumps(schema) for schema in schemas])) is not None:
+        name = functions[found.index]["name"]
+        raise ValueError(f"tools: the parameters of {name!r} are not supported: {found.reason}")
+    for index, (function, parameters) in enumerate(zip(functions, schemas, strict=True)):
         begin, end = around_arguments(call, function["name"])
         schema = json.dumps({**parameters, "x-guidance": {"whitespace_flexible": False}})
         rules.append(f"tool{index}: {_literal(begin, specials)} %json {schema} {_literal(end, specials)}")

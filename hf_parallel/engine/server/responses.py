@@ -1,10 +1,14 @@
-"""Bodies of responses, as OpenAI defines them: whole ones, and the chunks of a stream."""
+"""Bodies of responses, as OpenAI defines them: whole ones, and the chunks of a stream.
+
+Lists of log-probabilities in them are iterators, whose items are made as they are encoded: they can be megabytes.
+"""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ from hf_parallel.detokenizer import token_bytes
 from hf_parallel.engine.server.answers import Answers, Delta, LoggedToken
 from hf_parallel.engine.server.errors import APIError
 from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.log_probs import TokenLogProbs
 
 
 class Writer:
@@ -70,31 +75,31 @@ class Writer:
         """Return the field `prompt_logprobs` as vLLM writes it: the most probable tokens and the prompt's, by id."""
         if choice.prompt is None:
             return {}
-        entries: list[dict[str, object] | None] = [None]
-        for token, found in choice.prompt:
-            ranked = {other: (value, rank) for rank, (other, value) in enumerate(found.top, 1)}
-            ranked[token] = found.log_prob, found.rank
-            known = {other: {"logprob": _finite(value), "rank": rank} for other, (value, rank) in ranked.items()}
-            entries.append({str(x): {**own, "decoded_token": self._name(x, False)} for x, own in known.items()})
-        return {"prompt_logprobs": entries}
+        return {"prompt_logprobs": chain([None], (self._ranked(token, found) for token, found in choice.prompt))}
+
+    def _ranked(self, token: int, found: TokenLogProbs) -> dict[str, object]:
+        ranked = {other: (value, rank) for rank, (other, value) in enumerate(found.top, 1)}
+        ranked[token] = found.log_prob, found.rank
+        known = {other: {"logprob": _finite(value), "rank": rank} for other, (value, rank) in ranked.items()}
+        return {str(x): {**own, "decoded_token": self._name(x, False)} for x, own in known.items()}
 
     def _log_probs(self, delta: Delta) -> dict[str, object] | None:
         if not (delta.logged or delta.has_log_probs):
             return None
         if self.is_chat:
-            content = []
-            for logged in delta.logged:
-                assert logged.found is not None, "chats have no echo"
-                top = [self._entry(token, value, logged.is_first) for token, value in logged.found.top]
-                own = self._entry(logged.token, logged.found.log_prob, logged.is_first)
-                content.append({**own, "top_logprobs": top})
-            return {"content": content, "refusal": None}
+            return {"content": map(self._content, delta.logged), "refusal": None}
         return {
-            "tokens": [self._name(logged.token, logged.is_first) for logged in delta.logged],
-            "token_logprobs": [logged.found and _finite(logged.found.log_prob) for logged in delta.logged],
-            "top_logprobs": [self._alternatives(logged) for logged in delta.logged],
-            "text_offset": [logged.begin for logged in delta.logged],
+            "tokens": (self._name(logged.token, logged.is_first) for logged in delta.logged),
+            "token_logprobs": (logged.found and _finite(logged.found.log_prob) for logged in delta.logged),
+            "top_logprobs": map(self._alternatives, delta.logged),
+            "text_offset": (logged.begin for logged in delta.logged),
         }
+
+    def _content(self, logged: LoggedToken) -> dict[str, object]:
+        assert logged.found is not None, "chats have no echo"
+        top = [self._entry(token, value, logged.is_first) for token, value in logged.found.top]
+        own = self._entry(logged.token, logged.found.log_prob, logged.is_first)
+        return {**own, "top_logprobs": top}
 
     def _alternatives(self, logged: LoggedToken) -> dict[str, float] | None:
         """Return the most probable tokens and the sampled one by name; of tokens with one name, all but one by id."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, count
+from itertools import count
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, PrivateAttr, Tag, field_validator, model_validator
@@ -171,28 +171,51 @@ class ResponseBody(schema.ConversationBody):
 
 
 class Conversations:
-    """The last responses with their conversations, by id. Clients that share no cached prefixes share no responses."""
+    """The last responses with their conversations, by id. Clients that share no cached prefixes share no responses.
+
+    Beyond the limits, the client that keeps most loses its least recently used response: no client can evict the
+    responses of others that keep less than an equal share.
+    """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
+        self._kept: dict[str, OrderedDict[str, tuple[str, str]]] = {}  # by salt and id
+        self._characters: Counter[str] = Counter()  # by salt
         self._lock = threading.Lock()
 
     def add(self, salt: str, response: JSONObject, messages: list[JSONObject]) -> None:
-        """Keep a response; drop the least recently used ones beyond the limit."""
+        """Keep a response."""
+        entry = to_json(response), to_json(messages)
         with self._lock:
-            self._kept[salt, response["id"]] = to_json(response), to_json(messages)
-            while len(self._kept) > MAX_KEPT or sum(map(len, chain(*self._kept.values()))) > MAX_CHARACTERS:
-                self._kept.popitem(last=False)
+            self._put(salt, response["id"], entry)
+            while sum(map(len, self._kept.values())) > MAX_KEPT:
+                self._drop_oldest(max(self._kept, key=lambda other: len(self._kept[other])))
+            while self._characters.total() > MAX_CHARACTERS:
+                self._drop_oldest(max(self._characters, key=self._characters.__getitem__))
 
     def find(self, salt: str, name: str, field: str | None = None, keep: bool = True) -> tuple[str, str]:
         """Return a response and its conversation, as JSON. Raises an error of `field` if it is not kept."""
         with self._lock:
-            if (found := self._kept.pop((salt, name), None)) is None:
-                message = f"there is no response {name[:200]!r}: the server keeps the last {MAX_KEPT}"
+            if name not in self._kept.get(salt, ()):
+                message = f"there is no response {name[:200]!r}: the server keeps the last {MAX_KEPT} of all clients"
                 raise APIError(404, message, field, f"{'previous_' if field else ''}response_not_found")
+            entry = self._take(salt, name)
             if keep:
-                self._kept[salt, name] = found  # as the one used last
-        return found
+                self._put(salt, name, entry)  # as the one used last
+        return entry
+
+    def _put(self, salt: str, name: str, entry: tuple[str, str]) -> None:
+        self._kept.setdefault(salt, OrderedDict())[name] = entry
+        self._characters[salt] += sum(map(len, entry))
+
+    def _take(self, salt: str, name: str) -> tuple[str, str]:
+        entry = self._kept[salt].pop(name)
+        self._characters[salt] -= sum(map(len, entry))
+        if not self._kept[salt]:
+            del self._kept[salt], self._characters[salt]
+        return entry
+
+    def _drop_oldest(self, salt: str) -> None:
+        self._take(salt, next(iter(self._kept[salt])))
 
     def resume(self, salt: str, body: Body) -> None:
         """Give a body the conversation that it continues."""

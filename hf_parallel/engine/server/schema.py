@@ -292,6 +292,14 @@ class Body(BaseModel):
         return [[message.to_chat() for message in given]] if isinstance(given[0], Message) else list(given)
 
     @property
+    def prompt_sizes(self) -> list[int]:
+        """Characters or token ids of each of the `prompts`, without building them; 0 for chats."""
+        given: Any = getattr(self, self.prompt_field)
+        if isinstance(given, str) or isinstance(given[0], int):
+            return [len(given)]
+        return [0] if isinstance(given[0], Message) else [len(prompt) for prompt in given]
+
+    @property
     def answers(self) -> int:
         """Number of answers to each prompt."""
         return self.n or 1
@@ -418,9 +426,18 @@ class ScoreBody(Body):
     temperature: Literal[0] = 0
 
     @property
+    def _items(self) -> list[Any]:
+        return [self.items] if isinstance(self.items, str) else list(self.items)
+
+    @property
+    def prompt_sizes(self) -> list[int]:
+        """See `Body.prompt_sizes`."""
+        return [len(self.query) + len(item) for item in self._items]
+
+    @property
     def prompts(self) -> list[Prompt]:
         """The query with each of the items."""
-        items = [self.items] if isinstance(self.items, str) else self.items
+        items = self._items
         if any(isinstance(item, str) != isinstance(self.query, str) for item in items):
             raise ValueError("items must be texts if query is a text, else lists of token ids")
         return [item + self.query if self.item_first else self.query + item for item in items]  # type: ignore[operator]

@@ -123,6 +123,14 @@ class Submission:
         return self.config.rows.name(self.config.rows.place(row, self.prompts).index)
 
 
+@dataclass
+class _Constraint:
+    """The grammar of the answers to a request."""
+
+    processor: JSONProcessor
+    forced_calls: Callable[[], ForcedCalls] | None  # see `Submission`
+
+
 class Translator:
     """Translates bodies of requests into submissions, within the limits."""
 
@@ -140,6 +148,19 @@ class Translator:
 
     def translate(self, body: Body, prompts: Sequence[Prompt], field_name: str) -> Submission:
         """Return the submission for one prompt of a body, or several: texts, chats or token ids."""
+        (submission,) = self.translate_groups(body, [prompts], field_name)
+        return submission
+
+    def translate_groups(self, body: Body, groups: Sequence[Sequence[Prompt]], field_name: str) -> list[Submission]:
+        """Return a submission for each group of prompts of a body. A grammar is compiled once for all of them."""
+        submissions = [self._submission(body, group, field_name) for group in groups]
+        self._check_log_probs(body, submissions)
+        constraint = self._constraint(body, submissions[0].config)
+        for submission in submissions:
+            self._add_processors(submission, body, constraint)
+        return submissions
+
+    def _submission(self, body: Body, prompts: Sequence[Prompt], field_name: str) -> Submission:
         config, sampling = self._settings(body)
         encoded = _padded([self._encode(body, prompt, config, field_name) for prompt in prompts])
         begin = encoded["input_ids"].shape[1]
@@ -162,7 +183,6 @@ class Translator:
         given = (body.agent_hints or {}).items()
         submission.hints = AgentHints.of({name: value for name, value in given if value is not None})
         submission.reply = self._reply(body)
-        self._add_processors(submission, body)
         return submission
 
     def _reply(self, body: Body) -> ReplySpec | None:
@@ -328,28 +348,53 @@ class Translator:
             raise APIError(400, message, "no_repeat_ngram_size")
         return wanted
 
-    def _add_processors(self, submission: Submission, body: Body) -> None:
-        config, begin = submission.config, submission.prompt["input_ids"].shape[1]
-        processors: list[object] = []
-        criteria: list[object] = []
+    def _check_log_probs(self, body: Body, submissions: Sequence[Submission]) -> None:
+        """Raise an error if the response would hold too many log-probabilities."""
+        top, prompt_top = body.top_logprobs_wanted, body.prompt_logprobs_wanted
+        count = 0
+        for submission in submissions:
+            if top is not None:
+                count += submission.choices * submission.arguments["max_new_tokens"] * (1 + top)
+            if prompt_top is not None:
+                count += body.answers * submission.prompt_tokens * (1 + prompt_top)
+        if count > (most := self.limits.log_probs):
+            message = f"a response may hold at most {most} log-probabilities, tokens times alternatives, not {count}"
+            is_prompts = body.prompt_logprobs is not None
+            raise APIError(400, message, "prompt_logprobs" if is_prompts else "logprobs")
+
+    def _constraint(self, body: Body, config: ParallelConfig) -> _Constraint | None:
+        """Return the grammar of the answers to all prompts of a body, compiled; None: any text."""
         schema: dict[str, object] | str | None = _schema(body)
         field_name = body.format_field
+        forced_calls = None
         if isinstance(body, ConversationBody) and body.must_call:
             if schema is not None:
                 raise APIError(400, f"{field_name} cannot be combined with a tool_choice of calls", "tool_choice")
-            schema, field_name = self._calls(body, submission), "tool_choice"
-        features = {field_name: schema, "logprobs": body.top_logprobs_wanted}
-        features |= {"prompt_logprobs": body.prompt_logprobs, "echo": getattr(body, "echo", None) or None}
+            field_name = "tool_choice"
+            schema, forced_calls = self._calls(body)
+        if schema is None:
+            return None
+        if not config.traits.rows_continue_prompts:
+            raise _unsupported(field_name, config)
+        for name in BANNING:
+            if getattr(body, name, None):
+                raise APIError(400, f"{name} cannot be combined with {field_name}", name)
+        return _Constraint(self._json(schema, 0, field_name), forced_calls)
+
+    def _add_processors(self, submission: Submission, body: Body, constraint: _Constraint | None) -> None:
+        config, begin = submission.config, submission.prompt["input_ids"].shape[1]
+        processors: list[object] = []
+        criteria: list[object] = []
+        features = {"logprobs": body.top_logprobs_wanted, "prompt_logprobs": body.prompt_logprobs}
+        features |= {"echo": getattr(body, "echo", None) or None}
         for name, wanted in features.items():
             if wanted is not None and not config.traits.rows_continue_prompts:
-                raise APIError(400, f"{name} is not supported with generation_mode={config.mode!r}", name)
-        if schema is not None:
-            for name in BANNING:
-                if getattr(body, name, None):
-                    raise APIError(400, f"{name} cannot be combined with {field_name}", name)
-            processors.append(self._json(schema, begin, field_name))
+                raise _unsupported(name, config)
+        if constraint is not None:
+            processors.append(constraint.processor.for_prompt(begin))
             submission.arguments["eos_token_id"] = end_tokens(self.engine.model, self.engine.tokenizer)
             submission.is_constrained = True
+            submission.forced_calls = constraint.forced_calls
         if submission.reply is not None and (submission.forced_calls is not None or not submission.is_constrained):
             submission.marks = submission.reply.marks(self._special)
         named = "\n".join([config.format_texts, *body.stops])
@@ -391,16 +436,16 @@ class Translator:
         found.known = int(found.opens(prompt).sum()) - last.endswith(marks[0])
         return found
 
-    def _calls(self, body: ConversationBody, submission: Submission) -> str:
-        """Return the grammar of an answer that has to call tools, and let its submission read the calls."""
+    def _calls(self, body: ConversationBody) -> tuple[str, Callable[[], ForcedCalls]]:
+        """Return the grammar of an answer that has to call tools, and what makes the reader of such an answer."""
         if not self.format.call:
             message = "the model writes arguments in a format without a grammar: tool_choice must be auto or none"
             raise APIError(400, message, "tool_choice")
         several = body.parallel_tool_calls is not False and body.tool_choice == "required"
         between = self.format.between if several else None
         tools = body.callable_tools
-        submission.forced_calls = partial(ForcedCalls, self.format.call, tools, between)
-        return call_grammar(self.format.call, tools, between, self.engine.tokenizer)
+        grammar = call_grammar(self.format.call, tools, between, self.engine.tokenizer)
+        return grammar, partial(ForcedCalls, self.format.call, tools, between)
 
     def _json(self, schema: dict[str, object] | str, begin: int, name: str) -> JSONProcessor:
         model, tokenizer = self.engine.model, self.engine.tokenizer
@@ -428,6 +473,10 @@ def _is_continued(prompt: Prompt) -> bool:
     """Whether an answer continues the text of a prompt: a text, token ids, or a chat that ends with an answer."""
     last = prompt[-1]
     return not isinstance(last, Mapping) or last["role"] == "assistant"
+
+
+def _unsupported(name: str, config: ParallelConfig) -> APIError:
+    return APIError(400, f"{name} is not supported with generation_mode={config.mode!r}", name)
 
 
 def _padded(prompts: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:

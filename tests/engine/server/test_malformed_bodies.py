@@ -99,21 +99,20 @@ VALUES = st.recursive(
 SETTINGS = [(mode, name) for mode, cls in MODES.items() for name in cls.fields() if name not in COMMON]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    place=st.one_of(
-        st.tuples(st.just(CHAT), st.sampled_from([*ChatBody.model_fields, *UNSUPPORTED, "unknown"]), st.none()),
-        st.tuples(st.just(COMPLETION), st.sampled_from([*CompletionBody.model_fields, *UNSUPPORTED]), st.none()),
-        st.sampled_from(SETTINGS).map(lambda place: (CHAT, place[1], place[0])),
-        st.sampled_from([(path, name, None) for path, own in OTHERS.items() for name in (*own, "messages", "unknown")]),
-        st.tuples(st.just("/v1/responses"), st.sampled_from([*ResponseBody.model_fields, *UNSUPPORTED]), st.none()),
-        st.tuples(st.just("/v1/score"), st.sampled_from([*ScoreBody.model_fields, "unknown"]), st.none()),
-    ),
-    value=VALUES,
+PLACES = st.one_of(
+    st.tuples(st.just(CHAT), st.sampled_from([*ChatBody.model_fields, *UNSUPPORTED, "unknown"]), st.none()),
+    st.tuples(st.just(COMPLETION), st.sampled_from([*CompletionBody.model_fields, *UNSUPPORTED]), st.none()),
+    st.sampled_from(SETTINGS).map(lambda place: (CHAT, place[1], place[0])),
+    st.sampled_from([(path, name, None) for path, own in OTHERS.items() for name in (*own, "messages", "unknown")]),
+    st.tuples(st.just("/v1/responses"), st.sampled_from([*ResponseBody.model_fields, *UNSUPPORTED]), st.none()),
+    st.tuples(st.just("/v1/score"), st.sampled_from([*ScoreBody.model_fields, "unknown"]), st.none()),
 )
-def test_any_value_of_a_field_is_answered_or_is_an_error_that_names_the_field(
-    server: Served, place: tuple[str, str, str | None], value: Any
-) -> None:
+"""An endpoint, a field of its body, and a mode or None."""
+MANY = 2500
+"""Bodies of a slow test."""
+
+
+def check_field(server: Served, place: tuple[str, str, str | None], value: Any) -> None:
     path, name, mode = place
     body = {"model": MODEL, "max_tokens": 2, "messages" if path == CHAT else "prompt": HELLO if path == CHAT else "a"}
     body = OTHERS.get(path, body) | ({} if mode is None else {"generation_mode": mode})
@@ -122,6 +121,23 @@ def test_any_value_of_a_field_is_answered_or_is_an_error_that_names_the_field(
     if error:
         is_elsewhere = "JSON" in error["message"] or error["code"] == "context_length_exceeded"
         assert is_elsewhere or error["param"] in (name, "generation_mode", "max_tokens", "items"), error
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=PLACES, value=VALUES)
+def test_any_value_of_a_field_is_answered_or_is_an_error_that_names_the_field(
+    server: Served, place: tuple[str, str, str | None], value: Any
+) -> None:
+    check_field(server, place, value)
+
+
+@pytest.mark.slow
+@settings(max_examples=MANY, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=PLACES, value=VALUES)
+def test_many_values_of_fields_are_answered_or_are_errors(
+    server: Served, place: tuple[str, str, str | None], value: Any
+) -> None:
+    check_field(server, place, value)
 
 
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"enum": [1, "a"]}}}}
@@ -162,19 +178,29 @@ def replaced(part: Any, value: Any, data: st.DataObject) -> Any:
     return copied
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    path=st.sampled_from(list(NESTED)),
-    value=VALUES | st.sampled_from(["f", "json_object", {"type": "text"}]),
-    data=st.data(),
-)
-def test_any_value_at_any_depth_is_answered_or_is_an_error(server: Served, path: str, value: Any, data: Any) -> None:
+NESTED_VALUES = VALUES | st.sampled_from(["f", "json_object", {"type": "text"}])
+
+
+def check_place(server: Served, path: str, value: Any, data: Any) -> None:
     name = data.draw(st.sampled_from(list(NESTED[path])))
     body = {**NESTED[path], name: replaced(NESTED[path][name], value, data)}
     if data.draw(st.booleans()):
         body.pop("tool_choice", None)
     status, error = send(server, json.dumps({"model": MODEL, **body}).encode(), path)
     assert status < 500, (body, error)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from(list(NESTED)), value=NESTED_VALUES, data=st.data())
+def test_any_value_at_any_depth_is_answered_or_is_an_error(server: Served, path: str, value: Any, data: Any) -> None:
+    check_place(server, path, value, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=MANY, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from(list(NESTED)), value=NESTED_VALUES, data=st.data())
+def test_many_values_at_any_depth_are_answered_or_are_errors(server: Served, path: str, value: Any, data: Any) -> None:
+    check_place(server, path, value, data)
 
 
 FIELDS: list[dict[str, Any]] = [
