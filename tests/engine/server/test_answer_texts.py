@@ -45,10 +45,10 @@ def tokenizer(request: Any) -> Any:
 
 
 @contextmanager
-def writing(tokenizer: Any, script: list[int], prompt: Any, **settings: Any) -> Iterator[Any]:
-    """Yield a client of a server whose model writes a script after a prompt, a text or a chat."""
+def writing(tokenizer: Any, script: list[int], prompt: Any, tools: Any = None, **settings: Any) -> Iterator[Any]:
+    """Yield a client of a server whose model writes a script after a prompt, a text or a chat with tools."""
     if not isinstance(prompt, str):
-        prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer.apply_chat_template(prompt, tools=tools, add_generation_prompt=True, tokenize=False)
     model = writing_model(tokenizer, script, len(encode(tokenizer, prompt)))
     for name, value in settings.items():
         setattr(model.generation_config, name, value)
@@ -70,11 +70,12 @@ def test_the_token_that_ends_a_turn_is_no_part_of_its_answer(kind: str, tokenize
         kind, {}
     )
     if kind == "call":
-        tokenizer.chat_template += "{% if tools %}{% endif %}{# [TOOL_CALLS] #}"
+        tokenizer.chat_template += "{% if tools %}{{ tools | tojson }}{% endif %}{# [TOOL_CALLS] #}"
     end = tokenizer.convert_tokens_to_ids(TURN)
     script = [*encode(tokenizer, text), end]
     arguments = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 60, **more}
-    with writing(tokenizer, script, CHAT, eos_token_id=[tokenizer.eos_token_id, end]) as client:
+    ends = [tokenizer.eos_token_id, end]
+    with writing(tokenizer, script, CHAT, more.get("tools"), eos_token_id=ends) as client:
         answer = client.chat.completions.create(**arguments)
         chunks = list(client.chat.completions.create(**arguments, stream=True))
     message = answer.choices[0].message
@@ -105,8 +106,13 @@ def test_an_answer_ends_at_the_stop_text_that_the_client_sees(
 ) -> None:
     """At the token that completes it, whatever hidden tokens and bytes come before; a stop may name a special token."""
     script = [token for text in texts for token in encode(tokenizer, text)]
-    stop = stop or tokenizer.decode(script, skip_special_tokens=True)[1:6]  # around the special token
-    prefixes = [tokenizer.decode(script[:end], skip_special_tokens=stop != TURN) for end in range(len(script) + 1)]
+    prompt = encode(tokenizer, "the")
+    begin = len(tokenizer.decode(prompt))
+    stop = (
+        stop or tokenizer.decode(prompt + script, skip_special_tokens=True)[begin + 1 :][:5]
+    )  # around the special one
+    wholes = [prompt + script[:end] for end in range(len(script) + 1)]  # the answer continues the prompt
+    prefixes = [tokenizer.decode(whole, skip_special_tokens=stop != TURN)[begin:] for whole in wholes]
     used = next(end for end, prefix in enumerate(prefixes) if stop in prefix)
     arguments = {"model": MODEL, "prompt": "the", "temperature": 0, "max_tokens": 100, "stop": [stop]}
     with writing(tokenizer, script, "the") as client:
