@@ -22,7 +22,7 @@ VOCABULARY = 256
 SAMPLING: dict[str, Any] = {"do_sample": True, "eos_token_id": -1, "pad_token_id": 0}
 """Settings of all calls, which end by their length."""
 TARGETS = tuple(
-    (f"{kind}_{rows}", "at most", 1.5, f"step of {rows} requests by a step of one call with {rows} rows, {kind} prompts")
+    (f"{kind}_{rows}", "at most", 1.5, f"step of {rows} requests by step of one call of {rows} rows, {kind} prompts")
     for kind in ("equal", "different")
     for rows in (16, 64, 256)
 )
@@ -109,4 +109,3 @@ def in_engine(model: Any, prompts: torch.Tensor, length: int) -> float:
         for handle in handles:
             handle.result()
         return time.process_time() - began
-
