@@ -31,9 +31,9 @@ def test_a_prompt_of_several_rows_is_stored_and_computed_once() -> None:
 
 
 def test_modes_that_rotate_keys_and_lengths_beyond_the_positions_raise() -> None:
-    model, ids = hf_parallel.enable(copy.deepcopy(tiny.build("gptj"))), torch.tensor([[5, 6, 7]])
+    model, ids = hf_parallel.enable(copy.deepcopy(tiny.build("xglm"))), torch.tensor([[5, 6, 7]])
     example = ParallelExample.from_tree([[5, 6]], [[8, 9]])
-    interface = "GPTJForCausalLM does not use transformers' attention interface"
+    interface = "XGLMForCausalLM does not use transformers' attention interface"
     with pytest.raises(UnsupportedModelError, match=f"hogwild rotates keys: {interface}"):
         model.generate(ids, generation_mode="hogwild", max_new_tokens=4, num_workers=2, tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match="positions for 512 tokens"):
