@@ -6,6 +6,7 @@ all stages share prefixes with each other and with earlier completions, in one t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -124,7 +125,8 @@ class _Stage:
             self.call.record.add_origins(self.loop.replayer.origins, output_rows)
         drawn = self.loop.sampler.log_probs_of_rows(by_draw=True).tolist()
         for row, values in zip(self.rows, drawn, strict=True):
-            row.log_probs = values[: len(row.tokens)]
+            known = values[: len(row.tokens)]
+            row.log_probs = known + [math.nan] * (len(row.tokens) - len(known))  # none were asked for
         return self.loop
 
     def _decode(self, rows: Sequence[CompletionRow]) -> Steps[None]:

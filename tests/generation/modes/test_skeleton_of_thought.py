@@ -135,6 +135,12 @@ def greedy(model: PreTrainedModel, tokens: Sequence[int], new: int = NEW, **more
 # Equal to generate
 
 
+def test_without_return_dict_the_answer_is_the_same() -> None:
+    written = scripts("x", "y", "z")
+    tensor = write(written, return_dict_in_generate=False)
+    assert tensor.tolist() == write(written).sequences.tolist()
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "lfm2"])
 def test_points_and_conclusion_equal_greedy_generate_on_their_prompts(name: str) -> None:
     model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
