@@ -86,7 +86,7 @@ def simulate(
 class _SimulatedRequest:
     """A request as the storage sees it: one row, without a mode."""
 
-    preempted, identity = False, None
+    preempted, identity, reads = False, None, ()
 
     def __init__(self, request: TraceRequest) -> None:
         self.hints, self.num_tokens = AgentHints(request.workflow, request.agent), len(request.output)

@@ -26,13 +26,15 @@ class Segment:
     """New tokens of one row in a forward pass: `num_tokens` tokens appended to the last block of `view`.
 
     With `write=False` they are the last tokens of that block, which are computed again (for their logits) and not
-    stored. `images`: the image tokens among them.
+    stored. `images`: the image tokens among them. `keeps_state`: with `write=False`, the state after these tokens is
+    kept, in place of one that was dropped.
     """
 
     view: View
     num_tokens: int
     write: bool = True
     images: tuple[ImageRun, ...] = ()
+    keeps_state: bool = False
 
 
 @dataclass(eq=False)
@@ -102,7 +104,7 @@ def next_position(view: View) -> int:
 
 
 def new_tokens(pool: Pool, passes: Sequence[Sequence[Segment]]) -> Counter[Block]:
-    """Validate the segments of consecutive passes; return the number of new tokens by block."""
+    """Validate the segments of consecutive passes; return the number of new tokens by block, 0 for a new state only."""
     count: Counter[Block] = Counter()
     for segments in passes:
         written: set[Block] = set()
@@ -118,8 +120,8 @@ def new_tokens(pool: Pool, passes: Sequence[Sequence[Segment]]) -> Counter[Block
             if target in written or (segment.write and target in read):
                 raise ValueError("two segments of a pass write to one block, or one rereads what the other writes")
             (written if segment.write else read).add(target)
-            if segment.write:
-                count[target] += segment.num_tokens
+            if segment.write or segment.keeps_state:
+                count[target] += segment.num_tokens if segment.write else 0
     return count
 
 

@@ -54,6 +54,11 @@ class Image:
         return FIRST_ID + (self.key << _PLACE_BITS) + np.arange(self.num_tokens)
 
 
+def count_images(tokens: np.ndarray) -> int:
+    """Return the number of images that begin in a prompt, int64 `[length]`."""
+    return int(((tokens >= FIRST_ID) & (tokens % MAX_TOKENS == 0)).sum())
+
+
 class ImageRun(NamedTuple):
     """Successive tokens of an image, from `first` to `stop`, that begin at index `at` of new tokens."""
 

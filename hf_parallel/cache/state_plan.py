@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hf_parallel.cache.batch import Segment
-from hf_parallel.cache.pool import Block
+from hf_parallel.cache.pool import Block, parts_of
 from hf_parallel.cache.states import Slots, StateArena
 from hf_parallel.kernels import to_device
 
@@ -86,21 +86,22 @@ def plan_states(arena: StateArena, passes: Sequence[Sequence[Segment]], device: 
         source = block if start else next(before, None)
         if source is not None and known.get(source, source.state_at) != (start or lengths.get(source, source.length)):
             raise MissingStateError(f"{source!r} has no state from which {count} tokens could continue at {start}")
-        step = 1 if arena.stepwise and source is not None and segment.write else count
+        is_kept = segment.write or segment.keeps_state
+        step = 1 if arena.stepwise and source is not None and is_kept else count
         for first in range(offset, offset + count, step):
             chunk = growing.get(block)
-            if chunk is None or source is not block or not segment.write or arena.stepwise:
+            if chunk is None or source is not block or not is_kept or arena.stepwise:
                 level = 0 if source is None else ready.get(source, 0)
-                chunk = _Chunk(block, source, segment.write, max(level, busy.get(block, 0)) if segment.write else level)
+                chunk = _Chunk(block, source, is_kept, max(level, busy.get(block, 0)) if is_kept else level)
                 chunks.append(chunk)
                 if source is not None:
                     growing.pop(source, None)
                     busy[source] = max(busy.get(source, 0), chunk.level + 1)
             chunk.ranges.append((first, step))
-            if segment.write:
+            if is_kept:
                 growing[block], ready[block], source = chunk, chunk.level + 1, block
         offset += count
-        if segment.write:
+        if is_kept:
             lengths[block] = known[block] = start + count
     new = list(dict.fromkeys(chunk.block for chunk in chunks if chunk.is_kept and chunk.block.state < 0))
     for block, slot in zip(new, arena.allocate(len(new)), strict=True):
@@ -112,6 +113,25 @@ def plan_states(arena: StateArena, passes: Sequence[Sequence[Segment]], device: 
         groups.setdefault((chunk.level, total, chunk.source is None, chunk.is_kept), []).append(chunk)
     calls = [_call(groups[key], offset, device) for key in sorted(groups)]
     return StatePlan(calls, list(lengths), offset)
+
+
+def states_read(passes: Sequence[Sequence[Segment]]) -> set[Block]:
+    """Return the blocks from whose present states consecutive passes continue."""
+    found: set[Block] = set()
+    lengths: dict[Block, int] = {}  # of blocks that the passes write
+    for segment in (one for segments in passes for one in segments):
+        view = [*parts_of(segment.view)]
+        block = view[-1]
+        held = lengths.get(block, block.length)
+        if not (held if segment.write else held - segment.num_tokens):  # else it continues from its own state
+            view.pop()
+        while view and not lengths.get(view[-1], view[-1].length):
+            view.pop()
+        if view and view[-1] not in lengths:
+            found.add(view[-1])
+        if segment.write:
+            lengths[block] = held + segment.num_tokens
+    return found
 
 
 def _call(chunks: Sequence[_Chunk], num_tokens: int, device: torch.device) -> StateCall:

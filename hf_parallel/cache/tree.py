@@ -65,7 +65,14 @@ class Node:
 
     def has_state_until(self, length: int) -> bool:
         """Return whether the state after the first `length` tokens is kept, or will be computed."""
-        return self.num_cached <= length and (self.num_cached == 0 or self.block.has_state)  # type: ignore[union-attr]
+        if self.block is None or not self.block.length:
+            return True
+        return self.block.length <= length and (self.block.has_state or self.is_state_dropped)
+
+    @property
+    def is_state_dropped(self) -> bool:
+        """Whether the state after its tokens was dropped, and is computed again; see `PrefixTree.drop_states`."""
+        return self.num_cached > 0 and self.block.state < 0  # type: ignore[union-attr]
 
     def all_children(self) -> list[Node]:
         """Return the children, whatever their first token."""
@@ -91,6 +98,10 @@ class Owner(Protocol):
 
     preempted: bool
     """Whether it has lost its keys and values, so that nodes which it alone pins can be evicted."""
+
+    @property
+    def reads(self) -> Collection[Block]:
+        """Blocks from whose states its next pass continues."""
 
 
 class RequestObserver:
@@ -254,9 +265,16 @@ class PrefixTree:
                 self._trim(node)
 
     def discard_stateless(self) -> None:
-        """Delete keys and values after which no row can continue, as a failed pass has half written their state."""
+        """Delete keys and values after which no row can continue, as a failed pass has half written their state.
+
+        Where a running owner uses them, the pass has computed their state again: only that is deleted.
+        """
         for node in [*self.nodes()][::-1] if self.pool.states.in_use else ():  # children first
-            if node.block is not None and node.num_cached and not node.block.has_state:
+            if node.block is None or not node.num_cached or node.block.has_state or node.is_state_dropped:
+                continue
+            if self.is_used(node):
+                self.pool.forget_state(node.block)
+            else:
                 self.pool.release(node.block)
                 if node not in self.pins:
                     self._remove(node)
@@ -371,6 +389,35 @@ class PrefixTree:
             if self._is_evictable(parent):
                 heapq.heappush(queue, (priority(parent), next(count), parent))
             yield tokens, size
+
+    def drop_states(self, kept: Collection[Block]) -> Iterator[None]:
+        """Delete states of nodes, the least recently used first, but no keys; yield after each.
+
+        Each belongs to the end of a prompt or a completion, or to a place where prompts fork. No pass needs it before
+        a row continues there; it is then computed again. States of `kept`, and those that the next passes of running
+        owners continue from, stay.
+        """
+        running = [owner for owner in self.leaves if not owner.preempted]
+        needed = {*kept, *(block for owner in running for block in owner.reads)}
+        nodes = [node for node in self.nodes() if node.block is not None and node.block.state >= 0]
+        for node in sorted(nodes, key=lambda node: node.last_used):
+            if node.block is not None and node.block not in needed:
+                self.pool.touch()
+                self.pool.forget_state(node.block)
+                yield
+
+    def first_without_state(self, owner: Owner, blocks: Collection[Block]) -> Node | None:
+        """Return the node of an owner whose state is to be computed first, so that those of some blocks are known.
+
+        The state before it is known. Return None if no state is missing.
+        """
+        for node in self.pinned(owner):
+            if node.block in blocks and node.is_state_dropped:
+                path = node.path
+                while len(path) > 1 and path[-2].is_state_dropped:
+                    path.pop()
+                return path[-1]
+        return None
 
     def _is_evictable(self, node: Node) -> bool:
         if not node.num_cached or self.is_used(node):

@@ -21,6 +21,7 @@ from hf_parallel.cache.batch import find_images
 from hf_parallel.cache.pass_log import BlockCopy, DecodeRun, PassLog
 from hf_parallel.cache.pool import parts_of
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.cache.state_plan import states_read
 from hf_parallel.cache.tree import Node
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
 from hf_parallel.engine.hints import AgentHints
@@ -81,6 +82,7 @@ class Request(Host):
         self.preempted = self.is_waiting = self.is_done = False
         self._suspended: tuple[PendingPass | None, bool] = None, False  # `pending` and `is_waiting` while preempted
         self.open_nodes: dict[Node, int] = {}  # nodes that it was computing when it was preempted, with their lengths
+        self._restored_for: set[Block] = set()  # whose states a pass needs for which others are computed again
         self._delayed: Any = None  # logits or tokens that it waited for when it was preempted
         self._storage: KVStorage
         self._caches: list[SharedPrefixCache] = []
@@ -144,14 +146,55 @@ class Request(Host):
         return self._storage.fingerprint if self.adapter is None else f"{self._storage.fingerprint} {self.adapter}"
 
     def _wait_for_prefix(self, want: Prefix) -> Steps[None]:
-        """Wait while others compute nodes of a prefix. Its own nodes come first: else two could wait for each other."""
+        """Wait while others compute nodes of a prefix. Its own nodes come first: else two could wait for each other.
+
+        Nodes that others have left without keys and values are computed here, one by one: in the pass of the mode, each
+        would need a state at the same time.
+        """
         tree, is_own = self._storage.tree, False
-        while any(tree.is_computed_by_other(node, self) for node in tree.matching(want.tokens, want.root, want.gap)):
-            if is_own:
-                yield Wait()
-            else:
-                yield from self._fill()
-                is_own = True
+        while matching := tree.matching(want.tokens, want.root, want.gap):
+            if any(tree.is_computed_by_other(node, self) for node in matching):
+                if is_own:
+                    yield Wait()
+                else:
+                    yield from self._fill()
+                    is_own = True
+                continue
+            evicted = [node for node in matching[:-1] if len(node.uncached) and node not in tree.computing]
+            if not evicted or not tree.pool.states.in_use:
+                return
+            tree.pin(evicted[-1], self)
+            yield from self._fill()
+
+    # States that were dropped, see `PrefixTree.drop_states`
+
+    @property
+    def reads(self) -> set[Block]:
+        """Blocks from whose states its next pass continues; see `Owner`."""
+        return self._restored_for | (set() if self.pending is None else states_read(self.pending.passes))
+
+    def _lacks_states(self, passes: Sequence[Sequence[Segment]]) -> bool:
+        """Return whether states were dropped from which passes continue."""
+        return self._storage.pool.states.in_use and any(block.state < 0 for block in states_read(passes))
+
+    def _with_states(self, want: Pass) -> Steps[Any]:
+        """Compute a pass after the dropped states from which it continues. Return what the pass returns."""
+        yield from self._restore_states(want.passes)
+        return (yield want)
+
+    def _restore_states(self, passes: Sequence[Sequence[Segment]]) -> Steps[None]:
+        """Compute dropped states again from which passes continue, and keep them meanwhile."""
+        before = self._restored_for
+        try:
+            while self._lacks_states(passes):
+                self._restored_for = states_read(passes)
+                node = self._storage.tree.first_without_state(self, self._restored_for)
+                if node is None:
+                    return  # planning the pass raises `MissingStateError`
+                tokens = node.tokens[: node.num_cached]
+                yield self._pass_of(Segment(node.view, len(tokens), write=False, keeps_state=True), tokens)
+        finally:
+            self._restored_for = before
 
     @property
     def is_rebuilding(self) -> bool:
@@ -206,6 +249,8 @@ class Request(Host):
             match want:
                 case Prefix():
                     self._stack.append(self._wait_for_prefix(want))
+                case Pass() if self._lacks_states(want.passes):
+                    self._stack.append(self._with_states(want))
                 case Pass():
                     self.pending = PendingPass(want)
                     return
@@ -248,9 +293,12 @@ class Request(Host):
                 logger.warning("the run of a request did not end well", exc_info=error)
 
     def _stop_rebuilding(self) -> None:
-        if self._rebuilding is not None:
-            self._rebuilding = None
-            self._stack.pop().close()
+        rebuilding, self._rebuilding = self._rebuilding, None
+        while rebuilding is not None:
+            steps = self._stack.pop()
+            steps.close()
+            if steps is rebuilding:
+                return
 
     def abandon(self, cause: BaseException | None) -> None:
         """End it as the engine ends, or has stopped because of an error."""
@@ -339,6 +387,8 @@ class Request(Host):
     def _rebuild(self) -> Steps[None]:
         yield from self._fill()
         yield from self._replay()
+        if (pending := self._suspended[0]) is not None:
+            yield from self._restore_states(pending.original)
         self.open_nodes = {}
 
     def _fill(self) -> Steps[None]:
@@ -354,10 +404,13 @@ class Request(Host):
             for node in free:
                 while len(tokens := self._missing(node)):
                     size = tree.pool.images.chunk(tokens, self.chunk_size)
-                    given = Segment(node.view, size), tokens[:size].tolist()
-                    segment, ids = find_images(*given, tree.pool.images, self.call.placeholder)
-                    tokens_on_device = Part(to_device(ids, self.call.input_ids.device))
-                    yield Pass(self._storage.cache, [[segment]], tokens_on_device, [0])
+                    yield self._pass_of(Segment(node.view, size), tokens[:size])
+
+    def _pass_of(self, segment: Segment, tokens: np.ndarray) -> Pass:
+        """Return the pass of one segment, with its tokens as the tree knows them, int64 `[num_tokens]`."""
+        images = self._storage.pool.images
+        segment, ids = find_images(segment, tokens.tolist(), images, self.call.placeholder)
+        return Pass(self._storage.cache, [[segment]], Part(to_device(ids, self.call.input_ids.device)), [0])
 
     def _missing(self, node: Node) -> np.ndarray:
         """Return the tokens of a node, int64, that were computed before the request was preempted and are not now."""

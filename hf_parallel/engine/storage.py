@@ -122,7 +122,9 @@ class KVStorage:
         if self.has_exceeded:
             pool.exceed(wanted, slots)
             return
-        if pool.pack(wanted) or self.evict(needed - pool.free_bytes) or self.free_memory():
+        if pool.pack(wanted) or self.evict(needed - pool.free_bytes):
+            return
+        if self._drop_states(wanted, needed - pool.free_bytes) or self.free_memory():
             return
         missing = budget.cost(sum(length - block.length for block, length in wanted), pool.new_states(wanted))
         raise KVBudgetError(
@@ -144,6 +146,15 @@ class KVStorage:
             if self.pool.free_bytes >= target:
                 break
         return self.evicted_tokens > before
+
+    def _drop_states(self, wanted: Wanted, size: int) -> bool:
+        """Drop states of the tree that no pass needs now, until `size` more bytes are free. Return whether one was."""
+        target, has_dropped = self.pool.free_bytes + size, False
+        for _ in self.tree.drop_states([block for block, _ in wanted]):
+            has_dropped = True
+            if self.pool.free_bytes >= target:
+                break
+        return has_dropped
 
     def used_blocks(self, resumed: Collection[Owner] = ()) -> list[Block]:
         """Return the blocks of the tree that running requests use, or preempted ones of `resumed`."""

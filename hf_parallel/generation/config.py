@@ -21,6 +21,7 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME, ModelOutput
 from typing_extensions import Self, TypeVar
 
+from hf_parallel.cache.images import count_images
 from hf_parallel.files import write_atomically
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.dialects import AnyDialect
@@ -242,11 +243,12 @@ class ParallelConfig(Settings, Generic[OutputT]):
     def max_states(self, call: GenerationCall) -> int:
         """Return the maximum number of states that a call holds at the same time, if layers keep states.
 
-        By default one per row, and three per prompt: where it forks, before its last token, and at its end. A mode
-        whose rows continue other texts than the prompts overrides this.
+        By default one per row, and three per prompt: where it forks, before its last token, and at its end; and one
+        after each image. A mode whose rows continue other texts than the prompts overrides this.
         """
-        prompts = len({prompt.tobytes() for prompt in call.prompts})
-        return call.num_rows * self.max_rows_per_prompt + 3 * prompts
+        prompts = {prompt.tobytes(): prompt for prompt in call.prompts}.values()
+        images = sum(count_images(prompt) for prompt in prompts)
+        return call.num_rows * self.max_rows_per_prompt + 3 * len(prompts) + images
 
     # What follows is for callers of a mode. A mode overrides none of it.
 

@@ -208,8 +208,7 @@ def _attend(
     active = _active_attention.get()
     assert active is not None, "compiled layers run within block_attention_enabled"
     cache = active.cache
-    if not isinstance(cache, BlockCache):
-        raise UnsupportedModelError("layers that were compiled in place cannot be trained over blocks: load them again")
+    assert isinstance(cache, BlockCache), "only the attention of a BlockCache is compiled"
     source = _source(cache, layer_idx)
     if source == layer_idx:
         cache.update(key, value, layer_idx)

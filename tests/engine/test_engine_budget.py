@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import random
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from engine_requests import STATE_MODES, TOKENIZER, assert_nothing_is_held
+from engine_requests import STATE_MODES, TOKENIZER, Case, assert_nothing_is_held, needed_bytes
 from mode_cases import BUILT_IN, small_call
 
 import hf_parallel
+from hf_parallel.cache.tree import PrefixTree
 from hf_parallel.engine import Engine, KVBudgetError
 from hf_parallel.engine.storage import KVStorage
 
@@ -118,6 +120,40 @@ def test_a_request_on_layers_with_states_ends_within_the_memory_that_it_may_need
         assert_nothing_is_held(engine)
         assert engine.stats.preemptions == 0
         assert engine.stats.reserved_bytes <= needed <= 5 * peak
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds"),
+    [("lfm2", [2]), *[pytest.param(name, range(6), marks=pytest.mark.slow) for name in ("qwen3_5_text", "mamba2")]],
+)
+def test_states_where_other_prompts_leave_a_running_one_do_not_end_it(
+    name: str, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are dropped, and computed again; the budget holds the largest request alone, and no such state."""
+    model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+    drop_states, dropped = PrefixTree.drop_states, list[None]()
+
+    def note(tree: PrefixTree, kept: Any) -> Iterator[None]:
+        for _ in drop_states(tree, kept):
+            dropped.append(None)
+            yield
+
+    monkeypatch.setattr(PrefixTree, "drop_states", note)
+    for seed in seeds:
+        rng = random.Random(seed)
+        prefix = [rng.randrange(32, 126) for _ in range(12)]
+        cases = []
+        for _ in range(7):
+            prompt = prefix[: rng.randint(0, 12)] + [rng.randrange(32, 126) for _ in range(rng.randint(1, 10))]
+            settings = {"max_new_tokens": rng.randint(8, 16), "do_sample": True, "seed": rng.randrange(99)}
+            settings["num_return_sequences"] = rng.choice([1, 3])
+            cases.append(Case(torch.tensor([prompt]), None, settings))
+        with Engine(model, max_kv_bytes=needed_bytes(model, cases), max_rows=8) as engine:
+            handles = [engine.submit(case.prompt, **case.settings) for case in cases]
+            outputs = [handle.result(600).sequences.tolist() for handle in handles]
+            assert_nothing_is_held(engine)
+        assert outputs == [case.alone(model) for case in cases]
+    assert dropped
 
 
 def test_answers_of_a_vote_count_as_rows(model: Any) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +20,7 @@ from test_fork_join import random_call
 from transformers import PreTrainedModel
 
 from hf_parallel import LogitsCache
-from hf_parallel.engine import Engine, KVBudgetError, RequestHandle
+from hf_parallel.engine import Engine, KVBudgetError, RequestCancelledError, RequestHandle
 
 TOKENIZER: Any = AsciiTokenizer()
 MODES = ("hogwild", "pdos", "resample", "self_consistency", "shared_prefix", "skeleton_of_thought", None)
@@ -51,10 +54,15 @@ class Case:
 
 def random_case(rng: random.Random, prefixes: list[torch.Tensor], modes: Sequence[str | None] = MODES) -> Case:
     """Return a random request. Its prompt begins with one of `prefixes`, int64 `[length]`."""
-    mode = rng.choice(modes)
     text = torch.randint(32, 126, (rng.randint(1, 12),), generator=torch.Generator().manual_seed(rng.randrange(2**31)))
     prefix = rng.choice(prefixes)
     prompt = torch.cat((prefix[: rng.randint(0, len(prefix))], text))[None]
+    return case_of(prompt, rng, modes)
+
+
+def case_of(prompt: torch.Tensor, rng: random.Random, modes: Sequence[str | None] = MODES) -> Case:
+    """Return a request with a prompt, int64 `[1, length]`, and a random mode and settings."""
+    mode = rng.choice(modes)
     settings = {} if mode is None else {k: v for k, v in small_call(mode).items() if k != "generation_mode"}
     if mode == "fork_join":
         settings = {**random_call(rng), "pad_token_id": tiny.PAD}
@@ -78,12 +86,15 @@ def random_prefixes(rng: random.Random, count: int, length: int) -> list[torch.T
     return [torch.randint(32, 126, (length,), generator=generator) for _ in range(count)]
 
 
-def nested_prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Return short prompts, many of which are prefixes of each other, or leave each other after any token."""
-    prompts = [[32 + rng.randrange(90) for _ in range(rng.randint(4, 7))]]
+def nested_prompts(rng: random.Random, count: int, scale: int = 1) -> list[list[int]]:
+    """Return prompts, many of which are prefixes of each other, or leave each other after any token.
+
+    They are short, or `scale` times as long.
+    """
+    prompts = [[32 + rng.randrange(90) for _ in range(scale * rng.randint(4, 7))]]
     while len(prompts) < count:
         other = rng.choice(prompts)
-        end = [32 + rng.randrange(3) for _ in range(rng.choice([0, 1, 1, 2]))]
+        end = [32 + rng.randrange(3) for _ in range(scale * rng.choice([0, 1, 1, 2]))]
         prompts.append(other[: rng.randint(2, len(other))] + end)
     return prompts
 
@@ -113,6 +124,116 @@ def submit_all(engine: Engine, cases: list[Case], rng: random.Random) -> list[Re
     for thread in threads:
         thread.join()
     return handles
+
+
+# Faults
+
+WAIT = 600
+"""Seconds after which a request counts as stuck."""
+
+
+class InjectedError(Exception):
+    """The error that a request's own code raises."""
+
+
+@dataclass
+class Fault:
+    """What goes wrong with a request: it is `cancelled`, its own code `raises`, or its caller waits too `briefly`."""
+
+    kind: str | None
+    delay: float = 0.0  # seconds until it is cancelled
+    calls: int = 0  # of its processor until it raises
+
+    @classmethod
+    def random(cls, rng: random.Random) -> Fault:
+        kind = rng.choice([None, None, None, "cancelled", "raises", "briefly"])
+        return cls(kind, delay=rng.choice([0.0, 0.002, 0.02]), calls=rng.randrange(4))
+
+    def processors(self) -> list[Any]:
+        """Return the logits processors of the request, which change nothing."""
+        left = itertools.count(self.calls, -1)
+
+        def process(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if next(left) <= 0:
+                raise InjectedError
+            return scores
+
+        return [process] if self.kind == "raises" else []
+
+
+def needed_bytes(model: PreTrainedModel, cases: Sequence[Case], **limits: Any) -> int:
+    """Return the smallest budget of an engine with these limits that accepts all requests."""
+    with Engine(model, TOKENIZER) as engine:
+        least = engine._storage.arena.bytes_per_token + engine._storage.pool.states.bytes_per_slot
+    needed = [least]
+    with Engine(model, TOKENIZER, max_kv_bytes=least, **limits) as engine:
+        for case in cases:
+            try:
+                engine.submit(case.prompt, case.mode, **case.arguments).cancel()
+            except KVBudgetError as error:
+                needed.append(int(str(error).partition("may need ")[2].split()[0]))
+    return max(needed)
+
+
+def run_with_faults(
+    model: PreTrainedModel, rng: random.Random, count: int, modes: Sequence[str | None]
+) -> Counter[str]:
+    """Run random requests with faults at once, whose prompts are prefixes of each other; return how many ended how.
+
+    Each that ends well has the tokens that it gets alone. The engine's limits are random; its budget holds the largest
+    request, or not much more, so that others are preempted. Raises `AssertionError` for wrong tokens, and
+    `TimeoutError` for a request that is stuck.
+    """
+    prompts = nested_prompts(rng, count, scale=rng.choice([1, 4]))
+    if rng.random() < 0.5:  # other modes may need much more than others at the same budget
+        modes = (None, "shared_prefix")
+    cases = [case_of(torch.tensor([prompt]), rng, modes) for prompt in prompts]
+    cases += rng.choices(cases, k=count // 4)  # the same again
+    faults = [Fault.random(rng) for _ in cases]
+    factor = rng.choice([None, 1.0, 1.0, 1.3, 2.0])
+    limits: dict[str, Any] = {
+        "max_batch_tokens": rng.choice([8, 64]),
+        "max_rows": rng.choice([4, 64]),
+        "state_interval": rng.choice([3, 16, 2048]),
+    }
+    if factor is not None:
+        limits["max_kv_bytes"] = int(factor * needed_bytes(model, cases, **limits))
+    ends: Counter[str] = Counter()
+    alone: dict[int, list[list[int]]] = {}
+    outputs: list[list[list[int]] | None] = []
+    with Engine(model, TOKENIZER, **limits) as engine:
+        handles = [
+            engine.submit(case.prompt, case.mode, logits_processor=fault.processors(), **case.arguments)
+            for case, fault in zip(cases, faults, strict=True)
+        ]
+        for handle, fault in zip(handles, faults, strict=True):
+            if fault.kind == "cancelled":
+                time.sleep(fault.delay)
+                handle.cancel()
+        for case, handle, fault in zip(cases, handles, faults, strict=True):
+            outputs.append(None)
+            try:
+                if fault.kind == "briefly":
+                    with suppress(TimeoutError):
+                        handle.result(0.001)
+                outputs[-1] = handle.result(WAIT).sequences.tolist()
+                ends["ended"] += 1
+            except RequestCancelledError:
+                assert fault.kind == "cancelled"
+                ends["cancelled"] += 1
+            except InjectedError:
+                ends["raised"] += 1
+            except KVBudgetError:
+                assert case.mode == "hogwild"  # workers may write more than a request reserves
+                ends["budget"] += 1
+        ends["preemptions"] += engine.stats.preemptions
+        assert_nothing_is_held(engine)
+    for case, output in zip(cases, outputs, strict=True):
+        if output is not None:
+            if id(case) not in alone:
+                alone[id(case)] = case.alone(model)
+            assert output == alone[id(case)], (case, limits)
+    return ends
 
 
 def clear_hooks(model: Any) -> None:
@@ -148,5 +269,5 @@ def assert_nothing_is_held(engine: Engine) -> None:
     assert engine.stats.kv_bytes == held
     states = storage.pool.states
     kept = [node.block.state for node in nodes if node.block.has_state]
-    assert len(kept) == (len(nodes) if states.in_use else 0) == len(set(kept)) == states.num_used
+    assert len(kept) == len(set(kept)) == states.num_used
     assert not states.in_use or states.are_finite(kept).all()

@@ -1,0 +1,32 @@
+"""Random requests with faults at once: each ends, as it should, and with the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import tiny
+from engine_requests import MODES, STATE_MODES, run_with_faults
+from hybrids import SETTINGS as HYBRIDS
+
+import hf_parallel
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+ARCHITECTURES = ("llama", "gemma3_text", "lfm2", "qwen3_5_text", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds"),
+    [
+        ("llama", [0]),
+        ("lfm2", [2]),
+        *[pytest.param(name, range(10, 16), marks=pytest.mark.slow) for name in ARCHITECTURES],
+    ],
+)
+def test_random_requests_with_faults_end_with_their_tokens(name: str, seeds: list[int]) -> None:
+    model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+    for seed in seeds:
+        ends = run_with_faults(model, random.Random(f"{name} {seed}"), 8, STATE_MODES if name in HYBRIDS else MODES)
+        assert ends["ended"]
