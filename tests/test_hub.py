@@ -18,8 +18,10 @@ import tiny
 import torch
 from hub_server import Hub
 from mode_cases import BUILT_IN, every_setting
+from packaging.version import Version
 from paths import ROOT
 from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_parallel.pipelines
 from hf_parallel import HogwildConfig, ParallelConfig
@@ -297,8 +299,10 @@ def test_an_adapter_is_loaded_with_its_mode_and_generates_the_same(model: Any, t
     given = {"input_ids": tokenizer(PROMPT, return_tensors="pt")["input_ids"], "tokenizer": tokenizer}
     expected = hf_parallel.enable(adapted).generate(**given, max_new_tokens=8)
     loaded = hf_parallel.hub.load(folder)
-    again = hf_parallel.hub.load(export(loaded, tmp_path / "again"))
-    for twin in (loaded, again):
+    twins = [loaded]
+    if Version(peft.__version__) >= Version(MIN_PEFT_VERSION):  # else transformers loads adapters, but saves none
+        twins.append(hf_parallel.hub.load(export(loaded, tmp_path / "again")))
+    for twin in twins:
         assert twin.generation_config.parallel_config == SETTINGS
         assert torch.equal(twin.generate(**given, max_new_tokens=8), expected)
     with adapted.disable_adapter():

@@ -121,6 +121,36 @@ def test_a_model_whose_input_preparation_was_replaced_raises(model: PreTrainedMo
         del model.prepare_inputs_for_generation
 
 
+COMPILE_IN_PLACE: dict[str, Callable[[Any], None]] = {
+    "compile": lambda model: model.compile(backend="eager"),
+    "forward": lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")),
+    "layer": lambda model: model.model.layers[1].compile(backend="eager"),
+}
+
+
+@pytest.mark.parametrize("part", COMPILE_IN_PLACE)
+def test_a_model_compiled_in_place_raises_with_a_way_out(part: str) -> None:
+    fresh, enabled = copy.deepcopy(tiny.build("llama")), hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+    for model in (fresh, enabled):
+        COMPILE_IN_PLACE[part](model)
+    way_out = r"compiled in place: load it again, and use torch.compile\(model\).* or compile=True"
+    with pytest.raises(hf_parallel.UnsupportedModelError, match=way_out):
+        hf_parallel.enable(fresh)
+    assert not hf_parallel.is_enabled(fresh)
+    with pytest.raises(hf_parallel.UnsupportedModelError, match=way_out):
+        enabled.generate(torch.stack(PROMPTS), generation_mode="shared_prefix", **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["generate", "_sample"])
+def test_a_model_with_a_method_of_its_own_that_hides_modes_raises(name: str) -> None:
+    model: Any = copy.deepcopy(tiny.build("llama"))
+    setattr(model, name, lambda *args, **kwargs: None)
+    with pytest.raises(ValueError, match=rf"LlamaForCausalLM has its own {name} .*del model.{name}"):
+        hf_parallel.enable(model)
+    delattr(model, name)
+    assert hf_parallel.is_enabled(hf_parallel.enable(model))
+
+
 # The tokenizer of an enabled model
 
 

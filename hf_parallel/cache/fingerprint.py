@@ -28,11 +28,11 @@ def fingerprint(model: PreTrainedModel, caller: str = "") -> str:
     """Return a hash of the function that a model computes.
 
     The hash covers the class, the config, the active PEFT adapters, active dropout, and all bytes of every parameter
-    and buffer. The parts of quantized tensors count, too. Equal models have equal fingerprints, in any
-    memory layout and on any device; of a `DTensor`, only the part of this process counts. It does not cover hooks, nor
-    the version of transformers, although logits may differ in their last bits between versions; fields that a version
-    adds to the config change it. Raises a `ValueError` that names the `caller` if weights are offloaded; without a
-    caller, their values do not count.
+    and buffer, except for frequencies that a forward pass has set. The parts of quantized tensors count, too. Equal
+    models have equal fingerprints, in any memory layout and on any device; of a `DTensor`, only the part of this
+    process counts. It does not cover hooks, nor the version of transformers, although logits may differ in their last
+    bits between versions; fields that a version adds to the config change it. Raises a `ValueError` that names the
+    `caller` if weights are offloaded; without a caller, their values do not count.
     """
     if caller:
         require_present(model, caller)
@@ -42,7 +42,8 @@ def fingerprint(model: PreTrainedModel, caller: str = "") -> str:
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     settings = [type(model).__name__, config, autocast, active_adapters(model), active_dropout(model)]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    found = [part for name, one in (*model.named_parameters(), *model.named_buffers()) for part in _parts(name, one)]
+    tensors = (*model.named_parameters(), *_lasting_buffers(model))
+    found = [part for name, one in tensors for part in _parts(name, one)]
     present = [tensor for _, tensor in found if not tensor.is_meta]
     for name, tensor in found:
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{tensor.is_meta}".encode())
@@ -56,6 +57,35 @@ def require_present(model: nn.Module, caller: str) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(f"{caller} identifies models by their weights, but {name} is offloaded (meta device)")
+
+
+def _lasting_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a model's buffers by name, without RoPE frequencies that a forward pass has set."""
+    frequencies = {name: one for path, module in model.named_modules() for name, one in _dynamic_rope(path, module)}
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in frequencies)
+    yield from ((name, frequency) for name, frequency in frequencies.items() if frequency is not None)
+
+
+def _dynamic_rope(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield names of a module's dynamic RoPE frequencies, with those from which passes start; None: derived from these.
+
+    Passes over long texts replace frequencies (`transformers.modeling_rope_utils.dynamic_rope_update`), and may leave
+    two names for one buffer. A module that serves several types of layers has frequencies for each.
+    """
+    rope_types = getattr(module, "rope_type", None)
+    kinds = rope_types if isinstance(rope_types, dict) else {"": rope_types}
+    for kind, rope_type in kinds.items():
+        before = f"{kind}_" if kind else ""
+        original = getattr(module, f"{before}original_inv_freq", None)
+        if original is None or rope_type not in ("dynamic", "longrope"):
+            continue
+        current = getattr(module, f"{before}inv_freq")
+        length = getattr(module, f"{before}max_seq_len_cached", getattr(module, "max_seq_len_cached", 0))
+        is_set = rope_type == "longrope" or bool(length > module.original_max_seq_len)
+        start = f"{path}.{before}" if path else before
+        yield f"{start}inv_freq", original if is_set else current
+        yield f"{start}original_inv_freq", original
+        yield f"{start}long_inv_freq", None
 
 
 def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

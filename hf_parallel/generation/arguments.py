@@ -160,7 +160,7 @@ def check_keeps_states(config: Any, model: object, capabilities: Capabilities) -
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Raise `ValueError` if a model, or a part of it, was compiled: a compiled graph cannot read blocks."""
+    """Raise `UnsupportedModelError` if a model or a part was compiled in place: its graph cannot read blocks."""
     for module in all_modules(model):
         forward = vars(module).get("forward")
         compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
@@ -168,7 +168,10 @@ def check_not_compiled(model: nn.Module) -> None:
         if (installed is not None and not isinstance(installed, InstalledCall)) or compiled:
             name = next(name for name, one in model.named_modules() if one is module)
             part = f"its module {name!r} was" if name else "the model was"
-            raise ValueError(f"generation modes run uncompiled models, but {part} compiled with torch.compile")
+            raise UnsupportedModelError(
+                f"generation modes run uncompiled models, but {part} compiled in place: load it again, and use "
+                "torch.compile(model), whose modes run the model inside, or compile=True in calls of modes"
+            )
 
 
 def check_prepares_own_inputs(model: PreTrainedModel) -> None:

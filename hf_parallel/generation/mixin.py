@@ -339,9 +339,9 @@ def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None) -> _
     ------
     TypeError, ValueError
         If `model` is not a `PreTrainedModel`, its weights are on the meta device and no hook of accelerate loads them,
-        or `tokenizer` is not a tokenizer.
+        a method such as `generate` was replaced on this object, or `tokenizer` is not a tokenizer.
     UnsupportedModelError
-        If block attention cannot serve the model, with the reason.
+        If block attention cannot serve the model, or it was compiled in place, with the reason.
     """
     if tokenizer is not None:
         check_tokenizer(tokenizer)
@@ -350,6 +350,7 @@ def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None) -> _
         execution_device(inner)
     with _ENABLE_LOCK:
         if not isinstance(inner, ParallelGenerationMixin):
+            _check_unchanged(inner)
             with cpu_as_default():
                 inner._parallel = Enabled(probe_capabilities(inner))
             inner.__class__ = _enabled_class(type(inner))  # type: ignore[arg-type] # types are hashable
@@ -360,6 +361,20 @@ def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None) -> _
     if tokenizer is not None:
         inner._parallel.tokenizer = tokenizer
     return model
+
+
+def _check_unchanged(model: object) -> None:
+    """Raise `ValueError` if a model was compiled in place, or its attributes hide methods of the mixin."""
+    if not isinstance(model, PreTrainedModel):
+        return
+    arguments.check_not_compiled(model)
+    hidden = vars(model).keys() & (vars(ParallelGenerationMixin).keys() - {"save_pretrained"})
+    if hidden:
+        name = min(hidden)
+        raise ValueError(
+            f"this {type(model).__name__} has its own {name} (model.{name} = ...), which would hide that of generation "
+            f"modes: enable it after `del model.{name}`"
+        )
 
 
 def is_enabled(model: object) -> bool:

@@ -208,7 +208,8 @@ def _attend(
     active = _active_attention.get()
     assert active is not None, "compiled layers run within block_attention_enabled"
     cache = active.cache
-    assert isinstance(cache, BlockCache), "only the attention of a BlockCache is compiled"
+    if not isinstance(cache, BlockCache):
+        raise UnsupportedModelError("layers that were compiled in place cannot be trained over blocks: load them again")
     source = _source(cache, layer_idx)
     if source == layer_idx:
         cache.update(key, value, layer_idx)

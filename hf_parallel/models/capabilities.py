@@ -27,7 +27,7 @@ from hf_parallel.cache import LayerReads
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
-from hf_parallel.models.check import OwnAttentionError, check_dense_logits, check_logits
+from hf_parallel.models.check import OwnAttentionError, check_dense_logits, check_logits, sees_later_tokens
 from hf_parallel.models.images import probe_images, why_no_images
 from hf_parallel.models.latent import are_latents
 from hf_parallel.models.mixers import Mixer, StockCache, cache_argument, keeps_states, supported_mixers, takes_use_cache
@@ -47,6 +47,10 @@ from hf_parallel.models.rotary import (
     rotating_to,
 )
 from hf_parallel.models.signature import takes
+
+
+class _NotCausalError(OwnAttentionError):
+    """Raised if a layer says that it is not causal. Its model may pass a causal mask."""
 
 
 class _TableReads(TorchDispatchMode):
@@ -109,14 +113,32 @@ class Capabilities:
 def probe_capabilities(model: PreTrainedModel) -> Capabilities:
     """Probe a model in a few forward passes over single tokens, and some over at most ten tokens.
 
-    Raises `UnsupportedModelError` with the reason if neither block attention nor the model's own can serve rows.
+    Raises `UnsupportedModelError` with the reason if neither block attention nor the model's own can serve rows, or the
+    model fails over plain text.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    try:
+        return _probed(model)
+    except (UnsupportedModelError, torch.OutOfMemoryError):
+        raise
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails over text with {type(error).__name__}: {error}"
+        ) from error
+
+
+def _probed(model: PreTrainedModel) -> Capabilities:
+    """Probe a model under block attention, or its own."""
     try:
         return _block_capabilities(model)
     except OwnAttentionError as reason:
         why = str(reason)
+        may_be_bidirectional = isinstance(reason, _NotCausalError)
     try:
         with torch.no_grad(), _eval_mode(model):
+            if may_be_bidirectional and sees_later_tokens(model):
+                raise UnsupportedModelError("is bidirectional: its tokens attend to later ones")
             mixers = supported_mixers(model)
             # Probes are too short to show how padding changes states and sparse attention.
             may_pad = not mixers and not _own_cache_layers(model.config)
@@ -225,8 +247,6 @@ def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
 
 def _check_config(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` if the class or config of a model shows that it is unsupported."""
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     text = model.config.get_text_config(decoder=True)
     ranks = getattr(model, "tp_size", None) or 1
     kv_heads = _kv_heads(text) if ranks > 1 else 0
@@ -296,10 +316,10 @@ def _checked_reads(
         f"changes its attention by {other}, which block attention would ignore": other,
         "calls transformers' attention interface more than once per layer": recorder.repeated,
         f"calls transformers' attention interface in {called} of its {layers} layers, not in all": called != layers,
-        "is bidirectional: its tokens attend to later ones": recorder.bidirectional,
         "builds an attention mask of its own, which block attention would ignore": recorder.masked,
     }
     _raise_if(model, reasons, OwnAttentionError)
+    _raise_if(model, {"says that its attention is not causal": recorder.bidirectional}, _NotCausalError)
     return reads
 
 

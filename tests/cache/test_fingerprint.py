@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import hf_parallel
-from hf_parallel import LogitsCache
+from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.fingerprint import active_dropout, fingerprint
 
 PROMPT = tiny.make_prompts([16])[0][None]
@@ -135,6 +136,68 @@ def test_every_change_of_a_weight_changes_the_fingerprint(**change: Any) -> None
         for tensor, value in zip(values, kept, strict=True):
             tensor.copy_(value)
     assert fingerprint(model) == before
+
+
+DYNAMIC_ROPE: dict[str, dict[str, Any]] = {
+    "dynamic": {"factor": 4.0},
+    "longrope": {"original_max_position_embeddings": 32, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
+}
+
+
+def model_with_rope(kind: str, mixed: bool) -> Any:
+    """Return a model whose RoPE frequencies change with the length; `mixed`: in some layers."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, **DYNAMIC_ROPE[kind]}
+    config = copy.deepcopy(tiny.build("gemma3_text" if mixed else "llama").config)
+    if mixed:
+        rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": rope}
+    config.max_position_embeddings, config.rope_parameters, config.head_dim = 32, rope, 16
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("kind", DYNAMIC_ROPE)
+def test_frequencies_that_a_long_text_sets_leave_the_fingerprint_and_others_change_it(kind: str, mixed: bool) -> None:
+    model = model_with_rope(kind, mixed)
+    before, (long,) = fingerprint(model), tiny.make_prompts([60])
+    frequencies = [buffer.clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    for ids in (PROMPT, long[None], PROMPT, long[None, :40]):
+        with torch.no_grad():
+            model(ids)
+        assert fingerprint(model) == before
+    after = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    assert not all(map(torch.equal, frequencies, after))
+    for name, buffer in model.named_buffers():
+        if name.endswith("original_inv_freq"):
+            buffer.mul_(1.5)
+            assert fingerprint(model) != before
+            buffer.div_(1.5)
+    other = model_with_rope(kind, mixed)
+    (other.config.rope_parameters["full_attention"] if mixed else other.config.rope_parameters)["rope_theta"] = 2e4
+    assert fingerprint(other) != before
+    if kind == "dynamic":  # short texts keep these frequencies
+        other = model_with_rope(kind, mixed)
+        next(buffer for name, buffer in other.named_buffers() if name.endswith("inv_freq")).mul_(1.5)
+        assert fingerprint(other) != before
+
+
+@pytest.mark.parametrize("kind", DYNAMIC_ROPE)
+def test_kept_caches_and_logits_serve_a_model_after_a_long_text(kind: str) -> None:
+    model, cache, logits = hf_parallel.enable(model_with_rope(kind, False)), SharedPrefixCache(), LogitsCache()
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": tiny.PAD}
+
+    def generate(**more: Any) -> Any:
+        given = {"generation_mode": "shared_prefix", "return_dict_in_generate": True, **settings, **more}
+        return model.generate(PROMPT, **given)
+
+    expected = model.generate(PROMPT, **settings)
+    for replayed in (0, 8):
+        assert torch.equal(generate(past_key_values=cache).sequences, expected)
+        out = generate(logits_cache=logits)
+        assert torch.equal(out.sequences, expected)
+        assert out.stats.replayed_tokens == replayed
+        with torch.no_grad():
+            model(tiny.make_prompts([60])[0][None])
 
 
 class ConstantDropout(nn.Module):

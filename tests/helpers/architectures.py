@@ -34,6 +34,7 @@ class Architecture:
     attention_gain: float = 2.0  # scales of the random weights: see `draw_weights`
     embedding_std: float = 0.5
     head_gain: float = 2.0
+    slow_states: bool = False  # states keep distant tokens, which matters where no layer has full attention
     seed: int = 0  # added to that of `build` if the weights of seed 0 are degenerate
     notes: str = ""
 

@@ -23,6 +23,7 @@ class AsciiTokenizer:
         assert all(token < tiny.VOCAB_SIZE and token not in SPECIAL | MERGED for token in tokens), text
         return {"input_ids": [tiny.BOS] * add_special_tokens + tokens}
 
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False, **kwargs: Any) -> str:
+    def decode(self, tokens: int | Sequence[int], skip_special_tokens: bool = False, **kwargs: Any) -> str:
+        tokens = [tokens] if isinstance(tokens, int) else tokens
         texts = MERGED if skip_special_tokens else SPECIAL | MERGED
         return "".join(texts.get(token, chr(token)) for token in tokens)

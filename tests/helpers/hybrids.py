@@ -97,6 +97,7 @@ ARCHITECTURES = {
     name: Architecture(
         name,
         partial(AutoConfig.for_model, name, **{**_COMMON, **settings}),
+        slow_states=name != "qwen3_5_text",  # whose runs are recorded, and which has full attention
         attn_implementation="eager" if "mamba" in name or name == "recurrent_gemma" else "sdpa",
     )
     for name, settings in SETTINGS.items()

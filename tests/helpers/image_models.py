@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tiny import VOCAB_SIZE
@@ -279,8 +280,14 @@ FAMILIES = {
 }
 
 
+BROKEN = {("llama4", "5.24.0")}
+"""Families that versions of Transformers cannot run: there, the output of Llama 4's text model lacks a field."""
+
+
 def build_image_model(name: str, dtype: torch.dtype = torch.float32, tokenizer: Any = None) -> PreTrainedModel:
-    """Return a tiny random model, for a tokenizer with an `image_token` if there is one."""
+    """Return a tiny random model, for a tokenizer with an `image_token` if there is one; skip the test without one."""
+    if (name, transformers.__version__) in BROKEN:
+        pytest.skip(f"Transformers {transformers.__version__} alone fails in the forward pass of {name} with images")
     torch.manual_seed(0)
     family = FAMILIES[name]
     config = family.config()

@@ -34,7 +34,7 @@ images with Transformers alone.
 {table}
 """
 CLASSES: dict[str, str] = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-FLOAT32 = ("inkling2",)
+FLOAT32 = ("inkling2", "inkling2_loop")
 """Models whose code mixes float32 with float64."""
 OTHERS = {"phi4_multimodal": "Phi4MultimodalForCausalLM"}
 """Models that read images and are missing in the mapping."""

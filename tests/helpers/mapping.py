@@ -172,6 +172,18 @@ _VISUAL_TOKENS = {
     **{f"<|visual token {number:06}|>": 10 + number for number in range(9)},
 }
 IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "image_token_offset": 10,
+        "audio_token_offset": 19,
+        "audio_config": {"codebook_dim": 64, "codebook_size": 9},
+        "vision_config": {
+            "base_channels": 32,
+            "codebook_size": 9,
+            "embed_dim": 16,
+            "latent_channels": 16,
+            "resolution": 16,
+        },
+    },
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "chameleon": {
         "vocabulary_map": _VOCABULARY,
@@ -231,7 +243,12 @@ IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "granite_docling": {"vision_config": {"deepstack_visual_indexes": [0, 1, 2], "scale_factor": 2}},
     "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": _ROPE | {"mrope_section": [2, 2, 2, 2]}}},
+    "hy_v4_vl": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}}},
     "inkling2": {"vision_config": {"text_hidden_size": 64, "posemb_grid_size": 4}},
+    "inkling2_loop": {
+        "text_config": {"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2},
+        "vision_config": {"text_hidden_size": 64, "posemb_grid_size": 4},
+    },
     "janus": {"vision_config": {"projection_dim": 64}},
     "kimi_k25": {"projection_hidden_size": 64, "text_config": {"head_dim": 8}},
     "llama4": {

@@ -104,7 +104,8 @@ def architecture_of(name: str) -> Architecture:
     tested = {**ARCHITECTURES, **REFUSED, **hybrids.ARCHITECTURES}
     if name not in tested and name not in mapping.NAMES:
         raise KeyError(name)
-    other = Architecture(name, partial(mapping.small_config, name), attn_implementation=None, embedding_std=0.1)
+    config = partial(mapping.small_config, name)
+    other = Architecture(name, config, attn_implementation=None, embedding_std=0.1, slow_states=True)
     return tested.get(name, other)
 
 
@@ -130,8 +131,9 @@ def draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) 
     and other vectors. Pad, bos and eos are almost never generated: to test stopping, pass a generated token as
     `eos_token_id`.
 
-    States decay slowly, so that logits depend on the beginning of a prompt, too. A tied head would favour the last
-    token, whose embedding is still in the residual stream. Random signs of the last norm's weights prevent that.
+    With `slow_states`, states decay slowly, so that logits depend on the beginning of a prompt, too. A tied head would
+    favour the last token, whose embedding is still in the residual stream. Random signs of the last norm's weights
+    prevent that.
     """
     unit = getattr(model.config.get_text_config(decoder=True), "hidden_size", 64) ** -0.5
     head = getattr(model.get_output_embeddings(), "weight", None)
@@ -146,7 +148,7 @@ def draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) 
             drawn = start - 1 + architecture.head_gain * unit / architecture.embedding_std * noise
         elif any(part in name for part in _QUERY_KEY_NORMS) and name.endswith("weight"):
             drawn = start - 1 + architecture.attention_gain + 0.2 * noise
-        elif name.endswith(_DECAYS):
+        elif architecture.slow_states and name.endswith(_DECAYS):
             drawn = noise - 5
         elif parameter.ndim == 1 or name.endswith("_bias"):
             drawn = (start if name.endswith("weight") else 0.0) + 0.2 * noise
