@@ -5,6 +5,9 @@ their modules. CONTRIBUTING.md has the folders, and the way of a call from `gene
 """
 
 from hf_parallel.lazy import lazy_names
+from hf_parallel.registration import register_pipeline_once_imported
 
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+
+register_pipeline_once_imported()

@@ -1,7 +1,7 @@
 """`pipeline("parallel-text-generation")`: generates text with a `generation_mode` from strings or chats.
 
 A subclass of transformers' text-generation pipeline, which handles chat templates, tokenization, batching and datasets.
-It adds the mode, its prompt builder, and the mode's own output fields. `import hf_parallel.pipelines` registers it.
+It adds the mode, its prompt builder, and the mode's own output fields. `import hf_parallel` registers it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ MODE_NAMES = {name for name, mode in MODES.items() if mode.__module__.startswith
 """Modes of the package, without those of other tests. A look-up of an unknown name would search installed packages."""
 PACKAGE = "hf_parallel"
 
-GROUND = {"files", "detokenizer", "lazy"}
+GROUND = {"files", "detokenizer", "lazy", "registration"}
 """Modules that import no others of the package, and that any other may import."""
 
 LAYERS: dict[str, set[str]] = {
@@ -222,6 +222,15 @@ def test_the_core_imports_no_extras() -> None:
 
 def test_importing_the_package_imports_no_torch() -> None:
     run("import hf_parallel\nassert 'torch' not in sys.modules")
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import hf_parallel\nfrom transformers import pipeline", "import transformers.pipelines\nimport hf_parallel"],
+)
+def test_importing_the_package_registers_its_pipeline(imports: str) -> None:
+    check = "assert transformers.pipelines.PIPELINE_REGISTRY.check_task('parallel-text-generation')"
+    run(f"{imports}\nimport transformers\n{check}")
 
 
 @pytest.mark.slow
