@@ -121,11 +121,12 @@ def _causal_runs(plan: AttentionPlan, pairs: np.ndarray) -> tuple[list[np.ndarra
 
 def _causal_calls(plan: AttentionPlan, block: int, run: np.ndarray) -> list[DenseCall]:
     """A full call over the keys before the run and a causal call over its own; masked tiles under a window."""
-    lo, own = int(plan.pair_lo[run[0]]), int(plan.pair_hi[run[0]]) - 1
-    if lo != plan.pair_lo[run[-1]]:
+    lo = int(plan.pair_lo[run[0]])
+    own = int(plan.pair_hi[run[0]]) - 1
+    if (plan.pair_lo[run] != lo).any():
         return _masked_calls(plan, block, run)
     calls = [_call(plan, block, run, lo, own)] if own > lo else []
-    return [*calls, _call(plan, block, run, own, own + len(run), causal=True)] if lo <= own else calls
+    return [*calls, _call(plan, block, run, own, own + len(run), causal=True)]
 
 
 def _flat_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[DenseCall]:

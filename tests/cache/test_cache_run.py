@@ -10,7 +10,7 @@ import torch
 from block_oracle import exact_attention
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scenes import Scene, rotate_to, scenes
+from scenes import Features, Scene, rotate_to, scenes
 from small_cache import append, assert_holds, new_cache
 
 from hf_parallel.cache import Block, Segment
@@ -68,6 +68,22 @@ def test_every_query_sees_the_blocks_of_its_own_pass(scene: Scene, data: st.Data
         torch.testing.assert_close(scene.attend(backend, torch.float64), expected, rtol=0, atol=1e-11)
     out = scene.attend(torch_attention.TorchBackend().attend, torch.float32)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(17, 19), (None, 19), (17, None), (20, 30)], ids=str)
+def test_runs_of_two_rows_with_other_views_are_told_apart(window: int | None, chunk: int | None) -> None:
+    """Tokens of two rows follow each other, each seeing one key more, and begin to see at different keys."""
+    for count in (5, 13, 20):
+        scene = Scene(Features(window=window, chunk=chunk))
+        one = [scene.cache.pool.new_block() for _ in range(5)]
+        for block, length in zip(one, (1, 31, 2, 10, 27), strict=True):
+            scene.step([Segment([block], length)])
+        other = [one[index] for index in (0, 1, 4, 3, 2)]
+        both = [Segment(one, 1), Segment(other, 1)]
+        passes = [[Segment(one, 1), Segment(other, 4)], [Segment(one, count)], [Segment(one, 1)], both]
+        expected = prepare_run(scene, passes)
+        for backend in (torch_attention.TorchBackend().attend, exact_attention):
+            torch.testing.assert_close(scene.attend(backend, torch.float64), expected, rtol=0, atol=1e-11)
 
 
 # Without a model

@@ -5,6 +5,7 @@ Layouts result from random cache operations (`scenes.py`): prefix trees, workers
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from hf_parallel.cache import Segment
 from hf_parallel.kernels import (
     BACKEND_VARIABLE,
     AttentionParams,
+    AttentionPlan,
     RotarySpec,
     block_attention,
     native,
@@ -28,7 +30,7 @@ from hf_parallel.kernels import (
     select_backend,
 )
 from hf_parallel.kernels import torch_attention as torch_backend
-from hf_parallel.kernels.schedule import make_schedule
+from hf_parallel.kernels.schedule import Schedule, make_schedule
 
 EXACT = settings(max_examples=30)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
@@ -91,6 +93,69 @@ def test_a_long_prefill_builds_no_mask() -> None:
 def test_a_sliding_window_touches_a_band_of_keys() -> None:
     plan = _row(Features(), 3000).forward.plan.windowed(64)
     assert sum(call.num_keys * call.num_queries for call in make_schedule(plan).calls) < 3000 * (64 + 256)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> AttentionPlan:
+    """Queries with any bounds in each block; many see one key more than the query before, as new tokens of a row do."""
+    num_queries, num_blocks, length = draw(st.integers(1, 60)), draw(st.integers(1, 4)), 100
+    bounds = st.integers(0, length - 60)
+    pairs: list[tuple[int, int, int]] = []  # query, lo, hi
+    offsets = [0]
+    for block in range(num_blocks):
+        first, lo, hi = draw(bounds), draw(bounds), draw(bounds)
+        queries = st.integers(0, num_queries - 1)
+        absent = draw(st.sets(queries, max_size=3)) if block else set()
+        starts, stops = (draw(st.dictionaries(queries, st.integers(1, length), max_size=3)) for _ in range(2))
+        for query in range(first, num_queries) if block else range(num_queries):
+            if query in absent:
+                continue
+            start, stop = starts.get(query, lo), stops.get(query, hi + query + 1)
+            pairs.append((query, start if block else min(start, stop - 1), stop))
+        offsets.append(len(pairs))
+    query, lo_of_pairs, hi_of_pairs = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
+    none, origins = np.empty(0, np.int64), draw(st.permutations(range(2 * num_blocks)))[:num_blocks]
+    return AttentionPlan(
+        num_queries=num_queries,
+        block_origin=np.array(origins, np.int64) * length,
+        block_capacity=np.full(num_blocks, length),
+        block_first=np.zeros(num_blocks, np.int64),
+        block_pairs=np.array(offsets),
+        pair_query=query,
+        pair_delta=np.zeros_like(query),
+        pair_position=hi_of_pairs - 1,
+        pair_lo=lo_of_pairs,
+        pair_hi=hi_of_pairs,
+        **dict.fromkeys(("write_query", "write_origin", "write_capacity", "write_index"), none),
+    )
+
+
+def keys_by_schedule(schedule: Schedule) -> Counter[tuple[int, int]]:
+    """Keys that the calls compute: (pair, slot)."""
+    seen = Counter[tuple[int, int]]()
+    for call in schedule.calls:
+        for number, pair in enumerate(call.pairs.tolist()):
+            if pair < 0:
+                continue
+            block, query = divmod(number, call.num_queries)
+            lo, hi = 0, query + 1 if call.causal else call.num_keys
+            if call.lo is not None and call.hi is not None:
+                lo, hi = int(call.lo[block, query]), int(call.hi[block, query])
+            start = call.origin + block * call.spacing + call.first
+            seen.update((pair, start + key) for key in range(lo, hi))
+    return seen
+
+
+@settings(max_examples=100)
+@given(plan=plans())
+def test_calls_cover_every_visible_key_exactly_once(plan: AttentionPlan) -> None:
+    expected = Counter(
+        (pair, int(plan.block_origin[block]) + key)
+        for block in range(plan.num_blocks)
+        for pair in range(plan.block_pairs[block], plan.block_pairs[block + 1])
+        for key in range(plan.pair_lo[pair], plan.pair_hi[pair])
+    )
+    assert keys_by_schedule(make_schedule(plan)) == expected
 
 
 # Rotations
