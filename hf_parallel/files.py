@@ -42,6 +42,7 @@ def cache_folder() -> Path:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; the file replaces `path`, or is deleted on failure.
 
+    The content is on disk before it replaces the file, so that a machine that stops leaves the old one or the new one.
     Follows a symbolic link and keeps the permissions of an existing file. Raises `FileNotFoundError` if the folder of
     `path` does not exist, and `OSError` if `path` exists and is no regular file, or cannot be written.
     """
@@ -57,13 +58,28 @@ def atomic_file(path: Path) -> Iterator[Path]:
         yield temporary
         with suppress(OSError):  # some file systems have no permissions
             temporary.chmod(mode)
+        sync(temporary)
         temporary.replace(path)
+        sync(path.parent)
     except OSError as error:
         if str(error.filename or "") == str(temporary):  # a name that tells the caller nothing
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on disk, as far as the file system can say so."""
+    with suppress(PermissionError):  # Windows opens no folders
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):  # not by this file system
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def write_atomically(path: str | Path, text: str) -> None:

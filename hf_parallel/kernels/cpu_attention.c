@@ -10,6 +10,7 @@
 
 #include <math.h>
 #include <omp.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -650,14 +651,22 @@ static void attend_few(const Layer *layer, const DenseCall *call, float *memory,
         for (int64_t part = 0; part < parts; part++) merge_position(layer, call, 0, i, memory + (i * parts + part) * size);
 }
 
-/* Scratch memory of `size` vectors, kept between calls: page faults would cost more than the computation. */
+static pthread_key_t scratch;
+static pthread_once_t is_scratch_made = PTHREAD_ONCE_INIT;
+
+static void make_scratch(void) { pthread_key_create(&scratch, free); }
+
+/* Scratch memory of `size` vectors, kept between calls: page faults would cost more than the computation. It is freed when
+ * its thread ends. */
 static vec *workspace(int64_t size) {
     static _Thread_local vec *memory;
     static _Thread_local int64_t held;
     if (size > held) {
+        pthread_once(&is_scratch_made, make_scratch);
         free(memory);
-        memory = aligned_alloc(64, sizeof(vec) * size);
+        memory = aligned_alloc(64, (sizeof(vec) * size + 63) / 64 * 64);
         held = memory ? size : 0;
+        pthread_setspecific(scratch, memory);
     }
     return memory;
 }

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_parallel.files import cache_folder
+from hf_parallel.kernels.library import compiled, load
 from hf_parallel.kernels.storage import CompactStorage
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
@@ -72,6 +73,14 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "lead", "dim")),
         ("scale", ctypes.c_float),
     )
+
+
+class _Address:
+    """Type of arguments that are addresses: a call takes the tensor, and holds it until it returns. None is NULL."""
+
+    @classmethod
+    def from_param(cls, tensor: Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 class NativeCalls:
@@ -130,9 +139,8 @@ def attend(
         *(storage, packed, heads, kv_heads, lead, dim, scale),
     )
     sinks = None if sinks is None else sinks.float().contiguous()
-    sink_pointer = None if sinks is None else sinks.data_ptr()
     call_array = calls.array, len(calls.array)
-    if library.attend(ctypes.byref(layer), sink_pointer, tokens, *call_array, torch.get_num_threads()):
+    if library.attend(ctypes.byref(layer), sinks, tokens, *call_array, torch.get_num_threads()):
         raise MemoryError(f"attention of {tokens} tokens x {heads} heads cannot allocate its partial sums")
     return out.to(query.dtype), lse
 
@@ -157,11 +165,10 @@ def linear(
     x = x.contiguous()
     outputs, inputs = len(weight), x.shape[-1]
     out = x.new_empty(*x.shape[:-1], outputs)
-    weights = weight.data_ptr(), weight.stride(0) * weight.element_size()
-    pointers = (None if bias is None else bias.data_ptr(), out.data_ptr())
+    row_bytes = weight.stride(0) * weight.element_size()
     sizes = x.numel() // inputs, inputs, outputs, torch.get_num_threads()
     compute = library.linear_int8 if int8 else library.linear
-    if compute(_NUMBERS[packing], x.data_ptr(), *weights, *pointers, *sizes):
+    if compute(_NUMBERS[packing], x, weight, row_bytes, bias, out, *sizes):
         raise MemoryError(f"a layer of {inputs} inputs cannot allocate memory for a few rows of its weights")
     return out
 
@@ -174,8 +181,7 @@ def unpack(packed: Tensor, packing: str) -> Tensor:
         raise RuntimeError(f"packed weights need C kernels on a CPU: {unavailable_reason() or f'got {packed.device}'}")
     row_bytes, (size, count) = packed.shape[1] * packed.element_size(), PACKINGS[packing]
     out = packed.new_empty(len(packed), row_bytes // size * count, dtype=torch.float32)
-    weights = packed.data_ptr(), row_bytes, out.data_ptr()
-    library.unpack(_NUMBERS[packing], *weights, *out.shape, torch.get_num_threads())
+    library.unpack(_NUMBERS[packing], packed, row_bytes, out, *out.shape, torch.get_num_threads())
     return out
 
 
@@ -185,8 +191,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Ten
     assert library is not None, "is_available() was not checked"
     x = x.contiguous()
     out, size = torch.empty_like(x), x.shape[-1]
-    pointers = x.data_ptr(), None if weight is None else weight.data_ptr(), out.data_ptr()
-    library.rms_norm(*pointers, x.numel() // size, size, eps, offset, torch.get_num_threads())
+    library.rms_norm(x, weight, out, x.numel() // size, size, eps, offset, torch.get_num_threads())
     return out
 
 
@@ -194,26 +199,32 @@ def rotate_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleav
     """Rotate float32 queries and keys `[1, heads, T, head_dim]` by contiguous `cos` and `sin` `[1, T, rotary_dim]`."""
     library = _library()
     assert library is not None, "is_available() was not checked"
-    rotated, arguments = [], []
+    rotated: list[Tensor] = []
+    arguments: list[Tensor | int] = []
     for x in (query, key):
         x = x if x.stride(3) == 1 else x.contiguous()
         _, heads, tokens, dim = x.shape
         out = x.new_empty(1, tokens, heads, dim)
-        arguments += [x.data_ptr(), out.data_ptr(), heads, x.stride(2), x.stride(1)]
+        arguments += [x, out, heads, x.stride(2), x.stride(1)]
         rotated.append(out.transpose(1, 2))
     sizes = tokens, dim, cos.shape[2], interleaved, torch.get_num_threads()
-    library.rotate_heads(*arguments, cos.data_ptr(), sin.data_ptr(), *sizes)
+    library.rotate_heads(*arguments, cos, sin, *sizes)
     return rotated[0], rotated[1]
 
 
-def multinomial(probs: Tensor, generator: torch.Generator) -> Tensor | None:
-    """Draw a token of each row of contiguous float32 `probs` `[rows, vocabulary]`; None: they are no probabilities."""
+def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tensor | None:
+    """Draw a token of each row of contiguous float32 `probs` `[rows, vocabulary]`; None: they are no probabilities.
+
+    `generator` is PyTorch's global one by default. Its numbers are taken in one operation, which holds its lock.
+    """
     library = _library()
     assert library is not None, "is_available() was not checked"
-    state, tokens = generator.get_state(), probs.new_empty(len(probs), dtype=torch.int64)
-    if library.multinomial(state.data_ptr(), probs.data_ptr(), *probs.shape, tokens.data_ptr()):
+    if not library.are_probabilities(probs, *probs.shape):
         return None
-    generator.set_state(state)
+    words = torch.empty(probs.shape, dtype=torch.int64, device="cpu")
+    words.random_(torch.iinfo(torch.int64).min, None, generator=generator)
+    tokens = probs.new_empty(len(probs), dtype=torch.int64)
+    library.multinomial(probs, words, *probs.shape, tokens)
     return tokens
 
 
@@ -226,8 +237,7 @@ def row_sums(words: Tensor, multipliers: Tensor, out: Tensor) -> None:
     """Write sums of rows; see `hf_parallel.kernels.checksum`."""
     library = _library()
     assert library is not None, "is_available() was not checked"
-    pointers = (tensor.data_ptr() for tensor in (words, multipliers, out))
-    library.row_sums(*pointers, len(words), torch.get_num_threads())
+    library.row_sums(words, multipliers, out, len(words), torch.get_num_threads())
 
 
 def release_threads() -> None:
@@ -260,10 +270,10 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get(NATIVE_VARIABLE) == "0":
         return None, f"{NATIVE_VARIABLE}=0 disables them"
     try:
-        library = ctypes.CDLL(str(_compile()))
+        library = _open()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return None, str(error)
-    size, pointer = ctypes.c_int64, ctypes.c_void_p
+    size, pointer = ctypes.c_int64, _Address
     library.attend.argtypes = [ctypes.POINTER(_Layer), pointer, size, ctypes.POINTER(_DenseCall), size, ctypes.c_int]
     library.attend.restype = ctypes.c_int
     for function in (library.linear, library.linear_int8):
@@ -278,29 +288,31 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     heads = pointer, pointer, size, size, size
     library.rotate_heads.argtypes = [*heads, *heads, pointer, pointer, *[size] * 4, ctypes.c_int]
     library.rotate_heads.restype = None
+    library.are_probabilities.argtypes = [pointer, size, size]
+    library.are_probabilities.restype = ctypes.c_int
     library.multinomial.argtypes = [pointer, pointer, size, size, pointer]
-    library.multinomial.restype = ctypes.c_int
+    library.multinomial.restype = None
     return library, ""
 
 
-def _compile() -> Path:
+def _open() -> ctypes.CDLL:
+    """Load the shared library, from a temporary folder if the cache folder cannot hold it."""
+    try:
+        return load(_compile())
+    except OSError as error:
+        _logger.warning(f"the C kernels are compiled anew for this process, as they cannot be cached: {error}")
+        with tempfile.TemporaryDirectory() as folder:
+            return load(_compile(Path(folder)))
+
+
+def _compile(folder: Path | None = None) -> Path:
     """Path of the shared library. Compiles it unless it is cached for these sources, compiler and processor."""
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
         raise RuntimeError("no C compiler was found (set CC)")
     key = (*(source.read_text() for source in _SOURCES), compiler, platform.machine(), _processor(), *_FLAGS)
-    path = cache_folder() / f"cpu_kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        output = Path(folder) / path.name
-        command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(output), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        if done.returncode:
-            raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-300:]}")
-        os.replace(output, path)
-    return path
+    stem = f"cpu_kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    return compiled(folder or cache_folder(), stem, [compiler, *_FLAGS, *map(str, _SOURCES), "-lm"])
 
 
 def has_bfloat16() -> bool:

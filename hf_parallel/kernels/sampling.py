@@ -7,7 +7,6 @@ it; without it, callers use PyTorch's operations.
 from __future__ import annotations
 
 import importlib
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +21,6 @@ from hf_parallel.kernels.dispatch import select_backend
 from hf_parallel.kernels.transfer import to_device
 
 MANY_ROWS = 32  # from which the processors of a GPU are busy although one program searches a row
-_lock = threading.Lock()  # the state of a generator is read, and written later
 _SMALL_TOP_K = 128  # up to which a program reads a small part of its row more than once
 
 
@@ -102,8 +100,7 @@ def multinomial(probs: Tensor) -> Tensor:
     """Return the tokens `int64 [rows]` that `torch.multinomial` draws from `probs` with PyTorch's global generator."""
     is_usual = probs.device.type == "cpu" and probs.dtype == torch.float32 and probs.is_contiguous()
     if is_usual and probs.numel() and not probs.requires_grad and _has_own_noise():
-        with _lock:
-            tokens = native.multinomial(probs, torch.default_generator)
+        tokens = native.multinomial(probs)
         if tokens is not None:  # else PyTorch raises
             return tokens
     return torch.multinomial(probs, num_samples=1).squeeze(1)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+from itertools import permutations
 
+import psutil
 import pytest
 import torch
 from block_oracle import exact_attention
 
 from hf_parallel.cache import BlockCache, Segment
-from hf_parallel.kernels import AttentionParams, AttentionPlan, RotarySpec, native, torch_attention
+from hf_parallel.kernels import AttentionParams, AttentionPlan, RotarySpec, native, sampling, torch_attention
 
 CPU = torch.device("cpu")
 compiled = pytest.mark.skipif(
@@ -175,3 +178,61 @@ def test_calls_are_carried_over_to_following_and_repeated_decode_steps(window: i
         runs.add(plan.lineage)
         cache.rollback() if number % 2 else cache.commit()
     assert len(runs) == 1
+
+
+@compiled
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotations_equal_their_definition_in_any_memory_layout(interleaved: bool) -> None:
+    heads, tokens, dim, rotated = 4, 1000, 24, 16
+    cos, sin = torch.randn(2, 1, tokens, rotated)
+    index = torch.arange(rotated)
+    other = index ^ 1 if interleaved else (index + rotated // 2) % rotated
+    sign = torch.where(other > index, -1.0, 1.0)
+    for order in permutations(range(3)):
+        inverse = [order.index(axis) + 1 for axis in range(3)]
+        sizes = [(heads, tokens, dim)[axis] for axis in order]
+        query, key = (torch.randn(1, *sizes).permute(0, *inverse) for _ in range(2))
+        key = key[:, ::2]
+        for x, found in zip((query, key), native.rotate_heads(query, key, cos, sin, interleaved), strict=True):
+            turned = x[..., :rotated] * cos[:, None] + x[..., other] * sign * sin[:, None]
+            torch.testing.assert_close(found, torch.cat((turned, x[..., rotated:]), dim=-1))
+
+
+@compiled
+def test_memory_of_ended_threads_is_freed() -> None:
+    query, storage = torch.randn(2000, 8, 64), torch.randn(8 * 64, 64)
+    call: native.NativeCall = {"blocks": 1, "queries": 2000, "num_keys": 64, "key_head": 64 * 64}
+    calls = native.NativeCalls([call | {"repeats": 1}])  # needs 4 MB
+
+    def held() -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    for number in range(40):
+        thread = threading.Thread(target=native.attend, args=(query, storage, storage, calls, 8, 0.125, None))
+        thread.start()
+        thread.join()
+        if number == 3:
+            before = held()
+    assert held() - before < 40 << 20
+
+
+@compiled
+@pytest.mark.skipif(not sampling._has_own_noise(), reason="this PyTorch draws noise by MKL")
+def test_a_seed_that_another_thread_sets_during_a_draw_holds() -> None:
+    probs = torch.rand(16, 30_000).softmax(dim=-1)
+    drawn = threading.Event()
+
+    def draw() -> None:
+        while not drawn.is_set():
+            sampling.multinomial(probs)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for seed in range(20):
+            torch.manual_seed(seed)
+            threading.Event().wait(0.002)
+            assert torch.initial_seed() == seed
+    finally:
+        drawn.set()
+        thread.join()
