@@ -8,9 +8,10 @@ prefers it on that GPU. Calls that no fused kernel supports (such as with soft-c
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -85,20 +86,27 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse, *_ = function(q, k, v, softmax_scale=scale, causal=causal, return_attn_probs=True)
+    out, lse, *_ = function(q, k, v, softmax_scale=scale, causal=causal)
     return out.transpose(1, 2), lse
 
 
 @lru_cache
 def flash_package() -> Callable[..., tuple[Tensor, ...]] | None:
-    """Return `flash_attn_func` of FlashAttention 3, on GPUs that it supports, or 2; None if it is not installed."""
+    """Return `flash_attn_func` of FlashAttention 3, on GPUs that it supports, or 2; None if it is not installed.
+
+    It returns the output and the log-sum-exp. The first builds of FlashAttention 3 always do and have no argument
+    `return_attn_probs`; all others return the log-sum-exp only if it is true.
+    """
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     for name in ("flash_attn_interface", "flash_attn")[not is_hopper :]:
         try:
             module: Any = importlib.import_module(name)
         except ImportError:
             continue
-        return module.flash_attn_func  # type: ignore[no-any-return]
+        function: Callable[..., Any] = module.flash_attn_func
+        if "return_attn_probs" in inspect.signature(function).parameters:
+            function = partial(function, return_attn_probs=True)
+        return function
     return None
 
 

@@ -128,13 +128,13 @@ def test_flash_computes_prefills_alone_and_raises_where_it_cannot_run(
         select_backend("cpu")
     gpu((9, 0))
     monkeypatch.setenv(BACKEND_VARIABLE, "flash")
-    with pytest.raises(ValueError, match=r"cannot be used on cuda:5: .*pip install 'hf_parallel\[flash-attn\]'"):
+    with pytest.raises(ValueError, match="cannot be used on cuda:5: .*pip install flash-attn"):
         select_backend("cuda:5")
     for name in ("flash_attn", "flash_attn_interface"):  # versions 2 and 3
         monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
-        module.flash_attn_func = name
+        module.flash_attn_func = lambda name=name: name
         dense.flash_package.cache_clear()
-        assert dense.flash_package() == name
+        assert dense.flash_package()() == name
     dense.flash_package.cache_clear()
     assert select_backend("cuda:5") == "triton"
 
@@ -166,14 +166,26 @@ def test_triton_serves_gpus_from_compute_capability_8(gpu: Callable[..., None], 
 # FlashAttention, with replacements for its kernels
 
 
-def flash_attn_func(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool, return_attn_probs: bool
-) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Interface of the flash-attn package: `[N, M, heads, head_dim]`, and the log-sum-exp `[N, heads, M]`."""
-    assert return_attn_probs
+def flash_without_argument(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None, causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Interface of the first builds of FlashAttention 3: `[N, M, heads, head_dim]`, log-sum-exp `[N, heads, M]`."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out, lse = dense.matmul_attention(q, k, v, None, causal, softmax_scale, None)
-    return out.transpose(1, 2), lse, None
+    return out.transpose(1, 2), lse
+
+
+def flash_with_argument(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Interface of FlashAttention 2 and of later builds of 3."""
+    out, lse = flash_without_argument(q, k, v, softmax_scale, causal)
+    return (out, lse, None) if return_attn_probs else out
 
 
 def flash_of_pytorch(
@@ -184,8 +196,8 @@ def flash_of_pytorch(
     return (*dense.matmul_attention(q, k, v, None, causal, scale, None), *[None] * 7)
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_prefill_is_the_same_with_and_without_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+@pytest.mark.parametrize("installed", [flash_without_argument, flash_with_argument, None])
+def test_prefill_is_the_same_with_and_without_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: Any) -> None:
     """In float64, which the compiled CPU kernel does not support."""
     calls = []
 
@@ -194,7 +206,10 @@ def test_prefill_is_the_same_with_and_without_flash_attn(monkeypatch: pytest.Mon
         return True
 
     monkeypatch.setattr(dense, "flash_supports", supports)
-    monkeypatch.setattr(dense, "flash_package", lambda: flash_attn_func if installed else None)
+    monkeypatch.setitem(sys.modules, "flash_attn", module := ModuleType("flash_attn"))
+    module.flash_attn_func = installed
+    package = dense.flash_package.__wrapped__ if installed else lambda: None
+    monkeypatch.setattr(dense, "flash_package", package)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash_of_pytorch)
     monkeypatch.setattr(dense, "FLASH_CPU_DTYPES", ())  # as on a GPU
     scene = Scene(Features(kv_heads=2, groups=2))
