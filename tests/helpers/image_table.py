@@ -85,7 +85,7 @@ def row_of(name: str) -> Sequence[str]:
         return title, _UNBUILT, "", "", _described(error)
     try:
         hf_parallel.enable(model)
-    except Exception as refusal:
+    except UnsupportedModelError as refusal:
         return title, "no", "", "", _reason(model, str(refusal))
     capabilities = model._parallel.capabilities  # type: ignore[union-attr]
     if capabilities.why_no_images:

@@ -47,7 +47,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 KINDS = {
     "layers with a state": "lfm2",
     "sliding windows": "mistral",
-    "attention of its own": "gptj",
+    "attention of its own": "xglm",
     "no RoPE": "gpt2",
 }
 """Columns of the table that say on which models a mode runs, with a tiny model of each kind."""
