@@ -74,11 +74,15 @@ def test_a_quantized_model_gives_its_own_tokens_in_a_mode(
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", lambda name: name)
     weights = {"quant_method": "torchao", "quant_type": {"default": config_to_dict(Int8WeightOnlyConfig())}}
     model: Any = load_model(str(tmp_path), device=device, weights=weights)[0]
-    assert type(model.model.layers[0].self_attn.q_proj.weight).__module__.startswith("torchao")
+    model.save_pretrained(tmp_path / "quantized")
+    saved: Any = load_model(str(tmp_path / "quantized"), device=device)[0]  # needs no option
     ids = torch.stack(tiny.make_prompts([9, 9], seed=1))
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(ids, **given)
-    assert torch.equal(hf_parallel.enable(model).generate(ids, generation_mode="shared_prefix", **given), plain)
+    for quantized in (model, saved):
+        assert type(quantized.model.layers[0].self_attn.q_proj.weight).__module__.startswith("torchao")
+        found = hf_parallel.enable(quantized).generate(ids, generation_mode="shared_prefix", **given)
+        assert torch.equal(found, plain)
 
 
 def test_a_model_is_placed_by_accelerate_and_bad_weights_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
