@@ -4,6 +4,11 @@
 PYTHON ?= python3
 ARGS ?=
 
+# Seed of the random examples of `make test-all`: make test-all SEED=123 repeats them.
+ifndef SEED
+SEED := $(shell date +%s)
+endif
+
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -38,10 +43,11 @@ test: $(READY) ## lint, and run the quick tests beside it (minutes)
 	@$(MAKE) --no-print-directory --jobs 2 lint quick
 
 quick: $(READY)
-	@$(PYTEST) -m "not slow" $(ARGS)
+	@PYTHONHASHSEED=0 $(PYTEST) -m "not slow" $(ARGS)
 
-test-all: test ## make test, then run the slow tests
-	@$(PYTEST) -m slow $(ARGS)
+test-all: test ## make test, then run the slow tests, and those with random examples on new ones
+	@echo "Random examples of SEED=$(SEED)"
+	@PYTHONHASHSEED=$(SEED) $(PYTEST) -m "slow or hypothesis" --hypothesis-profile free --hypothesis-seed $(SEED) $(ARGS)
 
 compat: $(COMPAT)/.ready ## test other libraries, and other versions of Python, torch and transformers
 	@$(COMPAT)/bin/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(COMPARED) $(ARGS)

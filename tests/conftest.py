@@ -31,19 +31,21 @@ if TYPE_CHECKING:
 
 
 torch.set_num_threads(1)  # more only slow models of a test's size down, eightfold where the cores are shared
-hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
-hypothesis.settings.load_profile("tests")  # no test depends on the speed of the machine
+_checks = list(hypothesis.HealthCheck)  # no test depends on the speed of the machine
+hypothesis.settings.register_profile("fixed", deadline=None, suppress_health_check=_checks, derandomize=True)
+hypothesis.settings.register_profile("free", deadline=None, suppress_health_check=_checks, print_blob=True)
+hypothesis.settings.load_profile("fixed")  # `make test-all` passes `--hypothesis-profile free`
 
 
 QUICK_CASES = 2
-"""Cases of a test in `make test`; `make test-all` runs the others."""
+"""Cases of a test in `make test` without `-k`; `make test-all` runs the others."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark all but a few cases of each test as slow, and begin with long files, so that processes end together."""
     cases = defaultdict(list)
-    for item in items:
+    for item in [] if config.getoption("keyword") else items:  # who names tests wants them all
         if not item.get_closest_marker("slow"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for same in cases.values():
