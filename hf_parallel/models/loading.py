@@ -16,7 +16,7 @@ from transformers.models import auto
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_parallel.models.embedded import load_embedded_model
-from hf_parallel.models.gguf_file import gguf_file
+from hf_parallel.models.gguf_file import gguf_file, load_plain, load_tokenizer
 from hf_parallel.models.images import image_inputs
 from hf_parallel.models.packed import check_packed, load_gguf, pack_half
 
@@ -53,21 +53,22 @@ def load_model(
         return load_embedded_model(dtype=dtype or torch.float32, device=device, preset=preset, weights=weights)
     is_packed, is_int8 = check_packed(weights, dtype, device), weights == "packed_int8"
     check_model_folder("name", name)
+    loaded: Any = "auto" if is_packed or dtype is None else dtype
+    model: Any
     if (file := gguf_file(name)) is not None:
-        name, more["gguf_file"] = str(file.parent), file.name
-    elif not Path(name).is_dir():
-        _check_hub(name)
-    source = {key: value for key, value in more.items() if key == "gguf_file"}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **source)
-    except ValueError as error:
-        raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {error}") from error
-    if file is not None and is_packed:
-        return load_gguf(file, is_int8).eval(), tokenizer
-    model: Any = _model_class(name).from_pretrained(name, dtype="auto" if is_packed or dtype is None else dtype, **more)
-    if is_packed:
-        pack_half(model, is_int8)
-    return (model if more.keys() - source else model.to(device)).eval(), tokenizer
+        tokenizer = load_tokenizer(file)
+        model = load_gguf(file, is_int8) if is_packed else load_plain(file, loaded, **more)
+    else:
+        if not Path(name).is_dir():
+            _check_hub(name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except ValueError as error:
+            raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {error}") from error
+        model = _model_class(name).from_pretrained(name, dtype=loaded, **more)
+        if is_packed:
+            pack_half(model, is_int8)
+    return (model if more else model.to(device)).eval(), tokenizer
 
 
 def load_processor(model: PreTrainedModel, name: str | None) -> Any:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_parallel.kernels import native
-from hf_parallel.models.gguf_file import Blocks, empty_model, read_gguf
+from hf_parallel.models.gguf_file import Blocks, load_empty, read_gguf
 from hf_parallel.models.linear import PACKINGS, is_computable, product
 
 PACKED = ("packed", "packed_int8")
@@ -115,8 +115,7 @@ def pack_blocks(model: PreTrainedModel, blocks: Blocks, int8: bool = False) -> N
 
 def load_gguf(file: Path, int8: bool = False) -> PreTrainedModel:
     """Load a model whose weights stay in the blocks of its GGUF file. `ValueError`: see `read_gguf`."""
-    model = empty_model(file)
-    blocks, weights = read_gguf(file, model)
+    model, blocks, weights = load_empty(file)
     model.load_state_dict(weights, assign=True, strict=False)
     model.tie_weights()
     pack_blocks(model, blocks, int8)
