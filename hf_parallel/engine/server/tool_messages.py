@@ -57,10 +57,10 @@ class ToolMessages:
         self, chat: Chat, tools: Sequence[Mapping[str, Any]], template: Mapping[str, object]
     ) -> tuple[list[Any], dict[str, object]]:
         """Return a chat, and the variables of its template, with the tools that the answer may call."""
-        messages = self._messages(chat)
+        messages: list[Any] = self._messages(chat)
         variables = dict(template)
         if tools and self.reads_tools:
-            variables["tools"] = list(tools)
+            variables["tools"] = [*tools]
         elif tools:
             listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
             instructions = INSTRUCTIONS.format(tools=listed, call=self._write("function", "{}"))
@@ -147,7 +147,7 @@ def _writes_tools(renderer: Any) -> bool:
 def _writes_call(renderer: Any, arguments: object) -> bool:
     """Whether a chat template writes a call with these arguments."""
     call = {"id": "abcdefghi", "type": "function", "function": {"name": NAME, "arguments": arguments}}
-    chat = [
+    chat: list[dict[str, Any]] = [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "Hello", "tool_call_id": call["id"]},
