@@ -81,7 +81,8 @@ def _dynamic_rope(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Ten
             continue
         current = getattr(module, f"{before}inv_freq")
         length = getattr(module, f"{before}max_seq_len_cached", getattr(module, "max_seq_len_cached", 0))
-        is_set = rope_type == "longrope" or bool(length > module.original_max_seq_len)
+        limit: Any = module.original_max_seq_len
+        is_set = rope_type == "longrope" or bool(length > limit)
         start = f"{path}.{before}" if path else before
         yield f"{start}inv_freq", original if is_set else current
         yield f"{start}original_inv_freq", original

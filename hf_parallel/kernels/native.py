@@ -75,11 +75,11 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Address:
+class _Address(ctypes.c_void_p):
     """Type of arguments that are addresses: a call takes the tensor, and holds it until it returns. None is NULL."""
 
     @classmethod
-    def from_param(cls, tensor: Tensor | None) -> ctypes.c_void_p:
+    def from_param(cls, tensor: Tensor | None) -> ctypes.c_void_p:  # type: ignore[override] # of tensors only
         return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 

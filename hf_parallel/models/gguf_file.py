@@ -121,7 +121,8 @@ def _check_architecture(found: GGUF) -> None:
 def _config(found: GGUF) -> PreTrainedConfig:
     """Return the config that Transformers reads, completed by sizes and RoPE scaling."""
     config: Any = AutoConfig.from_pretrained(found.file.parent, gguf_file=found.file.name)
-    read: Mapping[str, Any] = GGUF_CONFIG_MAPPING.get(config.model_type.removesuffix("_text"), {})
+    mapping: Any = GGUF_CONFIG_MAPPING  # of several types of values
+    read: Mapping[str, Any] = mapping.get(config.model_type.removesuffix("_text"), {})
     own = {key: name for key, name in _OWN_KEYS.items() if not read.get(key)}
     if config.model_type in _ALL_SLIDING:
         own["attention.sliding_window"] = "sliding_window"

@@ -55,7 +55,7 @@ class _Reader(gguf.GGUFReader):
         start = end = orig_offs + 12
         types = [gguf.GGUFValueType.ARRAY, kind]
         if kind == gguf.GGUFValueType.STRING:
-            content = memoryview(self.data)
+            content = memoryview(self.data)  # type: ignore[arg-type] # on Python 3.10, arrays declare no buffer
             order: Any = "little" if self.endianess == gguf.GGUFEndian.LITTLE else "big"
             for _ in range(length):
                 if end > len(content):
