@@ -18,15 +18,16 @@ ARCHITECTURES = ("llama", "gemma3_text", "lfm2", "qwen3_5_text", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
-    ("name", "seeds"),
+    ("name", "seeds", "count"),
     [
-        ("llama", [0]),
-        ("lfm2", [2]),
-        *[pytest.param(name, range(10, 16), marks=pytest.mark.slow) for name in ARCHITECTURES],
+        ("llama", [0], 5),
+        ("lfm2", [2], 5),
+        *[pytest.param(name, range(10, 16), 10, marks=pytest.mark.slow) for name in ARCHITECTURES],
     ],
 )
-def test_random_requests_with_faults_end_with_their_tokens(name: str, seeds: list[int]) -> None:
+def test_random_requests_with_faults_end_with_their_tokens(name: str, seeds: list[int], count: int) -> None:
     model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
     for seed in seeds:
-        ends = run_with_faults(model, random.Random(f"{name} {seed}"), 8, STATE_MODES if name in HYBRIDS else MODES)
+        rng, modes = random.Random(f"{name} {seed}"), STATE_MODES if name in HYBRIDS else MODES
+        ends = run_with_faults(model, rng, count, modes)
         assert ends["ended"]
