@@ -7,7 +7,6 @@ import builtins
 import copy
 import inspect
 import random
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from hf_parallel.agents.definition import Agent
 from hf_parallel.agents.errors import AgentCancelledError, AgentEndedError, ToolError
 from hf_parallel.agents.execution import Frame, current_frame, in_thread, outside_of_agents, perform
 from hf_parallel.agents.search import Search
-from hf_parallel.agents.state import END, State, check_awaited, derive_seed, fingerprint
+from hf_parallel.agents.state import END, State, check_awaited, derive_seed, digest, fingerprint
 
 T = TypeVar("T")
 MAX_SHOWN = 2000
@@ -223,7 +222,8 @@ async def tool(
         error: str | None = None
         result: T | None = None
         try:
-            result = await call()
+            operation = f"tool {name} {digest(arguments, named)}"
+            result = await runtime.journaled(frame.execution.agent_id, key, operation, call)
             return result
         except ToolError as failure:
             error = str(failure)
@@ -255,7 +255,9 @@ async def gather(*awaitables: Awaitable[T]) -> list[T]:
 
 def now() -> float:
     """Return the time in seconds since the epoch. A replay returns the first time."""
-    return float(current_frame().once("now", lambda key: time.time()))
+    execution = current_frame().execution
+    runtime = execution.search.runtime
+    return float(current_frame().once("now", lambda key: runtime.now(execution.agent_id, key)))
 
 
 def rng() -> random.Random:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_parallel.agents.definition import Agent
-from hf_parallel.agents.errors import AgentError, ReplayError, agent_failure
+from hf_parallel.agents.errors import AgentError, ReplayError, ToolError, agent_failure
 from hf_parallel.agents.execution import Execution
+from hf_parallel.agents.journal import Journal, completion_from_json, completion_to_json
 from hf_parallel.agents.models import Completion, EngineModel, Model
 from hf_parallel.agents.search import Search
-from hf_parallel.agents.state import END, State, derive_seed
+from hf_parallel.agents.state import END, State, derive_seed, digest
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.policies.contribution import Contribution
@@ -38,6 +39,8 @@ class AgentStats:
     replayed_tokens: int = 0
     """New tokens sampled from cached logits."""
     tool_calls: int = 0
+    resumed: int = 0
+    """Requests for completions and tool calls whose results were read from the journal."""
     passes: int = 0
     """Forward passes of the engine during the run, including passes of other callers."""
     seconds: float = 0.0
@@ -50,8 +53,9 @@ class AgentStats:
 class Run:
     """State of a run, the `runtime` of its searches."""
 
-    def __init__(self, model: Model, seed: int, max_requests: int) -> None:
+    def __init__(self, model: Model, seed: int, max_requests: int, journal: Journal | None = None) -> None:
         self.model, self.seed = model, seed
+        self.journal = journal
         self.id = secrets.token_hex(8)
         self.trace, self.stats = RunTrace(), AgentStats()
         self._scores: Mapping[str, Contribution] = {}  # the last ones in the trace
@@ -97,9 +101,15 @@ class Run:
         agent_id, state = execution.agent_id, execution.state
         assert state is not None
         begin, model, stats = self.trace.now(), self.model, self.stats
-        async with self._places:
-            hints = AgentHints(self.id, state.agent.name)
-            found = await model.generate(messages, settings, derive_seed(self.seed, key), hints)
+        hints = AgentHints(self.id, state.agent.name)
+
+        async def compute() -> dict[str, Any]:
+            async with self._places:
+                completion = await model.generate(messages, settings, derive_seed(self.seed, key), hints)
+            return completion_to_json(completion)
+
+        operation = f"completion of {state.agent.name} {digest(messages, settings)}"
+        found = completion_from_json(await self.journaled(agent_id, key, operation, compute))
         stats.completions += len(found.texts)
         for name in ("tokens", "prompt_tokens", "reused_tokens", "replayed_tokens"):
             setattr(stats, name, getattr(stats, name) + getattr(found, name))
@@ -121,3 +131,33 @@ class Run:
                 self.trace.add(agent_id, "scores", scores={name: one.score for name, one in scores.items()})
                 self._scores = scores
         return found
+
+    async def journaled(self, agent_id: str, key: str, operation: str, compute: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the result that the journal has, or compute it and add it to the journal."""
+        if self.journal is None:
+            return await compute()
+        if key in self.journal:
+            self.stats.resumed += 1
+            return self._read(agent_id, key, operation)
+        try:
+            value = await compute()
+        except ToolError as error:
+            self.journal.add(key, operation, error=str(error))
+            raise
+        return self.journal.add(key, operation, value)
+
+    def now(self, agent_id: str, key: str) -> float:
+        """Return the time in seconds since the epoch, or the time that the journal has."""
+        if self.journal is None:
+            return time.time()
+        if key in self.journal:
+            return float(self._read(agent_id, key, "now"))
+        return float(self.journal.add(key, "now", time.time()))
+
+    def _read(self, agent_id: str, key: str, operation: str) -> Any:
+        assert self.journal is not None
+        try:
+            return self.journal.get(key, operation)
+        except ReplayError as error:
+            self.end(agent_id, error)
+            raise

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hf_parallel.agents.definition import Agent
+from hf_parallel.agents.journal import Journal
 from hf_parallel.agents.models import EngineModel, Model
 from hf_parallel.agents.run import AgentStats, Run
 from hf_parallel.agents.trace import RunTrace
@@ -75,14 +77,28 @@ class Runtime:
         else:
             raise TypeError(f"Runtime needs an Engine, got {type(engine).__name__}")
 
-    def run(self, agent: Agent, *arguments: object, **named: object) -> AgentResult:
+    def run(
+        self,
+        agent: Agent,
+        *arguments: object,
+        journal: str | Path | None = None,
+        timeout: float | None = None,
+        **named: object,
+    ) -> AgentResult:
         """Run an agent to its end.
 
         Parameters
         ----------
         agent : Agent
         *arguments, **named
-            Arguments of the agent. They are copied.
+            Arguments of the agent. They are copied. None is named `journal` or `timeout`.
+        journal : path, optional
+            File of JSON lines that gets the result of each completion and tool as it arrives. If the file exists, the
+            run reads the results that it has and computes only the others. So a run that died continues with the same
+            agents, arguments, seed and model, and its tools do not run twice. Tools return values of JSON: a tuple
+            becomes a list.
+        timeout : float, optional
+            Seconds after which the run ends. Functions of tools that run in a thread continue, without an effect.
 
         Returns
         -------
@@ -92,11 +108,15 @@ class Runtime:
         ------
         AgentError
             If the agent fails; the cause is its error.
+        TimeoutError
+            If the run takes longer than `timeout`.
+        ValueError
+            If the journal is of another seed or damaged, or the timeout is not positive.
         """
         if asyncio._get_running_loop() is None:
-            return asyncio.run(self.run_async(agent, *arguments, **named))
+            return asyncio.run(self.run_async(agent, *arguments, journal=journal, timeout=timeout, **named))
         loop = asyncio.new_event_loop()  # runs in a thread: this one has a running loop, as in a notebook
-        task = loop.create_task(self.run_async(agent, *arguments, **named))
+        task = loop.create_task(self.run_async(agent, *arguments, journal=journal, timeout=timeout, **named))
 
         def work() -> None:
             loop.run_until_complete(asyncio.wait([task]))
@@ -114,10 +134,23 @@ class Runtime:
             raise
         return task.result()
 
-    async def run_async(self, agent: Agent, *arguments: object, **named: object) -> AgentResult:
+    async def run_async(
+        self,
+        agent: Agent,
+        *arguments: object,
+        journal: str | Path | None = None,
+        timeout: float | None = None,
+        **named: object,
+    ) -> AgentResult:
         """Run an agent in asyncio; see `run`."""
         if not isinstance(agent, Agent):
             raise TypeError(f"run needs an agent, got {agent!r}: decorate the function with @agent")
-        run = Run(self.model, self.seed, self._max_requests)
-        values = await run.drive(agent, arguments, named)
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be positive, got {timeout!r}")
+        results = None if journal is None else Journal(journal, self.seed)
+        run = Run(self.model, self.seed, self._max_requests, results)
+        try:
+            values = await asyncio.wait_for(run.drive(agent, arguments, named), timeout)
+        except asyncio.TimeoutError as error:
+            raise TimeoutError(f"the run of agent {agent.name} took more than {timeout} seconds") from error
         return AgentResult(values[-1] if values else None, values, run.trace, run.stats)
