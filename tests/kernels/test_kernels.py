@@ -126,7 +126,10 @@ def plans(draw: st.DrawFn) -> AttentionPlan:
         pair_position=hi_of_pairs - 1,
         pair_lo=lo_of_pairs,
         pair_hi=hi_of_pairs,
-        **dict.fromkeys(("write_query", "write_origin", "write_capacity", "write_index"), none),
+        write_query=none,
+        write_origin=none,
+        write_capacity=none,
+        write_index=none,
     )
 
 
