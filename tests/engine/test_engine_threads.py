@@ -184,7 +184,8 @@ def _scale_data(model: Any) -> None:
 def _add_adapter(model: Any) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
 
 
 @pytest.mark.parametrize("change", [_load, _scale_data, _add_adapter])

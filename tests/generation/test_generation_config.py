@@ -55,7 +55,7 @@ HONOURED: dict[str, tuple[Any, ...]] = {
     "pad_token_id": (5,),
     "bos_token_id": (5,),
     "eos_token_id": (list(range(10, 40)), 5),
-    "use_cache": (True, False),
+    "use_cache": (True,),
     "cache_implementation": ("dynamic", "static", "hybrid"),
     "prefill_chunk_size": (4,),
 }
@@ -70,6 +70,7 @@ UNUSED: dict[str, tuple[Any, ...]] = {
 }
 """Values that do nothing here: they belong to beams, assistants or other caches."""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "use_cache": (False,),
     "num_beams": (2,),
     "num_beam_groups": (2,),
     "penalty_alpha": (0.6,),

@@ -377,7 +377,7 @@ def test_a_dialect_is_a_name_an_object_a_mapping_or_json() -> None:
         (False, "dialect must be one of"),
         ({**BRACKETS, "plan": ("[", "{number}", "")}, "plan must announce its branches and end with '['"),
         ("{", "dialect must be a name or JSON, got"),
-        ({**BRACKETS, "tags": []}, "dialect has no 'tags', only"),
+        ({**BRACKETS, "tags": []}, "dialect has no 'tags'; it has"),
         ({"region": ["[", "]"]}, "branch is missing"),
         ({"branch_marker": "#", "title_end": ":", "ellipsis": "..."}, "terminator is missing"),
         ({"branch_marker": "##", "title_end": ":", "ellipsis": "...", "terminator": "#"}, "terminator must not be"),

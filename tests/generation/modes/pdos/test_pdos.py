@@ -158,7 +158,7 @@ def check_reencoded(name: str, chunk: int | None) -> Any:
     spans = after_blocks(out)
     assert [len(span) > 10 for span in spans] == [True, True]
     places = [place for span in spans for place in span]
-    bound = 5e-4 if name == "zamba2" else 1e-4  # its stock passes of 4 tokens and of all tokens differ by 2e-4
+    bound = 1e-3 if name == "zamba2" else 1e-4  # its stock passes of 4 tokens and of all tokens differ by 2e-4
     torch.testing.assert_close(torch.cat([out.logits[place] for place in places]), plain[places], rtol=0, atol=bound)
     return out
 
