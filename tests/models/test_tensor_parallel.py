@@ -44,7 +44,8 @@ def test_two_ranks_generate_the_tokens_of_one_process_alone_and_in_an_engine(tmp
     assert first["unseeded"][0] != first["unseeded"][1]
     for case, found in zip(random_requests(random.Random(1)), first["requests"], strict=True):
         assert found is None or found == case.alone(model)
-    assert first["requests"].count(None) < 6
+    num_compared = len(first["requests"]) - first["requests"].count(None)
+    assert num_compared >= 4, "requests that were neither refused nor cancelled"
     assert first["preemptions"] or kind == "pp_size", "requests met in the engine"  # by layers: less often
     assert "the (first) process that opened it" in second["error"]
 
