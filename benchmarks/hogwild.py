@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from .measure import PrefilledCache, StepClock, long_prompt, run_rounds, step_ratio
+from .measure import PrefilledCache, StepClock, long_prompt, run_rounds, step_ratio, tail
 
 SIZES: dict[str, Any] = {"prompt": 2048, "passes": 24, "rounds": 5, "workers": (1, 2, 4, 8), "layout": "combined"}
 QUICK: dict[str, Any] = {"prompt": 48, "passes": 4, "rounds": 1, "workers": (1, 3)}
@@ -38,7 +38,7 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
         print(f"{workers} workers")
         hogwild(clock := StepClock(), workers)
         step = statistics.median(clock.step_seconds)
-        figures = {"step_seconds": step, "tokens_per_second": workers / step}
+        figures = {"step_seconds": step, "tokens_per_second": workers / step, **tail(clock.step_seconds)}
         scaling[workers] = {**figures, "kv_bytes": outputs[-1].stats.kv_bytes}
     ratios = {
         "step_by_generate": step_ratio(times["hogwild"], times["generate"]),

@@ -21,8 +21,11 @@ import torch
 from .measure import StepClock, run_rounds, step_ratio
 
 SIZES: dict[str, Any] = {"document": 1024, "groups": 2, "problem": 256, "rows": 8, "new_tokens": 12, "rounds": 3}
-SIZES |= {"no_level": 1}
-"""The last one: whether to measure rows with copies of the document, which take most of the memory."""
+SIZES |= {"no_level": 1, "one_level": 1}
+"""The last two: whether to measure rows with copies of the document, and of their group's text, which take memory.
+
+Without them, more groups fit at once: compare `group_seconds`.
+"""
 QUICK: dict[str, Any] = {"document": 24, "problem": 6, "rows": 2, "new_tokens": 4, "rounds": 1}
 BOUND_PROMPT = 4
 
@@ -38,9 +41,10 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     document, problems = draw(1, sizes.document).expand(rows, -1), draw(sizes.groups, sizes.problem)
     prompts = {
         "two levels": torch.cat((document, problems.repeat_interleave(sizes.rows, dim=0)), dim=1),
-        "one level": torch.cat((document, draw(rows, sizes.problem)), dim=1),
         "bound": draw(rows, BOUND_PROMPT),
     }
+    if sizes.one_level:
+        prompts["one level"] = torch.cat((document, draw(rows, sizes.problem)), dim=1)
     if sizes.no_level:
         prompts["no level"] = draw(rows, length)
     stats: dict[str, Any] = {}
@@ -54,7 +58,12 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     ratios = {f"{name} by two levels": step_ratio(times[name], times["two levels"]) for name in prompts}
     ratios.pop("two levels by two levels")
     found = {
-        name: {"step_seconds": of.step, "kv_bytes": stats[name].kv_bytes, "steps": of.rounded_steps}
+        name: {
+            "step_seconds": of.step,
+            "group_seconds": of.step * sizes.new_tokens / sizes.groups,
+            "kv_bytes": stats[name].kv_bytes,
+            "steps": of.rounded_steps,
+        }
         for name, of in times.items()
     }
     return {"ways": found, "prompt": length, "ratios": ratios}

@@ -81,6 +81,14 @@ Way = Callable[[StepClock], object]
 """Calls `generate` with the clock as its streamer."""
 
 
+def tail(steps: Sequence[float]) -> dict[str, float]:
+    """Return the 10% and 90% percentiles of steps, in seconds."""
+    low, high = (
+        torch.tensor(steps, dtype=torch.float64).quantile(torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
+    )
+    return {"step_seconds_p10": low, "step_seconds_p90": high}
+
+
 @dataclass
 class Times:
     """Seconds of one method: the prefill of each round, and the steps of each round."""

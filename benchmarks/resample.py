@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -26,12 +27,18 @@ import torch
 import hf_parallel
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
+from hf_parallel.evaluation import load_problems
+from hf_parallel.evaluation.tasks.game24 import Game24Problem
 
 from .measure import timed
 
 SIZES: dict[str, Any] = {"puzzles": 2, "samples": 16, "length": 100, "temperatures": (0.2, 0.4, 0.6, 0.8, 1.0)}
-SIZES |= {"baseline_samples": 4, "overhead_rounds": 7}
-"""Samples per state include the first decode; the baselines are `none` and the ways of a single path."""
+SIZES |= {"baseline_samples": 4, "overhead_rounds": 7, "minutes": 0.0, "source": ""}
+"""Samples per state include the first decode; the baselines are `none` and the ways of a single path.
+
+After `minutes`, if not 0, no further puzzle is begun; one puzzle is always finished. `source` is a data set of puzzles,
+such as nlile/24-game; by default, they are generated.
+"""
 QUICK: dict[str, Any] = {"puzzles": 1, "samples": 6, "length": 6, "temperatures": (0.2, 0.8), "overhead_rounds": 2}
 NUCLEUS = 0.9
 """Value of `top_p` in the runs that use it."""
@@ -68,11 +75,17 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     overhead = overhead_of(model, tokenizer, sizes)
     settings = [(top_p, temperature) for top_p in (1.0, NUCLEUS) for temperature in sizes.temperatures]
     measured: list[dict[str, Measured]] = [{way: Measured() for way in WAYS} for _ in settings]
-    for number, numbers in enumerate(itertools.islice(solvable(), sizes.puzzles)):
+    began = time.perf_counter()
+    number = 0
+    for number, numbers in enumerate(itertools.islice(puzzles(sizes.source), sizes.puzzles), start=1):
         ids = encode(tokenizer, numbers).to(model.device)
         for (top_p, temperature), into in zip(settings, measured, strict=True):
-            print(f"puzzle {number + 1} of {sizes.puzzles}, top_p {top_p}, temperature {temperature}")
+            print(f"puzzle {number} of {sizes.puzzles}, top_p {top_p}, temperature {temperature}")
             sample(model, ids, number, {"temperature": temperature, "top_p": top_p}, into, sizes)
+        minutes = (time.perf_counter() - began) / 60
+        if sizes.minutes and minutes * (number + 1) / number > sizes.minutes:  # the next one would end too late
+            print(f"stops after {number} of {sizes.puzzles} puzzles and {minutes:.0f} minutes")
+            break
     results = [
         {"top_p": top_p, "temperature": temperature} | summary(of, sizes.length)
         for (top_p, temperature), of in zip(settings, measured, strict=True)
@@ -80,7 +93,13 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     speed_ups = {way: [r[way]["speed_up"] for r in results if r[way]["speed_up"]] for way in WAYS[1:]}
     means = {way: statistics.mean(values) for way, values in speed_ups.items() if values}
     hits = {way: statistics.mean(r[way]["hit_ratio"] for r in results if r[way]["samples"]) for way in means}
-    found = {"results": results, "speed_up": means, "hit_ratio": hits, "overhead": {"ratios": overhead}}
+    found = {
+        "puzzles_measured": number,
+        "results": results,
+        "speed_up": means,
+        "hit_ratio": hits,
+        "overhead": {"ratios": overhead},
+    }
     return found | {"ratios": means | overhead}
 
 
@@ -165,6 +184,17 @@ def summary(measured: dict[str, Measured], length: int) -> dict[str, Any]:
                 "hit_ratio": statistics.mean(of.replayed) / length,
             }
     return found
+
+
+def puzzles(source: str) -> Iterator[tuple[int, ...]]:
+    """Yield the solvable puzzles of a data set; without one, generated puzzles."""
+    if not source:
+        yield from solvable()
+        return
+    for problem in load_problems("game24", source):
+        assert isinstance(problem, Game24Problem)
+        if makes(tuple(sorted(map(Fraction, problem.numbers)))):
+            yield problem.numbers
 
 
 def solvable() -> Iterator[tuple[int, ...]]:

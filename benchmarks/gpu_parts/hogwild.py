@@ -30,7 +30,7 @@ class HogwildStage:
     share: ClassVar[float] = 0.03
 
     workers: tuple[int, ...] = (1, 2, 4, 8)
-    tokens: tuple[int, ...] = (1024, 4096, 16384, 65536)
+    tokens: tuple[int, ...] = (300, 4096, 8192, 16384, 1024, 65536)  # first those of the paper's table
     heads: tuple[int, int, int] = (32, 8, 128)
     dtype: str = "bfloat16"
     layers: int = 4

@@ -38,7 +38,7 @@ FULL: dict[str, Any] = {
     "shapes": ShapesStage(),
 }
 TOY: dict[str, Any] = {
-    "model": ModelStage(("toy",), (2,), (8, 16), (1,), (2,), (1, 2), (8,), (2,), ((2, 8),), (), steps=4),
+    "model": ModelStage(("toy",), (2,), (8, 16), (1,), (2,), (1, 2), (8,), (2,), ((2, 8),), (), (), steps=4),
     "prefill": PrefillStage(("toy",), lengths=(16,), repeats=1),
     "start": StartStage("toy", prefix=8, steps=4),
     "sampling": SamplingStage((2,), vocabulary=300, spreads=(4.0,), dtype="float32"),

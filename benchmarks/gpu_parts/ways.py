@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from .. import measure
-from ..measure import StepClock
+from ..measure import StepClock, tail
 from .cases import OUT_OF_MEMORY, fits
 from .models import PAD, attention_skipped, draw_prompt, head_dim, hogwild_settings, kv_bytes_per_token, pdos_settings
 from .timing import Deadline, OutOfTimeError, PeakMemory
@@ -143,4 +143,5 @@ def _figures(rows: int, steps: Sequence[float]) -> dict[str, Any]:
     """Return the median step without the first ones, tokens per second, and the extra time of the first steps."""
     step = statistics.median(steps[FIRST_STEPS:] or steps)
     extra = sum(steps[:FIRST_STEPS]) - step * len(steps[:FIRST_STEPS])
-    return {"step_seconds": step, "tokens_per_second": rows / step, "steps": len(steps), "warm_up_seconds": extra}
+    figures = {"step_seconds": step, "tokens_per_second": rows / step, "steps": len(steps), "warm_up_seconds": extra}
+    return figures | tail(steps[FIRST_STEPS:] or steps)

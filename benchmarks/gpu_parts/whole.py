@@ -58,6 +58,7 @@ class ModelStage:
     branches: tuple[int, ...] = (10, 4)
     unshared: tuple[tuple[int, int], ...] = ((128, 1024), (32, 4096), (16, 16384), (32, 16384))
     more_rows: tuple[int, ...] = (4096, 2048)  # as in Hydragen's tables, after all others
+    more_prefixes: tuple[int, ...] = (2048, 8192)  # the same
     steps: int = 48
 
     def cases(self, bench: Bench) -> Iterator[Case]:
@@ -86,6 +87,7 @@ class ModelStage:
             *itertools.product(rest, targets),
             *itertools.product(rest, others),
             *itertools.product([first], [*itertools.product(ours, self.more_rows, self.prefixes)]),
+            *itertools.product([first], [*itertools.product(ours, self.rows, self.more_prefixes)]),
             *itertools.product([first], slowest),
         ]
         for name, (way, rows, prefix) in dict.fromkeys(order):

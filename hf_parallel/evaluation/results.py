@@ -21,9 +21,12 @@ KEY = tuple(_KEY)
 MEASURED = tuple(_MEASURED)
 COLUMNS = (
     *("task", "mode", "settings", "budget", "problems", "generations"),
-    *("score", "error", "answered", "passes", "tokens", "rating"),
+    *("score", "error", "answered", "passes", "tokens", "seconds", "tokens_per_second", "kv_bytes", "rating"),
 )
-"""Columns of a table. `rating` exists if a judge was asked."""
+"""Columns of a table. `rating` exists if a judge was asked; see `COSTS` for the times and bytes."""
+COSTS = ("seconds", "kv_bytes")
+"""Fields of results at the largest budget alone, because a generation runs up to there."""
+OPTIONAL = (*COSTS, "rating")
 
 Result: TypeAlias = dict[str, Any]
 """Line of a file (the fields of `KEY`, `MEASURED` and the text), or row of a table (the fields of `COLUMNS`)."""
@@ -92,12 +95,12 @@ def _read(folder: Path) -> Iterator[Result]:
 
 def _checked(result: Any, where: str) -> Result:
     """Return a result that was read; raise `ValueError` that names the first field that is missing or invalid."""
-    for name, kind in (_KEY | _MEASURED | {"text": str, "rating": float}).items():
+    for name, kind in (_KEY | _MEASURED | {"text": str} | dict.fromkeys(OPTIONAL, float)).items():
         value = result.get(name) if isinstance(result, dict) else None
         is_valid = (
             isinstance(value, int | float) and abs(value) <= MAX_NUMBER if kind is float else isinstance(value, kind)
         )
-        if not is_valid and (name, value) != ("rating", None):
+        if not is_valid and not (name in OPTIONAL and value is None):
             raise ValueError(f"{where}: {name!r} must be a {kind.__name__}, got {reprlib.repr(value)}")
     return result
 
@@ -116,6 +119,7 @@ def table(results: Iterable[Result]) -> list[Result]:
     `score` is the mean over problems of their mean scores, and `error` its standard error, None for a single problem.
     Samples of a problem are not independent, so the units are problems (clustered standard errors: Miller, Adding Error
     Bars to Evals, 2024, section 2.2). `rating` is the mean of a judge's ratings, None if no reply has a score.
+    `tokens_per_second` is the ratio of all tokens and all seconds at the largest budget.
     """
     groups: dict[tuple[str, str, str, int], list[Result]] = {}
     for result in results:
@@ -133,8 +137,22 @@ def table(results: Iterable[Result]) -> list[Result]:
         if ratings := [result["rating"] for result in found if "rating" in result]:
             rated = [rating for rating in ratings if rating is not None]
             row["rating"] = statistics.fmean(rated) if rated else None
-        rows.append(row | {name: statistics.fmean(result[name] for result in found) for name in measured})
+        row |= {name: statistics.fmean(result[name] for result in found) for name in measured}
+        rows.append(row | _costs(found))
     return rows
+
+
+def _costs(results: Sequence[Result]) -> Result:
+    """Return mean costs of results that have them, and tokens per second."""
+    costs: Result = {}
+    for name in COSTS:
+        if values := [result[name] for result in results if result.get(name) is not None]:
+            costs[name] = statistics.fmean(values)
+    timed = [result for result in results if result.get("seconds")]
+    if timed:
+        tokens = sum(result["tokens"] for result in timed)
+        costs["tokens_per_second"] = tokens / sum(result["seconds"] for result in timed)
+    return costs
 
 
 def settings_text(settings: Mapping[str, object]) -> str:
@@ -145,7 +163,8 @@ def settings_text(settings: Mapping[str, object]) -> str:
 def format_table(rows: Sequence[Result]) -> str:
     """Return the rows of `table` as plain text."""
     columns = []
-    for name in COLUMNS if any("rating" in row for row in rows) else COLUMNS[:-1]:
+    optional = {*OPTIONAL, "tokens_per_second"}
+    for name in [name for name in COLUMNS if name not in optional or any(name in row for row in rows)]:
         cells = ["+-" if name == "error" else name, *(_cell(name, row.get(name)) for row in rows)]
         width, sign = max(map(len, cells)), "<" if name in ("task", "mode", "settings") else ">"
         columns.append([f"{cell:{sign}{width}}" for cell in cells])
@@ -157,5 +176,5 @@ def _cell(name: str, value: Any) -> str:
         return settings_text(value)
     if value is None:
         return ""
-    digits = {"score": 3, "error": 3, "answered": 2, "rating": 2}
+    digits = {"score": 3, "error": 3, "answered": 2, "seconds": 2, "kv_bytes": 0, "rating": 2}
     return f"{value:.{digits.get(name, 1)}f}" if isinstance(value, float) else str(value)

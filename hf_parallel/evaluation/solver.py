@@ -115,19 +115,30 @@ class Solver:
 
     def _solve(self, engine: Engine, batch: Sequence[Generation]) -> Iterator[list[Result]]:
         """Solve a batch: first all generations, then the early finishers, which would delay them."""
-        outputs = [handle.result() for handle in [self._submit(engine, one) for one in batch]]
+        submitted = [self._submit(engine, one) for one in batch]
+        outputs = [handle.result() for handle in submitted]
+        costs = [self._cost(*pair) for pair in zip(submitted, outputs, strict=True)]
         written, finishing = [], []
         for one, output in zip(batch, outputs, strict=True):
             transcript = output.to_dict(self.tokenizer)
             written.append([written_until(transcript, budget) for budget in one.budgets])
             finishing.append(self._finish(engine, one, output.record.prompts[0], written[-1]))
-        for one, at_budgets, handles in zip(batch, written, finishing, strict=True):
+        for one, at_budgets, handles, cost in zip(batch, written, finishing, costs, strict=True):
             conclusions = {text: self._conclusion(one, handle) for text, handle in handles.items()}
             results = one.results(at_budgets, conclusions)
+            if one.budgets[-1] == self.largest:
+                results[-1] |= cost
             if self.judge is not None:
                 for at_budget, result in zip(at_budgets, results, strict=True):
                     result["rating"] = self._rating(engine, self.judge, one, at_budget, result["text"])
             yield results
+
+    def _cost(self, handle: RequestHandle, output: Any) -> Result:
+        """Return the time of a generation from its first pass to its end, and its bytes of keys and values."""
+        times = handle.times
+        assert times.started is not None
+        assert times.ended is not None
+        return {"seconds": times.ended - times.started, "kv_bytes": output.stats.kv_bytes}
 
     def _rating(self, engine: Engine, judge: Judge, one: Generation, written: Written, text: str) -> float | None:
         def own(prompt: str) -> str:

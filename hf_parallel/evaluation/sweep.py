@@ -91,6 +91,8 @@ def sweep(
     list of dict
         One result per run, problem, sample and budget, in this order, with the values at the budget: `score`, `passes`
         and `tokens` (of all rows). `answered`: whether the scored `text` had a final answer without the finisher.
+        Results at the largest budget have the costs of the generation, too: `seconds` from its first pass to its end,
+        and `kv_bytes` of keys and values.
 
     Raises
     ------

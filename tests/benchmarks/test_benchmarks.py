@@ -73,7 +73,12 @@ def test_the_commands_of_a_paper_are_known_and_shown(
     paper: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     about = papers.PAPERS[paper]["experiments"][name]
-    assert {"paper", "quick"} | ({"cpu_takes"} if "cpu" in about else {"why_no_cpu"}) <= set(about)
+    needed = {"paper", "paper_takes", "quick", "columns"}
+    assert needed | ({"cpu_takes"} if "cpu" in about else {"why_no_cpu"}) <= set(about)
+    if "rating" in about["columns"].values():
+        assert any("--judge" in text for text in about["paper"])
+    if "seconds" in about["columns"].values() and "evaluate" in str(about["paper"]):
+        assert all("--concurrent 1" in text for text in about["paper"] if text.startswith("evaluate"))
     assert f"`python -m benchmarks papers {paper} {name}" in (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
     parser, parse = argparse.ArgumentParser(), argparse.ArgumentParser.parse_args
     evaluate.add_options(parser)
@@ -107,7 +112,13 @@ def test_the_smallest_form_of_an_experiment_runs(paper: str, name: str, tmp_path
     quick = papers.PAPERS[paper]["experiments"][name]["quick"]
     given = ["--model", str(tmp_path / "model")] if any("{model}" in text for text in quick) else []
     assert papers.main([paper, name, "--quick", "--output", str(tmp_path / "new" / "found"), *given]) == 0
-    assert any((tmp_path / "new").iterdir())
+    written = [path for path in (tmp_path / "new").rglob("*") if path.suffix in (".json", ".jsonl")]
+    found: set[str] = set()
+    for path in written:
+        lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        found |= {entry for line in lines for entry, _ in entries(json.loads(line))}
+    columns = papers.PAPERS[paper]["experiments"][name]["columns"]
+    assert {column: key for column, key in columns.items() if key not in found} == {}
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

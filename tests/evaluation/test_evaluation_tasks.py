@@ -120,13 +120,18 @@ def test_tasks_load_from_files(task: str, tmp_path: Path) -> None:
         *(("gsm8k", {"answer": None}), ("gsm8k", {"answer": "12 apples or 13"}), ("gsm8k", {"question": " "})),
         *(("limo", {"answer": ["a"]}), ("olympiadbench", {"final_answer": []}), ("olympiadbench", {"error": "small"})),
         *(("livecodebench", {"metadata": "{"}), ("apps", {"input_output": ""})),
-        *(("game24", {"Puzzles": "1 2 3"}), ("documents", {"answers": "Ann"})),
+        *(("game24", {"Puzzles": "1 2 3"}), ("game24", {"numbers": [1, 2, 3]}), ("documents", {"answers": "Ann"})),
     ],
 )
 def test_a_malformed_column_is_named(task: str, changes: dict[str, Any]) -> None:
     rows = [{**row, **changes} for row in ROWS[task]]
     with pytest.raises(ValueError, match=f"column '{next(iter(changes))}'"):
         TASKS[task].from_rows(rows[: TASKS[task].rows_per_problem])
+
+
+def test_puzzles_have_the_columns_of_either_data_set() -> None:
+    row = {"numbers": [1, 1, 4, 6], "solutions": ["4*(6+1-1)"], "solvable": True}  # of nlile/24-game
+    assert TASKS["game24"].from_rows([row]) == TASKS["game24"].from_rows([{"Puzzles": "1 1 4 6"}])
 
 
 @pytest.mark.parametrize("task", ["apps", "documents"])

@@ -13,6 +13,7 @@ import torch
 from serving import small_model
 
 from hf_parallel.evaluation import Problem, Run
+from hf_parallel.evaluation.results import COSTS
 from hf_parallel.evaluation.sweep import sweep
 
 BUDGETS = (3, 6, 12)
@@ -50,8 +51,14 @@ def small_sweep(
     samples: int = 2,
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Sweep over the small problems, by sampling."""
-    return sweep(*small_model(), problems, runs, budgets, samples, output=output, **SAMPLING | settings)
+    """Sweep over the small problems, by sampling; return results without costs, which differ between equal sweeps."""
+    results = sweep(*small_model(), problems, runs, budgets, samples, output=output, **SAMPLING | settings)
+    return without_costs(results)
+
+
+def without_costs(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return results without the fields that differ between equal sweeps."""
+    return [{name: value for name, value in result.items() if name not in COSTS} for result in results]
 
 
 def run(output: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
@@ -40,10 +40,16 @@ class Game24Problem(Problem):
 
     @classmethod
     def from_row(cls, row: Mapping[str, object]) -> Game24Problem:
-        """Read `Puzzles`, such as `1 1 4 6`: the column of the paper's `24.csv`."""
-        puzzle = column(row, "Puzzles")
+        """Read `Puzzles`, such as `1 1 4 6` (the paper's `24.csv`), or `numbers`, a list (nlile/24-game)."""
+        if "numbers" in row:
+            given = row["numbers"]
+            puzzle = " ".join(map(str, given)) if isinstance(given, Sequence) and not isinstance(given, str) else given
+            name = "numbers"
+        else:
+            puzzle = column(row, "Puzzles")
+            name = "Puzzles"
         if not isinstance(puzzle, str) or not re.fullmatch(r"\s*\d{1,3}(\s+\d{1,3}){3}\s*", puzzle):
-            raise ValueError(f"column 'Puzzles' must be four integers, such as '1 1 4 6', got {puzzle!r:.80}")
+            raise ValueError(f"column {name!r} must be four integers, such as '1 1 4 6', got {puzzle!r:.80}")
         numbers = tuple(map(int, puzzle.split()))
         prompt = (
             f"Use the numbers {', '.join(map(str, numbers))}, each exactly once, and + - * / with parentheses to reach "
