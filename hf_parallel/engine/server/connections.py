@@ -1,14 +1,19 @@
-"""Connections of a server: a limit of their number, and an end of those whose client reads nothing."""
+"""Connections of a server: a limit of their number, and an end of those whose client reads nothing.
+
+Requests are parsed by h11, whichever parsers are installed: unlike httptools, it limits the size of the headers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hf_parallel.engine.server.limits import Limits
 
@@ -16,13 +21,16 @@ RESERVED_FILES = 256
 """Descriptors that connections leave to the process: its own files, and connections that are accepted at once."""
 BACKLOG = 128  # connections that are accepted at once
 QUIET_SECONDS = 60  # in which one kind of warning is logged once
+SMALL_CHUNKS = 4096  # of a body may have any size
+MIN_CHUNK_BYTES = 256  # mean size of further chunks
 _logger = logging.getLogger(__name__)
 
 
 class Connections:
     """The open connections of a server, by the time of their last data.
 
-    Above the limit, the one that was idle longest is closed; if all others have open requests, the new one.
+    Above the limit, the one that was idle longest is closed. If all others have open requests, one of the client that
+    has most is closed: the new one, unless another client has more.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -38,10 +46,22 @@ class Connections:
         """Add a connection that was accepted, and close one above the limit."""
         self._open[connection] = None
         if len(self._open) > self.most:
-            _logger.warning("more than %d connections are open; the one that was idle longest is closed", self.most)
-            idle = next(other for other in self._open if other.is_idle)  # the new one is
-            self.remove(idle)
-            idle.transport.abort()
+            _logger.warning("more than %d connections are open; one of them is closed", self.most)
+            surplus = self._surplus(connection)
+            self.remove(surplus)
+            surplus.transport.abort()
+
+    def _surplus(self, new: Connection) -> Connection:
+        """Return the connection to close, after a new one has exceeded the limit."""
+        idle = next(other for other in self._open if other.is_idle)
+        if idle is not new:
+            return idle
+        busy = [other for other in self._open if other is not new]
+        counts = Counter(other.owner for other in busy)
+        owner, most = counts.most_common(1)[0]
+        if most <= counts[new.owner] + 1:
+            return new
+        return next(other for other in reversed(busy) if other.owner == owner)  # the newest has done the least
 
     def touch(self, connection: Connection) -> None:
         """Move a connection that has received data to the end."""
@@ -53,13 +73,52 @@ class Connections:
         self._open.pop(connection, None)
 
 
-class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class Requests(h11.Connection):
+    """Parser of the requests of a connection.
+
+    A chunk of a body takes as long as a read of many bytes, in which no client is served. `refuse` is called if a body
+    consists of too many small ones; nothing is read after it.
+    """
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        super().__init__(h11.SERVER)
+        self._refuse = refuse
+        self._chunks = 0
+        self._bytes = 0
+        self._is_refused = False
+
+    def next_event(self) -> Any:
+        """See `h11.Connection`."""
+        if self._is_refused:
+            return h11.NEED_DATA
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = 0
+            self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > SMALL_CHUNKS + self._bytes // MIN_CHUNK_BYTES:
+                self._is_refused = True
+                self._refuse()
+                return h11.NEED_DATA
+        return event
+
+
+class Connection(H11Protocol):
     """A connection, which ends if its client reads nothing of an answer for `Limits.unread_seconds`."""
 
-    def __init__(self, owner: Connections, **settings: Any) -> None:
+    def __init__(self, connections: Connections, **settings: Any) -> None:
         super().__init__(**settings)
-        self._owner = owner
+        self.conn = Requests(self._refuse)
+        self._connections = connections
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def owner(self) -> Hashable:
+        """The client, as `Gate` tells them apart: by key or address."""
+        address = self.client and self.client[0]
+        return address if self.cycle is None else self.cycle.scope.get("submitter", address)
 
     @property
     def is_idle(self) -> bool:
@@ -69,16 +128,16 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def connection_made(self, transport: asyncio.Transport) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        self._owner.add(self)
+        self._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        self._owner.touch(self)
+        self._connections.touch(self)
         super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
-        self._owner.remove(self)
+        self._connections.remove(self)
         self._stop_timer()
         super().connection_lost(exc)
 
@@ -92,9 +151,22 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._stop_timer()
         super().resume_writing()
 
+    def send_400_response(self, msg: str) -> None:
+        """End a connection whose client breaks the protocol, if possible with an error. The application sends none."""
+        if not self.is_idle:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
+
+    def _refuse(self) -> None:
+        self.send_400_response("The body has too many small chunks.")
+
     def _wait(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        self._timer = self.loop.call_later(self._owner.unread_seconds, self._check, unread)
+        self._timer = self.loop.call_later(self._connections.unread_seconds, self._check, unread)
 
     def _check(self, before: int) -> None:
         """Close the connection unless its client has read a part."""

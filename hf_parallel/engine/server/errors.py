@@ -15,7 +15,7 @@ from hf_parallel.models.attention import UnsupportedModelError
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """Type of an error by status; others: `invalid_request_error` below 500, else `server_error`."""
 RETRY_SECONDS = 1
-MAX_MESSAGE = 1000  # characters of a message: values that it quotes may be long
+MAX_MESSAGE = 1000  # characters of a message, and of the name of a field: what a request holds may be long
 
 PIECE_ITEMS = 16  # items of a long list that are encoded at once
 
@@ -40,7 +40,8 @@ class APIError(Exception):
         """Return the body of the response."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         message = str(self)[:MAX_MESSAGE]
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else self.param[:MAX_MESSAGE]
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> Response:
         """Return the response."""

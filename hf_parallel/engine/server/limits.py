@@ -20,7 +20,7 @@ from hf_parallel.engine.server.errors import APIError
 
 request_logger = logging.getLogger("hf_parallel.requests")
 """Logs a line of level INFO for each request that has ended."""
-MAX_LOGGED = 200  # characters of a path
+MAX_LOGGED = 200  # characters of a path or an address
 OPEN_PATHS = ("/", "/health")  # paths that need no API key
 
 
@@ -41,6 +41,8 @@ class Limits:
     open_requests: int = 1024
     """Open requests of all clients: their responses are not complete. Above the limit, only clients with less than an
     equal share are served."""
+    open_bytes: int = 1 << 28
+    """Bytes of the bodies of open requests. Above the limit, only clients with less than an equal share are served."""
     connections: int = 1024
     """Open connections, with or without requests; fewer if the process may open fewer files. Above the limit, the one
     that was idle longest is closed."""
@@ -84,6 +86,8 @@ class Gate:
         self._keys = [sha256(key.encode()).digest() for key in api_keys]
         self._hosts = [host.encode() for host in hosts]
         self._open: Counter[Hashable] = Counter()
+        self._bytes: Counter[Hashable] = Counter()  # of the bodies of open requests
+        self._most_bytes = max(limits.open_bytes, limits.body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request to the application, or send an error."""
@@ -109,8 +113,11 @@ class Gate:
                 self._log(scope, status, time.monotonic() - begin)
 
     def _log(self, scope: Scope, status: int | None, seconds: float) -> None:
-        """Log a request that has ended: no text of it but its path, whose special characters are escaped."""
-        client = (scope.get("client") or ("-",))[0]
+        """Log a request that has ended: no text of it but its path. Special characters are escaped.
+
+        A proxy's header may name the client's address, which can then be any text.
+        """
+        client = quote((scope.get("client") or ("-",))[0], safe=":")[:MAX_LOGGED]
         if self._keys:
             client += f" key {scope['submitter']}" if "submitter" in scope else " without key"
         usage = scope["usage"]() if "usage" in scope else {}
@@ -119,7 +126,7 @@ class Gate:
         request_logger.info("%s %s %s, %.3f s%s", client, request, status or "disconnected", seconds, tokens)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        submitter, opened = None, 0
+        submitter, opened, size = None, 0, 0
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
             if b"content-length" in headers and b"transfer-encoding" in headers:  # request smuggling
@@ -130,19 +137,20 @@ class Gate:
             if scope["path"] not in OPEN_PATHS:
                 submitter = scope["submitter"] = self._submitter(scope, headers)
                 scope["cache_salt"] = f"{submitter}:" if len(self._keys) > 1 else ""
-            if scope["method"] == "POST":
+            if scope["method"] == "POST" and scope["path"] not in OPEN_PATHS:
                 if not has_place(self._open, submitter, self.limits.open_requests):
                     message = f"{self.limits.open_requests} requests are open already"
                     raise APIError(429, message, code="too_many_requests")
                 opened = 1
                 self._open[submitter] += opened
-                receive = await self._with_body(headers, receive)
+                receive, size = await self._with_body(submitter, headers, receive)
         except APIError as error:
             await error.response()(scope, receive, send)
         else:
             await self.app(scope, receive, send)
         finally:
             self._open -= Counter({submitter: opened})  # keeps positive counts only
+            self._bytes -= Counter({submitter: size})
 
     def _submitter(self, scope: Scope, headers: dict[bytes, bytes]) -> Hashable:
         """Check the API key. Return the client for fair scheduling: the index of its key or, without keys, its host."""
@@ -155,8 +163,10 @@ class Gate:
             raise APIError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
         return equal.index(True)
 
-    async def _with_body(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """Receive the whole body and return a `receive` that returns it again."""
+    async def _with_body(
+        self, submitter: Hashable, headers: dict[bytes, bytes], receive: Receive
+    ) -> tuple[Receive, int]:
+        """Receive the whole body. Return a `receive` that returns it again, and its size."""
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type != b"application/json":  # browsers send a preflight request first
             raise APIError(415, "the request needs the header Content-Type: application/json")
@@ -164,23 +174,37 @@ class Gate:
         limit = self.limits.body_bytes
         if length.isdigit() and int(length[:20]) > limit:
             raise APIError(413, f"the body has {length.decode()[:20]} bytes; at most {limit} are accepted")
-        body = bytearray()
         try:
             with anyio.fail_after(self.limits.body_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        raise APIError(499, "the client has disconnected")
-                    body += message.get("body", b"")
-                    if len(body) > limit:
-                        raise APIError(413, f"the body has more than {limit} bytes")
-                    if not message.get("more_body"):
-                        break
+                body = await self._read(submitter, receive)
         except TimeoutError as error:
             raise APIError(408, f"the body did not arrive within {self.limits.body_seconds} seconds") from error
-        messages = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_again() -> Message:
             return messages.pop(0) if messages else await receive()
 
-        return receive_again
+        return receive_again, len(body)
+
+    async def _read(self, submitter: Hashable, receive: Receive) -> bytes:
+        """Receive the whole body. Its bytes count as those of the submitter, unless an error is raised."""
+        limit = self.limits.body_bytes
+        body = bytearray()
+        try:
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise APIError(499, "the client has disconnected")
+                part = message.get("body", b"")
+                if len(body) + len(part) > limit:
+                    raise APIError(413, f"the body has more than {limit} bytes")
+                if not has_place(self._bytes, submitter, self._most_bytes):
+                    text = f"the bodies of open requests have {self._most_bytes} bytes already"
+                    raise APIError(429, text, code="too_many_requests")
+                body += part
+                self._bytes[submitter] += len(part)
+                if not message.get("more_body"):
+                    return bytes(body)
+        except BaseException:
+            self._bytes -= Counter({submitter: len(body)})
+            raise

@@ -32,6 +32,7 @@ class DrainingServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=connections.make,  # type: ignore[arg-type]
+            ws="none",  # such a connection would be none of `connections`
             backlog=BACKLOG,
             log_level="warning",
             timeout_graceful_shutdown=int(drain_seconds) + ANSWER_SECONDS,

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from serving import MODEL, small_model  # noqa: E402
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import DrainingServer, Limits, create_app  # noqa: E402
 from hf_parallel.engine.server.app import FairPool  # noqa: E402
-from hf_parallel.engine.server.connections import QuietFilter  # noqa: E402
+from hf_parallel.engine.server.connections import SMALL_CHUNKS, QuietFilter  # noqa: E402
 from hf_parallel.engine.server.errors import PIECE_ITEMS, json_pieces  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,6 +86,97 @@ def test_a_connection_above_the_limit_closes_the_one_that_was_idle_longest(caplo
         for one in (*opened, new, *many):
             one.close()
     assert len([record for record in caplog.records if "connections are open" in record.message]) <= 1
+
+
+def received(connection: socket.socket, until: bytes = b"\0") -> bytes:
+    """Return what a connection receives up to a text or its end."""
+    connection.settimeout(600)
+    found = b""
+    with suppress(ConnectionError):
+        while until not in found and (part := connection.recv(1 << 16)):
+            found += part
+    return found
+
+
+def head(key: str, length: str) -> bytes:
+    """Return the head of a request; `length` are the fields that say how long its body is."""
+    fields = f"Host: x\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n{length}"
+    return f"POST /v1/completions HTTP/1.1\r\n{fields}\r\n\r\n".encode()
+
+
+def test_no_client_takes_all_connections() -> None:
+    """With requests whose bodies do not end."""
+    limits = Limits(connections=4)
+    with Engine(*small_model()) as engine, draining(engine, limits, api_keys=["one", "two"]) as address:
+        slow = []
+        for _ in range(limits.connections):
+            connection = socket.create_connection(address)
+            connection.sendall(head("one", "Content-Length: 100\r\nExpect: 100-continue"))
+            assert b" 100 " in received(connection, until=b"\r\n\r\n")  # the server waits for the body
+            slow.append(connection)
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+        url = f"http://127.0.0.1:{address[1]}/v1/completions"
+        answer = httpx.post(url, json=body, headers={"Authorization": "Bearer two"}, timeout=600)
+        assert answer.status_code == 200
+        assert not received(slow.pop())  # the newest
+        for connection in slow:
+            connection.sendall(b" " * 100)
+            assert received(connection, until=b"}}").startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_body_of_many_small_chunks_ends_its_connection() -> None:
+    """Each chunk takes as long as a read of many bytes."""
+    chunked = "Transfer-Encoding: chunked\r\nConnection: close"
+    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1, "stop": ["x" * 99] * 9}).encode()
+    byte = b"1\r\n \r\n"
+    own, end = b"%x\r\n%s\r\n" % (len(body), body), b"0\r\n\r\n"
+    with Engine(*small_model()) as engine, draining(engine, Limits(), api_keys=["one"]) as address:
+        for key, chunks, status in (
+            ("one", own + byte * SMALL_CHUNKS + end, b"200 "),
+            ("one", own + byte * 2 * SMALL_CHUNKS + end, b"400 "),
+            ("other", byte * 2 * SMALL_CHUNKS + end, b"400 "),
+        ):
+            connection = socket.create_connection(address)
+            connection.sendall(head(key, chunked) + chunks)
+            assert received(connection).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.2], ids=["at once", "after the answer"])
+def test_a_client_that_breaks_the_protocol_writes_no_traceback_to_the_log(
+    pause: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(*small_model()) as engine, draining(engine, Limits(), api_keys=["one"]) as address:
+        for key in ("one", "other"):
+            connection = socket.create_connection(address)
+            connection.sendall(head(key, "Transfer-Encoding: chunked"))
+            time.sleep(pause)
+            with suppress(ConnectionError):
+                connection.sendall(b"no size\r\n")
+            assert received(connection).startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 401 "))
+    assert not [record for record in caplog.records if record.levelno > logging.WARNING]
+
+
+def test_bodies_of_open_requests_share_a_limit_among_clients() -> None:
+    limits = Limits(open_bytes=1000, body_bytes=600)
+    with Engine(*small_model()) as engine, draining(engine, limits, api_keys=["one", "two"]) as address:
+        open_requests = []
+        for _ in range(2):
+            connection = socket.create_connection(address)
+            connection.sendall(head("one", "Content-Length: 600") + b" " * 550)
+            check(other := socket.create_connection(address))
+            other.close()
+            open_requests.append(connection)
+        url = f"http://127.0.0.1:{address[1]}/v1/completions"
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+        answers = [
+            httpx.post(url, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=600).status_code
+            for key in ("one", "two")
+        ]
+        assert answers == [429, 200]
+        for connection, status in zip(open_requests, (b"429 ", b"400 "), strict=True):  # the first makes room
+            connection.sendall(b" " * 50)
+            assert received(connection, until=b"}}").startswith(b"HTTP/1.1 " + status)
+        assert httpx.post(url, json=body, headers={"Authorization": "Bearer one"}, timeout=600).status_code == 200
 
 
 def test_an_answer_that_nobody_reads_ends() -> None:
@@ -176,11 +267,15 @@ def test_a_line_is_logged_for_each_request_without_its_text(caplog: pytest.LogCa
         body = {"model": MODEL, "prompt": "hidden", "max_tokens": 2, "logit_bias": {"2": -100}}
         httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=600)
         httpx.post(f"{url}/v1/completions", json=body | {"stream": True}, headers=headers, timeout=600)
-        httpx.get(f"{url}/a%0ab?secret", timeout=600)
+        forged = {"X-Forwarded-For": "1.2.3.4 key 0 \x1b[2J" + "x" * 999}  # as behind a proxy on this machine
+        httpx.get(f"{url}/a%0ab?secret", timeout=600, headers=forged)
     lines = [record.message for record in caplog.records if record.name == "hf_parallel.requests"]
     assert len(lines) == 3
     for line in lines[:2]:
         assert line.startswith("127.0.0.1 key 0 POST /v1/completions 200, ")
         assert line.endswith(" + 2 tokens")
-    assert lines[2].startswith("127.0.0.1 without key GET /a%0Ab 401, ")
+    client, rest = lines[2].split(" ", 1)
+    assert client.startswith("1.2.3.4%20key%200%20%1B%5B2Jxxx")
+    assert len(client) == 200
+    assert rest.startswith("without key GET /a%0Ab 401, ")
     assert not any("hidden" in line or "secret" in line for line in lines)

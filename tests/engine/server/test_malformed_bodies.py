@@ -242,7 +242,7 @@ def test_fields_that_contradict_each_other_or_exceed_a_limit_are_rejected(server
             body = {"model": MODEL, "max_tokens": 4, **prompt, **more, **fields}
             status, error = send(server, json.dumps(body).encode(), path)
             assert status == (404 if "model" in fields else 400), (fields, error)
-            assert error["param"] in {*fields, "max_tokens"}, (fields, error)
+            assert error["param"] in {name[:1000] for name in (*fields, "max_tokens")}, (fields, error)
             assert "rows" not in error["message"] or error["param"] == list(fields)[-1], (fields, error)
 
 
