@@ -30,6 +30,7 @@ from hf_parallel.agents.supervisors import SelfConsistency as SelfConsistency
 from hf_parallel.agents.supervisors import Single as Single
 from hf_parallel.agents.supervisors import Supervisor as Supervisor
 from hf_parallel.agents.supervisors import TreeOfThoughts as TreeOfThoughts
+from hf_parallel.agents.trace import AgentUsage as AgentUsage
 from hf_parallel.agents.trace import Event as Event
 from hf_parallel.agents.trace import RunTrace as RunTrace
 from hf_parallel.engine.policies import ContributionPolicy as ContributionPolicy

@@ -1,25 +1,39 @@
-"""Drawing: a run of agents as the HTML page of a transcript."""
+"""Drawing: a run of agents as an HTML page, that of a transcript with the run's agents, scores and searches above it.
+
+`run.html` is its jinja2 template.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+from hf_parallel.agents.search_tree import SearchTree, search_trees
 from hf_parallel.agents.trace import Event, RunTrace
 from hf_parallel.transcript import page
 from hf_parallel.transcript.record import COMPUTED
 from hf_parallel.transcript.sections import FORMAT, VERSION, Card, Section, TranscriptStyle
 
+TEMPLATE = Path(__file__).with_name("run.html")
+PLOT_WIDTH, PLOT_HEIGHT = 640, 160
+"""Size of the plot of scores, in pixels, without its labels."""
+OPEN_STATES = 60
+"""Trees of up to this number of states are shown without a click."""
+
 
 def render(trace: RunTrace) -> str:
     """Return a run as an HTML page: a column for each agent, and a card for each of its operations.
 
-    Simultaneous operations of an agent get columns of their own. Raises `ValueError` if the trace is damaged.
+    Simultaneous operations of an agent get columns of their own. Above are a table of what each role has used, its
+    scores over time if the engine has a policy with scores, and the states of searches. Raises `ValueError` if the
+    trace is damaged.
     """
     try:
-        return page.render(_transcript(trace))
+        trees = [_tree(tree) for tree in search_trees(trace.events)]
+        return page.render(_transcript(trace), TEMPLATE, usage=_usage(trace), plot=_plot(trace), trees=trees)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"the trace is damaged: {type(error).__name__} {error}") from error
 
@@ -77,3 +91,73 @@ def _words(event: Event) -> tuple[str, str] | None:
         case "cancel":
             return "cancelled", ""
     return None
+
+
+def _usage(trace: RunTrace) -> list[dict[str, object]]:
+    """Return the rows of the table of roles, with the parts of all requests and tokens in percent."""
+    usage = trace.usage()
+    all_requests = sum(role.requests for role in usage.values())
+    all_tokens = sum(role.prompt_tokens + role.tokens for role in usage.values())
+    return [
+        {
+            "role": name,
+            **asdict(role),
+            "request_part": round(100 * role.requests / max(all_requests, 1)),
+            "token_part": round(100 * (role.prompt_tokens + role.tokens) / max(all_tokens, 1)),
+            "seconds": f"{role.seconds:.2f}",
+        }
+        for name, role in usage.items()
+    ]
+
+
+def _plot(trace: RunTrace) -> dict[str, object] | None:
+    """Return the curve of each role's contribution score, in pixels; None without scores."""
+    rounds = [(event.time, event.data["scores"]) for event in trace.events if event.kind == "scores"]
+    if not rounds:
+        return None
+    roles = list(dict.fromkeys(role for _, scores in rounds for role in scores))
+    begin, end = rounds[0][0], rounds[-1][0]
+    curves = []
+    for number, role in enumerate(roles):
+        points = [
+            (PLOT_WIDTH * (time - begin) / max(end - begin, 1e-9), PLOT_HEIGHT * (1 - scores[role]))
+            for time, scores in rounds
+            if role in scores
+        ]
+        curves.append({"role": role, "hue": page.HUES[number % len(page.HUES)], "last": rounds[-1][1].get(role)})
+        curves[-1]["points"] = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        curves[-1]["end"] = [round(value, 1) for value in points[-1]]
+    return {
+        "width": PLOT_WIDTH,
+        "height": PLOT_HEIGHT,
+        "begin": f"{begin:.2f}",
+        "end": f"{end:.2f}",
+        "rounds": len(rounds),
+        "curves": curves,
+    }
+
+
+def _tree(tree: SearchTree) -> dict[str, object]:
+    """Return the cells of a tree: a column for each depth, and a row for each path."""
+    top = tree.root.id.count(".")
+    cells = []
+    row = 1
+    for node in tree.root.walk():
+        cells.append(
+            {
+                "place": f"grid-column:{1 + node.id.count('.') - top};grid-row:{row} / span {node.num_leaves}",
+                "id": node.id,
+                "outcome": node.outcome,
+                "value": None if node.value is None else f"{node.value:.4g}",
+                "text": node.text.strip(),
+            }
+        )
+        row += not node.children
+    counted = len(cells) - 1
+    pruned = sum(cell["outcome"] == "pruned" for cell in cells)
+    return {
+        "agent": tree.agent_id,
+        "cells": cells,
+        "words": f"{counted} states, {pruned} pruned",
+        "is_open": counted <= OPEN_STATES,
+    }

@@ -167,7 +167,9 @@ class Search:
 
     def _note(self, state: State, status: str) -> None:
         parent = None if state.parent is None else state.parent.id
-        self.runtime.trace.add(self.agent_id, "state", state.id, parent=parent, value=state.value, status=status)
+        self.runtime.trace.add(
+            self.agent_id, "state", state.id, parent=parent, value=state.value, status=status, reached=state.status
+        )
 
     def _drop(self, states: Sequence[State], kept: Sequence[State]) -> None:
         """Close the coroutines of states that are not kept, and the agents started in them."""

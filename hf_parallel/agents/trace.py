@@ -26,8 +26,9 @@ class Event:
     agent
         Id of the agent instance, such as `solve#0`. Those of its children begin with it: `solve#0/gather#1`.
     kind
-        `spawn`, `gen`, `tool`, `next`, `resume`, `yield`, `state`, `end`, `error`, `cancel`, `kv` (`bytes` of the KV
-        cache) or `scores` (contribution `scores` by agent). Readers ignore other kinds.
+        `spawn`, `gen`, `tool`, `next`, `resume`, `yield`, `state` (of a search, with its `value` and whether it was
+        `committed` or `selected`), `end`, `error`, `cancel`, `kv` (`bytes` of the KV cache) or `scores` (contribution
+        `scores` by role). Readers ignore other kinds.
     state
         Id of the state in the agent's search tree, such as `0.2.1`.
     data
@@ -39,6 +40,24 @@ class Event:
     kind: str
     state: str = ""
     data: JSONObject = field(default_factory=dict)
+
+
+@dataclass
+class AgentUsage:
+    """What the agents of one role have used in a run."""
+
+    agents: int = 0
+    """Instances, copies in other paths of a search included."""
+    requests: int = 0
+    """Requests for completions."""
+    tokens: int = 0
+    """New tokens."""
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Prompt tokens, and how many of them had cached keys and values."""
+    tool_calls: int = 0
+    seconds: float = 0.0
+    """Time in which requests waited or ran, summed over requests."""
 
 
 @dataclass
@@ -58,6 +77,27 @@ class RunTrace:
     def add(self, agent: str, kind: str, /, state: str = "", **data: object) -> None:
         """Append an event that happens now."""
         self.events.append(Event(self.now(), agent, kind, state, data))
+
+    def usage(self) -> dict[str, AgentUsage]:
+        """Return the tokens and calls of each role, such as `gather`, in the order in which roles began."""
+        usage: dict[str, AgentUsage] = {}
+        agents: set[str] = set()
+        for event in self.events:
+            if not event.agent:
+                continue
+            role = usage.setdefault(role_of(event.agent), AgentUsage())
+            if event.agent not in agents:
+                agents.add(event.agent)
+                role.agents += 1
+            if event.kind == "gen":
+                role.requests += 1
+                role.tokens += event.data["tokens"]
+                role.prompt_tokens += event.data["prompt_tokens"]
+                role.reused_tokens += event.data["reused"]
+                role.seconds += event.time - event.data["begin"]
+            elif event.kind == "tool":
+                role.tool_calls += 1
+        return usage
 
     def to_dict(self) -> dict[str, object]:
         """Return the trace as plain data."""
@@ -81,3 +121,8 @@ class RunTrace:
     def load(cls, path: str | Path) -> RunTrace:
         """Load a trace that `save` wrote. Raises `ValueError`, which names the file, for any other file."""
         return cls.from_dict(read_json(path), path)
+
+
+def role_of(agent_id: str) -> str:
+    """Return the role of an agent instance: `gather` of `solve#0/gather#1`."""
+    return agent_id.rpartition("/")[2].partition("#")[0]

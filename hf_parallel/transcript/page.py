@@ -21,6 +21,7 @@ from hf_parallel.files import JSONObject
 from hf_parallel.transcript.record import DRAFTED, HOTSPOT, REPLAYED
 from hf_parallel.transcript.sections import GIVEN, TranscriptStyle, check_format
 
+PAGE = Path(__file__).with_name("page.html")
 HUES = (215, 335, 35, 160, 270, 5, 95, 190)
 """Hues of the columns, in degrees."""
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -48,13 +49,13 @@ def printable(value: object) -> str:
     return value if isinstance(value, Markup) else _UNPRINTABLE.sub("\ufffd", str(value))
 
 
-def fill(page: Path, **values: object) -> str:
+def fill(page: Path, script_of: Path | None = None, **values: object) -> str:
     """Return a template with values, which are escaped, and with the script of the same name beside it.
 
     The template receives the script as `script` and its hash for the content security policy as `script_hash`. It can
-    include `base.css`, the style of all pages.
+    include `base.css`, the style of all pages, and extend `PAGE`. `script_of`: another template, whose script it has.
     """
-    script = page.with_suffix(".js").read_text(encoding="utf-8")
+    script = (script_of or page).with_suffix(".js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         _templates(page.parent)
@@ -74,28 +75,30 @@ def _templates(folder: Path) -> Environment:
     )
 
 
-def render(transcript: object) -> str:
+def render(transcript: object, template: Path = PAGE, **values: object) -> str:
     """Return a transcript, the dict of `ParallelOutput.to_dict` with or without `model` (a name), as an HTML page.
 
     A transcript of something else than a call has `facts`, pairs of value and unit, in place of numbers of tokens.
+    `template` is another template that extends `PAGE`, which receives `values`, too.
 
     Raises `ValueError` if it is no transcript, of another version, or damaged.
     """
     run = check_format(transcript)
     try:
-        return _render(run)
+        return _render(run, template, values)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"the transcript is damaged: {type(error).__name__} {error}") from error
 
 
-def _render(run: JSONObject) -> str:
+def _render(run: JSONObject, template: Path, values: Mapping[str, object]) -> str:
     texts = [name for name in TranscriptStyle._fields if name != "is_one_answer"]
     style = {name: _DIRECTIONS.sub("", run["style"][name]) for name in texts}
     origins = {piece[2] for section in run["sections"] for card in section["cards"] for piece in card["pieces"]}
     speed = _speed(run)
     style["tick"] = "step" if "facts" in run or speed["passes"] != run["passes"] else "pass"
     return fill(
-        Path(__file__).with_name("page.html"),
+        template,
+        script_of=PAGE,
         title=" \u00b7 ".join(filter(None, [run["mode"] or "hf_parallel", str(run.get("model", ""))])),
         style=style,
         speed=None if "facts" in run else speed,
@@ -104,6 +107,7 @@ def _render(run: JSONObject) -> str:
         settings="\n".join(f"{name} = {value!r}" for name, value in run["settings"].items()),
         origins={origin: words for origin, words in _ORIGINS.items() if origin in origins},
         sections=[_section(section, style) for section in run["sections"]],
+        **values,
     )
 
 
