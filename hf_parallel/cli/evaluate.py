@@ -16,6 +16,7 @@ from hf_parallel.cli.serve import free_memory, parse_bytes
 from hf_parallel.cli.settings import add_template_option, check_generation, parse
 from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_problems, read_results, table
 from hf_parallel.evaluation.judge import Judge
+from hf_parallel.evaluation.plots import FORMATS, check_matplotlib, save_plots
 from hf_parallel.evaluation.results import key_of
 from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, check_sweep
 from hf_parallel.evaluation.tasks import check_task
@@ -65,6 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     words = "folder of results.rankN.jsonl: an object for each mode, problem, sample and budget; resumed if it exists"
     add("-o", "--output", required=True, type=Path, metavar="FOLDER", help=words)
+    words = "draw accuracy by passes, tokens and seconds into the folder, as png (default), svg or pdf"
+    add("--plot", nargs="?", const=FORMATS[0], choices=FORMATS, metavar="FORMAT", help=words)
     parser.set_defaults(run=evaluate)
 
 
@@ -81,6 +84,8 @@ def evaluate(options: argparse.Namespace) -> int:
     judge = None if options.judge is None else Judge(*options.judge.split("=", 1))
     check_task(options.task, of_task)  # `load_problems` has arguments of its own, such as `seed`
     problems = load_problems(options.task, options.source, options.count, options.seed, **of_task)
+    if options.plot:
+        check_matplotlib()
     counts = {"samples": options.samples, "concurrent": options.concurrent}
     check_sweep(problems, runs, budgets, common, options.seed, **counts)
     on_cpu = options.device == "cpu" or not torch.accelerator.is_available()
@@ -98,7 +103,10 @@ def evaluate(options: argparse.Namespace) -> int:
         raise
     if state.is_main_process:
         stored = {key_of(result): result for result in [*results, *read_results(options.output)]}
-        print(format_table(table(stored.values())), end="")
+        rows = table(stored.values())
+        print(format_table(rows), end="")
+        if options.plot:
+            save_plots(rows, options.output, options.plot)
         print(f"Written to {options.output}", file=sys.stderr)
     state.destroy_process_group()
     return 0

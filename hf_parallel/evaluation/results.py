@@ -23,10 +23,11 @@ COLUMNS = (
     *("task", "mode", "settings", "budget", "problems", "generations"),
     *("score", "error", "answered", "passes", "tokens", "seconds", "tokens_per_second", "kv_bytes", "rating"),
 )
-"""Columns of a table. `rating` exists if a judge was asked; see `COSTS` for the times and bytes."""
+"""Columns of a table."""
 COSTS = ("seconds", "kv_bytes")
-"""Fields of results at the largest budget alone, because a generation runs up to there."""
+"""Costs of a generation: the time up to the budget, and bytes of keys and values at the largest budget alone."""
 OPTIONAL = (*COSTS, "rating")
+"""Fields that results may lack: the costs, and the `rating` if no judge was asked."""
 
 Result: TypeAlias = dict[str, Any]
 """Line of a file (the fields of `KEY`, `MEASURED` and the text), or row of a table (the fields of `COLUMNS`)."""
@@ -119,7 +120,7 @@ def table(results: Iterable[Result]) -> list[Result]:
     `score` is the mean over problems of their mean scores, and `error` its standard error, None for a single problem.
     Samples of a problem are not independent, so the units are problems (clustered standard errors: Miller, Adding Error
     Bars to Evals, 2024, section 2.2). `rating` is the mean of a judge's ratings, None if no reply has a score.
-    `tokens_per_second` is the ratio of all tokens and all seconds at the largest budget.
+    `tokens_per_second` is the ratio of all tokens and all seconds.
     """
     groups: dict[tuple[str, str, str, int], list[Result]] = {}
     for result in results:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.engine import Engine, RequestHandle
 from hf_parallel.evaluation.judge import Judge
+from hf_parallel.evaluation.pass_clock import PassClock
 from hf_parallel.evaluation.results import Result
 from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, Finisher, Run
 from hf_parallel.evaluation.tasks.base import Problem
@@ -115,30 +116,27 @@ class Solver:
 
     def _solve(self, engine: Engine, batch: Sequence[Generation]) -> Iterator[list[Result]]:
         """Solve a batch: first all generations, then the early finishers, which would delay them."""
-        submitted = [self._submit(engine, one) for one in batch]
+        clocks = [PassClock() for _ in batch]
+        submitted = [self._submit(engine, one, clock) for one, clock in zip(batch, clocks, strict=True)]
         outputs = [handle.result() for handle in submitted]
-        costs = [self._cost(*pair) for pair in zip(submitted, outputs, strict=True)]
-        written, finishing = [], []
-        for one, output in zip(batch, outputs, strict=True):
+        written, costs, finishing = [], [], []
+        for one, clock, handle, output in zip(batch, clocks, submitted, outputs, strict=True):
             transcript = output.to_dict(self.tokenizer)
-            written.append([written_until(transcript, budget) for budget in one.budgets])
-            finishing.append(self._finish(engine, one, output.record.prompts[0], written[-1]))
-        for one, at_budgets, handles, cost in zip(batch, written, finishing, costs, strict=True):
+            at_budgets = [written_until(transcript, budget) for budget in one.budgets]
+            written.append(at_budgets)
+            costs.append([{"seconds": clock.until(within.passes, handle)} for within in at_budgets])
+            if one.budgets[-1] == self.largest:
+                costs[-1][-1]["kv_bytes"] = output.stats.kv_bytes
+            finishing.append(self._finish(engine, one, output.record.prompts[0], at_budgets))
+        for one, at_budgets, costs_at, handles in zip(batch, written, costs, finishing, strict=True):
             conclusions = {text: self._conclusion(one, handle) for text, handle in handles.items()}
             results = one.results(at_budgets, conclusions)
-            if one.budgets[-1] == self.largest:
-                results[-1] |= cost
+            for result, cost in zip(results, costs_at, strict=True):
+                result |= cost
             if self.judge is not None:
                 for at_budget, result in zip(at_budgets, results, strict=True):
                     result["rating"] = self._rating(engine, self.judge, one, at_budget, result["text"])
             yield results
-
-    def _cost(self, handle: RequestHandle, output: Any) -> Result:
-        """Return the time of a generation from its first pass to its end, and its bytes of keys and values."""
-        times = handle.times
-        assert times.started is not None
-        assert times.ended is not None
-        return {"seconds": times.ended - times.started, "kv_bytes": output.stats.kv_bytes}
 
     def _rating(self, engine: Engine, judge: Judge, one: Generation, written: Written, text: str) -> float | None:
         def own(prompt: str) -> str:
@@ -149,10 +147,11 @@ class Solver:
         texts = {rows.name(index): row for index, row in enumerate(written.rows)}
         return judge.rate(texts, text, one.problem, own)
 
-    def _submit(self, engine: Engine, one: Generation) -> RequestHandle:
+    def _submit(self, engine: Engine, one: Generation, clock: PassClock) -> RequestHandle:
         run = Run(one.run.mode, {**self.generation, **one.run.settings})
         config, template = run.config(one.problem.answer_pattern), check_template_kwargs(run.settings.get(TEMPLATE))
         settings: dict[str, Any] = {**run.generation(), "max_new_tokens": self.largest, "seed": one.seed}
+        settings["streamer"] = clock
         task = run.task(one.problem.prompt)
         if config is None:
             return engine.submit(encode_task(None, task, self.tokenizer, template), **settings)

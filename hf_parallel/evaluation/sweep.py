@@ -91,8 +91,8 @@ def sweep(
     list of dict
         One result per run, problem, sample and budget, in this order, with the values at the budget: `score`, `passes`
         and `tokens` (of all rows). `answered`: whether the scored `text` had a final answer without the finisher.
-        Results at the largest budget have the costs of the generation, too: `seconds` from its first pass to its end,
-        and `kv_bytes` of keys and values.
+        `seconds`: from the beginning of the prefill to the last of these passes. Results at the largest budget have
+        `kv_bytes`, the size of keys and values, too.
 
     Raises
     ------

@@ -107,5 +107,8 @@ def test_results_are_written_and_resumed(folder: Path, tmp_path: Path, capsys: A
     assert cli.main(command) == 0
     assert capsys.readouterr().out == shown
     assert lines_of(out) == before
-    assert cli.main([*command, "--count", "1"]) == 0
+    assert not list(out.glob("*.png"))
+    assert cli.main([*command, "--count", "1", "--plot"]) == 0
     assert capsys.readouterr().out == shown, "the table is that of the folder"
+    names = sorted(path.name for path in out.glob("*.png"))
+    assert names == [f"accuracy_by_{axis}.png" for axis in ("passes", "seconds", "tokens")]

@@ -93,20 +93,39 @@ def test_results_depend_neither_on_the_order_nor_on_the_number_at_a_time(results
     assert [result for run in RUNS for result in by_run[run.mode]] == expected
 
 
-def test_results_at_the_largest_budget_have_their_costs(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"problems": PROBLEMS[:2], "runs": RUNS[:1], "samples": 1, "concurrent": 1}
-    small_sweep(tmp_path, budgets=(3, 6), **settings)
+@pytest.mark.parametrize("mode", [None, "hogwild", "self_consistency", "pdos"])
+@pytest.mark.filterwarnings("ignore")
+def test_seconds_end_with_the_last_pass_of_a_budget(mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock counts forward passes of the model, and each decode pass is one of them."""
+    model, tokenizer = small_model()
+    passes = 0
+
+    def add_pass(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    model.register_forward_pre_hook(add_pass)
+    monkeypatch.setattr("time.perf_counter", lambda: float(passes))
+    found = sweep(model, tokenizer, PROBLEMS[:1], [Run(mode)], (3, 6, 9), concurrent=1, **SAMPLING)
+    first, *others = found
+    assert first["seconds"] >= first["passes"] - 1, "the last token of a budget comes from the pass before"
+    for result in others:
+        assert result["seconds"] - first["seconds"] == result["passes"] - first["passes"]
+
+
+def test_costs_are_in_results_and_table(tmp_path: Path) -> None:
+    small_sweep(tmp_path, budgets=(3, 6), problems=PROBLEMS[:2], runs=RUNS[:1], samples=1)
     results = read_results(tmp_path)
-    smaller, largest = ([one for one in results if one["budget"] == budget] for budget in (3, 6))
-    assert not any({"seconds", "kv_bytes"} & set(one) for one in smaller)
-    assert all(one["seconds"] > 0 and one["kv_bytes"] > 0 for one in largest)
+    at = {budget: [one for one in results if one["budget"] == budget] for budget in (3, 6)}
     rows = table(results)
-    seconds = sum(one["seconds"] for one in largest)
-    assert "seconds" not in rows[0]
-    assert rows[1]["seconds"] == pytest.approx(seconds / 2)
-    assert rows[1]["tokens_per_second"] == pytest.approx(sum(one["tokens"] for one in largest) / seconds)
-    assert "tokens_per_second" in format_table(rows).splitlines()[0]
-    assert "seconds" not in format_table(rows[:1])
+    for row, found in zip(rows, at.values(), strict=True):
+        seconds = sum(one["seconds"] for one in found)
+        assert row["seconds"] == pytest.approx(seconds / 2)
+        assert row["tokens_per_second"] == pytest.approx(sum(one["tokens"] for one in found) / seconds)
+    assert not any("kv_bytes" in one for one in (*at[3], rows[0]))
+    assert rows[1]["kv_bytes"] == sum(one["kv_bytes"] for one in at[6]) / 2 > 0
+    assert {"seconds", "tokens_per_second", "kv_bytes"} <= set(format_table(rows).splitlines()[0].split())
+    assert "kv_bytes" not in format_table(rows[:1])
 
 
 # Answers
