@@ -1,6 +1,9 @@
 """Formats of replies: how models write reasoning and tool calls, as response templates of Transformers.
 
 A tokenizer's own `response_template` comes first. Else marks in the chat template tell the format.
+
+Patterns of marks repeat nothing without a limit: text that may begin a mark is held back, and read again with each
+character.
 """
 
 from __future__ import annotations
@@ -96,7 +99,7 @@ def _at_beginning(field: dict[str, Any]) -> dict[str, Any]:
     if pattern is None:
         marks = field["open"]
         pattern = "|".join(map(re.escape, [marks] if isinstance(marks, str) else marks))
-    return {**rest, "open_pattern": rf"\A\s*(?:{pattern})"}
+    return {**rest, "open_pattern": rf"\A\s{{0,64}}(?:{pattern})"}
 
 
 _DATA: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

@@ -114,6 +114,22 @@ MIXED = [
 ]
 
 
+PARTIAL = {"<|tool_call>": "<|tool_call>call:", "<function=": "<tool_call>\n<function="}
+
+
+@pytest.mark.parametrize("mark", [*FORMATS, ""])
+def test_little_text_is_held_back_that_may_become_a_mark(mark: str) -> None:
+    """The parser reads it again with each character."""
+    form = reply_format(Template(mark))
+    whole = around_arguments(form.call, "")[0] if form.call else PARTIAL[mark]
+    for end in range(len(whole) + 1):
+        for filler in (" ", "\n", "a"):
+            reply = Reply(ReplySpec(form, [tool("f")]), "")
+            reply.add(whole[:end] + filler * 400)
+            parser = reply._parser
+            assert len(parser._buffer) - parser._pos < 250, (whole[:end], filler)
+
+
 @pytest.mark.parametrize("size", [1, 1000])
 def test_text_around_calls_is_neither_lost_nor_doubled(size: int) -> None:
     for mark, text, content in MIXED:
