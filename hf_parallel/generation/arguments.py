@@ -269,6 +269,19 @@ def move_padding_left(kwargs: Arguments) -> None:
             kwargs[name] = value.expand(mask.shape).gather(1, source.to(value.device))
 
 
+def name_cache(kwargs: Arguments) -> None:
+    """Give the argument `past_key_values` the name that Transformers has for it; `kwargs` is modified.
+
+    Raises `ValueError` if the call has caches under both names.
+    """
+    cache = kwargs.pop("past_key_values", None)
+    if cache is None:
+        return
+    if kwargs.get(CACHE) is not None:
+        raise ValueError(f"past_key_values and {CACHE} are names of the same argument: pass one of them")
+    kwargs[CACHE] = cache
+
+
 def check_objects(kwargs: Arguments) -> None:
     """Check the objects of a call: streamer, logits processors, stopping criteria and cache."""
     streamer = kwargs.get("streamer")
@@ -281,7 +294,7 @@ def check_objects(kwargs: Arguments) -> None:
     function = kwargs.get("prefix_allowed_tokens_fn")
     if function is not None and not callable(function):
         raise TypeError(f"prefix_allowed_tokens_fn must be a function, got {function!r}")
-    cache = kwargs.get("past_key_values", kwargs.get(CACHE))
+    cache = kwargs.get(CACHE)
     empty = isinstance(cache, DynamicCache) and not cache.get_seq_length()
     if cache is not None and not empty and not isinstance(cache, BlockCache):
         got = _kind(cache)

@@ -123,6 +123,7 @@ class ParallelGenerationMixin:
 
     def _check_call(self, config: ParallelConfig, kwargs: Arguments) -> None:
         """Complete and check the arguments of a call."""
+        arguments.name_cache(kwargs)
         if kwargs.get("tokenizer") is None and self._parallel.tokenizer is not None:
             kwargs["tokenizer"] = self._parallel.tokenizer
         own: GenerationConfig = self.generation_config  # type: ignore[attr-defined]

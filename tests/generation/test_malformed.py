@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ from hf_parallel import (
     UnsupportedModelError,
 )
 from hf_parallel.generation import MODES
+from hf_parallel.models.signature import CACHE
 
 PROMPTS = make_prompts([7, 4])
 ONE = PROMPTS[0][None]
@@ -375,10 +377,25 @@ def test_caches_of_another_kind_or_model_raise(bench: Bench) -> None:
         (SHARED, filled(enabled_copy("gemma")), "another model"),
         (HOGWILD, filled(model), "past_key_values"),
     ):
-        bench.assert_raises(lambda call=call, cache=cache: model.generate(**call, past_key_values=cache), says)
+        for name in ("past_key_values", CACHE):
+            bench.assert_raises(lambda call={**call, name: cache}: model.generate(**call), says)
     for value in (0, -1, 2.5, "1 GB", True):
         bench.assert_raises(lambda value=value: SharedPrefixCache(max_bytes=value), "max_bytes must be")
     bench.assert_raises(lambda: pickle.dumps(LogitsCache()), "save(path) writes it")
+
+
+@pytest.mark.skipif(CACHE == "past_key_values", reason="Transformers has one name for a cache")
+def test_a_cache_has_either_name_without_a_warning(bench: Bench) -> None:
+    cache = SharedPrefixCache()
+    for name, computed in (("past_key_values", ONE.shape[1]), (CACHE, 1)):
+        both: dict[str, Any] = {"past_key_values": None, CACHE: None, name: cache}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            out = bench.model.generate(**SHARED, **both, return_dict_in_generate=True)
+        assert out.past_key_values is cache
+        assert out.stats.prefilled_tokens == computed
+    twice: dict[str, Any] = {"past_key_values": cache, CACHE: SharedPrefixCache()}
+    bench.assert_raises(lambda: bench.model.generate(**SHARED, **twice), "names of the same argument")
 
 
 def test_caches_that_were_used_before_work(bench: Bench) -> None:
