@@ -23,7 +23,7 @@ from hf_parallel.engine.server.limits import Limits
 from hf_parallel.engine.server.replies import Reply, ReplySpec
 from hf_parallel.engine.server.reply_formats import reply_format
 from hf_parallel.engine.server.schema import Body, ConversationBody, Prompt
-from hf_parallel.engine.server.tool_messages import ToolMessages
+from hf_parallel.engine.server.tool_messages import ToolMessages, with_ordered_results
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.config import ParallelConfig
@@ -282,6 +282,7 @@ class Translator:
             self.check_texts(prompt, name)
             if "tool_calls" in prompt[-1]:  # a template would leave them out, or let the answer continue them
                 raise APIError(400, f"{name} end with calls: send their results, in messages of the role tool", name)
+            prompt = with_ordered_results(prompt, name)
             prompt, template = self._with_effort(body, prompt)
             if self.processor is not None:
                 return encode_chat(self.processor, config, prompt, template, self.limits)

@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 from typing import Any
 
+from hf_parallel.engine.server.errors import APIError
 from hf_parallel.engine.server.reply_formats import TEXT, ReplyFormat, around_arguments
-from hf_parallel.generation.prompts import END_THINK, Chat, apply_template, with_rules
+from hf_parallel.generation.prompts import END_THINK, Chat, Message, apply_template, with_rules
 
 INSTRUCTIONS = (
     "You may call functions to answer the user. These are the functions, with JSON schemas of their arguments:\n"
@@ -109,6 +111,28 @@ class ToolMessages:
     def _write(self, name: str, arguments: str) -> str:
         """Return the text of a call."""
         return arguments.join(around_arguments(self.format.call or TEXT.call, name))
+
+
+def with_ordered_results(chat: Chat, name: str) -> list[Message]:
+    """Return a chat in which results follow the order of their calls, as many chat templates write no ids.
+
+    Raises `APIError`, which names the field `name`, for the result of a call that the chat does not have.
+    """
+    ordered: list[Message] = []
+    known: set[object] = set()
+    for is_result, group in groupby(chat, lambda message: message["role"] == "tool"):
+        messages = list(group)
+        if is_result:
+            results = {message.get("tool_call_id") for message in messages}
+            if unknown := results - known - {None}:
+                raise APIError(400, f"{name}: there is no call before its result {unknown.pop()!r}", name)
+            calls = [call.get("id") for call in ordered[-1].get("tool_calls", ())] if ordered else []
+            if results <= set(calls):
+                messages.sort(key=lambda message: calls.index(message.get("tool_call_id")))
+        else:
+            known |= {call.get("id") for message in messages for call in message.get("tool_calls", ())}
+        ordered += messages
+    return ordered
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:

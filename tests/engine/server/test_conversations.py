@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import string
 from collections import Counter
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 from chat_templates import TEMPLATES  # noqa: E402
-from serving import MODEL, small_model  # noqa: E402
+from serving import MODEL, check_error, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server.errors import api_error  # noqa: E402
@@ -195,6 +197,60 @@ def test_a_call_of_the_server_has_an_id_for_the_next_turn(family: str) -> None:
     with Engine(model, tokenizer) as engine:
         found = compare(Translator(engine, Limits()), family, {"model": MODEL, "messages": with_content(messages)})
     assert found == "template"
+
+
+def test_results_in_any_order_follow_their_calls() -> None:
+    """Many templates write no ids: the model reads the first result as that of the first call."""
+    templates = {family: template for family, template in TEMPLATES.items() if family != "Llama 3"}  # takes one call
+    model, tokenizer = small_model()
+    cities, results = ("Oslo", "Roma", "Bari"), []
+    calls = [ToolCall(place, "weather", json.dumps({"city": city})).to_dict() for place, city in enumerate(cities)]
+    for call, city in zip(calls, cities, strict=True):
+        results.append({"role": "tool", "tool_call_id": call["id"], "content": f"{city}: snow"})
+    asked = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    items: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+    items += [{"type": "function_call", "call_id": call["id"], **call["function"]} for call in calls]
+    prompts: dict[str, set[tuple[int, ...]]] = {}
+    with Engine(model, tokenizer) as engine:
+        for family, template in templates.items():
+            tokenizer.chat_template = template
+            translator = Translator(engine, Limits(tokens=None))
+            translator.max_tokens = 1 << 20
+            prompts[family] = set()
+            for order in permutations(results):
+                outputs = [
+                    {"type": "function_call_output", "call_id": result["tool_call_id"], "output": result["content"]}
+                    for result in order
+                ]
+                for body in (
+                    ChatBody(model=MODEL, messages=[*asked, *order], max_tokens=1),
+                    ResponseBody(model=MODEL, input=[*items, *outputs], max_output_tokens=1),
+                ):
+                    (prompt,) = translator.translate(body, body.prompts, body.prompt_field).prompt["input_ids"].tolist()
+                    prompts[family].add(tuple(prompt))
+        (written,) = prompts["Qwen 3"]
+        text = tokenizer.decode(written)
+    assert sorted(cities, key=lambda city: text.index(f"{city}: snow")) == [*cities]
+    assert {family: len(found) for family, found in prompts.items()} == dict.fromkeys(templates, 1)
+
+
+def test_a_result_of_no_call_is_named(server: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    called = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "2", "content": "Snow."}
+    output = {"type": "function_call_output", "call_id": "2", "output": "Snow."}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [*called, result]}),
+        ("/v1/chat/completions", {"messages": [called[0], {**result, "tool_call_id": "1"}, *called[1:], result]}),
+        ("/v1/responses", {"input": [called[0], output]}),
+    ):
+        error = check_error(server.post(path, **body), 400)
+        assert re.search("there is no call before its result '[12]'", error["message"])
+        assert error["param"] == [*body][0]
+    assert server.chat(messages=[*called, {**result, "tool_call_id": "1"}], max_tokens=1)["choices"]
+    without_ids = [{"role": "assistant", "tool_calls": [{"function": call["function"]}] * 2}]
+    two = [{"role": "tool", "content": text} for text in ("a", "b")]
+    assert server.chat(messages=[called[0], *without_ids, *two], max_tokens=1)["choices"]
 
 
 def with_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
