@@ -121,9 +121,12 @@ def encode_prompt(
         ids = torch.as_tensor(prompt, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"prompt must be text, a chat or token ids, got {type(prompt).__name__}") from error
+    if not ids.numel():
+        raise ValueError("prompt must have at least one message or token id")
     ids = ids[None] if ids.dim() == 1 else ids
-    if ids.dim() != 2 or ids.dtype.is_floating_point or not ids.numel():
-        raise ValueError(f"prompt must hold token ids [length] or [rows, length], got {list(ids.shape)} {ids.dtype}")
+    if ids.dim() != 2 or ids.dtype.is_floating_point:
+        got = f"{list(ids.shape)} {ids.dtype}"
+        raise ValueError(f"prompt must be text, a chat, or token ids [length] or [rows, length], got {got}")
     if mask is None:
         mask = torch.ones_like(ids)
     return {"input_ids": ids, "attention_mask": mask.to(device) if isinstance(mask, torch.Tensor) else mask}

@@ -113,6 +113,15 @@ def test_a_malformed_prompt_raises_at_submission(engine: Engine, prompt: Any) ->
     assert (engine.stats.running, engine.stats.waiting) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "at least one message or token id"), ((), "at least one message"), (3, "text, a chat, or token ids")],
+)
+def test_a_prompt_of_nothing_says_what_is_missing(engine: Engine, prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.submit(prompt, max_new_tokens=NEW)
+
+
 BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"generation_mode": "magic"}, "magic"),
     ({"generation_mode": "shared_prefix", "num_workers": 2}, "num_workers"),

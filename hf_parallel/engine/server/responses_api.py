@@ -39,6 +39,11 @@ NEEDED: dict[str, tuple[str, ...]] = {
     **{"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")},
 }
 """Fields that an item needs, by its type."""
+NAMES_IN_CHATS = {
+    **{"max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort", "response_format": "text.format"},
+    **dict.fromkeys(("prompt_logprobs", "transcript")),
+}
+"""Fields of chats that have another name here, with this name; None: that are not supported."""
 ECHOED: JSONObject = {
     **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id")),
     **dict.fromkeys(("reasoning", "temperature", "top_p", "user")),
@@ -164,9 +169,10 @@ class ResponseBody(schema.ConversationBody):
     @property
     def budget(self) -> int | None:
         """See `Body.budget`. Raises `ValueError` for fields of chats that have another name here."""
-        for name in ("max_tokens", "prompt_logprobs", "reasoning_effort", "response_format", "transcript"):
+        for name, other in NAMES_IN_CHATS.items():
             if name in self.model_fields_set:
-                raise ValueError(f"{name} is no field of /v1/responses")
+                hint = f": use {other}" if other else ""
+                raise ValueError(f"{name} is no field of /v1/responses{hint}")
         return self.max_output_tokens
 
 

@@ -197,8 +197,7 @@ class Translator:
         cls = SharedPrefixConfig if name is None else MODES.get(name, SharedPrefixConfig)
         if cls.traits.needs_logits_cache:
             raise APIError(400, f"{name!r} needs a logits_cache, which a request cannot give", "generation_mode")
-        refused = (*COMMON, *cls.not_remote())
-        allowed = () if name is None else tuple(n for n in cls.fields() if n not in refused)
+        allowed = [] if name is None else _fields_of_requests(cls)
         given = {}
         for key, value in (body.model_extra or {}).items():
             if key in UNSUPPORTED:
@@ -208,7 +207,10 @@ class Translator:
                 if value is not None:
                     given[key] = self._plain(key, value)
             else:
+                modes = [mode for mode, other in MODES.items() if key in _fields_of_requests(other)]
                 hint = suggestion(key, (*allowed, *type(body).model_fields))
+                if modes:
+                    hint = f"; it is a setting of the generation_mode {' and '.join(modes)}"
                 raise APIError(400, f"{key} is no field of this request{hint}", key)
         if body.max_tokens == 0 and not getattr(body, "echo", False):
             raise APIError(400, "max_tokens=0 needs echo=true", "max_tokens")
@@ -314,7 +316,7 @@ class Translator:
     def check_texts(self, chat: Chat, name: str) -> None:
         """Raise an error for texts of a chat that are too long or that no tokenizer can read, and for images."""
         if self.processor is None and not all(isinstance(message["content"], str) for message in chat):
-            message = f"{name} hold images, but the model, or the processor in its folder, reads text only"
+            message = f"the images of {name} cannot be read: the model, or the processor in its folder, reads text only"
             raise APIError(400, message, name)
         self.check_length(name, sum(map(len, chat_texts(chat))))
         for text in chat_texts(chat):
@@ -458,6 +460,12 @@ class Translator:
             return JSONProcessor(schema, tokenizer, vocabulary_size(model), ends, begin, name)
         except ImportError as error:
             raise APIError(400, f"{name} needs llguidance, which the server has not installed", name) from error
+
+
+def _fields_of_requests(cls: type[ParallelConfig]) -> list[str]:
+    """Return the settings of a mode that a request may have as further fields."""
+    refused = (*COMMON, *cls.not_remote())
+    return [name for name in cls.fields() if name not in refused]
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:

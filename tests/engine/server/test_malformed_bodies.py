@@ -20,7 +20,7 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("httpx2")
 pytest.importorskip("llguidance")
 
-from serving import MODEL, Served, served, small_model  # noqa: E402
+from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
@@ -309,3 +309,17 @@ def test_text_that_cannot_fit_into_the_context_is_not_tokenized(
     error = server.post(CHAT if "messages" in body else COMPLETION, **body).json()["error"]
     assert str(positions) in error["message"]
     assert (error["param"], error["code"]) == (next(iter(body)), "context_length_exceeded")
+
+
+def test_a_field_of_another_mode_or_endpoint_names_it(server: Served) -> None:
+    for path, body, message in (
+        (CHAT, {"messages": HELLO, "num_workers": 2}, "a setting of the generation_mode hogwild and async_reasoning"),
+        (CHAT, {"messages": HELLO, "generation_mode": "pdos", "num_workers": 2}, "generation_mode hogwild and async"),
+        (CHAT, {"messages": HELLO, "max_token": 2}, "did you mean 'max_tokens'?"),
+        (CHAT, {"messages": HELLO, "cuda_graph": False}, "cuda_graph is no field of this request"),
+        ("/v1/responses", {"input": "a", "max_tokens": 2}, "use max_output_tokens"),
+        ("/v1/responses", {"input": "a", "response_format": {"type": "json_object"}}, "use text.format"),
+    ):
+        error = check_error(server.post(path, **body), 400)
+        assert message in error["message"]
+        assert error["param"] == [*body][-1]
