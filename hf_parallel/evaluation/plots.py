@@ -21,6 +21,8 @@ AXES = {
     "seconds": ("seconds", "seconds"),
 }
 """Column of the x-axis and its label, by the name of the plot."""
+IN_TURNS = "two_worker_passes"
+"""Column of a second line of modes with several independent rows (Skeleton-of-Thought with two workers, figure 3)."""
 FORMATS = ("png", "svg", "pdf")
 MARKERS = "os^Dv*"
 
@@ -70,21 +72,27 @@ def check_matplotlib() -> None:
 
 
 def draw(rows: Sequence[Result], name: str) -> Figure:
-    """Return the figure of accuracy by an axis of `AXES`: a line per task, mode and settings, a point per budget."""
+    """Return the figure of accuracy by an axis of `AXES`: a line per task, mode and settings, a point per budget.
+
+    By passes, modes with more than two independent rows have another line, for two workers that take turns at them.
+    """
     from matplotlib.figure import Figure  # no pyplot, which keeps figures and picks a backend
 
     column, label = AXES[name]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    lines: dict[str, list[Result]] = {}
+    lines: dict[tuple[str, str], list[Result]] = {}  # by label and column of the x-axis
     for row in rows:
+        line = _name(row, with_task=len(tasks) > 1)
         if column in row:
-            lines.setdefault(_name(row, with_task=len(tasks) > 1), []).append(row)
+            lines.setdefault((line, column), []).append(row)
+        if name == "passes" and row.get(IN_TURNS, row["passes"]) != row["passes"]:
+            lines.setdefault((f"{line}, two workers in turns", IN_TURNS), []).append(row)
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     panel = figure.add_subplot(xlabel=label, ylabel="accuracy", title=", ".join(tasks))
-    for (line, points), marker in zip(lines.items(), cycle(MARKERS), strict=False):
+    for ((line, x), points), marker in zip(lines.items(), cycle(MARKERS), strict=False):
         points = sorted(points, key=lambda row: row["budget"])
         panel.errorbar(
-            x=[row[column] for row in points],
+            x=[row[x] for row in points],
             y=[row["score"] for row in points],
             yerr=[row["error"] or 0.0 for row in points],
             label=line,

@@ -21,13 +21,16 @@ KEY = tuple(_KEY)
 MEASURED = tuple(_MEASURED)
 COLUMNS = (
     *("task", "mode", "settings", "budget", "problems", "generations"),
-    *("score", "error", "answered", "passes", "tokens", "seconds", "tokens_per_second", "kv_bytes", "rating"),
+    *("score", "error", "answered", "passes", "two_worker_passes", "tokens", "seconds", "tokens_per_second"),
+    *("kv_bytes", "duplicated", "mentions", "reused", "rating"),
 )
 """Columns of a table."""
 COSTS = ("seconds", "kv_bytes")
 """Costs of a generation: the time up to the budget, and bytes of keys and values at the largest budget alone."""
-OPTIONAL = (*COSTS, "rating")
-"""Fields that results may lack: the costs, and the `rating` if no judge was asked."""
+OF_SEVERAL_ROWS = ("two_worker_passes", "duplicated", "mentions", "reused")
+"""Fields of modes with several rows: see `Written` and `hf_parallel.evaluation.collaboration`."""
+OPTIONAL = (*COSTS, *OF_SEVERAL_ROWS, "rating")
+"""Fields that results may lack; `rating` if no judge was asked."""
 
 Result: TypeAlias = dict[str, Any]
 """Line of a file (the fields of `KEY`, `MEASURED` and the text), or row of a table (the fields of `COLUMNS`)."""
@@ -139,21 +142,21 @@ def table(results: Iterable[Result]) -> list[Result]:
             rated = [rating for rating in ratings if rating is not None]
             row["rating"] = statistics.fmean(rated) if rated else None
         row |= {name: statistics.fmean(result[name] for result in found) for name in measured}
-        rows.append(row | _costs(found))
+        rows.append(row | _optional(found))
     return rows
 
 
-def _costs(results: Sequence[Result]) -> Result:
-    """Return mean costs of results that have them, and tokens per second."""
-    costs: Result = {}
-    for name in COSTS:
+def _optional(results: Sequence[Result]) -> Result:
+    """Return the means of fields that only some results have, and tokens per second."""
+    means: Result = {}
+    for name in (*COSTS, *OF_SEVERAL_ROWS):
         if values := [result[name] for result in results if result.get(name) is not None]:
-            costs[name] = statistics.fmean(values)
+            means[name] = statistics.fmean(values)
     timed = [result for result in results if result.get("seconds")]
     if timed:
         tokens = sum(result["tokens"] for result in timed)
-        costs["tokens_per_second"] = tokens / sum(result["seconds"] for result in timed)
-    return costs
+        means["tokens_per_second"] = tokens / sum(result["seconds"] for result in timed)
+    return means
 
 
 def settings_text(settings: Mapping[str, object]) -> str:
@@ -178,4 +181,5 @@ def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
     digits = {"score": 3, "error": 3, "answered": 2, "seconds": 2, "kv_bytes": 0, "rating": 2}
+    digits |= {"duplicated": 3, "mentions": 2, "reused": 2}
     return f"{value:.{digits.get(name, 1)}f}" if isinstance(value, float) else str(value)

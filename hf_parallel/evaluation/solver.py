@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.engine import Engine, RequestHandle
+from hf_parallel.evaluation.collaboration import measure
 from hf_parallel.evaluation.judge import Judge
 from hf_parallel.evaluation.pass_clock import PassClock
 from hf_parallel.evaluation.results import Result
@@ -62,6 +63,17 @@ class Generation:
         config = self.run.config()
         votes = config is not None and config.rows.vote
         return [row.rstrip() for row in written.rows] if votes else [written.text]
+
+    def measured(self, written: Written) -> Result:
+        """Return measures of several rows: their collaboration, and passes of two workers if rows are independent."""
+        config = self.run.config()
+        if config is None or config.max_rows_per_prompt == 1:
+            return {}
+        names = [config.rows.name(index) for index in range(len(written.generated))]
+        found: Result = measure(written.generated, names, self.problem.prompt)
+        if config.rows.style.visibility == "never":
+            found["two_worker_passes"] = written.two_worker_passes
+        return found
 
     def results(self, at_budgets: Sequence[Written], conclusions: Mapping[str, str]) -> list[Result]:
         """Score what was written within each budget, with the early finishers' conclusions by text; see `sweep`."""
@@ -119,20 +131,25 @@ class Solver:
         clocks = [PassClock() for _ in batch]
         submitted = [self._submit(engine, one, clock) for one, clock in zip(batch, clocks, strict=True)]
         outputs = [handle.result() for handle in submitted]
-        written, costs, finishing = [], [], []
+        written, measured, finishing = [], [], []
         for one, clock, handle, output in zip(batch, clocks, submitted, outputs, strict=True):
             transcript = output.to_dict(self.tokenizer)
-            at_budgets = [written_until(transcript, budget) for budget in one.budgets]
+            has_conclusion = not self._always_finishes(one)
+            at_budgets = [written_until(transcript, budget, has_conclusion=has_conclusion) for budget in one.budgets]
             written.append(at_budgets)
-            costs.append([{"seconds": clock.until(within.passes, handle)} for within in at_budgets])
+            seconds = [clock.until(within.passes, handle) for within in at_budgets]
+            further = [
+                {"seconds": took, **one.measured(within)} for took, within in zip(seconds, at_budgets, strict=True)
+            ]
             if one.budgets[-1] == self.largest:
-                costs[-1][-1]["kv_bytes"] = output.stats.kv_bytes
+                further[-1]["kv_bytes"] = output.stats.kv_bytes
+            measured.append(further)
             finishing.append(self._finish(engine, one, output.record.prompts[0], at_budgets))
-        for one, at_budgets, costs_at, handles in zip(batch, written, costs, finishing, strict=True):
+        for one, at_budgets, further, handles in zip(batch, written, measured, finishing, strict=True):
             conclusions = {text: self._conclusion(one, handle) for text, handle in handles.items()}
             results = one.results(at_budgets, conclusions)
-            for result, cost in zip(results, costs_at, strict=True):
-                result |= cost
+            for result, values in zip(results, further, strict=True):
+                result |= values
             if self.judge is not None:
                 for at_budget, result in zip(at_budgets, results, strict=True):
                     result["rating"] = self._rating(engine, self.judge, one, at_budget, result["text"])
@@ -161,8 +178,9 @@ class Solver:
     def _finish(
         self, engine: Engine, one: Generation, prompt: torch.Tensor, at_budgets: Sequence[Written]
     ) -> dict[str, RequestHandle]:
-        """Submit early finishers for texts without a final answer; return their handles by text."""
+        """Submit early finishers for texts that need one; return their handles by text."""
         suffix = self.finisher.prompt_for(one.problem)
+        always = self._always_finishes(one)
         texts = dict.fromkeys(text for written in at_budgets for text in one.texts(written)) if suffix else {}
         return {
             text: engine.submit(
@@ -171,8 +189,13 @@ class Solver:
                 do_sample=False,
             )
             for text in texts
-            if not one.problem.has_answer(text)
+            if always or not one.problem.has_answer(text)
         }
+
+    def _always_finishes(self, one: Generation) -> bool:
+        """Return whether the early finisher takes the place of the mode's own, which reads all rows."""
+        config = one.run.config()
+        return config is not None and config.rows.ends_with_finisher and bool(self.finisher.prompt_for(one.problem))
 
     def _conclusion(self, one: Generation, handle: RequestHandle) -> str:
         """Return the text of an early finisher up to the end of its answer, with its prompt."""

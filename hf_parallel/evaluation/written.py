@@ -7,6 +7,7 @@ at all smaller ones (Hogwild! Inference, section 4.1: accuracy against the numbe
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from hf_parallel.files import JSONObject
@@ -25,9 +26,13 @@ class Written:
     """Decode passes, at most the budget."""
     tokens: int
     """Generated tokens of all rows."""
+    generated: list[list[tuple[int, str]]]
+    """Decode pass and text of the tokens that each row of `rows` generated."""
+    two_worker_passes: int
+    """Decode passes that two workers would need that take turns at the rows (Hogwild! Inference, section 4.1)."""
 
 
-def written_until(run: JSONObject, budget: int) -> Written:
+def written_until(run: JSONObject, budget: int, *, has_conclusion: bool = True) -> Written:
     """Return the texts that the rows of a call with one prompt wrote within a budget of decode passes.
 
     Parameters
@@ -36,15 +41,18 @@ def written_until(run: JSONObject, budget: int) -> Written:
         The transcript of the call, `output.to_dict(tokenizer)`.
     budget : int
         Number of decode passes, at least 1.
+    has_conclusion : bool
+        Whether texts that span all rows count.
     """
     (section,) = run["sections"]
     final = (run["style"]["final_event"], "join")  # events that finish a text
     texts: list[tuple[float, str]] = []
     rows: dict[int, list[str]] = {}
+    generated_by: dict[int, list[tuple[int, str]]] = {}
     passes = 0
     generated: set[tuple[int | None, int]] = set()  # a row generates one token per pass, of one or more pieces
     for card in section["cards"]:
-        if card["begin"] >= budget:
+        if card["begin"] >= budget or (card["column"] is None and not has_conclusion):
             continue
         pieces = [(at, text, origin) for at, text, origin in card["pieces"] if at <= budget]
         is_whole = card["ended"] in final and len(pieces) == len(card["pieces"])
@@ -52,9 +60,17 @@ def written_until(run: JSONObject, budget: int) -> Written:
         texts.append((last if is_whole else math.inf, card["given"] + "".join(text for _, text, _ in pieces)))
         if card["column"] is not None:
             rows.setdefault(card["column"], []).extend([card["given"], *(text for _, text, _ in pieces)])
+            own = generated_by.setdefault(card["column"], [])
+            own += [(at, text) for at, text, origin in pieces if origin != GIVEN]
         generated |= {(card["column"], at) for at, _, origin in pieces if origin != GIVEN}
         passes = max(passes, last)
     ordered = [text.rstrip() for _, text in sorted(texts, key=lambda entry: entry[0])]
+    active = Counter(at for _, at in generated)  # rows that generated a token, by pass
     return Written(
-        "\n\n".join(filter(None, ordered)), ["".join(rows[column]) for column in sorted(rows)], passes, len(generated)
+        text="\n\n".join(filter(None, ordered)),
+        rows=["".join(rows[column]) for column in sorted(rows)],
+        passes=passes,
+        tokens=len(generated),
+        generated=[generated_by[column] for column in sorted(rows)],
+        two_worker_passes=sum(max(1, math.ceil(active[at] / 2)) for at in range(1, passes + 1)),
     )

@@ -101,6 +101,11 @@ class ModeRows(Generic[ConfigT]):
         """Whether a prompt's rows are whole answers, and the most frequent final answer wins."""
         return False
 
+    @property
+    def ends_with_finisher(self) -> bool:
+        """Whether the text that spans all rows is an early finisher, whose tokens do not count in a comparison."""
+        return False
+
 
 class ModePrompt(Generic[ConfigT]):
     """The prompts of a mode. By default, a mode has no instructions, and tasks are used unchanged."""

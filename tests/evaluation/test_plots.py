@@ -18,6 +18,7 @@ ROWS: list[dict[str, Any]] = [
         "mode": mode,
         "settings": settings,
         "budget": budget,
+        "passes": budget - 1.5,
         "score": score,
         "error": error,
         "tokens": rows * budget - 0.5,
@@ -49,6 +50,17 @@ def test_lines_of_several_tasks_have_their_names() -> None:
     rows = [ROWS[0], ROWS[0] | {"task": "letters"}]
     (panel,) = draw(rows, "passes").axes
     assert [text.get_text() for text in panel.get_legend().get_texts()] == ["sums none", "letters none"]
+
+
+def test_independent_rows_have_a_line_for_two_workers_in_turns() -> None:
+    rows = [row | {"two_worker_passes": row["passes"] + extra} for row, extra in zip(ROWS, (9, 3, 0, 0), strict=True)]
+    (panel,) = draw(rows, "passes").axes
+    own, turns, workers = panel.containers
+    assert [line.get_label() for line in (own, turns)] == ["none", "none, two workers in turns"]
+    assert turns[0].get_xdata().tolist() == [16 - 1.5 + 3, 64 - 1.5 + 9]
+    assert turns[0].get_ydata().tolist() == own[0].get_ydata().tolist()
+    assert workers.get_label() == "hogwild num_workers=2"
+    assert len(draw(rows, "tokens").axes[0].containers) == 2
 
 
 def test_rows_without_times_have_no_plot_by_seconds(tmp_path: Path) -> None:

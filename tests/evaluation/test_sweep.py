@@ -148,6 +148,62 @@ def test_the_finisher_continues_a_text_without_an_answer() -> None:
     assert result["tokens"] == 4, "tokens of the finisher do not count"
 
 
+def test_the_finisher_always_concludes_answers_that_the_model_reads() -> None:
+    """As in Hogwild! Inference: it reads both answers, whether they have a final answer or not, and does not count."""
+    model, tokenizer = small_model()
+    problem, finisher = Letters("Write one.", "one"), Finisher(5, "\nSo the letter is")
+    both = Run("self_consistency", {"num_answers": 2, "vote": "final"})
+    given = {"problems": [problem], "runs": [both], "samples": 1}
+    results = small_sweep(budgets=[4, 9], finisher=finisher, **given)
+    more = {"max_new_tokens": 9, "return_dict_in_generate": True, **SAMPLING, **both.settings}
+    more |= {"generation_mode": both.mode, "answer_pattern": problem.answer_pattern, "seed": results[0]["seed"]}
+    prompt = encode_task(None, problem.prompt, tokenizer)
+    out = hf_parallel.enable(model).generate(**prompt, tokenizer=tokenizer, **more)
+    assert any(found is not None for found in out.found[0]), "an answer needs no finisher"
+    for result in results:
+        budget = result["budget"]
+        assert result["passes"] == budget
+        assert result["tokens"] == 2 * budget
+        answers, asked, _ = result["text"].partition("\nSo the letter is")
+        assert asked
+        assert result["answered"] == problem.has_answer(answers)
+    assert results[-1]["answered"], "the finisher follows an answer, too"
+    assert all(text.rstrip() in results[-1]["text"] for text in out.texts[0])
+    assert out.conclusions[0] not in results[-1]["text"]
+
+
+def test_two_workers_take_turns_at_independent_rows() -> None:
+    """A pass of n rows is ceil(n / 2) passes of two workers, computed from the lengths of the answers."""
+    runs = [Run(), Run("hogwild", {"num_workers": 2}), Run("self_consistency", {"num_answers": 5})]
+    settings: dict[str, Any] = {"problems": PROBLEMS[:2], "runs": runs, "samples": 1, "budgets": (3, 40)}
+    results = small_sweep(finisher=Finisher(0), **settings)
+    assert all(("two_worker_passes" in result) == (result["mode"] == "self_consistency") for result in results)
+    model, tokenizer = small_model()
+    for result in results[-4:]:
+        problem = PROBLEMS[result["index"]]
+        more = {"max_new_tokens": 40, "return_dict_in_generate": True, **SAMPLING, "num_answers": 5}
+        more |= {"answer_pattern": problem.answer_pattern, "seed": result["seed"]}
+        prompt = encode_task(None, problem.prompt, tokenizer)
+        out = hf_parallel.enable(model).generate(
+            **prompt, generation_mode="self_consistency", tokenizer=tokenizer, **more
+        )
+        (section,) = out.to_dict(tokenizer)["sections"]
+        lengths = [card["end"] for card in section["cards"]]
+        active = [sum(length >= at for length in lengths) for at in range(1, result["passes"] + 1)]
+        assert result["two_worker_passes"] == sum(-(-count // 2) for count in active)
+
+
+def test_several_rows_have_measures_of_collaboration(results: list[dict[str, Any]]) -> None:
+    model, tokenizer = small_model()
+    for result in results:
+        assert ({"duplicated", "mentions"} <= set(result)) == (result["mode"] != "none")
+    rows = {(row["mode"], row["budget"]): row for row in table(results)}
+    of_group = [one["duplicated"] for one in results if (one["mode"], one["budget"]) == ("hogwild", 12)]
+    assert rows["hogwild", 12]["duplicated"] == pytest.approx(sum(of_group) / len(of_group))
+    assert "duplicated" not in rows["none", 12]
+    assert "mentions" in format_table(list(rows.values())).splitlines()[0].split()
+
+
 def test_answers_that_vote_are_all_finished_before_the_vote() -> None:
     """Each as if it were alone; the text that is scored is the winner's."""
     problem, finisher = Never("Write one.", "one"), Finisher(5, "\nANSWER:")

@@ -59,6 +59,10 @@ class SelfConsistencyRows(ModeRows["SelfConsistencyConfig"]):
     def vote(self) -> bool:
         return self.config.vote == "majority"
 
+    @property
+    def ends_with_finisher(self) -> bool:
+        return self.config.vote == "final"
+
 
 @dataclass
 class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
