@@ -189,10 +189,9 @@ def is_readable(file: Any, seconds: float) -> bool:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its group."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    """Kill a process and its group, also the processes that one without isolation has left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: not permitted if all have ended
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

@@ -9,9 +9,11 @@ import os
 import resource
 import socket
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hf_parallel.evaluation import sandbox
@@ -228,6 +230,19 @@ def test_there_are_no_other_processes(code: str) -> None:
 # Systems without the kernel's help
 
 
+def is_over(process: int, seconds: float = 60.0) -> bool:
+    """Return whether a process ends within a time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def change_script(monkeypatch: pytest.MonkeyPatch, folder: Path, old: str, new: str) -> None:
     script = folder / "script.py"
     script.write_text(Path(sandbox.__file__).read_text().replace(old, new))
@@ -251,3 +266,5 @@ def test_code_that_cannot_be_isolated_runs_only_if_allowed(
     monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "1")
     found = run("print(1, flush=True)\nwhile True: pass", timeout=0.5)
     assert (found.stdout, found.timed_out, found.is_isolated) == ("1\n", True, False)
+    found = run("import os, time\nif child := os.fork(): print(child, flush=True)\nelse: time.sleep(600)", timeout=0.5)
+    assert is_over(int(found.stdout))

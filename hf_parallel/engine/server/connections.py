@@ -125,7 +125,7 @@ class Connection(H11Protocol):
         """Whether no request is open."""
         return self.cycle is None or self.cycle.response_complete
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._connections.add(self)

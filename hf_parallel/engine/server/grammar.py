@@ -51,7 +51,8 @@ class JSONProcessor(LogitsProcessor):
                 raise ValueError(f"{field} holds a schema that is not supported: {found.reason}")
             grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
         self._field, self.begin, self.ends = field, begin, [token for token in eos_token_ids if token < vocabulary]
-        self._first = LLMatcher(_grammar_tokenizer(tokenizer, vocabulary, tuple(eos_token_ids)), grammar)
+        # Without log: it would print a line for each row whose answer exceeds a limit of llguidance.
+        self._first = LLMatcher(_grammar_tokenizer(tokenizer, vocabulary, tuple(eos_token_ids)), grammar, log_level=0)
         self._matchers: dict[tuple[int, ...], Any] = {}  # by the new tokens of a row
         self._errors: dict[tuple[int, ...], str] = {}  # by the new tokens of a row that ended with an error
 
