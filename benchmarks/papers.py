@@ -2,7 +2,8 @@
 
 `papers.json` has the commands of each experiment: for a CPU, in the paper's size, and in the smallest form. They run
 other benchmarks, `hf-parallel evaluate`, and examples. `{output}` is the path of the results without a suffix,
-`{model}` stands for `--model`, `--device` and `--dtype`, `{settings}` for settings of the paper.
+`{model}` stands for `--model`, `--device` and `--dtype`, `{settings}` for settings of the paper. `columns` says which
+entry of the results, or which value of an entry, gives each column of the paper's table or axis of its figure.
 """
 
 from __future__ import annotations

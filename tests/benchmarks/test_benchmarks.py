@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_problems
@@ -19,7 +20,7 @@ from gpu_problems import PROBLEMS, TOLERANCE
 from pages import ROOT, random_stand_in
 
 import benchmarks.__main__
-from benchmarks import engine, measure, papers
+from benchmarks import engine, measure, papers, parallel_answers
 from benchmarks.gpu_parts import layer
 from hf_parallel.cli import evaluate
 
@@ -40,6 +41,14 @@ def entries(report: Any) -> Iterator[tuple[str, Any]]:
         yield str(name), value
         if isinstance(value, dict | list):
             yield from entries(value)
+
+
+def program_of(command: str) -> tuple[str, ...]:
+    """Return what a command of `papers.json` runs: `evaluate`, an example, or a benchmark, with the stage of a GPU."""
+    first, name, *rest = command.split()
+    if first != "benchmarks":
+        return (first,)
+    return (name, rest[rest.index("--only") + 1]) if name == "gpu" else (name,)
 
 
 class ParsedError(Exception):
@@ -80,6 +89,8 @@ def test_the_commands_of_a_paper_are_known_and_shown(
     if "seconds" in about["columns"].values() and "evaluate" in str(about["paper"]):
         assert all("--concurrent 1" in text for text in about["paper"] if text.startswith("evaluate"))
     assert f"`python -m benchmarks papers {paper} {name}" in (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    measured = {form: {program_of(text) for text in about[form]} for form in ("paper", "quick")}
+    assert measured["paper"] <= measured["quick"], "the quick form shows the columns of all programs"
     parser, parse = argparse.ArgumentParser(), argparse.ArgumentParser.parse_args
     evaluate.add_options(parser)
 
@@ -108,6 +119,7 @@ def test_the_commands_of_a_paper_are_known_and_shown(
 @pytest.mark.slow
 @pytest.mark.parametrize(("paper", "name"), EXPERIMENTS)
 def test_the_smallest_form_of_an_experiment_runs(paper: str, name: str, tmp_path: Path) -> None:
+    """And its results have the columns of the paper's table."""
     random_stand_in(tmp_path / "model")[1].save_pretrained(tmp_path / "model")
     quick = papers.PAPERS[paper]["experiments"][name]["quick"]
     given = ["--model", str(tmp_path / "model")] if any("{model}" in text for text in quick) else []
@@ -116,9 +128,20 @@ def test_the_smallest_form_of_an_experiment_runs(paper: str, name: str, tmp_path
     found: set[str] = set()
     for path in written:
         lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
-        found |= {entry for line in lines for entry, _ in entries(json.loads(line))}
+        for line in lines:
+            for entry, value in entries(json.loads(line)):
+                found |= {entry, f"{entry}={value}"}
     columns = papers.PAPERS[paper]["experiments"][name]["columns"]
     assert {column: key for column, key in columns.items() if key not in found} == {}
+
+
+def test_an_answer_without_a_block_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's text decides whether there is a block; the benchmark cannot go on without one."""
+    model, tokenizer = random_stand_in(tmp_path)
+    monkeypatch.setattr(parallel_answers, "generate", lambda *_, **__: SimpleNamespace(fallback=["no marker"]))
+    sizes = SimpleNamespace(**parallel_answers.SIZES | parallel_answers.QUICK)
+    with pytest.raises(RuntimeError, match="the model generated no block of 2 branches: no marker"):
+        parallel_answers.branches_of(model, tokenizer, 2, "rotate", sizes)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
