@@ -98,7 +98,7 @@ class SamplingStage:
 
 def sample_all(sampler: Sampler, logits: torch.Tensor) -> Sampled:
     """Sample one token for each row of the sampler."""
-    (sampled,) = SamplingBatch([SamplingTask(sampler, range(len(logits)))], [Part(logits)]).sample()
+    (sampled,) = SamplingBatch([SamplingTask(sampler, range(len(logits)))]).sample([Part(logits)])
     return sampled
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Self
@@ -21,21 +21,38 @@ from hf_parallel.cache.state_plan import MissingStateError
 from hf_parallel.engine.arguments import check_limits, check_request, split_arguments, submitter_key
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
 from hf_parallel.engine.hints import AgentHints
-from hf_parallel.engine.passes import JoinedPasses, join_passes
+from hf_parallel.engine.passes import JoinedPasses, PendingPass, join_passes
 from hf_parallel.engine.policies.base import EvictionPolicy
 from hf_parallel.engine.ranks import Ranks
-from hf_parallel.engine.request import NonFiniteLogitsError, Request, record_passes
+from hf_parallel.engine.request import NonFiniteLogitsError, Request, record_decoding, record_passes
 from hf_parallel.engine.scheduler import BATCH_TOKENS, QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, engine_stats
 from hf_parallel.engine.storage import STATE_INTERVAL, KVStorage, WeightsChangedError
+from hf_parallel.generation.decode_table import DecodeTable
 from hf_parallel.generation.enabled import ENGINE_OPEN, Claim, enabled
 from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.parts import Part
+from hf_parallel.generation.rng import CannotDrawError
 from hf_parallel.generation.sampling import sample_together
 from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.adapters import AdaptedModel, check_no_virtual_tokens
 from hf_parallel.models.attention import gradient_checkpointing_disabled
 from hf_parallel.models.elementwise import fast_layers
+
+
+class PlannedStep(NamedTuple):
+    """A step whose pass is planned: that of the rows that stand, then those of other requests."""
+
+    decoding: list[Request]  # whose rows stand
+    others: list[Request]
+    pending: list[PendingPass]  # one for all rows that stand, if there are any, and one for each other request
+    joined: JoinedPasses
+    forward: ForwardPass
+
+    @property
+    def own_passes(self) -> list[PendingPass]:
+        """The passes of the other requests."""
+        return self.pending[len(self.pending) - len(self.others) :]
 
 
 class Engine:
@@ -117,6 +134,7 @@ class Engine:
         self._work = EngineStats()
         self._known_seconds = 0.0  # of the running step, in the model and in the code of requests
         self._decode_run: DecodeRun | None = None  # of the last pass
+        self._table = DecodeTable(self._storage.cache)
 
     def __enter__(self) -> Self:
         """Start the engine. Raises `RuntimeError` if another call uses the model."""
@@ -310,7 +328,7 @@ class Engine:
         self._storage.tree.clock += 1
         for request in list(scheduler.running):
             if request.is_waiting and not request.preempted:
-                self._call(request, request.resume)
+                self._call(request, request.resume, request.awaited)
         for request in scheduler.resumable():
             self._call(request, request.rebuild)
         if admitted := scheduler.admit():
@@ -367,12 +385,21 @@ class Engine:
             self._scheduler.preempt(victim)
         return victim is not None
 
-    def _plan(self, batch: list[Request]) -> tuple[JoinedPasses, ForwardPass] | None:
+    def _plan(self, batch: list[Request]) -> PlannedStep | None:
         """Plan the passes of a batch as one. Removes requests from it if memory does not suffice; None: all of them."""
+        table = self._table
         while batch:
-            joined = join_passes([request.pending for request in batch if request.pending is not None])
+            decoding = [request for request in batch if request.standing is not None]
+            others = [request for request in batch if request.pending is not None]
+            table.choose([request.standing for request in decoding if request.standing is not None])
+            pending = [request.pending for request in others if request.pending is not None]
+            if decoding:
+                pending.insert(0, PendingPass(table.next_pass()))
+            for one in pending:
+                one.expand_views()
+            joined = join_passes(pending)
             try:
-                return joined, self._storage.cache.prepare_run(joined.passes)
+                forward = self._storage.cache.prepare_run(joined.passes)
             except RuntimeError as error:  # no budget, or no memory
                 self._storage.cache.rollback()
                 victim = self._scheduler.victim_of(batch)
@@ -383,21 +410,21 @@ class Engine:
                     self._call(victim, victim.fail, error)
                 if victim in batch:
                     batch.remove(victim)
+            else:
+                return PlannedStep(decoding, others, pending, joined, forward)
         return None
 
     def _compute(self, batch: list[Request]) -> None:
         """Run one forward pass for the requests of a batch, and continue each with its logits."""
-        for request in batch:
-            if request.pending is not None:
-                request.pending.expand_views()
         began, logits, error = time.perf_counter(), None, None
         try:
-            if (planned := self._plan(batch)) is None:
+            step = self._plan(batch)
+            if step is None:
                 return
-            joined, forward = planned
-            logits = self._forward(joined, forward, batch[0].adapter)
+            logits = self._forward(step.joined, step.forward, batch[0].adapter)
         except Exception as raised:
             self._storage.cache.rollback()
+            self._table.choose(())
             if isinstance(raised, NonFiniteLogitsError):
                 self._storage.pool.clear_unused()  # where the pass has written
             elif self._ranks.are_several:  # which are not at the same place any more
@@ -413,33 +440,74 @@ class Engine:
         if logits is None:
             middle = len(batch) // 2  # find the request that fails
             self._compute(batch[:middle])
-            self._compute([request for request in batch[middle:] if request.pending is not None])
+            self._compute([request for request in batch[middle:] if request.needs_pass])
             return
+        assert step is not None
         self._scheduler.isolated.difference_update([request for request in batch if not request.is_rebuilding])
-        pending = [request.pending for request in batch if request.pending is not None]
-        self._decode_run = record_passes(batch, pending, joined, forward, self._decode_run)
-        for request, one, part in zip(batch, pending, joined.parts, strict=True):
+        self._record(step)
+        parts = [Part(logits, part) for part in step.joined.parts]
+        if step.decoding:
+            self._decode(step.decoding, parts.pop(0))
+        for request, one, part in zip(step.others, step.own_passes, parts, strict=True):
             if request.pending is not one and not request.preempted:
                 continue  # it was restarted by one before it
             if one.sampling is not None:
-                request.take_logits(one, Part(logits, part))
+                request.take_logits(one.sampling, part)
             else:
-                self._call(request, request.resume, logits[part], one)
+                self._call(request, request.resume, one, part.tensor)
+
+    def _record(self, step: PlannedStep) -> None:
+        """Record a pass in the logs of its requests."""
+        num_rows = sum(one.num_segments for one in step.pending)
+        shared: DecodeRun | None = None  # by the other requests
+        if step.decoding:
+            record_decoding(step.decoding, self._table, step.pending[0].ids.tensor, num_rows)
+        elif step.forward.continues and self._decode_run is not None:
+            self._decode_run.ids.append(step.joined.ids)
+            return
+        elif step.forward.is_decode_step and not any(request.is_rebuilding for request in step.others):
+            shared = DecodeRun([step.joined.ids])
+        record_passes(step.others, step.own_passes, num_rows, shared)
+        self._decode_run = shared
+
+    def _decode(self, requests: Sequence[Request], logits: Part) -> None:
+        """Sample for the rows that stand, given their logits, and resume requests to which something has happened."""
+        began = time.perf_counter()
+        table = self._table
+        members = table.members
+        results: Sequence[bool | BaseException]
+        try:
+            results = table.advance(logits)
+        except CannotDrawError:  # each by itself, to find out which
+            for request, member, part in zip(requests, members, table.parts(logits), strict=True):
+                request.take_logits(member.task, part)
+            return
+        except Exception as error:  # generators may have advanced, so that nothing can be repeated
+            results = [error] * len(requests)
+        finally:
+            self._known_seconds += time.perf_counter() - began
+        for request, member in zip(requests, members, strict=True):
+            self._scheduler.charge(request, len(member.rows))
+            request.handle.notify()
+        for request, member, result in zip(requests, members, results, strict=True):
+            if isinstance(result, BaseException):
+                self._call(request, request.fail, result)
+            elif result:
+                self._call(request, request.resume, member)
 
     def _sample_waiting(self) -> bool:
         """Sample the next tokens of all requests that wait for them; continue each. Return whether there were any."""
         has_sampled = False
         while waiting := [request for request in self._scheduler.running if request.sampling is not None]:
             began = time.perf_counter()
-            tasks, logits = zip(*[r.sampling for r in waiting if r.sampling is not None], strict=True)
-            sampled = sample_together(tasks, logits)
+            awaited = [request.sampling for request in waiting if request.sampling is not None]
+            sampled = sample_together([one.task for one in awaited], [one.logits for one in awaited])
             self._known_seconds += time.perf_counter() - began
-            for request, result in zip(waiting, sampled, strict=True):
-                request.sampling = None
+            for request, one, result in zip(waiting, awaited, sampled, strict=True):
                 if isinstance(result, BaseException):
                     self._call(request, request.fail, result)
                 else:
-                    self._call(request, request.resume, result)
+                    self._call(request, request.resume, one, result)
             has_sampled = True
         return has_sampled
 

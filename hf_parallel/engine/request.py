@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment
+from hf_parallel.cache import Block, BlockCache, Segment
 from hf_parallel.cache.batch import find_images
 from hf_parallel.cache.pass_log import BlockCopy, DecodeRun, PassLog
 from hf_parallel.cache.pool import parts_of
@@ -25,13 +25,15 @@ from hf_parallel.cache.state_plan import states_read
 from hf_parallel.cache.tree import Node
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
 from hf_parallel.engine.hints import AgentHints
-from hf_parallel.engine.passes import JoinedPasses, PendingPass
+from hf_parallel.engine.passes import PendingPass
 from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
+from hf_parallel.generation.decode_table import DecodeTable
 from hf_parallel.generation.executor import C, Host
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.sampling import SamplingTask
+from hf_parallel.generation.standing import Standing
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.wants import Draw, Pass, Prefix, Steps, Wait, check_steps
 from hf_parallel.kernels import RotarySpec, to_device
@@ -45,14 +47,26 @@ class NonFiniteLogitsError(RuntimeError):
     """Raised if the model returned NaN. Prefixes that the request alone used are deleted, too."""
 
 
+class Sampling(NamedTuple):
+    """A request waits for the next token of each row of a task, given their logits."""
+
+    task: SamplingTask
+    logits: Part
+
+
+Awaited = PendingPass | Sampling | Standing | Wait
+"""What a request waits for: a pass, a draw, or something that happens to rows that stand, or to another request."""
+
+
 class Request(Host):
     """A request in an engine, which is the host of its call.
 
-    `pending` is the pass that it waits for, `sampling` what it waits to sample and the logits; `preempted` says that it
-    has lost its keys and values.
+    `awaited` is what it waits for; None: it is not running. `preempted` says that it has lost its keys and values:
+    until these are rebuilt, `_suspended` is what it waited for.
     """
 
     is_shared = True
+    decodes = True
 
     def __init__(
         self,
@@ -77,10 +91,9 @@ class Request(Host):
         self.account: Any = None  # its submitter's, see `Scheduler`
         self.num_tokens = 0  # tokens generated
         self.has_started = False  # whether it samples or has shown something, so that it cannot start again
-        self.pending: PendingPass | None = None
-        self.sampling: tuple[SamplingTask, Part] | None = None
-        self.preempted = self.is_waiting = self.is_done = False
-        self._suspended: tuple[PendingPass | None, bool] = None, False  # `pending` and `is_waiting` while preempted
+        self.awaited: Awaited | None = None
+        self.preempted = self.is_done = False
+        self._suspended: PendingPass | Standing | Wait | None = None
         self.open_nodes: dict[Node, int] = {}  # nodes that it was computing when it was preempted, with their lengths
         self._restored_for: set[Block] = set()  # whose states a pass needs for which others are computed again
         self._delayed: Any = None  # logits or tokens that it waited for when it was preempted
@@ -97,19 +110,46 @@ class Request(Host):
         return self.call.stats
 
     @property
+    def pending(self) -> PendingPass | None:
+        """The pass that it waits for."""
+        return self.awaited if isinstance(self.awaited, PendingPass) else None
+
+    @property
+    def standing(self) -> Standing | None:
+        """Its rows that stand."""
+        return self.awaited if isinstance(self.awaited, Standing) else None
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """What it waits to sample."""
+        return self.awaited if isinstance(self.awaited, Sampling) else None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for a step of other requests."""
+        return isinstance(self.awaited, Wait)
+
+    @property
+    def needs_pass(self) -> bool:
+        """Whether it waits for a forward pass."""
+        return isinstance(self.awaited, PendingPass | Standing)
+
+    @property
     def is_ready(self) -> bool:
         """Whether it waits for a forward pass or for sampling, and for no other request."""
-        return self.pending is not None or self.sampling is not None
+        return self.needs_pass or isinstance(self.awaited, Sampling)
 
     # Estimates
 
     @property
     def num_rows(self) -> int:
         """Number of rows that generate: those of the decode pass that it waits for, else the most that it may have."""
-        pending = self.pending or self._suspended[0]
-        if pending is None or pending.is_prefill:
-            return self.call.num_rows * self.config.max_rows_per_prompt
-        return pending.num_segments
+        awaited = self._suspended if self.awaited is None else self.awaited
+        if isinstance(awaited, Standing):
+            return len(awaited.rows)
+        if isinstance(awaited, PendingPass) and not awaited.is_prefill:
+            return awaited.num_segments
+        return self.call.num_rows * self.config.max_rows_per_prompt
 
     @cached_property
     def max_tokens(self) -> int:
@@ -171,14 +211,16 @@ class Request(Host):
     @property
     def reads(self) -> set[Block]:
         """Blocks from whose states its next pass continues; see `Owner`."""
-        return self._restored_for | (set() if self.pending is None else states_read(self.pending.passes))
+        if isinstance(self.awaited, PendingPass | Standing):
+            return self._restored_for | states_read(self.awaited.passes)
+        return self._restored_for
 
     def _lacks_states(self, passes: Sequence[Sequence[Segment]]) -> bool:
         """Return whether states were dropped from which passes continue."""
         return self._storage.pool.states.in_use and any(block.state < 0 for block in states_read(passes))
 
-    def _with_states(self, want: Pass) -> Steps[Any]:
-        """Compute a pass after the dropped states from which it continues. Return what the pass returns."""
+    def _with_states(self, want: Pass | Standing) -> Steps[Any]:
+        """Compute a pass after the dropped states from which it continues. Return what the run is sent."""
         yield from self._restore_states(want.passes)
         return (yield want)
 
@@ -210,14 +252,16 @@ class Request(Host):
         self._stack = [self._run_mode()]
         self._advance()
 
-    def resume(self, value: Any = None, computed: PendingPass | None = None) -> None:
-        """Continue with the logits of the computed pass, with sampled tokens, or after `Wait`, until it waits again.
+    def resume(self, answered: Awaited, value: Any = None) -> None:
+        """Continue with what it has waited for, until it waits again: logits of a pass, sampled tokens, or None.
 
-        A request that was preempted since the pass continues once its keys and values are rebuilt.
+        A request that was preempted meanwhile continues once its keys and values are rebuilt.
         """
         if self.preempted:
-            if computed is self._suspended[0]:  # else it was a pass of a rebuild, which starts again
-                self._suspended, self._delayed = (None, True), value
+            if answered is self._suspended or answered is self.awaited:  # else of a rebuild, which starts again
+                self.awaited = None
+                self._suspended = Wait()
+                self._delayed = value
             return
         if value is None and self._rebuilding is None:  # a rebuild that has waited gets nothing
             value, self._delayed = self._delayed, None
@@ -225,8 +269,7 @@ class Request(Host):
 
     def _advance(self, value: Any = None, error: BaseException | None = None) -> None:
         """Let the run continue with a value or an error, until it wants something of the engine, or has ended."""
-        self.pending = self.sampling = None
-        self.is_waiting = False
+        self.awaited = None
         while self._stack:
             steps = self._stack[-1]
             try:
@@ -236,7 +279,7 @@ class Request(Host):
                 value, error = end.value, None
                 if steps is self._rebuilding:
                     self._rebuilding = None
-                    (self.pending, self.is_waiting), self._suspended = self._suspended, (None, False)
+                    self.awaited, self._suspended = self._suspended, None
                     return
                 continue
             except BaseException as raised:
@@ -249,27 +292,26 @@ class Request(Host):
             match want:
                 case Prefix():
                     self._stack.append(self._wait_for_prefix(want))
-                case Pass() if self._lacks_states(want.passes):
+                case Pass() | Standing() if self._lacks_states(want.passes):
                     self._stack.append(self._with_states(want))
                 case Pass():
-                    self.pending = PendingPass(want)
+                    self.awaited = PendingPass(want)
                     return
                 case Draw(task, logits):
-                    self.sampling, self.has_started = (task, Part(logits)), True
+                    self.awaited = Sampling(task, Part(logits))
+                    self.has_started = True
                     return
-                case Wait():
-                    self.is_waiting = True
+                case Standing() | Wait():
+                    self.awaited = want
                     return
         if not self.is_done:  # an error that is no error of the run, such as `GeneratorExit` of a processor
             self._end(error=error)
 
-    def take_logits(self, computed: PendingPass, logits: Part) -> None:
+    def take_logits(self, task: SamplingTask, logits: Part) -> None:
         """Wait for the tokens that the engine samples from the logits of a pass."""
-        assert computed.sampling is not None
-        self.sampling, self.has_started = (computed.sampling, logits), True
-        self.pending = None
-        if self.preempted:
-            self._suspended = None, False
+        self.awaited = Sampling(task, logits)
+        self.has_started = True
+        self._suspended = None
 
     def fail(self, error: BaseException) -> None:
         """Raise an error in the request, which ends it."""
@@ -282,8 +324,7 @@ class Request(Host):
 
     def _close(self) -> None:
         """Leave the run."""
-        self.pending = self.sampling = None
-        self.is_waiting = False
+        self.awaited = None
         stack = self._stack
         self._stack = []
         for steps in reversed(stack):
@@ -358,13 +399,16 @@ class Request(Host):
         if self._rebuilding is not None:
             self._stop_rebuilding()
         else:
-            self._suspended = self.pending, self.is_waiting
+            if not isinstance(self.awaited, Sampling):  # which needs no keys
+                self._suspended = self.awaited
             self._lengths = {block: block.length for block in self.blocks}
             self.open_nodes = {node: node.num_cached for node in self._storage.tree.pinned(self) if len(node.uncached)}
         self._storage.tree.stop_computing(self, but=self.open_nodes)
         for block in self.blocks:
             self._storage.pool.release(block)
-        self.preempted, self.is_waiting, self.pending = True, False, None
+        self.preempted = True
+        if not isinstance(self.awaited, Sampling):
+            self.awaited = None
 
     @property
     def blocks(self) -> list[Block]:
@@ -387,8 +431,9 @@ class Request(Host):
     def _rebuild(self) -> Steps[None]:
         yield from self._fill()
         yield from self._replay()
-        if (pending := self._suspended[0]) is not None:
-            yield from self._restore_states(pending.original)
+        match self._suspended:
+            case PendingPass(original=passes) | Standing(passes=passes):
+                yield from self._restore_states(passes)
         self.open_nodes = {}
 
     def _fill(self) -> Steps[None]:
@@ -452,22 +497,13 @@ class Request(Host):
 
 
 def record_passes(
-    requests: Sequence[Request],
-    pending: Sequence[PendingPass],
-    joined: JoinedPasses,
-    forward: ForwardPass,
-    run: DecodeRun | None,
-) -> DecodeRun | None:
-    """Record passes of requests that were computed as one in their logs. `run`: that of the pass before, if shared.
+    requests: Sequence[Request], pending: Sequence[PendingPass], num_rows: int, run: DecodeRun | None
+) -> None:
+    """Record passes of requests that were computed as one, with `num_rows` rows, in their logs.
 
-    Return the run if the requests share it: the decode steps that continue it are recorded once.
+    `run` has the tokens of all of them, if they are decode steps that the next ones may continue.
     """
-    if forward.continues and run is not None:
-        run.ids.append(joined.ids)
-        return run
-    is_shared = forward.is_decode_step and not any(request.is_rebuilding for request in requests)
-    run = DecodeRun([joined.ids]) if is_shared else None
-    begin, num_rows = 0, sum(one.num_segments for one in pending)
+    begin = 0
     for request, one in zip(requests, pending, strict=True):
         request.batch_rows = num_rows
         if run is not None:
@@ -475,4 +511,19 @@ def record_passes(
         elif not request.is_rebuilding:
             request.log.add_run(one.original, DecodeRun([one.ids.tensor]))
         begin += one.num_tokens
-    return run
+
+
+def record_decoding(requests: Sequence[Request], table: DecodeTable, ids: torch.Tensor, num_rows: int) -> None:
+    """Record a pass of rows that stand, with tokens int64 `[rows]`, in the logs of their requests.
+
+    Steps of the same rows are one run, which the logs share.
+    """
+    if table.run is not None:
+        table.run.ids.append(ids)
+        return
+    table.run = DecodeRun([ids])
+    begin = 0
+    for request, member in zip(requests, table.members, strict=True):
+        request.batch_rows = num_rows
+        request.log.add_run(member.passes, table.run, begin)
+        begin += len(member.rows)

@@ -121,7 +121,7 @@ class Scheduler:
         preempted = sorted((request for request in self.running if request.preempted), key=self._age)
         if not preempted:
             return []
-        is_busy = any(request.pending is not None for request in self.running)
+        is_busy = any(request.needs_pass for request in self.running)
         resumed: list[Request] = []
         needed, budget = 0, self.storage.pool.budget
         for request in preempted:
@@ -152,22 +152,26 @@ class Scheduler:
 
     def next_batch(self) -> list[Request]:
         """Return the requests whose passes are computed in the next step."""
-        ready = [request for request in self.running if request.pending is not None]
+        ready = [request for request in self.running if request.needs_pass]
         if batch := [request for request in ready if request in self.isolated][:1]:
             return batch
         adapter = min((request.adapter for request in ready), key=lambda one: self._last_step.get(one, 0), default=None)
         self._last_step[adapter] = self.storage.tree.clock
-        prefills: list[Request] = []
+        prefills: dict[Request, int] = {}  # with their numbers of tokens
+        free = self.max_batch_tokens
         for request in ready:
-            if request.adapter == adapter and request.pending is not None:
-                (prefills if request.pending.is_prefill else batch).append(request)
-        if prefills:
-            tokens = {request: request.pending.num_tokens for request in (*batch, *prefills) if request.pending}
-            free = self.max_batch_tokens - sum(tokens[request] for request in batch)
-            for index, request in enumerate(sorted(prefills, key=self._age)):
-                if index == 0 or tokens[request] <= free:
-                    batch.append(request)
-                    free -= tokens[request]
+            if request.adapter != adapter:
+                continue
+            pending = request.pending
+            if pending is not None and pending.is_prefill:
+                prefills[request] = pending.num_tokens
+            else:
+                batch.append(request)
+                free -= request.num_rows if pending is None else pending.num_tokens
+        for index, request in enumerate(sorted(prefills, key=self._age)):
+            if index == 0 or prefills[request] <= free:
+                batch.append(request)
+                free -= prefills[request]
         return sorted(batch, key=attrgetter("number"))
 
     def victim(self, but: Request | None = None) -> Request | None:

@@ -28,6 +28,7 @@ from hf_parallel.generation.replay.replay import Replayer
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.runner import PassAhead, Runner
 from hf_parallel.generation.sampling import NextTokens, Sampled, Sampler, SamplingTask
+from hf_parallel.generation.standing import Standing
 from hf_parallel.generation.streaming import text_tokenizer
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.wants import Draw, Steps, Wait
@@ -121,7 +122,16 @@ class DecodeLoop:
         next_tokens: NextTokens | None = logits
         is_plain = on_token is None and after_pass is None and schedule is None
         runs_ahead = is_plain or not self.cache.pool.states.in_use  # states do not go back after a void pass
+        may_stand = is_plain and self._may_stand(active)
         while active:
+            if may_stand and next_tokens is None and (num_steps := self._steps_to_stand(active)) > 1:
+                standing = Standing(self.sampler, active, num_steps, self._count)
+                try:
+                    next_tokens = yield standing
+                finally:
+                    self._settle(standing)
+                active = [row for row, ended in zip(active, standing.ended, strict=True) if not ended]
+                continue
             ahead: PassAhead | None = None
             if next_tokens is not None:
                 if runs_ahead and self._can_overlap(active):
@@ -148,6 +158,37 @@ class DecodeLoop:
             if after_pass is not None and next_tokens is not None:
                 after_pass()
         self.stats.decode_seconds += time.perf_counter() - began - (self.stats.prefill_seconds - prefilling)
+
+    def _may_stand(self, rows: Sequence[Row]) -> bool:
+        """Whether nothing in the run needs to see each token of rows; see `Standing`."""
+        is_watched = self.replayer is not None or self.draft is not None or self._trace is not None
+        if is_watched or self.streamer is not None or not self.call.executor.decodes:
+            return False
+        return self.sampler.can_stand and all(type(row) is Row for row in rows)
+
+    def _steps_to_stand(self, rows: Sequence[Row]) -> int:
+        """Return for how many tokens rows can stand; 0: they have no token that the next pass appends."""
+        if any(len(row.pending) != 1 for row in rows):
+            return 0
+        steps = self.sampler.row_criteria.steps_left([row.index for row in rows])
+        interval = self._state_interval
+        if interval is not None:
+            kept = [interval - row.view[-1].length for row in rows if row.leaf is not None]
+            steps = min([steps, *kept])
+        return steps
+
+    def _count(self, output_rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Count a step of rows that stand, and give their tokens to the caller."""
+        self.stats.forward_passes += 1
+        self.stats.decoded_tokens += len(tokens)
+        self.call.record.passes += 1
+        self.call.executor.add_tokens(output_rows, tokens)
+
+    def _settle(self, standing: Standing) -> None:
+        """Record what rows have got while they stood."""
+        num_steps, log_probs = standing.settle()
+        if num_steps and self.call.generation_config.return_dict_in_generate:
+            self.call.record.log_probs.append((tuple(standing.output_rows) * num_steps, log_probs))
 
     def step(self, rows: Sequence[Row], after_pass: Callable[[], None] | None = None) -> Steps[torch.Tensor]:
         """Run one forward pass over the pending tokens of rows; see `Runner.step`."""

@@ -39,6 +39,8 @@ class Host:
 
     is_shared = False
     """Whether other calls use the same storage, and may compute what this call needs."""
+    decodes = False
+    """Whether rows may stand, see `Standing`; else their run takes each pass itself."""
     runs_ahead = False
     """Whether a pass can be queued before the tokens of the pass before it are read."""
     batch_rows = 0
@@ -149,7 +151,7 @@ class Executor(Host):
             case Pass():
                 return self._run(want)
             case Draw(task, logits):
-                (sampled,) = SamplingBatch([task], [Part(logits)]).sample()
+                (sampled,) = SamplingBatch([task]).sample([Part(logits)])
                 return sampled
             case Prefix() | Wait():
                 return None  # there are no other runs

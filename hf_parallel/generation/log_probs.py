@@ -42,8 +42,31 @@ class LogProbs:
         return self._sampling[self._rows]
 
 
+class LogProbSteps:
+    """Log-probabilities of consecutive steps of the same rows, float32 `[rows]` each; see `LogProbs`."""
+
+    def __init__(self) -> None:
+        self._model: list[torch.Tensor] = []
+        self._sampling: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._model)
+
+    def append(self, model: torch.Tensor, sampling: torch.Tensor) -> None:
+        """Append a step."""
+        self._model.append(model)
+        self._sampling.append(sampling)
+
+    def of_rows(self, rows: slice, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return those of some rows in steps `first <= i < stop`, float32 `[steps x rows]` each, step by step."""
+        model, sampling = (
+            torch.stack(values[first:stop])[:, rows].flatten() for values in (self._model, self._sampling)
+        )
+        return model, sampling
+
+
 class Drawn(NamedTuple):
-    """Tokens that rows of a table sampled in one step: their columns in the table, and how many the rows had before."""
+    """Tokens that rows of a table sampled: their columns in the table, and how many the rows had sampled before."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]

@@ -5,6 +5,7 @@ Several calls apply their processors together.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -138,38 +139,51 @@ class Rows(NamedTuple):
     is_fused: bool = False
 
 
-def process(logits: torch.Tensor, calls: Sequence[Rows]) -> torch.Tensor:
-    """Apply the processors of one call, or of several that are row-wise, to logits `[rows of all calls, vocabulary]`.
+class JointProcessors:
+    """The processors of one call, or of several that are row-wise, over the rows of all calls.
 
-    Return scores: a float32 copy unless a processor returns another dtype; without processors the logits themselves.
+    It can be called step after step, as the rows get one token after the other.
     """
-    steps: dict[tuple[int, int], tuple[RowWise | None, Step, list[int]]] = {}
-    num_rows = 0
-    for processors, rows, is_fused in calls:
-        begin, num_rows = num_rows, num_rows + len(rows)
-        if not processors:
-            continue
-        lengths = [processors.table.lengths[row] for row in rows]
-        stages = processors.stages[: processors.fused[0]] if is_fused else processors.stages
-        for number, (place, function, members) in enumerate(stages):
-            key = place if len(calls) > 1 else (number, 0)
-            _, step, indices = steps.setdefault(key, (function, Step([], [], []), []))
-            step.processors.extend(members if function is None else members * len(rows))
-            step.rows.extend(rows)
-            step.lengths.extend(lengths)
-            indices.extend(range(begin, num_rows))
-    if not steps:
-        return logits
-    scores = logits.to(torch.float32, copy=True)  # as processors may write to their input
-    for _, (function, step, indices) in sorted(steps.items()):
-        if function is None:
-            scores = calls[0].processors.call(step.processors, step.rows, scores)
-        elif len(indices) == num_rows:
-            scores = function(scores, step)
-        else:
-            index = to_device(indices, scores.device)
-            scores.index_copy_(0, index, function(scores[index], step))
-    return scores
+
+    def __init__(self, calls: Sequence[Rows]) -> None:
+        self._calls = calls
+        self._num_rows = sum(len(rows) for _, rows, _ in calls)
+        stages: dict[tuple[int, int], tuple[RowWise | None, Step, list[int]]] = {}
+        begin = 0
+        for processors, rows, is_fused in calls:
+            of_call = processors.stages[: processors.fused[0]] if is_fused and processors else processors.stages
+            for number, (place, function, members) in enumerate(of_call):
+                key = place if len(calls) > 1 else (number, 0)
+                _, step, indices = stages.setdefault(key, (function, Step([], [], []), []))
+                step.processors.extend(members if function is None else members * len(rows))
+                step.rows.extend(rows)
+                indices.extend(range(begin, begin + len(rows)))
+            begin += len(rows)
+        self._stages = [stage for _, stage in sorted(stages.items())]
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply them to logits `[rows of all calls, vocabulary]`.
+
+        Return scores: a float32 copy unless a processor returns another dtype; without processors the logits.
+        """
+        if not self._stages:
+            return logits
+        lengths: list[int] = []
+        for processors, rows, _ in self._calls:
+            of_table = processors.table.lengths
+            lengths += [of_table[row] for row in rows]
+        scores = logits.to(torch.float32, copy=True)  # as processors may write to their input
+        for function, step, indices in self._stages:
+            if function is None:
+                scores = self._calls[0].processors.call(step.processors, step.rows, scores)
+            elif len(indices) == self._num_rows:
+                step.lengths[:] = lengths
+                scores = function(scores, step)
+            else:
+                step.lengths[:] = [lengths[index] for index in indices]
+                index = to_device(indices, scores.device)
+                scores.index_copy_(0, index, function(scores[index], step))
+        return scores
 
 
 def _call(processors: Sequence[LogitsProcessor], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -212,6 +226,17 @@ class RowCriteria:
                 elif warned is not None and lengths[row] > warned:
                     criterion(self.table.ids[:1, : lengths[row]], None)  # logs a warning
         return found
+
+    def steps_left(self, rows: Sequence[int]) -> int:
+        """Return how many tokens each row can get before `full` has something to say."""
+        longest = max(self.table.lengths[row] for row in rows)
+        left = sys.maxsize
+        for criterion in self._limits:
+            left = min(left, criterion.max_length - longest)
+            warned = criterion.max_position_embeddings
+            if warned is not None and longest <= warned:
+                left = min(left, warned - longest)
+        return left
 
     def ended_by(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
         """Return whether each row ends by its last token, one of `tokens`: an end token, or the end of a stop text."""

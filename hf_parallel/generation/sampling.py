@@ -26,7 +26,7 @@ from hf_parallel.generation.rng import (
     make_rngs,
     next_keys,
 )
-from hf_parallel.generation.row_processors import RowCriteria, RowProcessors, Rows, process
+from hf_parallel.generation.row_processors import JointProcessors, RowCriteria, RowProcessors, Rows
 from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.kernels import HostCopy, to_device
 from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, multinomial, sample
@@ -65,11 +65,16 @@ class Sampled:
         if has_marks:
             marks = values[1][part]
             if invalid := [row for row, mark in enumerate(marks) if mark >= 2]:  # see `kernels.sampling.sample`
-                raise RuntimeError(f"cannot draw: the probabilities of rows {invalid} are not finite, or all are zero")
+                raise cannot_draw(invalid)
             ended = [end or mark != 0 for end, mark in zip(ended, marks, strict=True)]
         for place in self._full:
             ended[place] = True
         return tokens, ended
+
+
+def cannot_draw(rows: Sequence[int]) -> RuntimeError:
+    """Return the error of a call whose rows cannot be drawn."""
+    return RuntimeError(f"cannot draw: the probabilities of rows {list(rows)} are not finite, or all are zero")
 
 
 NextTokens = torch.Tensor | Sampled
@@ -157,7 +162,7 @@ class Sampler:
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Return probabilities `float32 [len(rows), vocabulary]`, or scores under greedy decoding, from logits of rows
         in ascending order."""
-        scores = process(logits.to(self.table.device), [Rows(self.processors, rows)])
+        scores = JointProcessors([Rows(self.processors, rows)])(logits.to(self.table.device))
         self.record_scores(rows, logits, scores)
         return _softmax(scores) if self.do_sample else scores
 
@@ -196,13 +201,20 @@ class Sampler:
         model, most = model_log_probs(logits, tokens, top, labels)
         return LogProbs(model, model if sampling is None else sampling, most)
 
-    def add_drawn(self, rows: Sequence[int], output_rows: Sequence[int], log_probs: LogProbs) -> None:
-        """Keep the log-probabilities of the last token of each row; `output_rows` are the numbers for streamers."""
-        columns, draws = [], []
-        for row in rows:
-            columns.append(self.table.lengths[row] - 1)
-            draws.append(self._draws[row] - 1)
-        self.drawn.append(Drawn(tuple(rows), tuple(columns), tuple(draws), log_probs))
+    def add_drawn(
+        self, rows: Sequence[int], output_rows: Sequence[int], log_probs: LogProbs, num_steps: int = 1
+    ) -> None:
+        """Keep the log-probabilities of the last tokens of rows, `[num_steps, len(rows)]` in one dimension.
+
+        `output_rows` are the numbers for streamers.
+        """
+        columns: list[int] = []
+        draws: list[int] = []
+        for left in range(num_steps, 0, -1):
+            for row in rows:
+                columns.append(self.table.lengths[row] - left)
+                draws.append(self._draws[row] - left)
+        self.drawn.append(Drawn(tuple(rows) * num_steps, tuple(columns), tuple(draws), log_probs))
         for collector in self.top_log_probs:
             collector.add(output_rows, log_probs)
 
@@ -211,6 +223,11 @@ class Sampler:
         """Whether it can sample together with other calls: row by row, and without a generator that they share."""
         has_rngs = self.rngs is not None or not self.do_sample
         return has_rngs and self.row_criteria.is_row_wise and self.processors.is_row_wise
+
+    @property
+    def can_stand(self) -> bool:
+        """Whether nothing but tokens and their log-probabilities is kept of a step, and it can join others."""
+        return self.can_join and not self.top_log_probs and not self.records_scores
 
     def rngs_of(self, rows: Sequence[int]) -> list[RowRNG]:
         """Return the RNGs of rows, which are not PyTorch's global generator."""
@@ -223,15 +240,19 @@ class Sampler:
         host = HostCopy(tokens if ended is None else torch.stack((tokens, ended)))
         return Sampled(Part(tokens), None, host, self.row_criteria, rows, full)
 
+    def append_tokens(self, rows: Sequence[int], tokens: Part) -> None:
+        """Append one token `int64 [len(rows)]` to each row, for which its RNG has advanced."""
+        self.table.append(rows, tokens)
+        for row in rows:
+            self._draws[row] += 1
+
     def append_drawn(self, rows: Sequence[int], tokens: Part) -> tuple[torch.Tensor | None, Sequence[int]]:
         """Append one token `int64 [len(rows)]` to each row, for which its RNG has advanced.
 
         Return whether criteria that are not row-wise end each row, `int64 [len(rows)]`, or None if there are none; and
         the indices of rows that have the maximum length.
         """
-        self.table.append(rows, tokens)
-        for row in rows:
-            self._draws[row] += 1
+        self.append_tokens(rows, tokens)
         full = self.row_criteria.full(rows)
         if self.row_criteria.is_row_wise:
             return None, full
@@ -279,8 +300,8 @@ def sample_together(tasks: Sequence[SamplingTask], logits: Sequence[Part]) -> li
     done: dict[int, Sampled | BaseException] = {}
     if len(joint) > 1:
         try:
-            batch = SamplingBatch([tasks[index] for index in joint], [logits[index] for index in joint])
-            done.update(zip(joint, batch.sample(), strict=True))
+            batch = SamplingBatch([tasks[index] for index in joint])
+            done.update(zip(joint, batch.sample([logits[index] for index in joint]), strict=True))
         except CannotDrawError:  # no generator has advanced: each by itself, to find out which
             pass
         except Exception as error:  # generators may have advanced, so that no task can be repeated
@@ -288,127 +309,185 @@ def sample_together(tasks: Sequence[SamplingTask], logits: Sequence[Part]) -> li
     for index, (task, own) in enumerate(zip(tasks, logits, strict=True)):
         if index not in done:
             try:
-                (done[index],) = SamplingBatch([task], [own]).sample()
+                (done[index],) = SamplingBatch([task]).sample([own])
             except BaseException as error:
                 done[index] = error
     return [done[index] for index in range(len(tasks))]
 
 
-class SamplingBatch:
-    """The rows of one call, or of several whose samplers are `can_join`."""
+class Draws(NamedTuple):
+    """What the rows of a batch have drawn, from logits and scores `[rows, vocabulary]`."""
 
-    def __init__(self, tasks: Sequence[SamplingTask], logits: Sequence[Part]) -> None:
-        self.tasks, self.logits, self.parts = tasks, logits, list[slice]()
+    logits: torch.Tensor
+    scores: torch.Tensor
+    tokens: torch.Tensor
+    """int64 `[rows]`."""
+    marks: torch.Tensor | None
+    """int64 `[rows]` of rows that cannot be drawn, see `kernels.sampling.sample`; None: there are none."""
+    probs: torch.Tensor | None
+    """Probabilities of the tokens, float32 `[rows]`, NaN for greedy rows; None: all are greedy."""
+
+
+class SamplingBatch:
+    """The rows of one call, or of several whose samplers are `can_join`. It can sample the same rows step after step."""
+
+    def __init__(self, tasks: Sequence[SamplingTask]) -> None:
+        self.tasks = tasks
         self.device = tasks[0].sampler.table.device
+        self.parts: list[slice] = []
+        """The rows of each task."""
         self.num_rows = 0
         for task in tasks:
             self.parts.append(slice(self.num_rows, self.num_rows + len(task.rows)))
             self.num_rows += len(task.rows)
+        self._drawing = [task for task in tasks if task.sampler.do_sample]
+        self._is_mixed = 0 < len(self._drawing) < len(tasks)
 
-    def sample(self) -> list[Sampled]:
-        """Sample and append one token for each row."""
-        drawing = [task for task in self.tasks if task.sampler.do_sample]
+    def sample(self, logits: Sequence[Part]) -> list[Sampled]:
+        """Sample and append one token for each row, given the logits of each task."""
+        draws = self.draw(logits)
+        return self._finish(draws, self._log_probs(draws))
+
+    def draw(self, logits: Sequence[Part]) -> Draws:
+        """Sample one token for each row, and advance its RNG; see `sample`."""
         try:
-            fuse = bool(drawing) and self._can_fuse(drawing)
-            logits = join(self.logits).to(self.device)
-            calls = [Rows(t.sampler.processors, t.rows, fuse and t.sampler.do_sample) for t in self.tasks]
-            scores = process(logits, calls)
-            is_mixed = 0 < len(drawing) < len(self.tasks)
-            index = self._index([task.sampler.do_sample for task in self.tasks]) if is_mixed else None
-            drawn_from = scores if index is None else scores[index]
-            if drawing and not fuse:
+            joined = join(logits).to(self.device)
+            scores = self._processors(joined)
+            drawn_from = scores[self._drawing_rows] if self._is_mixed else scores
+            if self._drawing and not self._fuses:
                 drawn_from = _softmax(drawn_from)
         except Exception as error:  # such as out of memory, for all rows together
             if len(self.tasks) == 1:
                 raise
             raise CannotDrawError from error
-        marks, probs = None, None  # see `kernels.sampling.sample`
-        if len(drawing) == len(self.tasks):
-            tokens, marks, probs = self._draw(drawn_from, drawing, fuse)
-        else:
-            tokens = scores.argmax(dim=-1)
-            if index is not None:
-                tokens[index], some_marks, some_probs = self._draw(drawn_from, drawing, fuse)
-                probs = torch.full_like(tokens, torch.nan, dtype=torch.float32).index_copy_(0, index, some_probs)
-                if some_marks is not None:
-                    marks = torch.zeros_like(tokens).index_copy_(0, index, some_marks)
-        log_probs = self._log_probs(logits, scores, tokens, probs)
-        return self._finish(logits, scores, tokens, marks, log_probs)
+        if self._drawing and not self._is_mixed:
+            return Draws(joined, scores, *self._draw(drawn_from))
+        tokens = scores.argmax(dim=-1)
+        marks: torch.Tensor | None = None
+        probs: torch.Tensor | None = None
+        if self._is_mixed:
+            index = self._drawing_rows
+            tokens[index], some_marks, some_probs = self._draw(drawn_from)
+            probs = torch.full_like(tokens, torch.nan, dtype=torch.float32).index_copy_(0, index, some_probs)
+            if some_marks is not None:
+                marks = torch.zeros_like(tokens).index_copy_(0, index, some_marks)
+        return Draws(joined, scores, tokens, marks, probs)
 
-    def _can_fuse(self, drawing: Sequence[SamplingTask]) -> bool:
+    def known(self, draws: Draws) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return log-probabilities of the tokens, float32 `[rows]` each: `LogProbs.model` and `.sampling`.
+
+        Those of some rows may be missing, or wrong, if their calls do not request them; None: no call does.
+        """
+        if not self._is_requested:
+            return None
+        sampling = self._sampling_log_probs(draws)
+        if len(self.tasks) == 1:
+            alone = self.tasks[0].sampler.log_probs(draws.logits, draws.tokens, sampling)
+            return alone.model, alone.sampling
+        model = sampling
+        if model is None or any(task.sampler.processors or not task.sampler.do_sample for task in self.tasks):
+            model, _ = model_log_probs(draws.logits, draws.tokens)
+        return model, model if sampling is None else torch.where(sampling.isnan(), model, sampling)
+
+    @cached_property
+    def _fuses(self) -> bool:
         """Whether one operation applies the last warpers and draws. Scores that are returned need each warper."""
-        if not can_race(self.device) or not all(task.sampler.scores is None for task in drawing):
+        drawing = self._drawing
+        if not drawing or not can_race(self.device) or not all(task.sampler.scores is None for task in drawing):
             return False
         warpers = [task.sampler.processors.fused[1] for task in drawing]
         return can_sample(self.device, warpers, sum(len(task.rows) for task in drawing))
 
-    def _draw(
-        self, values: torch.Tensor, drawing: Sequence[SamplingTask], fuse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    @cached_property
+    def _processors(self) -> JointProcessors:
+        return JointProcessors(
+            [Rows(task.sampler.processors, task.rows, self._fuses and task.sampler.do_sample) for task in self.tasks]
+        )
+
+    @cached_property
+    def _drawing_rows(self) -> torch.Tensor:
+        return self._index([task.sampler.do_sample for task in self.tasks])
+
+    @cached_property
+    def _is_requested(self) -> bool:
+        """Whether a call requests log-probabilities."""
+        return any(task.sampler.returns_log_probs for task in self.tasks)
+
+    @cached_property
+    def _rngs(self) -> list[RowRNG]:
+        """The RNGs of rows that draw; empty: PyTorch's global generator."""
+        rngs: list[RowRNG] = []
+        for task in self._drawing:
+            if task.sampler.rngs is not None:
+                rngs += task.sampler.rngs_of(task.rows)
+        return rngs
+
+    @cached_property
+    def _warpers(self) -> Warpers | list[Warpers]:
+        """The settings of all rows that draw, or of each."""
+        warpers: list[Warpers] = []
+        for task in self._drawing:
+            warpers += [task.sampler.processors.fused[1]] * len(task.rows)
+        return warpers[0] if warpers.count(warpers[0]) == len(warpers) else warpers
+
+    def _draw(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Draw a token for each row of `values`: scores if one operation applies the warpers, else probabilities.
 
         Return tokens, marks of rows that cannot be drawn, and the tokens' probabilities; see `kernels.sampling.sample`.
         """
-        rngs: list[RowRNG] = []
-        warpers: list[Warpers] = []
-        for task in drawing:
-            if task.sampler.rngs is not None:
-                rngs += task.sampler.rngs_of(task.rows)
-            if fuse:
-                warpers += [task.sampler.processors.fused[1]] * len(task.rows)
-        if fuse:
-            is_uniform = warpers.count(warpers[0]) == len(warpers)
-            keys = next_keys(rngs, self.device) if rngs else None
-            drawn, probs = sample(values, warpers[0] if is_uniform else warpers, keys)
+        if self._fuses:
+            keys = next_keys(self._rngs, self.device) if self._rngs else None
+            drawn, probs = sample(values, self._warpers, keys)
             return drawn[0], drawn[1], probs
-        tokens = _draw_tokens(values, rngs)
+        tokens = _draw_tokens(values, self._rngs)
         return tokens, None, values.gather(1, tokens[:, None]).squeeze(1)
 
-    def _log_probs(
-        self, logits: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor | None
-    ) -> list[LogProbs | None]:
-        """Return the log-probabilities of each task that requests them; `probs` are NaN for greedy rows."""
-        requested = [task.sampler.returns_log_probs for task in self.tasks]
-        if True not in requested:
-            return [None] * len(requested)
-        sampling = None if probs is None else probs.log()
-        is_processed = [not task.sampler.do_sample and bool(task.sampler.processors) for task in self.tasks]
-        if True in is_processed:
-            index = self._index(is_processed)
-            sampling = torch.full_like(tokens, torch.nan, dtype=torch.float32) if sampling is None else sampling
-            sampling[index], _ = model_log_probs(scores[index], tokens[index])
+    @cached_property
+    def _processed_greedy_rows(self) -> torch.Tensor | None:
+        """The rows whose greedy tokens were chosen from processed scores, if there are any."""
+        flags = [not task.sampler.do_sample and bool(task.sampler.processors) for task in self.tasks]
+        return self._index(flags) if True in flags else None
+
+    def _sampling_log_probs(self, draws: Draws) -> torch.Tensor | None:
+        """Return `LogProbs.sampling`; NaN, or None for all rows, where it equals `LogProbs.model`."""
+        sampling = None if draws.probs is None else draws.probs.log()
+        index = self._processed_greedy_rows
+        if index is not None:
+            if sampling is None:
+                sampling = torch.full_like(draws.tokens, torch.nan, dtype=torch.float32)
+            sampling[index], _ = model_log_probs(draws.scores[index], draws.tokens[index])
+        return sampling
+
+    def _log_probs(self, draws: Draws) -> list[LogProbs | None]:
+        """Return the log-probabilities of each task that requests them."""
+        if not self._is_requested:
+            return [None] * len(self.tasks)
         if len(self.tasks) == 1:
-            return [self.tasks[0].sampler.log_probs(logits, tokens, sampling)]
-        model = sampling
-        if model is None or any(task.sampler.processors or not task.sampler.do_sample for task in self.tasks):
-            model, _ = model_log_probs(logits, tokens)
-        sampling = model if sampling is None else torch.where(sampling.isnan(), model, sampling)
+            sampling = self._sampling_log_probs(draws)
+            return [self.tasks[0].sampler.log_probs(draws.logits, draws.tokens, sampling)]
+        known = self.known(draws)
+        assert known is not None, "log-probabilities are requested"
         found: list[LogProbs | None] = []
         for task, part in zip(self.tasks, self.parts, strict=True):
             if task.sampler.top_log_probs:
-                found.append(task.sampler.log_probs(logits[part], tokens[part], sampling[part]))
+                found.append(task.sampler.log_probs(draws.logits[part], draws.tokens[part], known[1][part]))
             else:
-                found.append(LogProbs(model, sampling, None, part) if task.sampler.returns_log_probs else None)
+                found.append(LogProbs(*known, None, part) if task.sampler.returns_log_probs else None)
         return found
 
-    def _finish(
-        self,
-        logits: torch.Tensor,
-        scores: torch.Tensor,
-        tokens: torch.Tensor,
-        marks: torch.Tensor | None,
-        log_probs: Sequence[LogProbs | None],
-    ) -> list[Sampled]:
+    def _finish(self, draws: Draws, log_probs: Sequence[LogProbs | None]) -> list[Sampled]:
         """Append the tokens of all rows, and record their scores."""
-        fulls, ended, taken = [], None, [Part(tokens, part) for part in self.parts]
+        fulls: list[Sequence[int]] = []
+        taken = [Part(draws.tokens, part) for part in self.parts]
+        marks = draws.marks
         for task, part, own in zip(self.tasks, self.parts, taken, strict=True):
             if task.sampler.records_scores:
-                task.sampler.record_scores(task.rows, logits[part], scores[part])
+                task.sampler.record_scores(task.rows, draws.logits[part], draws.scores[part])
             ended, full = task.sampler.append_drawn(task.rows, own)
             fulls.append(full)
-        if ended is not None:  # of a call alone
-            marks = ended if marks is None else marks + ended
-        host = HostCopy(tokens if marks is None else torch.stack((tokens, marks)))
+            if ended is not None:  # of a call alone
+                marks = ended if marks is None else marks + ended
+        host = HostCopy(draws.tokens if marks is None else torch.stack((draws.tokens, marks)))
         found = zip(self.tasks, taken, log_probs, fulls, strict=True)
         return [
             Sampled(own, known, host, task.sampler.row_criteria, task.rows, full) for task, own, known, full in found

@@ -16,6 +16,7 @@ from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.tree import Node
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.sampling import SamplingTask
+from hf_parallel.generation.standing import Standing
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ class Wait(NamedTuple):
     """One step of the other runs. The result is None."""
 
 
-Want: TypeAlias = "Pass | Draw | Prefix | Wait"
+Want: TypeAlias = "Pass | Draw | Standing | Prefix | Wait"
 Steps: TypeAlias = Generator[Want, Any, T]
 """A function of a run that wants something: call it with `yield from`. It returns a T."""
 

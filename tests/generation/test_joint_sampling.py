@@ -118,7 +118,7 @@ def test_calls_that_sample_together_get_the_tokens_and_scores_of_each_alone(seed
             given.append(logits)
             processed = copy.deepcopy(by_itself).distribution(rows, logits.clone())
             assert torch.equal(processed, stock_distribution(by_itself, rows, logits))
-            expected += sampling.SamplingBatch([SamplingTask(by_itself, rows)], [Part(logits.clone())]).sample()
+            expected += sampling.SamplingBatch([SamplingTask(by_itself, rows)]).sample([Part(logits.clone())])
         results = sample_together(tasks, [Part(logits) for logits in given])
         for task, logits, found, one in zip(tasks, given, results, expected, strict=True):
             assert not isinstance(found, Exception)
