@@ -124,14 +124,6 @@ class DecodeLoop:
         runs_ahead = is_plain or not self.cache.pool.states.in_use  # states do not go back after a void pass
         may_stand = is_plain and self._may_stand(active)
         while active:
-            if may_stand and next_tokens is None and (num_steps := self._steps_to_stand(active)) > 1:
-                standing = Standing(self.sampler, active, num_steps, self._count)
-                try:
-                    next_tokens = yield standing
-                finally:
-                    self._settle(standing)
-                active = [row for row, ended in zip(active, standing.ended, strict=True) if not ended]
-                continue
             ahead: PassAhead | None = None
             if next_tokens is not None:
                 if runs_ahead and self._can_overlap(active):
@@ -147,6 +139,14 @@ class DecodeLoop:
                     active = [row for row in scheduled if row.is_active()]
             if self.draft is not None and is_plain:
                 active = yield from self.draft(active)
+            if may_stand and active and (num_steps := self._steps_to_stand(active)) > 1:
+                standing = Standing(self.sampler, active, num_steps, self._count)
+                try:
+                    next_tokens = yield standing
+                finally:
+                    self._settle(standing)
+                active = [row for row, ended in zip(active, standing.ended, strict=True) if not ended]
+                continue
             next_tokens = None if ahead is None else self._confirmed(ahead, active)
             if next_tokens is None and active:
                 if self._state_interval is not None:

@@ -48,6 +48,7 @@ class LogProbSteps:
     def __init__(self) -> None:
         self._model: list[torch.Tensor] = []
         self._sampling: list[torch.Tensor] = []
+        self._joined: torch.Tensor | None = None  # all steps, float32 `[2, steps, rows]`, once they are read
 
     def __len__(self) -> int:
         return len(self._model)
@@ -56,13 +57,13 @@ class LogProbSteps:
         """Append a step."""
         self._model.append(model)
         self._sampling.append(sampling)
+        self._joined = None
 
-    def of_rows(self, rows: slice, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return those of some rows in steps `first <= i < stop`, float32 `[steps x rows]` each, step by step."""
-        model, sampling = (
-            torch.stack(values[first:stop])[:, rows].flatten() for values in (self._model, self._sampling)
-        )
-        return model, sampling
+    def of_rows(self, rows: slice, count: int) -> torch.Tensor:
+        """Return those of some rows in the first `count` steps, float32 `[2, steps x rows]`: model and sampling."""
+        if self._joined is None:  # rows that stood together are read one call after the other
+            self._joined = torch.stack((*self._model, *self._sampling)).view(2, len(self), -1)
+        return self._joined[:, :count, rows].flatten(1)
 
 
 class Drawn(NamedTuple):

@@ -20,6 +20,9 @@ _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SPLITMIX_INT64 = tuple(bits - 2**64 for bits in _SPLITMIX)
 _MAX_NOISE = 23.0  # -log of half a step of a 32-bit number, rounded up
 _MIN_NOISE = 2.0**-33
+_JOINT_ROWS = 4
+_JOINT_TOKENS = 1024
+"""Races of at least that many rows, with at most that many tokens per row, are run together: then calls cost most."""
 _NEGLIGIBLE = _MIN_NOISE / _MAX_NOISE / 2  # a token with this fraction of the highest probability cannot win the race
 
 
@@ -103,23 +106,36 @@ def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     if probs.device.type != "cpu":
         every = torch.arange(probs.shape[1], device=probs.device)
         return (probs / exponential_noise(keys[:, None], every)).argmax(dim=-1)
-    # In NumPy, row by row: waking a second thread for a row takes longer than the work.
+    # In NumPy: waking a second thread takes longer than the work on the few tokens that can win.
     rates = probs.detach().numpy()
-    winners = []
-    for row, threshold, key in zip(rates, rates.max(axis=-1) * np.float32(_NEGLIGIBLE), keys.tolist(), strict=True):
-        tokens = np.flatnonzero(row > threshold)
-        winners.append(_winner(tokens, row[tokens], key))
-    return torch.tensor(winners, dtype=torch.int64)
+    can_win = rates > rates.max(axis=-1, keepdims=True) * np.float32(_NEGLIGIBLE)
+    runners = np.flatnonzero(can_win)
+    if len(rates) < _JOINT_ROWS or len(runners) > _JOINT_TOKENS * len(rates):
+        tokens_of = [np.flatnonzero(row) for row in can_win]
+        races = zip(tokens_of, rates, keys.tolist(), strict=True)
+        return torch.tensor([_winner(tokens, row[tokens], key) for tokens, row, key in races], dtype=torch.int64)
+    rows, tokens = np.divmod(runners, rates.shape[1])
+    times = _times(tokens, rates[rows, tokens], keys.numpy()[rows])
+    first = np.flatnonzero(np.diff(rows, prepend=-1))  # of each row, which has a token at least: its most probable
+    is_winner = times == np.maximum.reduceat(times, first)[rows]
+    winners = np.empty(len(rates), np.int64)
+    winners[rows[is_winner][::-1]] = tokens[is_winner][::-1]  # of equal ones the first, which is written last
+    return torch.from_numpy(winners)
 
 
 def _winner(tokens: np.ndarray, probs: np.ndarray, key: int) -> int:
-    """Return the winner of the race of a row; `exponential_noise` in NumPy, which is faster for a few tokens."""
-    bits = _finalise(np.uint64(key) + tokens.astype(np.uint64) * np.uint64(_SPLITMIX[0]))
+    """Return the winner of the race of a row."""
+    return int(tokens[_times(tokens, probs, np.int64(key)).argmax()])
+
+
+def _times(tokens: np.ndarray, probs: np.ndarray, keys: np.ndarray | np.int64) -> np.ndarray:
+    """Return the inverse times of tokens; `exponential_noise` in NumPy, which is faster for a few tokens."""
+    bits = _finalise(keys.astype(np.uint64) + tokens.astype(np.uint64) * np.uint64(_SPLITMIX[0]))
     uniform = (bits >> np.uint64(32)).astype(np.float32)
     uniform = (uniform + np.float32(0.5)) * np.float32(2.0**-32)
     with np.errstate(divide="ignore"):
         noise = np.minimum(-np.log1p(-uniform), np.float32(_MAX_NOISE))
-    return int(tokens[(probs / noise).argmax()])
+    return probs / noise
 
 
 def _finalise(bits: np.ndarray) -> np.ndarray:

@@ -24,8 +24,7 @@ class _Span:
 
     steps: LogProbSteps
     rows: slice
-    first: int  # index of the first step
-    count: int = 0
+    count: int = 0  # of steps, from the first one on
 
 
 class Standing:
@@ -57,8 +56,8 @@ class Standing:
         return [self.segments]
 
     def enter(self, steps: LogProbSteps, rows: slice) -> None:
-        """Enter a table: the log-probabilities of the next tokens will be those of `rows` in its steps."""
-        self._spans.append(_Span(steps, rows, len(steps)))
+        """Enter a new table: the log-probabilities of the next tokens will be those of `rows` in its steps."""
+        self._spans.append(_Span(steps, rows))
 
     def append(self, tokens: list[int], drawn: Part) -> bool:
         """Append a sampled token to each row: `tokens`, which are `drawn` on the device, int64 `[rows]`.
@@ -91,8 +90,6 @@ class Standing:
         sampler, indices = self.task
         if not num_steps or not sampler.returns_log_probs:
             return num_steps, None
-        found = [span.steps.of_rows(span.rows, span.first, span.first + span.count) for span in spans]
-        models, samplings = zip(*found, strict=True)
-        log_probs = LogProbs(torch.cat(models), torch.cat(samplings))
+        log_probs = LogProbs(*torch.cat([span.steps.of_rows(span.rows, span.count) for span in spans], dim=1))
         sampler.add_drawn(indices, self.output_rows, log_probs, num_steps)
         return num_steps, log_probs
