@@ -34,6 +34,7 @@ from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.rng import CannotDrawError
 from hf_parallel.generation.sampling import sample_together
+from hf_parallel.generation.standing import Standing
 from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.adapters import AdaptedModel, check_no_virtual_tokens
 from hf_parallel.models.attention import gradient_checkpointing_disabled
@@ -389,10 +390,18 @@ class Engine:
         """Plan the passes of a batch as one. Removes requests from it if memory does not suffice; None: all of them."""
         table = self._table
         while batch:
-            decoding = [request for request in batch if request.standing is not None]
-            others = [request for request in batch if request.pending is not None]
-            table.choose([request.standing for request in decoding if request.standing is not None])
-            pending = [request.pending for request in others if request.pending is not None]
+            decoding: list[Request] = []
+            members: list[Standing] = []
+            others: list[Request] = []
+            pending: list[PendingPass] = []
+            for request in batch:
+                if isinstance(request.awaited, Standing):
+                    decoding.append(request)
+                    members.append(request.awaited)
+                elif isinstance(request.awaited, PendingPass):
+                    others.append(request)
+                    pending.append(request.awaited)
+            table.choose(members)
             if decoding:
                 pending.insert(0, PendingPass(table.next_pass()))
             for one in pending:

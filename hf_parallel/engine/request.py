@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from hf_parallel.cache import Block, BlockCache, Segment
 from hf_parallel.cache.batch import find_images
@@ -113,11 +114,6 @@ class Request(Host):
     def pending(self) -> PendingPass | None:
         """The pass that it waits for."""
         return self.awaited if isinstance(self.awaited, PendingPass) else None
-
-    @property
-    def standing(self) -> Standing | None:
-        """Its rows that stand."""
-        return self.awaited if isinstance(self.awaited, Standing) else None
 
     @property
     def sampling(self) -> Sampling | None:

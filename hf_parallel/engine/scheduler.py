@@ -9,8 +9,10 @@ from operator import attrgetter
 from typing import Any
 
 from hf_parallel.cache.pool import Budget
+from hf_parallel.engine.passes import PendingPass
 from hf_parallel.engine.request import Request
 from hf_parallel.engine.storage import KVBudgetError, KVStorage
+from hf_parallel.generation.standing import Standing
 
 BATCH_TOKENS = {"cpu": 512}
 """Maximum number of tokens of a step, by device type; others: 4096."""
@@ -153,8 +155,9 @@ class Scheduler:
     def next_batch(self) -> list[Request]:
         """Return the requests whose passes are computed in the next step."""
         ready = [request for request in self.running if request.needs_pass]
-        if batch := [request for request in ready if request in self.isolated][:1]:
-            return batch
+        if self.isolated and (alone := [request for request in ready if request in self.isolated]):
+            return alone[:1]
+        batch: list[Request] = []
         adapter = min((request.adapter for request in ready), key=lambda one: self._last_step.get(one, 0), default=None)
         self._last_step[adapter] = self.storage.tree.clock
         prefills: dict[Request, int] = {}  # with their numbers of tokens
@@ -162,12 +165,15 @@ class Scheduler:
         for request in ready:
             if request.adapter != adapter:
                 continue
-            pending = request.pending
-            if pending is not None and pending.is_prefill:
-                prefills[request] = pending.num_tokens
-            else:
+            awaited = request.awaited
+            if isinstance(awaited, Standing):
                 batch.append(request)
-                free -= request.num_rows if pending is None else pending.num_tokens
+                free -= len(awaited.rows)
+            elif isinstance(awaited, PendingPass) and awaited.is_prefill:
+                prefills[request] = awaited.num_tokens
+            elif isinstance(awaited, PendingPass):
+                batch.append(request)
+                free -= awaited.num_tokens
         for index, request in enumerate(sorted(prefills, key=self._age)):
             if index == 0 or prefills[request] <= free:
                 batch.append(request)

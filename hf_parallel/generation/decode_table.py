@@ -76,7 +76,7 @@ class DecodeTable:
                 results.append(cannot_draw([row - part.start for row in sorted(rows)]))
                 continue
             try:
-                results.append(member.append(tokens[part], Part(draws.tokens, part)))
+                results.append(member.append(tokens[part]))
             except Exception as error:  # of a criterion
                 results.append(error)
         return results

@@ -240,9 +240,9 @@ class Sampler:
         host = HostCopy(tokens if ended is None else torch.stack((tokens, ended)))
         return Sampled(Part(tokens), None, host, self.row_criteria, rows, full)
 
-    def append_tokens(self, rows: Sequence[int], tokens: Part) -> None:
-        """Append one token `int64 [len(rows)]` to each row, for which its RNG has advanced."""
-        self.table.append(rows, tokens)
+    def append_known(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Append one token to each row, which are known on the host, and for which its RNG has advanced."""
+        self.table.append_known(rows, tokens)
         for row in rows:
             self._draws[row] += 1
 
@@ -252,7 +252,9 @@ class Sampler:
         Return whether criteria that are not row-wise end each row, `int64 [len(rows)]`, or None if there are none; and
         the indices of rows that have the maximum length.
         """
-        self.append_tokens(rows, tokens)
+        self.table.append(rows, tokens)
+        for row in rows:
+            self._draws[row] += 1
         full = self.row_criteria.full(rows)
         if self.row_criteria.is_row_wise:
             return None, full
@@ -329,7 +331,7 @@ class Draws(NamedTuple):
 
 
 class SamplingBatch:
-    """The rows of one call, or of several whose samplers are `can_join`. It can sample the same rows step after step."""
+    """The rows of one call, or of several whose samplers are `can_join`, which it can sample step after step."""
 
     def __init__(self, tasks: Sequence[SamplingTask]) -> None:
         self.tasks = tasks

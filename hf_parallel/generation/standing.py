@@ -1,4 +1,4 @@
-"""Rows that stand: they decode, step after step, and their run is resumed only when something happens to one of them."""
+"""Rows that stand: they decode step after step, and their run is resumed only when something happens to one of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import torch
 
 from hf_parallel.cache import Segment
 from hf_parallel.generation.log_probs import LogProbs, LogProbSteps
-from hf_parallel.generation.parts import Part
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.sampling import Sampler, SamplingTask
-
 
 OnTokens = Callable[[Sequence[int], Sequence[int]], None]
 """(rows, tokens) of a step."""
@@ -59,23 +57,21 @@ class Standing:
         """Enter a new table: the log-probabilities of the next tokens will be those of `rows` in its steps."""
         self._spans.append(_Span(steps, rows))
 
-    def append(self, tokens: list[int], drawn: Part) -> bool:
-        """Append a sampled token to each row: `tokens`, which are `drawn` on the device, int64 `[rows]`.
-
-        Return whether something has happened, so that the run continues.
-        """
+    def append(self, tokens: list[int]) -> bool:
+        """Append a sampled token to each row. Return whether something has happened, so that the run continues."""
         sampler, indices = self.task
-        sampler.append_tokens(indices, drawn)
+        sampler.append_known(indices, tokens)
         self.tokens = tokens
         self.left -= 1
         self._num_steps += 1
         self._spans[-1].count += 1
         self._on_tokens(self.output_rows, tokens)
         self.ended = sampler.row_criteria.ended_by(indices, tokens)
-        if not self.left:
-            for place in sampler.row_criteria.full(indices):
-                self.ended[place] = True
-        return not self.left or True in self.ended
+        if self.left:
+            return True in self.ended
+        for place in sampler.row_criteria.full(indices):
+            self.ended[place] = True
+        return True
 
     def settle(self) -> tuple[int, LogProbs | None]:
         """Give the rows their last tokens, and the sampler the log-probabilities of all tokens since they entered.

@@ -31,6 +31,9 @@ class TokenTable:
         self.lengths = [length] * rows
         self.changes = [0] * rows
         self._unwritten: list[tuple[Sequence[int], list[int], Part]] = []  # rows, columns and tokens of each step
+        self._known: list[int] = []  # tokens of several steps, after `_unwritten`
+        self._known_rows: Sequence[int] = ()
+        self._known_columns: list[int] = []  # of the first of these steps
         self._indexed: tuple[list[int], torch.Tensor] | None = None
 
     def index(self, rows: Sequence[int]) -> torch.Tensor:
@@ -41,23 +44,34 @@ class TokenTable:
 
     def append(self, rows: Sequence[int], tokens: Part) -> None:
         """Append one token `int64 [len(rows)]` to each of `rows`."""
+        if self._known:
+            self._write_known()
         columns = []
         for row in rows:
             columns.append(self.lengths[row])
             self.lengths[row] += 1
         self._unwritten.append((rows, columns, tokens))
         if len(self._unwritten) >= _UNWRITTEN:
-            self._write()
+            self._write_parts()
 
     @property
     def ids(self) -> torch.Tensor:
         """Tokens `int64 [rows, capacity]`."""
-        if self._unwritten:
+        if self._unwritten or self._known:
             self._write()
         return self._ids
 
     def _write(self) -> None:
-        steps, self._unwritten = self._unwritten, []
+        """Write all tokens that were appended."""
+        if self._unwritten:
+            self._write_parts()
+        if self._known:
+            self._write_known()
+
+    def _write_parts(self) -> None:
+        """Write what `append` has appended."""
+        steps = self._unwritten
+        self._unwritten = []
         self._reserve(1 + max(max(columns) for _, columns, _ in steps))
         rows, columns, tokens = steps[0]
         if len(steps) > 1:
@@ -70,6 +84,30 @@ class TokenTable:
             self._ids[:, columns[0]] = tokens.tensor
         else:
             self._ids[self.index(rows), columns[0]] = tokens.tensor
+
+    def append_known(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Append one token to each of `rows`, known on the host. Those of the same sequence `rows` are written at once."""
+        if rows is not self._known_rows:
+            self._write()
+            self._known_rows = rows
+            self._known_columns = [self.lengths[row] for row in rows]
+        self._known += tokens
+        for row in rows:
+            self.lengths[row] += 1
+
+    def _write_known(self) -> None:
+        """Write what `append_known` has appended."""
+        rows = self._known_rows
+        steps = to_device(self._known, self.device).view(-1, len(rows))
+        self._known = []
+        self._known_rows = ()
+        begin, end = min(self._known_columns), max(self._known_columns)
+        self._reserve(end + len(steps))
+        if begin == end:
+            self._ids[to_device(rows, self.device), begin : begin + len(steps)] = steps.T
+            return
+        columns = to_device(self._known_columns, self.device) + torch.arange(len(steps), device=self.device)[:, None]
+        self._ids[to_device(rows, self.device).expand_as(columns), columns] = steps
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         """Append tokens that were not sampled to a row."""
