@@ -86,7 +86,7 @@ class TokenTable:
             self._ids[self.index(rows), columns[0]] = tokens.tensor
 
     def append_known(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Append one token to each of `rows`, known on the host. Those of the same sequence `rows` are written at once."""
+        """Append one token to each of `rows`, known on the host; those of the same `rows` are written at once."""
         if rows is not self._known_rows:
             self._write()
             self._known_rows = rows
