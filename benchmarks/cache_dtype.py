@@ -15,6 +15,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_parallel import SharedPrefixCache
+from hf_parallel.progress import progress_bar
 
 from .measure import StepClock, long_prompt, run_rounds, step_ratio
 
@@ -66,8 +67,7 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
         }
     measured: dict[str, list[dict[str, float]]] = {"int8": [], "fp8": []}
     length = {"max_new_tokens": sizes.new_tokens, "output_logits": True}
-    for index, ids in enumerate(prompts):
-        print(f"prompt {index + 1} of {len(prompts)}")
+    for ids in progress_bar(prompts, what="Comparing logits", unit="prompts"):
         plain = call(ids, **length)
         for dtype, those in measured.items():
             settings = length | {"past_key_values": SharedPrefixCache(cache_dtype=dtype)}

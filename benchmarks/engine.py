@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from hf_parallel.engine import Engine, QueueFullError
+from hf_parallel.progress import progress_bar
 
 from .gpu_parts.models import kv_bytes_per_token
 from .measure import generate_batch, long_prompt, timed
@@ -109,8 +110,7 @@ def measure_throughput(model: Any, tokenizer: Any, prompts: list[list[int]], siz
     """Return seconds and tokens per second of all requests by way, and whether their tokens are the same."""
     seconds: dict[str, list[float]] = defaultdict(list)
     found: dict[str, Any] = {}
-    for number in range(sizes.rounds):
-        print(f"{len(prompts)} requests, round {number + 1} of {sizes.rounds}")
+    for _ in progress_bar(range(sizes.rounds), what=f"{len(prompts)} requests", unit="rounds"):
         with Engine(model, tokenizer, max_rows=len(prompts)) as engine:
             took, ours = timed(partial(in_engine, engine, prompts, sizes.new_tokens))
         stats = engine.stats
@@ -136,8 +136,7 @@ def measure_singles(model: Any, tokenizer: Any, prompts: list[list[int]], tokens
     """Return the seconds of single requests. Each has a prompt of its own, as the engine keeps prompts."""
     found: dict[str, Any] = {"engine": [], "generate": [], "same_tokens": True}
     found["cpu_seconds"] = {"engine": [], "generate": []}  # which other work on the machine does not change
-    for number, prompt in enumerate(prompts):
-        print(f"a single request, {number + 1} of {len(prompts)}")
+    for number, prompt in enumerate(progress_bar(prompts, what="Single requests", unit="requests")):
         answers = {}
         with Engine(model, tokenizer) as engine:
             ways: dict[str, Callable[[], Any]] = {

@@ -17,6 +17,7 @@ import torch
 from transformers import LogitsProcessor
 
 from hf_parallel.generation.dialects import DIALECTS
+from hf_parallel.progress import progress_bar
 
 from .measure import StepClock, long_prompt
 
@@ -85,11 +86,11 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     closing = tokenizer(DIALECTS["multiverse"].branch[1]).input_ids
     own |= {"opening": f"<Parallel>\n<Goal>\n{outlines}</Goal>", "max_new_tokens": sizes.paths * sizes.length + 2048}
     rounds: dict[str, list[dict[str, float]]] = {positions: [] for positions in sizes.positions}
-    for number in range(sizes.rounds + 1):  # the first is a warm-up
+    rounds_and_warm_up = range(sizes.rounds + 1)
+    for number in progress_bar(rounds_and_warm_up, what="Paths and plain decoding", unit="rounds"):
         clock = StepClock()
         model.generate(ids, generation_mode=None, streamer=clock, max_new_tokens=sizes.length, **settings)
         for positions, found in rounds.items():
-            print(f"{positions}, round {number} of {sizes.rounds}", flush=True)
             passes = PassClock(sizes.length, sizes.last, closing, eos)
             dialect = replace(DIALECTS["multiverse"], positions=positions)
             given = {**own, **settings, "dialect": dialect, "logits_processor": [passes]}

@@ -17,6 +17,8 @@ import torch
 from transformers import Cache, ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from hf_parallel.progress import progress_bar
+
 PAGE = 256
 """Tokens of a page of continuous batching. Requests share the pages of equal prefixes."""
 GUESTS = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Ida")
@@ -110,14 +112,14 @@ class Times:
 def run_rounds(ways: Mapping[str, Way], rounds: int) -> dict[str, Times]:
     """Run every method once as a warm-up, then `rounds` times."""
     times = {name: Times() for name in ways}
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            print(f"{name}, round {number} of {rounds}")
-            clock = StepClock()
-            way(clock)
-            if number:
-                times[name].prefill.append(clock.prefill_seconds)
-                times[name].steps.append(clock.step_seconds)
+    each = [(number, name, way) for number in range(rounds + 1) for name, way in ways.items()]
+    bar = progress_bar(each, what=f"{rounds} rounds of {', '.join(ways)}, and a warm-up", unit="calls")
+    for number, name, way in bar:
+        clock = StepClock()
+        way(clock)
+        if number:
+            times[name].prefill.append(clock.prefill_seconds)
+            times[name].steps.append(clock.step_seconds)
     return times
 
 

@@ -29,6 +29,7 @@ from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.evaluation import load_problems
 from hf_parallel.evaluation.tasks.game24 import Game24Problem
+from hf_parallel.progress import progress_bar
 
 from .measure import timed
 
@@ -77,15 +78,17 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     measured: list[dict[str, Measured]] = [{way: Measured() for way in WAYS} for _ in settings]
     began = time.perf_counter()
     number = 0
+    bar = progress_bar(total=sizes.puzzles * len(settings), what="Sampling", unit="settings of puzzles")
     for number, numbers in enumerate(itertools.islice(puzzles(sizes.source), sizes.puzzles), start=1):
         ids = encode(tokenizer, numbers).to(model.device)
         for (top_p, temperature), into in zip(settings, measured, strict=True):
-            print(f"puzzle {number} of {sizes.puzzles}, top_p {top_p}, temperature {temperature}")
             sample(model, ids, number, {"temperature": temperature, "top_p": top_p}, into, sizes)
+            bar.update()
         minutes = (time.perf_counter() - began) / 60
         if sizes.minutes and minutes * (number + 1) / number > sizes.minutes:  # the next one would end too late
             print(f"stops after {number} of {sizes.puzzles} puzzles and {minutes:.0f} minutes")
             break
+    bar.close()
     results = [
         {"top_p": top_p, "temperature": temperature} | summary(of, sizes.length)
         for (top_p, temperature), of in zip(settings, measured, strict=True)

@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 import hf_parallel
+from hf_parallel.progress import progress_bar
 from hf_parallel.training import ParallelExample, SharedPrefixGRPOTrainer
 from hf_parallel.training.states import states_branched
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
@@ -63,8 +64,7 @@ def loss_of(model: Any, prompt: list[int], sizes: Any) -> dict[str, float]:
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     completions = random_completions(model, sizes)
     tree, full_rows = [], []
-    for number in range(sizes.rounds):
-        print(f"loss, round {number + 1} of {sizes.rounds}")
+    for number in progress_bar(range(sizes.rounds), what="Loss", unit="rounds"):
         some = completions[number * sizes.rows % sizes.completions :][: sizes.rows]
         tree.append(timed(partial(backward, of_tree, model, prompt, completions))[0])
         full_rows.append(timed(partial(backward, of_full_rows, model, prompt, some))[0])

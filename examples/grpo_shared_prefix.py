@@ -4,6 +4,7 @@ The reward is the proportion of words of at most three letters. Needs `pip insta
 """
 
 import copy
+import sys
 import tempfile
 from statistics import mean, median
 
@@ -61,7 +62,7 @@ def train(trainer_class, steps, **generation_kwargs):
             logging_steps=1,
             save_strategy="no",
             report_to=[],
-            disable_tqdm=True,
+            disable_tqdm=not sys.stderr.isatty(),
             seed=0,
         ),
     )

@@ -4,6 +4,7 @@ import argparse
 import json
 import random
 import re
+import sys
 import time
 import warnings
 from datetime import date
@@ -144,7 +145,7 @@ arguments = TrainingArguments(
     remove_unused_columns=False,
     save_strategy="no",
     report_to=[],
-    disable_tqdm=True,
+    disable_tqdm=not sys.stderr.isatty(),
     seed=0,
 )
 trainer = Trainer(model, arguments, train_dataset=examples, data_collator=DataCollatorForParallel(tokenizer))

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -161,6 +162,7 @@ def train(model, dataset, collator, steps, folder, **settings):
         remove_unused_columns=False,
         logging_steps=max(1, min(50, steps // 2)),
         report_to=[],
+        disable_tqdm=not sys.stderr.isatty(),
         use_cpu=True,
         **{"per_device_train_batch_size": BATCH, "save_strategy": "no", "adam_beta2": 0.98, **settings},
     )

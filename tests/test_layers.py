@@ -26,7 +26,7 @@ MODE_NAMES = {name for name, mode in MODES.items() if mode.__module__.startswith
 """Modes of the package, without those of other tests. A look-up of an unknown name would search installed packages."""
 PACKAGE = "hf_parallel"
 
-GROUND = {"files", "detokenizer", "lazy", "registration"}
+GROUND = {"files", "detokenizer", "lazy", "progress", "registration"}
 """Modules that import no others of the package, and that any other may import."""
 
 LAYERS: dict[str, set[str]] = {

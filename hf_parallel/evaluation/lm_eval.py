@@ -26,12 +26,12 @@ from hf_parallel.generation.stop_texts import StopTexts
 from hf_parallel.generation.validation import check_int, is_int
 from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.cached_model import PREFILL_CHUNK
+from hf_parallel.progress import progress_bar
 
 try:
     from lm_eval.api.instance import Instance
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
-    from tqdm import tqdm
 except ImportError as error:
     raise ImportError(
         f"the backend needs the extra eval: pip install '.[eval]' in a clone of hf_parallel ({error})"
@@ -111,7 +111,8 @@ class ParallelLM(HFLM):
         lengths = [len(continuation) for _, _, continuation in requests]
         if lengths and max(lengths) > self.max_length:
             raise ValueError(f"a continuation has {max(lengths)} tokens, more than max_length={self.max_length}")
-        bar = tqdm(total=len(rows), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
+        is_hidden = disable_tqdm or self.rank != 0
+        bar = progress_bar(total=len(rows), what="Scoring", unit="requests", is_hidden=is_hidden)
 
         def add(index: int, score: tuple[float, bool]) -> None:
             if (key := requests[index][0]) is not None:

@@ -5,33 +5,18 @@ from __future__ import annotations
 import time
 
 from hf_parallel.engine import RequestHandle
-from hf_parallel.generation.call import GenerationCall
-from hf_parallel.transcript.record import Record
+from hf_parallel.generation.pass_streamer import PassStreamer
 
 
-class PassClock:
-    """Streamer that records when the decode passes of a call ended, whichever mode it runs in."""
+class PassClock(PassStreamer):
+    """Streamer that records when the decode passes of a call ended."""
 
     def __init__(self) -> None:
+        super().__init__(self._add)
         self.times: list[float] = []  # seconds, as `time.perf_counter` counts them
-        self._record: Record | None = None
 
-    def begin_call(self, call: GenerationCall) -> None:
-        """Receive the call, whose record counts its passes."""
-        self._record = call.record
-
-    def put(self, value: object) -> None:
-        """Receive the prompt, or the tokens of a pass."""
-        if self._record is not None:
-            self.times += [time.perf_counter()] * (self._record.passes - len(self.times))
-
-    def write_row(self, row: int, text: str, event: str) -> None:
-        """Receive text, in modes that stream tokens late."""
-        self.put(text)
-
-    def end(self) -> None:
-        """Receive the end of the call."""
-        self.put(None)
+    def _add(self, passes: int) -> None:
+        self.times += [time.perf_counter()] * passes
 
     def until(self, passes: int, handle: RequestHandle) -> float:
         """Return the seconds from the beginning of the prefill to the end of a number of decode passes."""

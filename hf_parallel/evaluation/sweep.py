@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import execution_device
@@ -26,6 +25,7 @@ from hf_parallel.evaluation.solver import Generation, Solver
 from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.generation.rng import mix
 from hf_parallel.models.ranks import leads, num_ranks
+from hf_parallel.progress import progress_bar
 
 PROCESS_TIMEOUT = timedelta(weeks=4)
 """Maximum time for which a process waits for the others, whose texts may be longer."""
@@ -82,7 +82,7 @@ def sweep(
     max_kv_bytes : int, optional
         See `Engine`.
     progress : bool
-        Show a progress bar on stderr, in the main process.
+        Show a progress bar with the rate and the time left on stderr, in the main process, if it is a terminal.
     **generation
         Settings of `generate` for all runs, such as `do_sample=True`; `chat_template_kwargs`: see `build_prompt`.
 
@@ -141,11 +141,12 @@ def sweep(
         stored = {budget: None if store is None else store.get(one.key(budget)) for budget in budgets}
         results += [result for result in stored.values() if result is not None]
         one.budgets = [budget for budget, result in stored.items() if result is None]
-    is_hidden = not progress or not state.is_main_process
     todo = [one for one in own if one.budgets]
     if are_one and not broadcast_object_list([len(todo)])[0]:
         todo = []  # of the first process, which solves for all
-    with warnings.catch_warnings(), logging.tqdm(total=len(todo), unit=" generations", disable=is_hidden) as bar:
+    is_hidden = not progress or not state.is_main_process
+    bar = progress_bar(total=len(todo), what="Evaluating", unit="generations", is_hidden=is_hidden)
+    with warnings.catch_warnings(), bar:
         # a result says by `answered` that a mode found no final answer
         warnings.filterwarnings("ignore", "no .* matches answer_pattern", UserWarning)
         for solved in solver.solve(todo):

@@ -18,6 +18,7 @@ from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from hf_parallel.kernels import native
 from hf_parallel.models.gguf_rope import is_scaling, scaled_rope
+from hf_parallel.progress import progress_bar
 
 if TYPE_CHECKING:
     from hf_parallel.models.gguf_reader import GGUF
@@ -192,7 +193,8 @@ def _blocks(found: GGUF, model: PreTrainedModel) -> tuple[Blocks, dict[str, torc
         heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
     blocks: Blocks = {}
     weights: dict[str, torch.Tensor] = {}
-    for parameter, name in _tensor_names(found, model).items():
+    names = _tensor_names(found, model)
+    for parameter, name in progress_bar(names.items(), total=len(names), what="Reading weights", unit="tensors"):
         tensor = found.tensors[name]
         packing, data = tensor.tensor_type.name, torch.from_numpy(tensor.data.view("uint8").copy())
         is_packed = data.dim() == 2 and packing in native.PACKINGS and packing != "F32"

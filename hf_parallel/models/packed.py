@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from hf_parallel.kernels import native
 from hf_parallel.models.gguf_file import Blocks, load_empty, read_gguf
 from hf_parallel.models.linear import PACKINGS, is_computable, product
+from hf_parallel.progress import progress_bar
 
 PACKED = ("packed", "packed_int8")
 """Values of `weights`: activations of linear layers stay in float32, or are rounded to 8 bits."""
@@ -137,7 +138,7 @@ def load_blocks(folder: Path) -> Blocks:
 
 def _pack(model: PreTrainedModel, blocks: Mapping[Any, tuple[str, torch.Tensor]]) -> None:
     """Replace the modules with these weights; tied weights stay tied."""
-    for name, module in list(model.named_modules()):
+    for name, module in progress_bar(list(model.named_modules()), what="Packing weights", unit="modules"):
         if _is_plain(module) and module.weight in blocks:
             kind = PackedLinear if isinstance(module, nn.Linear) else PackedEmbedding
             model.set_submodule(name, kind(*blocks[module.weight], getattr(module, "bias", None)))

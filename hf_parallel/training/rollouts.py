@@ -15,7 +15,9 @@ from trl.models import unwrap_model_for_generation
 
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.pass_streamer import PassStreamer
 from hf_parallel.generation.prompts import Chat, encode_task
+from hf_parallel.progress import progress_bar
 from hf_parallel.training.attention import require_enabled
 from hf_parallel.training.example import ParallelExample
 
@@ -64,8 +66,15 @@ def make_rollout_func(
         names = ("prompt_ids", "completion_ids", "logprobs", EXAMPLES, TEXTS)
         rows, tokenizer = [], trainer.processing_class
         built = [encode_task(config, p, tokenizer, chat_template_kwargs)["input_ids"][0].tolist() for p in prompts]
-        with _generating(trainer) as generate:
-            output = generate(**_inputs(built, tokenizer), parallel_config=config, tokenizer=tokenizer)
+        bar = progress_bar(
+            total=trainer.generation_config.max_new_tokens,
+            what=f"Rollout of {len(built)} prompts",
+            unit="passes",
+            is_hidden=not trainer.accelerator.is_main_process,
+        )
+        with _generating(trainer) as generate, bar:
+            inputs = _inputs(built, tokenizer)
+            output = generate(**inputs, parallel_config=config, tokenizer=tokenizer, streamer=PassStreamer(bar.update))
         texts = _texts(output, tokenizer)
         whole = ParallelExample.from_output(output)
         _, log_probs = output.record.sampled_log_probs(processed=True)  # as TRL has vLLM return them
