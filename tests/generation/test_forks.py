@@ -180,7 +180,6 @@ def test_forks_are_sampled_apart(model: Any) -> None:
 
 @pytest.mark.parametrize("forks", [0, 3])
 def test_a_request_forks_as_a_call(model: Any, forks: int) -> None:
-    pytest.importorskip("greenlet")
     from hf_parallel.engine import Engine
 
     alone = generate(model, forks=forks)
@@ -195,7 +194,6 @@ def test_a_request_forks_as_a_call(model: Any, forks: int) -> None:
 
 
 def test_a_server_streams_each_row_under_a_choice_of_the_response() -> None:
-    pytest.importorskip("greenlet")
     serving = pytest.importorskip("serving")
     body = {"prompt": "Hello", "generation_mode": "forking", "forks": 1, "max_tokens": NEW_TOKENS, "seed": 5, "n": 2}
     with serving.Engine(*serving.small_model()) as engine, serving.served(engine) as server:

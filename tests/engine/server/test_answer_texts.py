@@ -14,7 +14,6 @@ import pytest
 import small_tokenizers
 from tokenizers import AddedToken
 
-pytest.importorskip("greenlet")
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 

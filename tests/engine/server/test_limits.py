@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("greenlet")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
