@@ -52,11 +52,11 @@ class ReplySpec:
     tools: Sequence[Mapping[str, Any]] = ()
     most_calls: int | None = None
 
-    def marks(self, tokens: Mapping[str, int]) -> set[int]:
-        """Return the special tokens, given by name, that the format needs in the text."""
+    def marks(self, names: Mapping[int, str]) -> set[int]:
+        """Return the special tokens, given with their names, that the format needs in the text."""
         text = json.dumps(self.format.fields, ensure_ascii=False).replace("\\", "")
         text += self.format.call + self.format.between
-        return {token for name, token in tokens.items() if name in text}
+        return {token for token, name in names.items() if name and name in text}
 
 
 class Reply:

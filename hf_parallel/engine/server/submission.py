@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hf_parallel.detokenizer import decode, special_tokens
+from hf_parallel.detokenizer import decode, hidden_tokens, special_tokens
 from hf_parallel.engine import AgentHints, Engine
 from hf_parallel.engine.arguments import encode_prompt
 from hf_parallel.engine.server.errors import APIError
@@ -31,7 +31,7 @@ from hf_parallel.generation.log_probs import TopLogProbs
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import SharedPrefixConfig
 from hf_parallel.generation.processors import OccurrencePenalty, ThinkingBudget
-from hf_parallel.generation.prompts import ENABLE_THINKING, Chat
+from hf_parallel.generation.prompts import ENABLE_THINKING, Chat, Message
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.stop_texts import StopTexts
 from hf_parallel.generation.validation import check_text, suggestion
@@ -138,7 +138,6 @@ class Translator:
         self.engine, self.limits, self.processor = engine, limits, processor
         self.format = reply_format(engine.tokenizer)
         self.tool_messages = ToolMessages.of(processor or engine.tokenizer, self.format)
-        self._special = {name: token for token, name in special_tokens(engine.tokenizer).items()}
         config = engine.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         if limits.tokens is not None and context and limits.tokens > context:
@@ -281,10 +280,9 @@ class Translator:
         elif not is_chat:
             self.check_ids(name, prompt)
         else:
-            self.check_texts(prompt, name)
+            prompt = self.checked_chat(prompt, name)
             if "tool_calls" in prompt[-1]:  # a template would leave them out, or let the answer continue them
                 raise APIError(400, f"{name} end with calls: send their results, in messages of the role tool", name)
-            prompt = with_ordered_results(prompt, name)
             prompt, template = self._with_effort(body, prompt)
             if self.processor is not None:
                 return encode_chat(self.processor, config, prompt, template, self.limits)
@@ -313,14 +311,19 @@ class Translator:
         if max(tokens) >= (size := vocabulary_size(self.engine.model)):
             raise APIError(400, f"{name} must hold token ids below {size}, got {max(tokens)}", name)
 
-    def check_texts(self, chat: Chat, name: str) -> None:
-        """Raise an error for texts of a chat that are too long or that no tokenizer can read, and for images."""
+    def checked_chat(self, chat: Chat, name: str) -> list[Message]:
+        """Return a chat with its results in the order of their calls.
+
+        Raises an error for texts that are too long or that no tokenizer can read, for images that the model does not
+        read, and for results of no call.
+        """
         if self.processor is None and not all(isinstance(message["content"], str) for message in chat):
             message = f"the images of {name} cannot be read: the model, or the processor in its folder, reads text only"
             raise APIError(400, message, name)
         self.check_length(name, sum(map(len, chat_texts(chat))))
         for text in chat_texts(chat):
             check_text(name, text)
+        return with_ordered_results(chat, name)
 
     def check_length(self, name: str, characters: int) -> None:
         """Raise an error for text that cannot fit into the context length: tokenizing it would take seconds."""
@@ -399,10 +402,9 @@ class Translator:
             submission.is_constrained = True
             submission.forced_calls = constraint.forced_calls
         if submission.reply is not None and (submission.forced_calls is not None or not submission.is_constrained):
-            submission.marks = submission.reply.marks(self._special)
+            submission.marks = submission.reply.marks(special_tokens(self.engine.tokenizer))
         named = "\n".join([config.format_texts, *body.stops])
-        hidden = (token for name, token in self._special.items() if not name or name not in named)
-        submission.hidden = frozenset(hidden) - submission.marks
+        submission.hidden = hidden_tokens(self.engine.tokenizer, (), named) - submission.marks
         if body.frequency_penalty or body.presence_penalty:
             penalties = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
             processors.append(OccurrencePenalty(begin, *penalties))
@@ -480,6 +482,8 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 def _is_continued(prompt: Prompt) -> bool:
     """Whether an answer continues the text of a prompt: a text, token ids, or a chat that ends with an answer."""
+    if isinstance(prompt, str):  # which may be empty
+        return True
     last = prompt[-1]
     return not isinstance(last, Mapping) or last["role"] == "assistant"
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import small_tokenizers
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
@@ -141,6 +142,20 @@ def test_an_answer_in_json_ends_though_the_generation_config_names_no_end(tokeni
     ):
         client.chat.completions.create(**body)
     assert "needs a token that ends the answer" in check_error(caught.value.response, 400)["message"]
+
+
+def test_an_empty_text_is_a_prompt_where_the_tokenizer_begins_texts_with_a_token() -> None:
+    tokenizer = copy.deepcopy(small_tokenizers.make("sentencepiece"))
+    begin = tokenizer.bos_token
+    pair = begin, tokenizer.convert_tokens_to_ids(begin)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[pair])
+    script = encode(tokenizer, "hello world")
+    with Engine(writing_model(tokenizer, script, 1), tokenizer) as engine, served(engine) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600)
+        answer = client.completions.create(model=MODEL, prompt="", max_tokens=len(script), temperature=0)
+    assert answer.choices[0].text == "hello world"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 1
 
 
 @pytest.mark.parametrize("tokenizer", ["byte_level"], indirect=True)

@@ -26,6 +26,7 @@ from hf_parallel.engine.server.reply_formats import reply_format  # noqa: E402
 from hf_parallel.engine.server.responses_api import ResponseBody  # noqa: E402
 from hf_parallel.engine.server.schema import ChatBody, read_body  # noqa: E402
 from hf_parallel.engine.server.submission import Translator  # noqa: E402
+from hf_parallel.engine.server.tokenization import TokenizeBody  # noqa: E402
 from hf_parallel.engine.server.tool_messages import ToolMessages  # noqa: E402
 
 READS_TOOLS = {"Llama 3", "Qwen 3", "Mistral"}
@@ -228,6 +229,8 @@ def test_results_in_any_order_follow_their_calls() -> None:
                 ):
                     (prompt,) = translator.translate(body, body.prompts, body.prompt_field).prompt["input_ids"].tolist()
                     prompts[family].add(tuple(prompt))
+                tokenized = TokenizeBody.model_validate({"messages": [*asked, *order]}).answer(translator)
+                prompts[family].add(tuple(tokenized["tokens"]))
         (written,) = prompts["Qwen 3"]
         text = tokenizer.decode(written)
     assert sorted(cities, key=lambda city: text.index(f"{city}: snow")) == [*cities]
