@@ -1,7 +1,8 @@
 """Compares eviction policies on traces of agents (Hive, section 8.3), simulated: the same figures on every machine.
 
 - `workflow`: the five agents of the paper, in 7 and 21 rounds, at the budget where LRU has the hotspot hit rate of the
-  paper's baseline: 0.903 and 0.935.
+  paper's baseline: 0.903 and 0.935. Beside the policies of the package are `score`, the paper's order of eviction
+  (section 7.2), `steps`, that of KVFlow, and `ttl`, a time to live.
 - `alphas`: the same with other weights of the intrinsic utility in the contribution score.
 - `scores`: the scores of the agents over time (figure 9).
 - `budgets`: the same with other budgets.
@@ -19,9 +20,12 @@ from typing import Any
 
 from hf_parallel.engine import ContributionPolicy, LeastRecentlyUsed
 
+from .cache_policies import OwnerScore, StepsToExecution, TimedHints, TimeToLive
 from .cache_simulation import TraceRequest, named_tokens, simulate
 
 POLICIES: dict[str, Any] = {"lru": LeastRecentlyUsed, "contribution": ContributionPolicy}
+OTHERS: dict[str, Any] = {"score": OwnerScore, "steps": StepsToExecution, "ttl": TimeToLive}
+"""Policies of papers that are not in the package."""
 ALPHAS: dict[str, Any] = {str(alpha): partial(ContributionPolicy, alpha) for alpha in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)}
 AGENTS = ("Decision", "Patcher", "Viewer", "Summary", "Searcher")
 HOTSPOTS = ("Patcher", "Viewer")
@@ -36,9 +40,15 @@ SIZES, QUICK = {"seeds": 10, "few": 5}, {"seeds": 1, "few": 1}
 
 @dataclass(frozen=True)
 class Request(TraceRequest):
-    """A request of the workflow."""
+    """A request of the workflow. `begins`: seconds since the first. `tool_seconds`: of the tool that its answer calls."""
 
     is_hotspot: bool = False
+    begins: float = 0.0
+    tool_seconds: float | None = None
+
+    @property
+    def hints(self) -> TimedHints:
+        return TimedHints(self.workflow, self.agent, self.begins, self.tool_seconds)
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,7 @@ class FiveAgents:
     documents: int = 600
     summary: int = 150
     spread: float = 0.3
+    tool_seconds: float = 5.0  # of the tools that Viewer and Patcher wait for between two turns
     is_changing: bool = False
     vocabulary: tuple[int, int] = (3, 32000)
 
@@ -87,10 +98,19 @@ class FiveAgents:
         parts = {agent: agent for agent in AGENTS}  # agent by part
         kept: list[int] = []  # the summary of the rounds so far
 
-        def add(agent: str, prompt: list[int], answer: int) -> list[int]:
+        def add(agent: str, prompt: list[int], answer: int, tool_seconds: float | None = None) -> list[int]:
             output = part(f"answer {len(requests)}", answer)
-            rng.random()  # published figures have this draw
-            requests.append(Request(parts[agent], task + roles[agent] + prompt, output, name, agent in HOTSPOTS))
+            begins = (requests[-1].begins if requests else 0.0) + rng.uniform(0.5, 2.0)
+            request = Request(
+                agent=parts[agent],
+                prompt=task + roles[agent] + prompt,
+                output=output,
+                workflow=name,
+                is_hotspot=agent in HOTSPOTS,
+                begins=begins,
+                tool_seconds=tool_seconds,
+            )
+            requests.append(request)
             return output
 
         def decide(where: str) -> None:
@@ -102,9 +122,10 @@ class FiveAgents:
             talks: dict[str, list[int]] = {"Viewer": [], "Patcher": []}
             for loop in range(self.loops):
                 decide(f"{number}.{loop}")
+                waits = self.tool_seconds if loop + 1 < self.loops else None
                 for agent, talk in talks.items():
                     talk += part(f"message {number}.{loop} {agent}", self.message)
-                    talk += add(agent, code[agent] + kept + talk, self.answer)
+                    talk += add(agent, code[agent] + kept + talk, self.answer, waits)
             decide(f"{number} search")
             documents = part(f"documents {number}", self.documents)
             add("Searcher", documents, self.message)
@@ -184,5 +205,10 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     """Return the entries of the report."""
     traces = [FiveAgents(7, seed).trace() for seed in range(sizes.few)]
     others = [{"budget": size, **entry} for size in BUDGETS for entry in compare(traces, [size] * len(traces))]
-    found = {"seeds": sizes.seeds, "workflow": workflow(sizes.seeds), "alphas": workflow(sizes.few, ALPHAS)}
-    return found | {"scores": scores(), "budgets": others}
+    return {
+        "seeds": sizes.seeds,
+        "workflow": workflow(sizes.seeds, POLICIES | OTHERS),
+        "alphas": workflow(sizes.few, ALPHAS),
+        "scores": scores(),
+        "budgets": others,
+    }

@@ -37,6 +37,11 @@ class TraceRequest:
     output: Sequence[int]
     workflow: str = ""
 
+    @property
+    def hints(self) -> AgentHints:
+        """The hints that policies receive."""
+        return AgentHints(self.workflow, self.agent)
+
 
 @dataclass(frozen=True)
 class CacheResult:
@@ -89,7 +94,8 @@ class _SimulatedRequest:
     preempted, identity, reads = False, None, ()
 
     def __init__(self, request: TraceRequest) -> None:
-        self.hints, self.num_tokens = AgentHints(request.workflow, request.agent), len(request.output)
+        self.hints = request.hints
+        self.num_tokens = len(request.output)
 
     def run(self, storage: KVStorage, request: TraceRequest) -> int:
         """Run the request as an engine would. Return the number of cached prompt tokens."""

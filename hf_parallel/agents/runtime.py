@@ -14,7 +14,7 @@ from hf_parallel.agents.models import EngineModel, Model
 from hf_parallel.agents.run import AgentStats, Run
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.cache.logits import LogitsCache
-from hf_parallel.engine import Engine
+from hf_parallel.engine import ContributionPolicy, Engine
 from hf_parallel.generation.validation import check_int
 
 MAX_REQUESTS = 256
@@ -49,7 +49,8 @@ class Runtime:
     Parameters
     ----------
     engine : Engine or Model
-        An open engine, or an object with the methods of `agents.Model`.
+        An open engine, or an object with the methods of `agents.Model`. An engine without a policy gets a
+        `ContributionPolicy`, which admits and keeps what the agents contribute most with.
     seed : int
         Seed of all completions and random numbers. Equal runs give equal results, however their requests interleave.
     logits_cache : LogitsCache or bool
@@ -70,6 +71,8 @@ class Runtime:
         self.model: Model
         self._max_requests = MAX_REQUESTS
         if isinstance(engine, Engine):
+            if not engine.has_policy:
+                engine.use_policy(ContributionPolicy())
             cache = LogitsCache() if logits_cache is True else logits_cache or None
             self.model, self._max_requests = EngineModel(engine, cache), engine.max_waiting
         elif callable(getattr(engine, "generate", None)):

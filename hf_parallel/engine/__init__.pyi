@@ -8,6 +8,7 @@ from hf_parallel.engine.policies import ContributionPolicy as ContributionPolicy
 from hf_parallel.engine.policies import EvictionPolicy as EvictionPolicy
 from hf_parallel.engine.policies import LeastRecentlyUsed as LeastRecentlyUsed
 from hf_parallel.engine.policies import RequestObserver as RequestObserver
+from hf_parallel.engine.policies import SchedulingPolicy as SchedulingPolicy
 from hf_parallel.engine.scheduler import QueueFullError as QueueFullError
 from hf_parallel.engine.stats import EngineStats as EngineStats
 from hf_parallel.engine.storage import KVBudgetError as KVBudgetError

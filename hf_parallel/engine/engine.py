@@ -78,7 +78,8 @@ class Engine:
     max_batch_tokens : int, optional
         Tokens of a step; prompts are computed in parts of at most that many. Default: 512 on a CPU, else 4096.
     policy : EvictionPolicy, optional
-        Order in which cached prefixes are evicted. Default: least recently used.
+        Order in which cached prefixes are evicted. Default: least recently used. A `SchedulingPolicy`, such as
+        `ContributionPolicy`, also says which requests of a submitter run first.
     cache_dtype : str, optional
         See `ParallelConfig`.
     state_interval : int, optional
@@ -122,7 +123,9 @@ class Engine:
         self.max_waiting = max_waiting
         device, rotary = execution_device(self.model), enabled(self.model).capabilities.rotary
         self._storage = KVStorage(rotary, device, max_kv_bytes, policy, self._free_memory, cache_dtype)
-        self.policy, self._storage.tree.state_interval = self._storage.policy, state_interval
+        self._storage.tree.state_interval = state_interval
+        self.has_policy = policy is not None
+        """Whether a policy was given; without one, the engine evicts the least recently used prefix."""
         self._scheduler = Scheduler(self._storage, max_rows, max_batch_tokens or BATCH_TOKENS.get(device.type, 4096))
         self._current: Request | None = None  # whose code is running
         self._changed = threading.Condition()
@@ -248,6 +251,19 @@ class Engine:
         if self._thread is None or self.is_closing:
             raise RuntimeError("the engine is not open: use it as `with Engine(...) as engine:`")
         self._check_process()
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """The policy by which prefixes are evicted."""
+        return self._storage.policy
+
+    def use_policy(self, policy: EvictionPolicy) -> None:
+        """Evict and schedule by another policy from now on. It knows nothing of earlier requests.
+
+        Raises `ValueError` for an object that is no policy.
+        """
+        self._storage.use_policy(policy)
+        self.has_policy = True
 
     @property
     def stats(self) -> EngineStats:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_parallel.cache.pool import Budget
 from hf_parallel.engine.passes import PendingPass
+from hf_parallel.engine.policies.base import SchedulingPolicy
 from hf_parallel.engine.request import Request
 from hf_parallel.engine.storage import KVBudgetError, KVStorage
 from hf_parallel.generation.standing import Standing
@@ -18,6 +19,9 @@ BATCH_TOKENS = {"cpu": 512}
 """Maximum number of tokens of a step, by device type; others: 4096."""
 EXPECTED_TOKENS = 32
 """New tokens per row that must fit into the budget before a request is admitted, unless its maximum is less."""
+
+HEAD_START = 64
+"""Number of earlier requests that a request of contribution 1 may overtake, compared with one of contribution 0."""
 
 
 class QueueFullError(RuntimeError):
@@ -45,7 +49,7 @@ class Scheduler:
     """Admits requests, chooses the passes of a step, and preempts.
 
     The next request is that of the highest priority; among equals, of the submitter that was served the fewest tokens;
-    then the oldest. A step computes all decode passes, and prefills up to `max_batch_tokens` tokens, but at least one.
+    then the oldest, where a policy may give requests a head start. A step computes all decode passes, and prefills up to `max_batch_tokens` tokens, but at least one.
     All passes of a step use the same adapter. Adapters take turns.
     """
 
@@ -181,10 +185,19 @@ class Scheduler:
         return sorted(batch, key=attrgetter("number"))
 
     def victim(self, but: Request | None = None) -> Request | None:
-        """Return the request to preempt: the youngest of the least priority, unless it is the only one that runs."""
+        """Return the request to preempt, unless it is the only one that runs.
+
+        It is the youngest of the least priority. Where a policy gives requests a head start, it is another one of the same
+        submitter and priority.
+        """
         running = [request for request in self.running if not request.preempted]
         candidates = [request for request in running if request is not but]
-        return max(candidates, key=self._age) if candidates and len(running) > 1 else None
+        if not candidates or len(running) == 1:
+            return None
+        youngest = max(candidates, key=self._age)
+        rank = youngest.priority, youngest.submitter
+        equals = [request for request in candidates if (request.priority, request.submitter) == rank]
+        return max(equals, key=self._turn)
 
     def victim_of(self, batch: list[Request]) -> Request | None:
         """Return the request to preempt so that the requests of a batch can continue; None: there is none."""
@@ -211,7 +224,17 @@ class Scheduler:
         self.storage.tree.discard_stateless()
 
     def _order(self, request: Request) -> tuple[Any, ...]:
-        return -request.priority, request.account.served, request.number
+        return -request.priority, request.account.served, self._turn(request)
+
+    def _turn(self, request: Request) -> float:
+        """Return a request's place among those of its submitter: they come in order, with a head start by contribution.
+
+        The head start is bounded, so every request has its turn.
+        """
+        policy = self.storage.policy
+        if not isinstance(policy, SchedulingPolicy):
+            return request.number
+        return request.number - HEAD_START * policy.contribution(request)
 
     @staticmethod
     def _age(request: Request) -> tuple[int, int]:

@@ -46,20 +46,24 @@ class KVStorage:
         free_memory: Callable[[], bool] = lambda: False,
         cache_dtype: str | None = None,
     ) -> None:
-        self.policy: EvictionPolicy = LeastRecentlyUsed() if policy is None else policy
-        if not callable(getattr(self.policy, "priority", None)):
-            raise ValueError(f"policy must have a method priority(node), got {type(policy).__name__}")
         self.max_bytes, self.free_memory = max_bytes, free_memory
         self.cache = SharedPrefixCache(rotary, device, cache_dtype=cache_dtype)
         self.pool, self.tree, self.arena = self.cache.pool, self.cache.tree, self.cache.pool.arena
         self.pool.on_full = self._make_room
-        if isinstance(self.policy, RequestObserver):
-            self.tree.observer = self.policy
+        self.policy: EvictionPolicy
+        self.use_policy(LeastRecentlyUsed() if policy is None else policy)
         self.evicted_tokens = 0
         self.has_exceeded = False
         """Whether the request whose code is running is preempted as soon as it wants something; see `exceed`."""
         self._checked = -1  # step in which the weights were checked, and no pass has run since
         self._versions: list[Any] = []  # see `_versions`, at the last check of all weights
+
+    def use_policy(self, policy: EvictionPolicy) -> None:
+        """Evict by a policy from now on."""
+        if not callable(getattr(policy, "priority", None)):
+            raise ValueError(f"policy must have a method priority(node), got {type(policy).__name__}")
+        self.policy = policy
+        self.tree.observer = policy if isinstance(policy, RequestObserver) else RequestObserver()
 
     def reset(self) -> None:
         """Delete everything and release all memory."""

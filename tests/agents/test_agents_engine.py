@@ -15,7 +15,7 @@ from hf_parallel.agents import (
     agent,
     gather,
 )
-from hf_parallel.engine import Engine
+from hf_parallel.engine import ContributionPolicy, Engine, LeastRecentlyUsed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,3 +88,18 @@ def test_several_samples_are_one_request_with_the_same_texts_each_time(engine: E
         texts[3],
     ]
     assert Runtime(engine, logits_cache=False).run(asks).value == first.value
+
+
+def test_an_engine_without_a_policy_gets_one_that_knows_the_agents() -> None:
+    model, tokenizer = small_model()
+    with Engine(model, tokenizer) as engine:
+        runtime = Runtime(engine)
+        policy = engine.policy
+        assert isinstance(policy, ContributionPolicy)
+        trace = runtime.run(talk, "birds").trace
+        assert {member.agent for uses in policy.uses.values() for member in uses.users} == {"talk"}
+        assert Runtime(engine).model.engine.policy is policy  # the second runtime shares it
+    assert not [event for event in trace.events if event.kind == "scores"]  # one turn is no round
+    with Engine(model, tokenizer, policy=LeastRecentlyUsed()) as engine:
+        Runtime(engine)
+        assert isinstance(engine.policy, LeastRecentlyUsed)

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 
-from benchmarks.agents_cache import POLICIES, FiveAgents, measure
+from benchmarks.agents_cache import OTHERS, POLICIES, FiveAgents, measure
 from benchmarks.cache_simulation import TraceRequest, simulate
 from hf_parallel.engine import ContributionPolicy, Engine
 
@@ -36,21 +36,23 @@ def replay(trace: Sequence[TraceRequest], engine: Engine) -> list[int]:
             return forced
 
         settings: dict[str, Any] = {"max_new_tokens": len(output), "min_new_tokens": len(output), "do_sample": False}
-        hints = {"workflow_id": request.workflow, "agent_id": request.agent}
-        handle = engine.submit(prompt, logits_processor=[force], agent_hints=hints, **settings)
+        handle = engine.submit(prompt, logits_processor=[force], agent_hints=request.hints, **settings)
         reused.append(handle.result().stats.cached_tokens)
     return reused
 
 
-@pytest.mark.parametrize(("policy", "max_tokens"), [*zip(POLICIES, itertools.cycle([500, 650]))])
+ALL = POLICIES | OTHERS
+
+
+@pytest.mark.parametrize(("policy", "max_tokens"), [*zip(ALL, itertools.cycle([500, 650]))])
 def test_hits_and_evictions_equal_those_of_the_engine(
     model: Any, token_bytes: int, policy: str, max_tokens: int
 ) -> None:
     trace = FiveAgents(1, 0, **SMALL, vocabulary=VOCABULARY).trace()
-    with Engine(model, max_kv_bytes=max_tokens * token_bytes, policy=POLICIES[policy]()) as engine:
+    with Engine(model, max_kv_bytes=max_tokens * token_bytes, policy=ALL[policy]()) as engine:
         reused = replay(trace, engine)
         evicted = engine.stats.evicted_tokens
-    simulated = simulate(trace, POLICIES[policy](), max_tokens)
+    simulated = simulate(trace, ALL[policy](), max_tokens)
     assert simulated.reused == reused
     assert simulated.evicted_tokens == evicted > 0
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from engine_requests import TOKENIZER, Case, assert_nothing_is_held, random_case, random_prefixes
 
-from hf_parallel.engine import ContributionPolicy, Engine, QueueFullError
+from hf_parallel.engine import ContributionPolicy, Engine, LeastRecentlyUsed, QueueFullError
+from hf_parallel.engine.scheduler import HEAD_START
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:nothing was generated")]
 
@@ -88,6 +89,58 @@ def test_low_priorities_are_preempted_first(model: Any, token_bytes: int) -> Non
         assert engine.stats.preemptions
     assert 1 in preempted
     assert 3 not in preempted
+
+
+# Contribution
+
+
+class Contributions(LeastRecentlyUsed):
+    """Requests of the agent "hot" contribute 1, others nothing."""
+
+    def contribution(self, request: Any) -> float:
+        return float(request.hints.agent_id == "hot")
+
+
+def hints(agent: str) -> dict[str, str]:
+    return {"agent_id": agent}
+
+
+def test_requests_that_contribute_more_are_admitted_first(model: Any) -> None:
+    """Not before a higher priority, and not before more than `HEAD_START` earlier ones: every request has its turn."""
+    with Engine(model, max_rows=1, policy=Contributions()) as engine:
+        gate = Gate(engine)
+        handles = [gate.submit("cold", prompt(0), max_new_tokens=1, agent_hints=hints("cold"))]
+        for index in range(HEAD_START + 4):
+            handles.append(gate.submit("hot", prompt(index % 3), max_new_tokens=1, agent_hints=hints("hot")))
+        handles.append(gate.submit("urgent", prompt(1), max_new_tokens=1, agent_hints=hints("cold"), priority=1))
+        gate.open()
+        for handle in handles:
+            handle.result(600)
+    assert gate.order[0] == "urgent"
+    assert HEAD_START - 1 <= gate.order.index("cold") - 1 <= HEAD_START
+    assert Counter(gate.order) == {"urgent": 1, "cold": 1, "hot": HEAD_START + 4}
+
+
+def test_requests_that_contribute_less_are_preempted_first(model: Any, token_bytes: int) -> None:
+    """Among those of the submitter whose turn it is: no agent takes memory from another submitter."""
+    with Engine(model, max_kv_bytes=token_bytes * 240, policy=Contributions()) as engine:
+        gate = Gate(engine)
+        handles = [
+            gate.submit(name, prompt(number, 10), max_new_tokens=70, submitter=name[0], agent_hints=hints(name[1:]))
+            for number, name in enumerate(("bcold", "acold", "ahot", "ahot"))
+        ]
+        preempted: list[tuple[Any, str]] = []
+        model.register_forward_pre_hook(
+            lambda module, args: preempted.extend(
+                (r.number, r.hints.agent_id) for r in list(engine._scheduler.running) if r.preempted
+            )
+        )
+        gate.open()
+        for handle in handles:
+            handle.result(600)
+        assert engine.stats.preemptions
+    assert preempted[0] == (2, "cold")
+    assert (1, "cold") not in preempted
 
 
 # Prefill and decode

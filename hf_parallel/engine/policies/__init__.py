@@ -1,7 +1,7 @@
-"""Policies: the order in which an engine evicts cached prefixes."""
+"""Policies: which cached prefixes an engine evicts first, and which requests it runs first."""
 
 from hf_parallel.cache.tree import RequestObserver
-from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed
+from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed, SchedulingPolicy
 from hf_parallel.engine.policies.contribution import Contribution, ContributionPolicy, ContributionScores
 
 __all__ = [
@@ -11,4 +11,5 @@ __all__ = [
     "EvictionPolicy",
     "LeastRecentlyUsed",
     "RequestObserver",
+    "SchedulingPolicy",
 ]

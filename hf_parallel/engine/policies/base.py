@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hf_parallel.cache.tree import Node
 
@@ -24,3 +24,16 @@ class LeastRecentlyUsed(EvictionPolicy):
 
     def priority(self, node: Node) -> float:
         return node.last_used
+
+
+@runtime_checkable
+class SchedulingPolicy(Protocol):
+    """Eviction policy that also says which requests run first."""
+
+    @abstractmethod
+    def contribution(self, request: Any) -> float:
+        """Return what a request contributes, between 0 and 1.
+
+        Among requests of a submitter with equal priority, those that contribute more are admitted first and preempted
+        last. `request.hints` names the agent.
+        """

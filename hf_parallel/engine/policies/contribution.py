@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from hf_parallel.cache.tree import Node, RequestObserver
-from hf_parallel.engine.policies.base import EvictionPolicy
+from hf_parallel.engine.policies.base import EvictionPolicy, SchedulingPolicy
 from hf_parallel.generation.validation import check_int
 
 MAX_MEMBERS = 4096
@@ -191,13 +191,15 @@ def _normalised(values: Collection[float]) -> list[float]:
     return [value / (value + middle) for value in values]
 
 
-class ContributionPolicy(RequestObserver, EvictionPolicy):
+class ContributionPolicy(RequestObserver, EvictionPolicy, SchedulingPolicy):
     """Evict the prefix of the lowest contribution: the scores of its users times their expected reuse.
 
     The paper evicts prefixes of the agent with the lowest score. But a score is one number for everything that an agent
     has computed, and an important agent also leaves prefixes that it never uses again, such as turns before a summary.
     Here, a user's score counts `(1 - 0.5 ** uses) * 0.5 ** age`, where `age` are its requests since its last use of the
     prefix. An agent that is silent for long counts less. Among equals, the least recently used prefix is evicted.
+
+    Scores also decide which requests of a submitter run first, see `SchedulingPolicy`.
     Requests without hints belong to an agent with an empty name.
 
     Parameters
@@ -230,6 +232,9 @@ class ContributionPolicy(RequestObserver, EvictionPolicy):
             presence = min(1.0, PATIENCE / max(self.turn - member.last_turn, 1))
             expected += self.scores.of(member.agent) * (1 - 0.5**use.times) * 0.5**age * presence
         return expected, node.last_used
+
+    def contribution(self, request: Any) -> float:
+        return self.scores.of(request.hints.agent_id)
 
     def on_use(self, request: Any, nodes: Sequence[Node]) -> None:
         call = self._calls.get(request) or self._begin(request)
