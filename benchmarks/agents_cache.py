@@ -40,7 +40,7 @@ SIZES, QUICK = {"seeds": 10, "few": 5}, {"seeds": 1, "few": 1}
 
 @dataclass(frozen=True)
 class Request(TraceRequest):
-    """A request of the workflow. `begins`: seconds since the first. `tool_seconds`: of the tool that its answer calls."""
+    """A request of the workflow. `begins`: seconds since the first one. `tool_seconds`: of the tool that it calls."""
 
     is_hotspot: bool = False
     begins: float = 0.0

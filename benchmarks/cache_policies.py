@@ -96,8 +96,8 @@ class StepsToExecution(ContributionPolicy):
 class TimeToLive(ContributionPolicy):
     """Keep the prefixes of an agent that has called a tool until the tool is expected to return.
 
-    Prefixes of agents that wait for no tool, or for more than `patience` times the expected time, are evicted first, the
-    least recently used one before the others. The next are those whose tool returns last. Needs `TimedHints`.
+    Prefixes of agents that wait for no tool, or for more than `patience` times the expected time, are evicted first,
+    the least recently used one before the others. The next are those whose tool returns last. Needs `TimedHints`.
     """
 
     def __init__(self, patience: float = 2.0) -> None:

@@ -19,7 +19,6 @@ BATCH_TOKENS = {"cpu": 512}
 """Maximum number of tokens of a step, by device type; others: 4096."""
 EXPECTED_TOKENS = 32
 """New tokens per row that must fit into the budget before a request is admitted, unless its maximum is less."""
-
 HEAD_START = 64
 """Number of earlier requests that a request of contribution 1 may overtake, compared with one of contribution 0."""
 
@@ -49,8 +48,8 @@ class Scheduler:
     """Admits requests, chooses the passes of a step, and preempts.
 
     The next request is that of the highest priority; among equals, of the submitter that was served the fewest tokens;
-    then the oldest, where a policy may give requests a head start. A step computes all decode passes, and prefills up to `max_batch_tokens` tokens, but at least one.
-    All passes of a step use the same adapter. Adapters take turns.
+    then the oldest, where a policy may give requests a head start. A step computes all decode passes, and prefills up
+    to `max_batch_tokens` tokens, but at least one. All passes of a step use the same adapter. Adapters take turns.
     """
 
     def __init__(self, storage: KVStorage, max_rows: int, max_batch_tokens: int) -> None:
@@ -187,8 +186,8 @@ class Scheduler:
     def victim(self, but: Request | None = None) -> Request | None:
         """Return the request to preempt, unless it is the only one that runs.
 
-        It is the youngest of the least priority. Where a policy gives requests a head start, it is another one of the same
-        submitter and priority.
+        It is the youngest of the least priority. Where a policy gives requests a head start, it is the one of the same
+        submitter and priority whose turn is last.
         """
         running = [request for request in self.running if not request.preempted]
         candidates = [request for request in running if request is not but]
