@@ -19,7 +19,8 @@ PIP := $(RUN) -m pip install --quiet --quiet
 # `make compat` has an environment of its own. What it does not install comes from .venv: torch is not installed twice.
 COMPAT := .venv-compat
 LOWEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
-COMPARED := $(patsubst %,tests/%.py,test_hub test_other_tools test_pipelines test_surroundings cache/test_cache_stock \
+COMPARED := $(patsubst %,tests/%.py,test_hub test_other_tools test_pipelines test_ray test_surroundings \
+  cache/test_cache_stock \
   models/test_architectures models/test_attention models/test_loading generation/test_config generation/test_sampling \
   generation/test_streaming generation/test_threads generation/modes/test_shared_prefix generation/modes/pdos/test_logits_process)
 

@@ -84,7 +84,7 @@ def test_the_extra_compat_holds_the_libraries_of_the_page() -> None:
     extra = re.search(r"^compat = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert extra is not None
     listed = {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', extra[1])}
-    listed.remove("torchao")  # loads weights in fewer bits: no code of the page imports it
+    listed -= {"torchao", "ray"}  # weights in fewer bits, and replicas: no code of the page imports them
     used = set().union(*(imported(block) for block in blocks_of(OTHER_TOOLS.read_text(), "python")))
     own = {"hf_parallel", "torch", "transformers", "accelerate", *sys.stdlib_module_names}
     assert used - own == {"lmformatenforcer" if name == "lm_format_enforcer" else name for name in listed}
