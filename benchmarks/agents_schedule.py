@@ -124,7 +124,7 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
             runs[way].append(measure(model, traces, policy(), sizes.rows, sizes.budget))
     names = list(runs["lru"][0])
     ways = {way: {name: statistics.mean(one[name] for one in found) for name in names} for way, found in runs.items()}
-    ratios = {}
+    ratios: dict[str, dict[str, dict[str, float]]] = {}
     for way, found in runs.items():
         ratios[way] = {}
         for name in names:

@@ -24,7 +24,7 @@ from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.passes import JoinedPasses, PendingPass, join_passes
 from hf_parallel.engine.policies.base import EvictionPolicy
 from hf_parallel.engine.ranks import Ranks
-from hf_parallel.engine.request import NonFiniteLogitsError, Request, record_decoding, record_passes
+from hf_parallel.engine.request import NonFiniteLogitsError, Request, Sampling, record_decoding, record_passes
 from hf_parallel.engine.scheduler import BATCH_TOKENS, QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, engine_stats
 from hf_parallel.engine.storage import STATE_INTERVAL, KVStorage, WeightsChangedError
@@ -35,6 +35,7 @@ from hf_parallel.generation.parts import Part
 from hf_parallel.generation.rng import CannotDrawError
 from hf_parallel.generation.sampling import sample_together
 from hf_parallel.generation.standing import Standing
+from hf_parallel.generation.wants import Wait
 from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.adapters import AdaptedModel, check_no_virtual_tokens
 from hf_parallel.models.attention import gradient_checkpointing_disabled
@@ -344,7 +345,7 @@ class Engine:
         scheduler = self._scheduler
         self._storage.tree.clock += 1
         for request in list(scheduler.running):
-            if request.is_waiting and not request.preempted:
+            if isinstance(request.awaited, Wait) and not request.preempted:
                 self._call(request, request.resume, request.awaited)
         for request in scheduler.resumable():
             self._call(request, request.rebuild)
@@ -468,7 +469,8 @@ class Engine:
             self._compute([request for request in batch[middle:] if request.needs_pass])
             return
         assert step is not None
-        self._scheduler.isolated.difference_update([request for request in batch if not request.is_rebuilding])
+        if isolated := self._scheduler.isolated:
+            isolated.difference_update([request for request in batch if not request.is_rebuilding])
         self._record(step)
         parts = [Part(logits, part) for part in step.joined.parts]
         if step.decoding:
@@ -511,8 +513,8 @@ class Engine:
             results = [error] * len(requests)
         finally:
             self._known_seconds += time.perf_counter() - began
-        for request, member in zip(requests, members, strict=True):
-            self._scheduler.charge(request, len(member.rows))
+        self._scheduler.charge_all(requests, [len(member.rows) for member in members])
+        for request in requests:
             request.handle.notify()
         for request, member, result in zip(requests, members, results, strict=True):
             if isinstance(result, BaseException):
@@ -523,9 +525,9 @@ class Engine:
     def _sample_waiting(self) -> bool:
         """Sample the next tokens of all requests that wait for them; continue each. Return whether there were any."""
         has_sampled = False
-        while waiting := [request for request in self._scheduler.running if request.sampling is not None]:
+        while waiting := [request for request in self._scheduler.running if isinstance(request.awaited, Sampling)]:
             began = time.perf_counter()
-            awaited = [request.sampling for request in waiting if request.sampling is not None]
+            awaited = [request.awaited for request in waiting if isinstance(request.awaited, Sampling)]
             sampled = sample_together([one.task for one in awaited], [one.logits for one in awaited])
             self._known_seconds += time.perf_counter() - began
             for request, one, result in zip(waiting, awaited, sampled, strict=True):

@@ -19,6 +19,7 @@ from hf_parallel.generation.wants import Pass
 MAX_DECODED = 4
 """Most new tokens of a row in a decode pass, such as draft tokens; passes with more are prefills."""
 _PARTS = attrgetter("parts")
+_NUM_TOKENS = attrgetter("num_tokens")
 
 
 class PendingPass:
@@ -40,7 +41,7 @@ class PendingPass:
         self.keeps_all = is_single and (self.ends is None or len(self.ends) == self.num_tokens)
         """Whether the logits of all tokens of a single pass are wanted, in their order."""
         self.is_prefill = self.num_tokens > MAX_DECODED and (
-            not is_single or any(segment.num_tokens > MAX_DECODED for segment in self.passes[0])
+            not is_single or max(map(_NUM_TOKENS, self.passes[0])) > MAX_DECODED
         )
         """Whether it may wait for another step: a row has many new tokens, or passes that were missed are computed."""
 

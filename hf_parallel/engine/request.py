@@ -116,16 +116,6 @@ class Request(Host):
         return self.awaited if isinstance(self.awaited, PendingPass) else None
 
     @property
-    def sampling(self) -> Sampling | None:
-        """What it waits to sample."""
-        return self.awaited if isinstance(self.awaited, Sampling) else None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it waits for a step of other requests."""
-        return isinstance(self.awaited, Wait)
-
-    @property
     def needs_pass(self) -> bool:
         """Whether it waits for a forward pass."""
         return isinstance(self.awaited, PendingPass | Standing)

@@ -102,8 +102,13 @@ class Scheduler:
 
     def charge(self, request: Request, tokens: int) -> None:
         """Count tokens that a request was served."""
-        request.account.served += tokens
-        self._fair += tokens / self._num_active
+        self.charge_all([request], [tokens])
+
+    def charge_all(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+        """Count tokens that requests were served."""
+        for request, count in zip(requests, tokens, strict=True):
+            request.account.served += count
+        self._fair += sum(tokens) / self._num_active
 
     def remove(self, request: Request) -> None:
         """Remove a request that has ended."""
@@ -157,11 +162,12 @@ class Scheduler:
 
     def next_batch(self) -> list[Request]:
         """Return the requests whose passes are computed in the next step."""
-        ready = [request for request in self.running if request.needs_pass]
+        ready = [request for request in self.running if isinstance(request.awaited, (PendingPass, Standing))]
         if self.isolated and (alone := [request for request in ready if request in self.isolated]):
             return alone[:1]
         batch: list[Request] = []
-        adapter = min((request.adapter for request in ready), key=lambda one: self._last_step.get(one, 0), default=None)
+        adapters = {request.adapter for request in ready}
+        adapter = min(adapters, key=lambda one: self._last_step.get(one, 0), default=None)
         self._last_step[adapter] = self.storage.tree.clock
         prefills: dict[Request, int] = {}  # with their numbers of tokens
         free = self.max_batch_tokens

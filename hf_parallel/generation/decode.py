@@ -140,7 +140,7 @@ class DecodeLoop:
             if self.draft is not None and is_plain:
                 active = yield from self.draft(active)
             if may_stand and active and (num_steps := self._steps_to_stand(active)) > 1:
-                standing = Standing(self.sampler, active, num_steps, self._count)
+                standing = Standing(self.cache, self.sampler, active, num_steps, self._count)
                 try:
                     next_tokens = yield standing
                 finally:
@@ -162,7 +162,10 @@ class DecodeLoop:
     def _may_stand(self, rows: Sequence[Row]) -> bool:
         """Whether nothing in the run needs to see each token of rows; see `Standing`."""
         is_watched = self.replayer is not None or self.draft is not None or self._trace is not None
-        if is_watched or self.streamer is not None or not self.call.executor.decodes:
+        executor = self.call.executor
+        if is_watched or self.streamer is not None or not executor.decodes:
+            return False
+        if executor.is_shared and not self.sampler.can_join:
             return False
         return self.sampler.can_stand and all(type(row) is Row for row in rows)
 

@@ -17,8 +17,10 @@ from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.generation.decode_table import DecodeTable
 from hf_parallel.generation.parts import Part
 from hf_parallel.generation.sampling import SamplingBatch
+from hf_parallel.generation.standing import Standing
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.wants import Draw, Pass, Prefix, Steps, Wait, Want
 from hf_parallel.kernels import RotarySpec
@@ -94,6 +96,7 @@ class Executor(Host):
         self.model = model
         self.device = execution_device(model)
         self.runs_ahead = self.device.type in ASYNC_DEVICES
+        self.decodes = not self.runs_ahead
         self._stats = stats
         self._capabilities = capabilities
         self._cuda_graph = cuda_graph
@@ -153,8 +156,22 @@ class Executor(Host):
             case Draw(task, logits):
                 (sampled,) = SamplingBatch([task]).sample([Part(logits)])
                 return sampled
+            case Standing():
+                return self._decode(want)
             case Prefix() | Wait():
                 return None  # there are no other runs
+
+    def _decode(self, standing: Standing) -> None:
+        """Decode rows that stand, until something happens to one of them."""
+        table = DecodeTable(standing.cache)
+        table.choose([standing])
+        has_happened = False
+        while not has_happened:
+            logits = self._run(table.next_pass())
+            (result,) = table.advance(Part(logits))
+            if isinstance(result, BaseException):
+                raise result
+            has_happened = result
 
     def _run(self, want: Pass) -> torch.Tensor:
         """Run a forward pass."""

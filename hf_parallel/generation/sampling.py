@@ -226,8 +226,8 @@ class Sampler:
 
     @property
     def can_stand(self) -> bool:
-        """Whether nothing but tokens and their log-probabilities is kept of a step, and it can join others."""
-        return self.can_join and not self.top_log_probs and not self.records_scores
+        """Whether rows end by their own tokens, and nothing but tokens and log-probabilities is kept of a step."""
+        return self.row_criteria.is_row_wise and not self.top_log_probs and not self.records_scores
 
     def rngs_of(self, rows: Sequence[int]) -> list[RowRNG]:
         """Return the RNGs of rows, which are not PyTorch's global generator."""
@@ -240,11 +240,10 @@ class Sampler:
         host = HostCopy(tokens if ended is None else torch.stack((tokens, ended)))
         return Sampled(Part(tokens), None, host, self.row_criteria, rows, full)
 
-    def append_known(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Append one token to each row, which are known on the host, and for which its RNG has advanced."""
-        self.table.append_known(rows, tokens)
+    def count_draws(self, rows: Sequence[int], count: int) -> None:
+        """Count tokens that each row has drawn, and which the table has."""
         for row in rows:
-            self._draws[row] += 1
+            self._draws[row] += count
 
     def append_drawn(self, rows: Sequence[int], tokens: Part) -> tuple[torch.Tensor | None, Sequence[int]]:
         """Append one token `int64 [len(rows)]` to each row, for which its RNG has advanced.
@@ -253,8 +252,7 @@ class Sampler:
         the indices of rows that have the maximum length.
         """
         self.table.append(rows, tokens)
-        for row in rows:
-            self._draws[row] += 1
+        self.count_draws(rows, 1)
         full = self.row_criteria.full(rows)
         if self.row_criteria.is_row_wise:
             return None, full

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_parallel.cache import Segment
+from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.generation.log_probs import LogProbs, LogProbSteps
 from hf_parallel.generation.rows import Row
 from hf_parallel.generation.sampling import Sampler, SamplingTask
@@ -33,7 +33,10 @@ class Standing:
     `settle`.
     """
 
-    def __init__(self, sampler: Sampler, rows: Sequence[Row], steps: int, on_tokens: OnTokens) -> None:
+    def __init__(
+        self, cache: BlockCache, sampler: Sampler, rows: Sequence[Row], steps: int, on_tokens: OnTokens
+    ) -> None:
+        self.cache = cache
         self.rows = rows
         self.task = SamplingTask(sampler, [row.index for row in rows])
         self.segments = [Segment(row.current_view(), 1) for row in rows]
@@ -60,7 +63,7 @@ class Standing:
     def append(self, tokens: list[int]) -> bool:
         """Append a sampled token to each row. Return whether something has happened, so that the run continues."""
         sampler, indices = self.task
-        sampler.append_known(indices, tokens)
+        sampler.table.append_known(indices, tokens)
         self.tokens = tokens
         self.left -= 1
         self._num_steps += 1
@@ -84,6 +87,7 @@ class Standing:
         spans = [span for span in self._spans if span.count]
         num_steps, self._num_steps, self._spans = self._num_steps, 0, []
         sampler, indices = self.task
+        sampler.count_draws(indices, num_steps)
         if not num_steps or not sampler.returns_log_probs:
             return num_steps, None
         log_probs = LogProbs(*torch.cat([span.steps.of_rows(span.rows, span.count) for span in spans], dim=1))

@@ -48,7 +48,7 @@ def _fast_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
 
 
 def _is_fast(x: torch.Tensor, size: int) -> bool:
-    return is_computable(x, size) and is_active() and type(x) is torch.Tensor and x.dtype == torch.float32
+    return type(x) is torch.Tensor and x.dtype == torch.float32 and is_computable(x, size) and is_active()
 
 
 def _fast_norm(module: nn.Module) -> Forward | None:
@@ -147,8 +147,11 @@ def _fast_rotary(plain: FunctionType) -> Forward | None:
 
     def fast(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any) -> Any:
         is_usual = not (more or named) and len(q.shape) == 4 and len(q) == len(k) == 1
-        is_usual = is_usual and cos.shape == sin.shape == (1, *q.shape[2:])
-        if not is_usual or not all(_is_fast(x, cos.shape[-1]) for x in (q, k, cos, sin)):
+        is_usual = is_usual and cos.shape == sin.shape == (1, *q.shape[2:]) and k.shape[2:] == q.shape[2:]
+        is_usual = is_usual and type(q) is type(k) is type(cos) is type(sin)
+        is_usual = is_usual and q.dtype == k.dtype == cos.dtype == sin.dtype
+        is_usual = is_usual and q.device == k.device == cos.device == sin.device
+        if not is_usual or not _is_fast(q, cos.shape[-1]):
             return plain(q, k, cos, sin, *more, **named)
         style = _rotary_style(plain, q.shape[1], k.shape[1], q.shape[3])
         if style is None:

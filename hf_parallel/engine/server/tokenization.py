@@ -33,8 +33,7 @@ class TokenizeBody(BaseModel):
         if self.messages is None and self.tools:
             raise APIError(400, "tools need messages", "tools")
         if self.messages is not None:
-            chat = [message.to_chat() for message in self.messages]
-            chat = translator.checked_chat(chat, "messages")
+            chat = translator.checked_chat([message.to_chat() for message in self.messages], "messages")
             tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
             chat, template = translator.with_tools(chat, tools, check_template_kwargs(self.chat_template_kwargs))
             text = apply_template(chat, tokenizer, add_generation_prompt=self.add_generation_prompt, **template)
