@@ -166,7 +166,7 @@ def test_prompts_whose_states_a_failed_pass_has_half_written_are_computed_again(
         run = engine._forward
 
         def fail(joined: Any, forward: Any, adapter: str | None) -> torch.Tensor:
-            if len(joined.parts) > 1 and len(broken) < 6 and rng.random() < 0.3:
+            if len(joined.passes[-1]) > 1 and len(broken) < 6 and rng.random() < 0.3:
                 broken.append(engine._cached_model.logits(forward, joined.ids, joined.logits_to_keep))
                 raise RuntimeError("a kernel failed")
             return run(joined, forward, adapter)
