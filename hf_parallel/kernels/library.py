@@ -34,17 +34,22 @@ def compiled(parent: Path, stem: str, command: Sequence[str]) -> Path:
     """Return the path of the complete library `stem`; `command -o PATH` makes it if there is none.
 
     The libraries of a user are in the folder `kernels-UID` of `parent`; those of root are used, too. Of several
-    processes one compiles, and it replaces damaged libraries. Raises `OSError` if the folder cannot be written, or
+    processes one compiles, and it replaces damaged libraries. Raises `OSError` if the user's folder cannot be written, or
     others can write to it, `RuntimeError` if the compiler fails, and `subprocess.TimeoutExpired` if it does not end.
     """
-    user = _user()
-    for owner in dict.fromkeys((0, user)):
-        folder = parent / f"kernels-{owner}"
-        if folder.is_dir() and (path := _find(folder, stem)):
+    own = parent / f"kernels-{_user()}"
+    for folder in dict.fromkeys((parent / "kernels-0", own)):
+        try:
+            path = _find(folder, stem) if folder.is_dir() else None
+        except OSError:
+            if folder == own:
+                raise
+            continue  # others can write to root's folder
+        if path is not None:
             return path
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    with FileLock(folder / "lock", timeout=COMPILE_SECONDS):  # the end of a process releases it
-        return _find(folder, stem) or _compile(folder, stem, command)
+    own.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with FileLock(own / "lock", timeout=COMPILE_SECONDS):  # the end of a process releases it
+        return _find(own, stem) or _compile(own, stem, command)
 
 
 def load(path: Path) -> ctypes.CDLL:

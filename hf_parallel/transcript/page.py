@@ -124,7 +124,7 @@ def _speed(run: JSONObject) -> dict[str, float | None]:
     found: dict[str, float | None] = {"tokens": tokens, "passes": passes, "rows": None, "ratio": None}
     if not tokens or passes <= 0:
         return found
-    if not run["style"].get("is_one_answer", False):  # older transcripts do not say
+    if not run["style"]["is_one_answer"]:
         return {**found, "rows": sum(len(section["columns"]) for section in run["sections"])}
     alone = tokens / len(run["sections"])
     return {**found, "alone": round(alone), "ratio": alone / passes}

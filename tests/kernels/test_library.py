@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_parallel.kernels import native
+from hf_parallel.kernels import library, native
 from hf_parallel.kernels.library import compiled, load
 
 CC = shutil.which(os.environ.get("CC") or "cc")
@@ -89,6 +89,17 @@ def test_a_folder_or_file_that_others_can_write_to_is_not_used(
     for function in (build, lambda: load(path)):
         with pytest.raises(PermissionError, match="be writable by no other, got user .*rwxrwx"):
             function()
+
+
+@pytest.mark.skipif("os.getuid() != 0", reason="makes a folder of root")
+def test_a_folder_of_root_that_others_can_write_to_is_passed_over(
+    build: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build().parent.chmod(0o777)
+    monkeypatch.setattr(library, "_user", lambda: OTHER_USER)
+    assert build().parent.name == f"kernels-{OTHER_USER}"
+    assert build().parent.name == f"kernels-{OTHER_USER}"
+    assert compilations(tmp_path) == 2
 
 
 def test_a_folder_of_another_user_is_not_used(

@@ -209,7 +209,7 @@ class Translator:
                 modes = [mode for mode, other in MODES.items() if key in _fields_of_requests(other)]
                 hint = suggestion(key, (*allowed, *type(body).model_fields))
                 if modes:
-                    hint = f"; it is a setting of the generation_mode {' and '.join(modes)}"
+                    hint = f"; it is a setting of the generation_mode {' or '.join(modes)}"
                 raise APIError(400, f"{key} is no field of this request{hint}", key)
         if body.max_tokens == 0 and not getattr(body, "echo", False):
             raise APIError(400, "max_tokens=0 needs echo=true", "max_tokens")

@@ -313,8 +313,8 @@ def test_text_that_cannot_fit_into_the_context_is_not_tokenized(
 
 def test_a_field_of_another_mode_or_endpoint_names_it(server: Served) -> None:
     for path, body, message in (
-        (CHAT, {"messages": HELLO, "num_workers": 2}, "a setting of the generation_mode hogwild and async_reasoning"),
-        (CHAT, {"messages": HELLO, "generation_mode": "pdos", "num_workers": 2}, "generation_mode hogwild and async"),
+        (CHAT, {"messages": HELLO, "num_workers": 2}, "a setting of the generation_mode hogwild or async_reasoning"),
+        (CHAT, {"messages": HELLO, "generation_mode": "pdos", "num_workers": 2}, "generation_mode hogwild or async"),
         (CHAT, {"messages": HELLO, "max_token": 2}, "did you mean 'max_tokens'?"),
         (CHAT, {"messages": HELLO, "cuda_graph": False}, "cuda_graph is no field of this request"),
         ("/v1/responses", {"input": "a", "max_tokens": 2}, "use max_output_tokens"),
