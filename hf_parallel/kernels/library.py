@@ -34,8 +34,10 @@ def compiled(parent: Path, stem: str, command: Sequence[str]) -> Path:
     """Return the path of the complete library `stem`; `command -o PATH` makes it if there is none.
 
     The libraries of a user are in the folder `kernels-UID` of `parent`; those of root are used, too. Of several
-    processes one compiles, and it replaces damaged libraries. Raises `OSError` if the user's own folder cannot be written
-    or others can write to it, `RuntimeError` if the compiler fails, and `subprocess.TimeoutExpired` if it does not end.
+    processes one compiles, and it replaces damaged libraries.
+
+    Raises `OSError` if the user's own folder cannot be written, or others can write to it, `RuntimeError` if the
+    compiler fails, and `subprocess.TimeoutExpired` if it does not end.
     """
     own = parent / f"kernels-{_user()}"
     for folder in dict.fromkeys((parent / "kernels-0", own)):
