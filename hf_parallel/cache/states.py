@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_parallel.kernels import to_device
+from hf_parallel.kernels.storage import with_rows
 
 GROWTH = 1.5
 """Minimum growth factor of the storage, as of an arena's."""
@@ -87,10 +88,7 @@ class StateArena:
 
     def _resize(self, slots: int) -> None:
         for key, held in self.storage.items():
-            with torch.inference_mode(False), torch.no_grad():
-                new = held.new_zeros(slots, *held.shape[1:])
-                new[: len(held)] = held[:slots]
-            self.storage[key] = new
+            self.storage[key] = with_rows(held, slots)
 
     def compact(self, used: Sequence[int]) -> dict[int, int]:
         """Move the states in slots `used` to the first slots. Return the new slot of each that moved, by the old."""

@@ -27,7 +27,7 @@ from hf_parallel.engine.ranks import Ranks
 from hf_parallel.engine.request import NonFiniteLogitsError, Request, Sampling, record_decoding, record_passes
 from hf_parallel.engine.scheduler import BATCH_TOKENS, QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, engine_stats
-from hf_parallel.engine.storage import STATE_INTERVAL, KVStorage, WeightsChangedError
+from hf_parallel.engine.storage import STATE_INTERVAL, KVBudgetError, KVStorage, WeightsChangedError
 from hf_parallel.generation.decode_table import DecodeTable
 from hf_parallel.generation.enabled import ENGINE_OPEN, Claim, enabled
 from hf_parallel.generation.mixin import enable, unwrap
@@ -426,7 +426,7 @@ class Engine:
             joined = join_passes(pending)
             try:
                 forward = self._storage.cache.prepare_run(joined.passes)
-            except RuntimeError as error:  # no budget, or no memory
+            except (KVBudgetError, torch.OutOfMemoryError) as error:
                 self._storage.cache.rollback()
                 victim = self._scheduler.victim_of(batch)
                 if victim is not None:

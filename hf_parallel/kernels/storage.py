@@ -29,6 +29,20 @@ def compact_dtype(name: object) -> torch.dtype | None:
     raise ValueError(f"cache_dtype must be one of {list(_DTYPES)} or None, got {name!r}")
 
 
+def with_rows(old: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a copy of a tensor with another number of rows; new ones are zero.
+
+    Raises `torch.OutOfMemoryError`, also on the CPU, whose allocator raises a plain `RuntimeError`.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            new = old.new_zeros(rows, *old.shape[1:])
+        except RuntimeError as error:
+            raise torch.OutOfMemoryError(f"no memory for {rows} rows of {list(old.shape[1:])}") from error
+        new[: len(old)] = old[:rows]
+    return new
+
+
 def storage_row(origin: Slot, capacity: Slot, index: Index, num_kv_heads: int, head: Index | int = 0) -> Index:
     """Return the row of the token at `index` of an extent, for KV head `head`."""
     return origin % COMPACT * num_kv_heads + head * capacity + index  # type: ignore[return-value]
@@ -77,9 +91,7 @@ class Storage:
         rows, resized = slots * self.num_kv_heads, dict[str, torch.Tensor]()
         for name, old in zip(self.names, self.tensors, strict=True):
             if old.shape[0] != rows:
-                with torch.inference_mode(False), torch.no_grad():
-                    new = resized[name] = old.new_zeros(rows, old.shape[-1])
-                    new[: old.shape[0]] = old[:rows]
+                resized[name] = with_rows(old, rows)
         vars(self).update(resized)  # all or none, if memory runs out
 
 

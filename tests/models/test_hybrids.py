@@ -119,7 +119,7 @@ def fail_sometimes(engine: Engine, rng: random.Random, num_segments: int) -> Non
     def sometimes(passes: Any) -> Any:
         several = sum(not request.preempted for request in running) > 1
         if several and len(passes[0]) > num_segments and rng.random() < 0.2:
-            raise RuntimeError("out of memory")
+            raise torch.OutOfMemoryError("injected")
         return plan(passes)
 
     engine._storage.cache.prepare_run = sometimes  # type: ignore[method-assign]
