@@ -141,7 +141,7 @@ def test_a_request_that_is_preempted_at_every_step_gets_the_probabilities_of_gen
 
     def preempt_all(engine: Engine) -> None:
         for request in list(engine._scheduler.running):
-            if request.has_started and not request.preempted and request.pending is not None:
+            if request.has_started and not request.preempted and request.needs_pass:
                 engine._scheduler.preempt(request)
         for _ in range(40):  # its keys and values are computed again, then one pass
             before = sum(request.num_tokens for request in engine._scheduler.running)
