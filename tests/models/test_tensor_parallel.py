@@ -75,7 +75,7 @@ def test_more_ranks_than_key_value_heads_raise(kv_heads: int, size: int) -> None
 
 
 def without_costs(results: str) -> list[dict[str, Any]]:
-    """Return the results of a file, without its header, their times, and the bytes that one process of several holds."""
+    """Return the results of a file, without its header, their times, and the bytes that one process holds."""
     _, *lines = results.splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in COSTS} for line in lines]
 
