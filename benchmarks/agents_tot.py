@@ -24,7 +24,7 @@ from typing import Any
 
 from hf_parallel.agents import Completion, Runtime, TreeOfThoughts, agent, gather, next, spawn
 from hf_parallel.engine import Engine
-from hf_parallel.generation.rng import mix
+from hf_parallel.generation.sampling.rng import mix
 
 from .resample import solvable
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from hf_parallel.files import cache_folder
-from hf_parallel.models.embedded import _find_gguf_file
+from hf_parallel.models.loading.embedded import _find_gguf_file
 
 from .engine import question, system_prompt
 from .report import set_up

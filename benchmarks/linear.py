@@ -17,8 +17,8 @@ from torch import nn
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.kernels import native
-from hf_parallel.models.attention import block_attention_enabled
-from hf_parallel.models.linear import LINEAR_VARIABLE, linear_layers
+from hf_parallel.models.cpu.linear import LINEAR_VARIABLE, linear_layers
+from hf_parallel.models.intercept.attention import block_attention_enabled
 
 from .measure import long_prompt, timed
 

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # for benchmarks
 
 from benchmarks.resample import encode, solvable
 from hf_parallel import Hotspot, enable
-from hf_parallel.generation.replay.policies import uncertainty_of
+from hf_parallel.generation.decoding.replay.policies import uncertainty_of
 from hf_parallel.models.loading import load_model
 
 LENGTH = 100

@@ -21,7 +21,7 @@ import numpy as np
 
 from hf_parallel import HogwildCache, SharedPrefixCache, TreeBranchCache
 from hf_parallel.cache import Block, BlockCache, Segment
-from hf_parallel.cache.hogwild import LAYOUTS, Workspace
+from hf_parallel.generation.modes.hogwild.cache import LAYOUTS, Workspace
 from hf_parallel.kernels import RotarySpec
 
 FOLDER = Path(__file__).parent / "pictures"

@@ -10,8 +10,8 @@ import torch
 
 import hf_parallel
 from hf_parallel.generation.presets import PRESETS
-from hf_parallel.models.embedded import MODEL_NAME
 from hf_parallel.models.loading import load_model
+from hf_parallel.models.loading.embedded import MODEL_NAME
 
 TASK = "Plan a picnic in the park for ten people."
 REMARK = "Our guest liked the garden, the quiet rooms, the breakfast and the view of the lake. "

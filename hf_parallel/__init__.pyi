@@ -9,10 +9,8 @@ from hf_parallel import kernels as kernels
 from hf_parallel import models as models
 from hf_parallel import pipelines as pipelines
 from hf_parallel.cache import BlockCache as BlockCache
-from hf_parallel.cache.hogwild import HogwildCache as HogwildCache
 from hf_parallel.cache.logits import LogitsCache as LogitsCache
 from hf_parallel.cache.shared_prefix import SharedPrefixCache as SharedPrefixCache
-from hf_parallel.cache.tree_branch import TreeBranchCache as TreeBranchCache
 from hf_parallel.engine.engine import Engine as Engine
 from hf_parallel.generation import ConsoleStreamer as ConsoleStreamer
 from hf_parallel.generation import GenerationStats as GenerationStats
@@ -24,6 +22,9 @@ from hf_parallel.generation import build_prompt as build_prompt
 from hf_parallel.generation import disable as disable
 from hf_parallel.generation import enable as enable
 from hf_parallel.generation import is_enabled as is_enabled
+from hf_parallel.generation.decoding.replay import Hotspot as Hotspot
+from hf_parallel.generation.decoding.replay import ReplayPolicy as ReplayPolicy
+from hf_parallel.generation.decoding.replay import Stepwise as Stepwise
 from hf_parallel.generation.modes import BOXED as BOXED
 from hf_parallel.generation.modes import AsyncReasoningConfig as AsyncReasoningConfig
 from hf_parallel.generation.modes import BestOfConfig as BestOfConfig
@@ -55,14 +56,13 @@ from hf_parallel.generation.modes import find_answer as find_answer
 from hf_parallel.generation.modes import hogwild_prompt as hogwild_prompt
 from hf_parallel.generation.modes import normal_form as normal_form
 from hf_parallel.generation.modes import pdos_prompt as pdos_prompt
-from hf_parallel.generation.processors import OccurrencePenalty as OccurrencePenalty
-from hf_parallel.generation.replay import Hotspot as Hotspot
-from hf_parallel.generation.replay import ReplayPolicy as ReplayPolicy
-from hf_parallel.generation.replay import Stepwise as Stepwise
+from hf_parallel.generation.modes.branches.cache import TreeBranchCache as TreeBranchCache
+from hf_parallel.generation.modes.hogwild.cache import HogwildCache as HogwildCache
+from hf_parallel.generation.sampling.processors import OccurrencePenalty as OccurrencePenalty
 from hf_parallel.kernels import Backend as Backend
 from hf_parallel.kernels import backends as backends
-from hf_parallel.models.attention import UnsupportedModelError as UnsupportedModelError
-from hf_parallel.models.embedded import load_embedded_model as load_embedded_model
+from hf_parallel.models.intercept.attention import UnsupportedModelError as UnsupportedModelError
+from hf_parallel.models.loading.embedded import load_embedded_model as load_embedded_model
 from hf_parallel.pipelines import ParallelTextGenerationPipeline as ParallelTextGenerationPipeline
 
 __version__: str

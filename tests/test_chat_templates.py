@@ -15,8 +15,8 @@ from hf_parallel import HogwildSession
 from hf_parallel.agents import Chat, Runtime, agent
 from hf_parallel.engine import Engine
 from hf_parallel.engine.server.limits import Limits
-from hf_parallel.engine.server.schema import ChatBody, CompletionBody
-from hf_parallel.engine.server.submission import Translator
+from hf_parallel.engine.server.openai.schema import ChatBody, CompletionBody
+from hf_parallel.engine.server.openai.submission import Translator
 from hf_parallel.evaluation import Run
 from hf_parallel.evaluation.sweep import sweep
 from hf_parallel.evaluation.tasks.base import Problem

@@ -36,9 +36,9 @@ from transformers import (
 from workers import SETTINGS
 
 import hf_parallel
-from hf_parallel.cache.hogwild import LAYOUTS
-from hf_parallel.generation.processors import split_warpers
-from hf_parallel.generation.rng import exponential_noise
+from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
+from hf_parallel.generation.sampling.processors import split_warpers
+from hf_parallel.generation.sampling.rng import exponential_noise
 from hf_parallel.kernels import (
     BACKEND_VARIABLE,
     AttentionParams,

@@ -19,7 +19,7 @@ from paths import HELPERS, ROOT
 import hf_parallel
 from hf_parallel.generation import MODES
 
-SCHEMA = (ROOT / "hf_parallel/engine/server/schema.py").read_text(encoding="utf-8")
+SCHEMA = (ROOT / "hf_parallel/engine/server/openai/schema.py").read_text(encoding="utf-8")
 REQUEST_FIELDS = set(re.findall(r"^    (\w+): ", SCHEMA, re.MULTILINE))
 """Names that OpenAI's API defines; a mode may have the same."""
 MODE_NAMES = {name for name, mode in MODES.items() if mode.__module__.startswith("hf_parallel.")} - REQUEST_FIELDS

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from benchmarks.measure import run_rounds
 from hf_parallel import progress
 from hf_parallel.evaluation.sweep import sweep
-from hf_parallel.models.packed import pack_half
+from hf_parallel.models.cpu.packed import pack_half
 from hf_parallel.progress import progress_bar
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import hf_parallel
 from hf_parallel import PDOSConfig
 from hf_parallel.cache import BlockCache
-from hf_parallel.models import attention
+from hf_parallel.models.intercept import attention
 
 PAD = 0
 """Padding token of finished rows."""

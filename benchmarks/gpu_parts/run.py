@@ -16,7 +16,7 @@ import transformers
 
 from benchmarks.report import machine, show, write
 from hf_parallel.kernels import BACKEND_VARIABLE, select_backend
-from hf_parallel.models import compiled
+from hf_parallel.models.decode import compiled
 
 from .attention import AttentionStage
 from .cases import Bench, Stage, run_cases

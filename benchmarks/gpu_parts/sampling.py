@@ -20,9 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_parallel.generation.parts import Part
-from hf_parallel.generation.sampling import Sampled, Sampler, SamplingBatch, SamplingTask
-from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.sampling.parts import Part
+from hf_parallel.generation.sampling.sampler import Sampled, Sampler, SamplingBatch, SamplingTask
+from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.kernels import BACKEND_VARIABLE
 
 from .cases import Bench, Case, Target, figure

@@ -53,7 +53,7 @@ def no_attention(model: Any, rows: int, prefix: int, steps: int, deadline: Deadl
     with attention_skipped() as calls:
         figures = shared_prefix(model, rows, prefix, steps, deadline)
     if not calls:
-        raise RuntimeError("attention was not skipped: no layer calls it by its name in hf_parallel.models.attention")
+        raise RuntimeError("attention was not skipped: no layer calls it by its name in models/intercept/attention.py")
     return figures
 
 

@@ -277,7 +277,7 @@ class StartStage:
 
 def main() -> None:
     """Measure calls in this process, with the settings of the argument, and print the figures as JSON."""
-    from hf_parallel.models import compiled
+    from hf_parallel.models.decode import compiled
 
     settings = json.loads(sys.argv[1])
     if settings["device"] == "cpu":  # toy sizes

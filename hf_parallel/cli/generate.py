@@ -22,16 +22,16 @@ from hf_parallel.detokenizer import hidden_tokens, visible_text
 from hf_parallel.files import JSONObject, write_atomically
 from hf_parallel.generation import MODES, GenerationStats, ParallelConfig, ParallelOutput, enable
 from hf_parallel.generation.config import make_config
+from hf_parallel.generation.decoding.replay.config import ReplayConfig
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import DEFAULT_MODE
 from hf_parallel.generation.printing import ConsoleStreamer
 from hf_parallel.generation.prompts import check_unused_template_kwargs, encode_task
-from hf_parallel.generation.replay.config import ReplayConfig
-from hf_parallel.generation.rng import mix
+from hf_parallel.generation.sampling.rng import mix
 from hf_parallel.generation.validation import is_int
-from hf_parallel.models.embedded import MODEL_NAME
+from hf_parallel.models.cpu.packed import PACKED
 from hf_parallel.models.loading import check_model_folder, load_model
-from hf_parallel.models.packed import PACKED
+from hf_parallel.models.loading.embedded import MODEL_NAME
 from hf_parallel.models.ranks import common_seed, leads, num_ranks
 from hf_parallel.transcript.page import render
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from hf_parallel.cli.generate import add_model_options, check_model_options, load
-from hf_parallel.models.adapters import load_adapters
-from hf_parallel.models.embedded import MODEL_NAME
+from hf_parallel.models.intercept.adapters import load_adapters
 from hf_parallel.models.loading import check_model_folder, load_processor
+from hf_parallel.models.loading.embedded import MODEL_NAME
 
 KEY_VARIABLE = "HF_PARALLEL_API_KEY"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")

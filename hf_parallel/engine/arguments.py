@@ -17,8 +17,8 @@ from hf_parallel.generation.prompts import NOT_RENDERED, check_task, check_unuse
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_text, is_int
 from hf_parallel.models.images import image_inputs
+from hf_parallel.models.probing.signature import CACHE
 from hf_parallel.models.ranks import num_ranks
-from hf_parallel.models.signature import CACHE
 
 
 def check_limits(required: Mapping[str, object], **optional: object) -> None:

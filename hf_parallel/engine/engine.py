@@ -28,18 +28,18 @@ from hf_parallel.engine.request import NonFiniteLogitsError, Request, Sampling, 
 from hf_parallel.engine.scheduler import BATCH_TOKENS, QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, engine_stats
 from hf_parallel.engine.storage import STATE_INTERVAL, KVBudgetError, KVStorage, WeightsChangedError
-from hf_parallel.generation.decode_table import DecodeTable
+from hf_parallel.generation.decoding.standing import Standing
+from hf_parallel.generation.decoding.table import DecodeTable
+from hf_parallel.generation.decoding.wants import Wait
 from hf_parallel.generation.enabled import ENGINE_OPEN, Claim, enabled
 from hf_parallel.generation.mixin import enable, unwrap
-from hf_parallel.generation.parts import Part
-from hf_parallel.generation.rng import CannotDrawError
-from hf_parallel.generation.sampling import sample_together
-from hf_parallel.generation.standing import Standing
-from hf_parallel.generation.wants import Wait
+from hf_parallel.generation.sampling.parts import Part
+from hf_parallel.generation.sampling.rng import CannotDrawError
+from hf_parallel.generation.sampling.sampler import sample_together
 from hf_parallel.kernels.native import release_threads
-from hf_parallel.models.adapters import AdaptedModel, check_no_virtual_tokens
-from hf_parallel.models.attention import gradient_checkpointing_disabled
-from hf_parallel.models.elementwise import fast_layers
+from hf_parallel.models.cpu.elementwise import fast_layers
+from hf_parallel.models.intercept.adapters import AdaptedModel, check_no_virtual_tokens
+from hf_parallel.models.intercept.attention import gradient_checkpointing_disabled
 
 
 class PlannedStep(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 
 from hf_parallel.cache import Segment
 from hf_parallel.cache.pool import parts_of
-from hf_parallel.generation.parts import join
-from hf_parallel.generation.wants import Pass
+from hf_parallel.generation.decoding.wants import Pass
+from hf_parallel.generation.sampling.parts import join
 
 MAX_DECODED = 4
 """Most new tokens of a row in a decode pass, such as draft tokens; passes with more are prefills."""

@@ -30,16 +30,16 @@ from hf_parallel.engine.passes import PendingPass
 from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
-from hf_parallel.generation.decode_table import DecodeTable
-from hf_parallel.generation.executor import C, Host
-from hf_parallel.generation.parts import Part
-from hf_parallel.generation.sampling import SamplingTask
-from hf_parallel.generation.standing import Standing
+from hf_parallel.generation.decoding.host import C, Host
+from hf_parallel.generation.decoding.standing import Standing
+from hf_parallel.generation.decoding.table import DecodeTable
+from hf_parallel.generation.decoding.wants import Draw, Pass, Prefix, Steps, Wait, check_steps
+from hf_parallel.generation.sampling.parts import Part
+from hf_parallel.generation.sampling.sampler import SamplingTask
 from hf_parallel.generation.stats import GenerationStats
-from hf_parallel.generation.wants import Draw, Pass, Prefix, Steps, Wait, check_steps
 from hf_parallel.kernels import RotarySpec, to_device
-from hf_parallel.models.cached_model import PREFILL_CHUNK
-from hf_parallel.models.signature import CACHE
+from hf_parallel.models.decode.cached_model import PREFILL_CHUNK
+from hf_parallel.models.probing.signature import CACHE
 
 logger = logging.getLogger(__name__)
 

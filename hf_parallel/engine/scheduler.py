@@ -13,7 +13,7 @@ from hf_parallel.engine.passes import PendingPass
 from hf_parallel.engine.policies.base import SchedulingPolicy
 from hf_parallel.engine.request import Request
 from hf_parallel.engine.storage import KVBudgetError, KVStorage
-from hf_parallel.generation.standing import Standing
+from hf_parallel.generation.decoding.standing import Standing
 
 BATCH_TOKENS = {"cpu": 512}
 """Maximum number of tokens of a step, by device type; others: 4096."""

@@ -20,12 +20,12 @@ from hf_parallel.evaluation.scoring import loglikelihoods
 from hf_parallel.generation import ParallelOutput, enable
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
 from hf_parallel.generation.modes import PLAIN_MODE
-from hf_parallel.generation.rng import mix
+from hf_parallel.generation.sampling.rng import mix
+from hf_parallel.generation.sampling.stop_texts import StopTexts
 from hf_parallel.generation.stats import GenerationStats
-from hf_parallel.generation.stop_texts import StopTexts
 from hf_parallel.generation.validation import check_int, is_int
-from hf_parallel.models.attention import UnsupportedModelError
-from hf_parallel.models.cached_model import PREFILL_CHUNK
+from hf_parallel.models.decode.cached_model import PREFILL_CHUNK
+from hf_parallel.models.intercept.attention import UnsupportedModelError
 from hf_parallel.progress import progress_bar
 
 try:

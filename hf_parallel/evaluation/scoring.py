@@ -23,15 +23,15 @@ from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import common_prefix
 from hf_parallel.generation import arguments
 from hf_parallel.generation.call import vocabulary_size
+from hf_parallel.generation.decoding.scoring import MAX_LOGITS, TreeScores
 from hf_parallel.generation.enabled import Claim, enabled
 from hf_parallel.generation.mixin import ParallelGenerationMixin, unwrap
-from hf_parallel.generation.scoring import MAX_LOGITS, TreeScores
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int
 from hf_parallel.kernels import to_device
-from hf_parallel.models.attention import UnsupportedModelError, gradient_checkpointing_disabled
-from hf_parallel.models.cached_model import PREFILL_CHUNK, CachedModel
-from hf_parallel.models.elementwise import fast_layers
+from hf_parallel.models.cpu.elementwise import fast_layers
+from hf_parallel.models.decode.cached_model import PREFILL_CHUNK, CachedModel
+from hf_parallel.models.intercept.attention import UnsupportedModelError, gradient_checkpointing_disabled
 
 Score = tuple[float, bool]
 """Log-likelihood of a continuation, and whether greedy decoding would generate it."""

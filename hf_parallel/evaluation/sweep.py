@@ -23,7 +23,7 @@ from hf_parallel.evaluation.results import Result, ResultStore, key_of
 from hf_parallel.evaluation.runs import Finisher, Run, check_sweep
 from hf_parallel.evaluation.solver import Generation, Solver
 from hf_parallel.evaluation.tasks.base import Problem
-from hf_parallel.generation.rng import mix
+from hf_parallel.generation.sampling.rng import mix
 from hf_parallel.models.ranks import leads, num_ranks
 from hf_parallel.progress import progress_bar
 

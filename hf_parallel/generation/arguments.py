@@ -24,10 +24,10 @@ from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_int, check_text, is_int
-from hf_parallel.models.attention import UnsupportedModelError
-from hf_parallel.models.capabilities import Capabilities
-from hf_parallel.models.compiled import InstalledCall
-from hf_parallel.models.signature import CACHE
+from hf_parallel.models.decode.compiled import InstalledCall
+from hf_parallel.models.intercept.attention import UnsupportedModelError
+from hf_parallel.models.probing.capabilities import Capabilities
+from hf_parallel.models.probing.signature import CACHE
 
 _UNSUPPORTED_ARGUMENTS = (
     "adapter_names",

@@ -19,13 +19,13 @@ from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import common_prefix
 from hf_parallel.generation.arguments import check_model_inputs, encode
+from hf_parallel.generation.decoding.host import C, Executor, Host, T
+from hf_parallel.generation.decoding.wants import Steps, check_steps
 from hf_parallel.generation.enabled import Claim, enabled
-from hf_parallel.generation.executor import C, Executor, Host, T
 from hf_parallel.generation.stats import GenerationStats
-from hf_parallel.generation.wants import Steps, check_steps
 from hf_parallel.kernels import RotarySpec
-from hf_parallel.models.capabilities import Capabilities
-from hf_parallel.models.signature import CACHE
+from hf_parallel.models.probing.capabilities import Capabilities
+from hf_parallel.models.probing.signature import CACHE
 from hf_parallel.transcript.record import Record
 
 _logger = logging.get_logger(__name__)

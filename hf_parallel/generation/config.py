@@ -24,12 +24,12 @@ from typing_extensions import Self, TypeVar
 from hf_parallel.cache.images import count_images
 from hf_parallel.files import write_atomically
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.dialects import AnyDialect
 from hf_parallel.generation.presets import Preset
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import NOT_REMOTE, Arguments, Settings
 from hf_parallel.generation.validation import check_bool, is_int, names_hint, suggestion
-from hf_parallel.generation.wants import Steps
 from hf_parallel.kernels import compact_dtype
 from hf_parallel.transcript.sections import TranscriptStyle
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.cache.images import ImageTable
-from hf_parallel.models.capabilities import Capabilities
+from hf_parallel.models.probing.capabilities import Capabilities
 
 BUSY = (
     "this model is already generating in parallel: generate was called again from a processor, a streamer or another "

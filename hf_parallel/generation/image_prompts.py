@@ -10,8 +10,8 @@ from hf_parallel.cache.images import SALT, ImageTable
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.images import TOKEN_TYPES, image_inputs, read_images
+from hf_parallel.models.intercept.attention import UnsupportedModelError
 
 
 def take_images(

@@ -36,12 +36,12 @@ from hf_parallel.generation.presets import add_preset, marked_preset
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.streaming import check_streamer, report_errors
-from hf_parallel.models.capabilities import probe_capabilities
-from hf_parallel.models.compiled import forget
+from hf_parallel.models.decode.compiled import forget
 from hf_parallel.models.images import image_inputs
-from hf_parallel.models.mixers import unwrap_mixers
+from hf_parallel.models.intercept.mixers import unwrap_mixers
+from hf_parallel.models.probing.capabilities import probe_capabilities
+from hf_parallel.models.probing.signature import CACHE, parameters_of
 from hf_parallel.models.ranks import common_seed, num_ranks
-from hf_parallel.models.signature import CACHE, parameters_of
 from hf_parallel.transcript.record import Record
 
 _Model = TypeVar("_Model", bound=nn.Module)

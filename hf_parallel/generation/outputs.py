@@ -16,7 +16,7 @@ from typing_extensions import Self
 from hf_parallel.detokenizer import check_tokenizer, decode, visible_text
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.stats import GenerationStats
-from hf_parallel.models.signature import CACHE
+from hf_parallel.models.probing.signature import CACHE
 from hf_parallel.transcript.page import render
 from hf_parallel.transcript.record import Record
 from hf_parallel.transcript.sections import (

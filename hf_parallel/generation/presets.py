@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_text
-from hf_parallel.models.embedded import PRESET_MARK
+from hf_parallel.models.loading.embedded import PRESET_MARK
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_parallel.cache.images import FIRST_ID, KEY_BITS, MAX_TOKENS, Image, ImageRun, ImageTable
 from hf_parallel.cache.placement import execution_device
-from hf_parallel.models.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
-from hf_parallel.models.signature import parameters_of
+from hf_parallel.models.intercept.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
+from hf_parallel.models.probing.signature import parameters_of
 
 THUMBNAIL = 64
 """Larger side of a thumbnail, in pixels."""

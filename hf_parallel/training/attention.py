@@ -25,8 +25,8 @@ from hf_parallel.generation.mixin import is_enabled, unwrap
 from hf_parallel.kernels import AttentionParams, RotarySpec
 from hf_parallel.kernels.dense import matmul_attention
 from hf_parallel.kernels.rope import rotate, table_dtype
-from hf_parallel.models.attention import block_attention_enabled, block_attention_forward
-from hf_parallel.models.capabilities import Capabilities
+from hf_parallel.models.intercept.attention import block_attention_enabled, block_attention_forward
+from hf_parallel.models.probing.capabilities import Capabilities
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.layout import LayoutView, make_views
 from hf_parallel.training.masks import IMPLEMENTATION, block_mask, check_positions

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PretrainedConfig
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_recurrent_attention_mask
 
-from hf_parallel.models.rotary import max_positions
+from hf_parallel.models.probing.rotary import max_positions
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.layout import LayoutView, make_views
 

@@ -1,6 +1,6 @@
 """Layers with a state over trees of rows: every branch starts from the state at the end of its trunk.
 
-Such a layer (`hf_parallel/models/mixers.py`) reads a row token by token, whatever the attention mask says. Here it
+Such a layer (`models/intercept/mixers.py`) reads a row token by token, whatever the attention mask says. Here it
 computes the rows of a packed example level by level: the trunks first, then all branches of a level as a batch, from
 the states of their trunks, which are tensors with gradients. Everything else of the model stays on packed tokens.
 
@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.mixin import is_enabled, unwrap
-from hf_parallel.models.attention import UnsupportedModelError, gradient_checkpointing_disabled
-from hf_parallel.models.mixers import Mixer, MixerStates, mixers_wrapped, supported_mixers
+from hf_parallel.models.intercept.attention import UnsupportedModelError, gradient_checkpointing_disabled
+from hf_parallel.models.intercept.mixers import Mixer, MixerStates, mixers_wrapped, supported_mixers
 from hf_parallel.training.example import ParallelExample
 
 SHORTEST = 8

@@ -29,9 +29,9 @@ from mode_cases import small_call
 from hf_parallel.cache.arena import Arena
 from hf_parallel.engine import Engine, RequestCancelledError
 from hf_parallel.generation import MODES
+from hf_parallel.generation.decoding.prefill import insert_prompts
+from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig, SharedPrefixRun
-from hf_parallel.generation.prefill import insert_prompts
-from hf_parallel.generation.wants import Steps
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:nothing was generated")]
 

@@ -21,8 +21,8 @@ import hf_parallel
 from hf_parallel import LogitsCache, ParallelConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
 from hf_parallel.generation.config import ModeTraits, make_config
+from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.presets import Preset
-from hf_parallel.generation.wants import Steps
 
 IDS = make_prompts([5])[0][None]
 

@@ -22,13 +22,13 @@ import hf_parallel
 from hf_parallel.generation import MODES
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ModeRows, ModeTraits, ParallelConfig
-from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.log_probs import TopLogProbs
+from hf_parallel.generation.decoding.loop import DecodeLoop
+from hf_parallel.generation.decoding.prefill import insert_prompts, prefill_leaves, prefix_cache_of
+from hf_parallel.generation.decoding.rows import Row
+from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.prefill import insert_prompts, prefill_leaves, prefix_cache_of
-from hf_parallel.generation.rows import Row
-from hf_parallel.generation.token_table import TokenTable
-from hf_parallel.generation.wants import Steps
+from hf_parallel.generation.sampling.log_probs import TopLogProbs
+from hf_parallel.generation.sampling.token_table import TokenTable
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 

@@ -26,11 +26,11 @@ from transformers import (
 
 from hf_parallel.engine import engine as engine_module  # noqa: E402
 from hf_parallel.generation import sampling  # noqa: E402
-from hf_parallel.generation.log_probs import TopLogProbs  # noqa: E402
-from hf_parallel.generation.parts import Part  # noqa: E402
-from hf_parallel.generation.row_processors import RowProcessors  # noqa: E402
-from hf_parallel.generation.sampling import Sampler, SamplingTask, sample_together  # noqa: E402
-from hf_parallel.generation.token_table import TokenTable  # noqa: E402
+from hf_parallel.generation.sampling.log_probs import TopLogProbs  # noqa: E402
+from hf_parallel.generation.sampling.parts import Part  # noqa: E402
+from hf_parallel.generation.sampling.row_processors import RowProcessors  # noqa: E402
+from hf_parallel.generation.sampling.sampler import Sampler, SamplingTask, sample_together  # noqa: E402
+from hf_parallel.generation.sampling.token_table import TokenTable  # noqa: E402
 
 VOCABULARY = 300
 EOS = torch.tensor([2, 5])

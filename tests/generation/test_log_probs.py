@@ -18,7 +18,7 @@ import hf_parallel
 from hf_parallel.detokenizer import token_bytes
 from hf_parallel.engine import Engine
 from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.log_probs import TopLogProbs
+from hf_parallel.generation.sampling.log_probs import TopLogProbs
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "seed": None},

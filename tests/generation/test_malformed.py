@@ -35,7 +35,7 @@ from hf_parallel import (
     UnsupportedModelError,
 )
 from hf_parallel.generation import MODES
-from hf_parallel.models.signature import CACHE
+from hf_parallel.models.probing.signature import CACHE
 
 PROMPTS = make_prompts([7, 4])
 ONE = PROMPTS[0][None]

@@ -16,7 +16,7 @@ from workers import TOKENIZER
 
 import hf_parallel
 from hf_parallel import HogwildOutput
-from hf_parallel.models.signature import CACHE
+from hf_parallel.models.probing.signature import CACHE
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 

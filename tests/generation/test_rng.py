@@ -14,8 +14,8 @@ import torch
 from workers import small_model
 
 from hf_parallel import Hotspot, LogitsCache
-from hf_parallel.generation import rng as noise
-from hf_parallel.generation.rng import RowRNG, draw, exponential_noise, mix, next_keys
+from hf_parallel.generation.sampling import rng as noise
+from hf_parallel.generation.sampling.rng import RowRNG, draw, exponential_noise, mix, next_keys
 
 
 def complete(**settings: Any) -> Any:

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_parallel.generation import executor, sampling
+from hf_parallel.generation.decoding import host as executor
+from hf_parallel.generation.sampling import sampler as sampling
 from hf_parallel.kernels import HostCopy
 
 NEW = 12

@@ -12,7 +12,9 @@ from mode_cases import BUILT_IN, small_call
 from workers import SETTINGS, TOKENIZER, WORDY, Listener, small_model
 
 import hf_parallel
-from hf_parallel.generation import MODES, decode, executor
+from hf_parallel.generation import MODES
+from hf_parallel.generation.decoding import host as executor
+from hf_parallel.generation.decoding import loop as decode
 
 PROMPTS, MASK = tiny.left_pad(tiny.make_prompts([23, 11]))
 

@@ -21,8 +21,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_parallel
 from hf_parallel import ParallelOutput
-from hf_parallel.generation.processors import MinLengthProcessor
-from hf_parallel.models.signature import CACHE
+from hf_parallel.generation.sampling.processors import MinLengthProcessor
+from hf_parallel.models.probing.signature import CACHE
 
 NEW = 16
 DRAWS = 2000

@@ -9,7 +9,7 @@ import tiny
 from transformers import PreTrainedModel
 from workers import TOKENIZER
 
-from hf_parallel.generation.prefill import BATCH_CAPACITY, MIN_CAPACITY, SUFFIX_CAPACITY, initial_capacity
+from hf_parallel.generation.decoding.prefill import BATCH_CAPACITY, MIN_CAPACITY, SUFFIX_CAPACITY, initial_capacity
 
 PROMPT = tiny.make_prompts([20], seed=5)[0][None]
 

@@ -19,8 +19,8 @@ import hf_parallel
 from hf_parallel import ConsoleStreamer
 from hf_parallel.detokenizer import IncrementalDetokenizer, hidden_tokens, visible_text
 from hf_parallel.engine import Engine
-from hf_parallel.generation.stop_texts import RowStops, StoppedText, StopTexts
-from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.sampling.stop_texts import RowStops, StoppedText, StopTexts
+from hf_parallel.generation.sampling.token_table import TokenTable
 
 TURN = "<end_of_turn>"
 """A token that is special, but not in `all_special_ids`, such as that of Gemma 3."""

@@ -13,9 +13,9 @@ from tiny import ARCHITECTURES, REFUSED, Architecture
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_parallel.kernels import RotarySpec
-from hf_parallel.models.attention import UnsupportedModelError
-from hf_parallel.models.capabilities import Capabilities, probe_capabilities
-from hf_parallel.models.rotary import rope_types
+from hf_parallel.models.intercept.attention import UnsupportedModelError
+from hf_parallel.models.probing.capabilities import Capabilities, probe_capabilities
+from hf_parallel.models.probing.rotary import rope_types
 
 PAGE = ROOT / "docs" / "architectures.md"
 TEXT = """\

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 import hf_parallel
-from hf_parallel.models.attention import UnsupportedModelError
 from hf_parallel.models.images import image_encoder
+from hf_parallel.models.intercept.attention import UnsupportedModelError
 
 PAGE = ROOT / "docs" / "images.md"
 BEGINS, ENDS = "<!-- families -->\n", "<!-- end of families -->\n"

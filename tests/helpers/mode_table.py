@@ -21,7 +21,7 @@ from paths import ROOT
 import hf_parallel
 from hf_parallel.generation import MODES
 from hf_parallel.generation.dialects import Dialect
-from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.intercept.attention import UnsupportedModelError
 
 PAGE = ROOT / "docs" / "modes" / "index.md"
 HEADER = "| mode and settings |"

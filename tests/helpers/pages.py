@@ -23,8 +23,8 @@ from paths import ROOT
 
 import hf_parallel
 from hf_parallel.generation import MODES, ParallelGenerationMixin, mixin
-from hf_parallel.generation.replay.policies import POLICIES
-from hf_parallel.models.embedded import PRESET, PRESET_MARK
+from hf_parallel.generation.decoding.replay.policies import POLICIES
+from hf_parallel.models.loading.embedded import PRESET, PRESET_MARK
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_TOOLS = ROOT / "docs" / "other_tools.md"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hf_parallel.agents.models import Completion, Settings
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.generation.prompts import Message
-from hf_parallel.generation.rng import mix
+from hf_parallel.generation.sampling.rng import mix
 
 Script = Callable[[Sequence[Message], Settings, int], "str | Awaitable[str]"]
 """(messages, settings, seed) -> text, called once per `num_return_sequences`."""

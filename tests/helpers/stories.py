@@ -16,7 +16,7 @@ from transformers import LogitsProcessor
 from workers import TOKENIZER, Script, encode, small_model
 
 from hf_parallel import PDOSOutput
-from hf_parallel.models.signature import CACHE
+from hf_parallel.models.probing.signature import CACHE
 
 FILLER = "x"
 """Text that a row repeats after the end of its script."""

@@ -19,7 +19,7 @@ from dense import DenseOracle
 from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_parallel
-from hf_parallel.models.signature import CACHE
+from hf_parallel.models.probing.signature import CACHE
 
 TOKENIZER = AsciiTokenizer()
 SETTINGS: dict[str, Any] = {

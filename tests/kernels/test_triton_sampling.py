@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from hf_parallel import enable
-from hf_parallel.generation.processors import split_warpers
-from hf_parallel.generation.rng import exponential_noise, mix
+from hf_parallel.generation.sampling.processors import split_warpers
+from hf_parallel.generation.sampling.rng import exponential_noise, mix
 from hf_parallel.kernels import BACKEND_VARIABLE
 from hf_parallel.kernels.sampling import Warpers, sample
 

@@ -24,9 +24,9 @@ from transformers import (
 import hf_parallel
 from hf_parallel import UnsupportedModelError
 from hf_parallel.kernels import rotate
-from hf_parallel.models.attention import IMPLEMENTATION
-from hf_parallel.models.capabilities import probe_capabilities
+from hf_parallel.models.intercept.attention import IMPLEMENTATION
 from hf_parallel.models.latent import rotated_first
+from hf_parallel.models.probing.capabilities import probe_capabilities
 
 NO_ROTATION = {
     "llama-dynamic": "dynamic RoPE scaling, whose frequencies change with the length",

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import hf_parallel
-from hf_parallel.models import compiled
-from hf_parallel.models.compiled import CompiledLayers, compiled_layers
+from hf_parallel.models.decode import compiled
+from hf_parallel.models.decode.compiled import CompiledLayers, compiled_layers
 
 (PROMPT,) = tiny.make_prompts([9], seed=8)
 SHAPES = ("gemma3n_text", "gemma4_text-26b", "llama4_text", "phimoe")

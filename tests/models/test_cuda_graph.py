@@ -21,8 +21,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import hf_parallel
 from hf_parallel.kernels import BACKEND_VARIABLE
-from hf_parallel.models import cuda_graph as graph
-from hf_parallel.models.cuda_graph import CapturedGraph, DecodeGraphs, NoSyncMode
+from hf_parallel.models.decode import cuda_graph as graph
+from hf_parallel.models.decode.cuda_graph import CapturedGraph, DecodeGraphs, NoSyncMode
 
 __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -109,7 +109,7 @@ def test_one_graph_is_replayed_for_all_steps(graphs: Graphs, model: PreTrainedMo
 def test_reallocated_storage_needs_a_new_capture(
     graphs: Graphs, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_parallel.generation.prefill.SUFFIX_CAPACITY", 1)
+    monkeypatch.setattr("hf_parallel.generation.decoding.prefill.SUFFIX_CAPACITY", 1)
     expected = generate(model, None).sequences
     assert torch.equal(generate(model).sequences, expected)
     assert 1 < len(graphs.captures) < NEW - 1
@@ -134,7 +134,7 @@ def test_a_failed_capture_warns_once_and_falls_back_to_eager(
             raise RuntimeError("the capture has failed")
 
     monkeypatch.setattr(graph, "capture_graph", fail)
-    monkeypatch.setattr("hf_parallel.generation.prefill.SUFFIX_CAPACITY", 1)
+    monkeypatch.setattr("hf_parallel.generation.decoding.prefill.SUFFIX_CAPACITY", 1)
     expected = generate(model, None).sequences
     out = generate(model)
     assert torch.equal(out.sequences, expected)

@@ -14,8 +14,8 @@ from transformers.models.llama import modeling_llama as llama
 
 import hf_parallel
 from hf_parallel.kernels import native, sampling
-from hf_parallel.models import elementwise
-from hf_parallel.models.elementwise import fast_layers
+from hf_parallel.models.cpu import elementwise
+from hf_parallel.models.cpu.elementwise import fast_layers
 
 compiled = pytest.mark.skipif(bool(native.unavailable_reason()), reason="needs a C compiler, as the kernels do")
 

@@ -9,8 +9,8 @@ import pytest
 from forked import exit_status
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_parallel.models import embedded as embedded_module
-from hf_parallel.models.embedded import load_embedded_model
+from hf_parallel.models.loading import embedded as embedded_module
+from hf_parallel.models.loading.embedded import load_embedded_model
 
 
 class TinyConversion:

@@ -29,10 +29,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_parallel
 from hf_parallel.kernels import native
-from hf_parallel.models.gguf_file import read_gguf
-from hf_parallel.models.gguf_rope import scaled_rope
+from hf_parallel.models.cpu.packed import PackedEmbedding, PackedLinear
 from hf_parallel.models.loading import load_model
-from hf_parallel.models.packed import PackedEmbedding, PackedLinear
+from hf_parallel.models.loading.gguf_file import read_gguf
+from hf_parallel.models.loading.gguf_rope import scaled_rope
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(bool(native.unavailable_reason()), reason="packed weights need a C compiler")

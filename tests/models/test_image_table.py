@@ -12,7 +12,7 @@ from image_table import GREEDY, NEW_TOKENS, PAGE, build, line, names, prompts, r
 from tiny import make_prompts
 
 import hf_parallel
-from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.intercept.attention import UnsupportedModelError
 
 TEXT = PAGE.read_text(encoding="utf-8")
 LINES = {cells[1].strip(" `"): cells for cells in (row.split("|") for row in TEXT.splitlines() if row[:3] == "| `")}

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 import hf_parallel
 from hf_parallel.kernels import native
-from hf_parallel.models.linear import LINEAR_VARIABLE
+from hf_parallel.models.cpu.linear import LINEAR_VARIABLE
 
 PROMPT = tiny.make_prompts([40], seed=5)[0][None]
 served = pytest.mark.skipif(

@@ -13,7 +13,7 @@ import torch
 from hub_server import running_hub
 
 import hf_parallel
-from hf_parallel.models import loading
+from hf_parallel.models.loading import load as loading
 from hf_parallel.models.loading import load_model
 
 

@@ -15,9 +15,9 @@ from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cli.main import main
 from hf_parallel.engine import Engine
 from hf_parallel.kernels import native
-from hf_parallel.models.linear import PACKINGS, linear_layers
+from hf_parallel.models.cpu.linear import PACKINGS, linear_layers
+from hf_parallel.models.cpu.packed import PackedLinear, pack_half
 from hf_parallel.models.loading import load_model
-from hf_parallel.models.packed import PackedLinear, pack_half
 
 pytestmark = pytest.mark.skipif(bool(native.unavailable_reason()), reason="packed weights need a C compiler")
 QUESTIONS = ["Why is the sky blue?", "Name three rivers.", "What is 17 times 3?", "Write a haiku about rain."]

@@ -13,8 +13,8 @@ import torch
 from ascii_tokenizer import AsciiTokenizer
 from torch import nn
 
-from hf_parallel.models.attention import UnsupportedModelError
-from hf_parallel.models.mixers import Mixer, MixerStates
+from hf_parallel.models.intercept.attention import UnsupportedModelError
+from hf_parallel.models.intercept.mixers import Mixer, MixerStates
 from hf_parallel.training import (
     ParallelExample,
     stock_mask,

@@ -19,11 +19,11 @@ from small_tokenizers import make
 from torch.nn import functional as F
 
 import hf_parallel
-from hf_parallel.cache.hogwild import LAYOUTS
 from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.executor import Executor
-from hf_parallel.generation.wants import Draw, Want
-from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.generation.decoding.host import Executor
+from hf_parallel.generation.decoding.wants import Draw, Want
+from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
+from hf_parallel.models.intercept.attention import UnsupportedModelError
 from hf_parallel.training import (
     DataCollatorForParallel,
     ParallelExample,

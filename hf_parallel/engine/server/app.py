@@ -19,17 +19,17 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from hf_parallel.engine import Engine, KVBudgetError
-from hf_parallel.engine.server.answers import Answers, Delta
 from hf_parallel.engine.server.errors import PIECE_ITEMS, APIError, api_error, json_pieces, json_response, to_json
 from hf_parallel.engine.server.limits import PROMPT_FACTOR, Gate, Limits, check_keys
 from hf_parallel.engine.server.metrics import Metrics
+from hf_parallel.engine.server.openai.answers import Answers, Delta
+from hf_parallel.engine.server.openai.responses import ScoreWriter, Writer, usage_of
+from hf_parallel.engine.server.openai.responses_api import Conversations, ResponseBody, ResponseWriter
+from hf_parallel.engine.server.openai.schema import Body, ChatBody, CompletionBody, ScoreBody, read_body
+from hf_parallel.engine.server.openai.submission import Translator
+from hf_parallel.engine.server.openai.tokenization import DetokenizeBody, TokenizeBody
 from hf_parallel.engine.server.page import page
-from hf_parallel.engine.server.responses import ScoreWriter, Writer, usage_of
-from hf_parallel.engine.server.responses_api import Conversations, ResponseBody, ResponseWriter
-from hf_parallel.engine.server.schema import Body, ChatBody, CompletionBody, ScoreBody, read_body
-from hf_parallel.engine.server.submission import Translator
-from hf_parallel.engine.server.tokenization import DetokenizeBody, TokenizeBody
-from hf_parallel.models.adapters import BASE_MODEL, check_adapter
+from hf_parallel.models.intercept.adapters import BASE_MODEL, check_adapter
 
 _logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from itertools import islice
 from starlette.responses import Response
 
 from hf_parallel.engine import KVBudgetError, QueueFullError, RequestCancelledError
-from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.intercept.attention import UnsupportedModelError
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """Type of an error by status; others: `invalid_request_error` below 500, else `server_error`."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from starlette.responses import HTMLResponse
 
-from hf_parallel.engine.server.submission import COMMON
+from hf_parallel.engine.server.openai.submission import COMMON
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.registry import MODES
 from hf_parallel.transcript.page import HUES, fill

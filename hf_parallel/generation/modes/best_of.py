@@ -18,14 +18,14 @@ from hf_parallel.detokenizer import visible_text
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import Generated, ModeRows, ModeTraits, ParallelConfig
-from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.decoding.loop import DecodeLoop
+from hf_parallel.generation.decoding.prefill import initial_capacity, insert_prompt, prefill_leaves, prefix_cache_of
+from hf_parallel.generation.decoding.rows import Row
+from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
-from hf_parallel.generation.prefill import initial_capacity, insert_prompt, prefill_leaves, prefix_cache_of
-from hf_parallel.generation.rows import Row
+from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.generation.settings import NOT_STORED, Arguments
-from hf_parallel.generation.token_table import TokenTable
 from hf_parallel.generation.validation import check_int
-from hf_parallel.generation.wants import Steps
 from hf_parallel.transcript.sections import TranscriptStyle
 
 PRUNED = "pruned"

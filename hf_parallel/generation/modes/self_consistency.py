@@ -15,6 +15,8 @@ from hf_parallel.generation.arguments import check_tokenizer_given, encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.caller import name_prompts, warn_caller
 from hf_parallel.generation.config import Generated, ModeRows, ModeTraits, RowPlace
+from hf_parallel.generation.decoding.replay.config import ReplayConfig
+from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.modes.final_answers import (
     BOXED,
     check_pattern,
@@ -31,10 +33,8 @@ from hf_parallel.generation.modes.stages import (
 )
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.presets import PRESETS
-from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.settings import NOT_REMOTE, Arguments
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text
-from hf_parallel.generation.wants import Steps
 from hf_parallel.transcript.sections import TranscriptStyle
 
 

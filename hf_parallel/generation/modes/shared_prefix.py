@@ -9,9 +9,8 @@ from typing import ClassVar
 from hf_parallel.cache.tree import Node
 from hf_parallel.generation.call import GenerationCall, with_gaps
 from hf_parallel.generation.config import Generated, ModeTraits
-from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.prefill import (
+from hf_parallel.generation.decoding.loop import DecodeLoop
+from hf_parallel.generation.decoding.prefill import (
     SUFFIX_CAPACITY,
     defer_last_tokens,
     initial_capacity,
@@ -20,12 +19,13 @@ from hf_parallel.generation.prefill import (
     prefill_leaves,
     prefix_cache_of,
 )
-from hf_parallel.generation.replay.config import ReplayConfig, replaying
-from hf_parallel.generation.rows import Row
-from hf_parallel.generation.scoring import score_prompts
-from hf_parallel.generation.token_table import TokenTable
+from hf_parallel.generation.decoding.replay.config import ReplayConfig, replaying
+from hf_parallel.generation.decoding.rows import Row
+from hf_parallel.generation.decoding.scoring import score_prompts
+from hf_parallel.generation.decoding.wants import Steps
+from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.generation.validation import check_bool, check_int
-from hf_parallel.generation.wants import Steps
 
 
 @dataclass

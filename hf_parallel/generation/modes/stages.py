@@ -24,20 +24,20 @@ from hf_parallel.cache.tree import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_gaps
-from hf_parallel.generation.decode import DecodeLoop
-from hf_parallel.generation.log_probs import padded_log_probs
-from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.prefill import (
+from hf_parallel.generation.decoding.loop import DecodeLoop
+from hf_parallel.generation.decoding.prefill import (
     SUFFIX_CAPACITY,
     initial_capacity,
     insert_prompt,
     prefill_leaves,
     prefix_cache_of,
 )
-from hf_parallel.generation.replay.config import ReplayConfig, replaying
-from hf_parallel.generation.rows import Row
-from hf_parallel.generation.token_table import TokenTable
-from hf_parallel.generation.wants import Steps
+from hf_parallel.generation.decoding.replay.config import ReplayConfig, replaying
+from hf_parallel.generation.decoding.rows import Row
+from hf_parallel.generation.decoding.wants import Steps
+from hf_parallel.generation.outputs import ParallelOutput
+from hf_parallel.generation.sampling.log_probs import padded_log_probs
+from hf_parallel.generation.sampling.token_table import TokenTable
 
 _PROMPT_RELATIVE = (
     "min_new_tokens",  # before `min_length`, which transformers sets from it

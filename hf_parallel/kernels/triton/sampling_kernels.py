@@ -32,7 +32,7 @@ def _settings(settings, row, stride):
 
 @triton.jit
 def _exponential_noise(key, tokens, LIBDEVICE: tl.constexpr):
-    """`exponential_noise` of `hf_parallel.generation.rng`."""
+    """`exponential_noise` of `hf_parallel.generation.sampling.rng`."""
     bits = key.to(tl.uint64, bitcast=True) + tokens.to(tl.uint64) * 0x9E3779B97F4A7C15
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB

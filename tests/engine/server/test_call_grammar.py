@@ -13,7 +13,7 @@ pytest.importorskip("llguidance")
 
 from serving import small_model  # noqa: E402
 
-from hf_parallel.engine.server.grammar import JSONProcessor, call_grammar  # noqa: E402
+from hf_parallel.engine.server.structured.grammar import JSONProcessor, call_grammar  # noqa: E402
 
 CALL = '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>'
 WORDS = ("city", "straße", "数", 'a"b', "back\\slash", "emoji☃", "</tool_call>")

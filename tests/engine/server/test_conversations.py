@@ -21,13 +21,13 @@ from serving import MODEL, check_error, small_model  # noqa: E402
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server.errors import api_error  # noqa: E402
 from hf_parallel.engine.server.limits import Limits  # noqa: E402
-from hf_parallel.engine.server.replies import Reply, ReplySpec, ToolCall  # noqa: E402
-from hf_parallel.engine.server.reply_formats import reply_format  # noqa: E402
-from hf_parallel.engine.server.responses_api import ResponseBody  # noqa: E402
-from hf_parallel.engine.server.schema import ChatBody, read_body  # noqa: E402
-from hf_parallel.engine.server.submission import Translator  # noqa: E402
-from hf_parallel.engine.server.tokenization import TokenizeBody  # noqa: E402
-from hf_parallel.engine.server.tool_messages import ToolMessages  # noqa: E402
+from hf_parallel.engine.server.openai.replies import Reply, ReplySpec, ToolCall  # noqa: E402
+from hf_parallel.engine.server.openai.reply_formats import reply_format  # noqa: E402
+from hf_parallel.engine.server.openai.responses_api import ResponseBody  # noqa: E402
+from hf_parallel.engine.server.openai.schema import ChatBody, read_body  # noqa: E402
+from hf_parallel.engine.server.openai.submission import Translator  # noqa: E402
+from hf_parallel.engine.server.openai.tokenization import TokenizeBody  # noqa: E402
+from hf_parallel.engine.server.openai.tool_messages import ToolMessages  # noqa: E402
 
 READS_TOOLS = {"Llama 3", "Qwen 3", "Mistral"}
 WRITES_CALLS = {*READS_TOOLS, "DeepSeek V3.1"}

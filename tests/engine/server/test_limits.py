@@ -18,10 +18,10 @@ from serving import MODEL, Served, check_error, served, small_model  # noqa: E40
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits, responses_api  # noqa: E402
 from hf_parallel.engine.server.errors import APIError  # noqa: E402
-from hf_parallel.engine.server.grammar import JSONProcessor  # noqa: E402
-from hf_parallel.engine.server.responses_api import Conversations  # noqa: E402
-from hf_parallel.engine.server.schema import CompletionBody, ScoreBody  # noqa: E402
-from hf_parallel.engine.server.schema_check import first_error  # noqa: E402
+from hf_parallel.engine.server.openai.responses_api import Conversations  # noqa: E402
+from hf_parallel.engine.server.openai.schema import CompletionBody, ScoreBody  # noqa: E402
+from hf_parallel.engine.server.structured.grammar import JSONProcessor  # noqa: E402
+from hf_parallel.engine.server.structured.schema_check import first_error  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SCORE: dict[str, Any] = {"model": MODEL, "label_token_ids": [5]}

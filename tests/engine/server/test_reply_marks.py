@@ -18,10 +18,10 @@ openai = pytest.importorskip("openai")
 from serving import MODEL, TEMPLATE, served, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
-from hf_parallel.engine.server.forced_calls import ForcedCalls  # noqa: E402
-from hf_parallel.engine.server.replies import Reply, ReplySpec  # noqa: E402
-from hf_parallel.engine.server.reply_formats import FORMATS, TEXT, around_arguments, reply_format  # noqa: E402
-from hf_parallel.engine.server.tool_messages import Calls, ToolMessages  # noqa: E402
+from hf_parallel.engine.server.openai.forced_calls import ForcedCalls  # noqa: E402
+from hf_parallel.engine.server.openai.replies import Reply, ReplySpec  # noqa: E402
+from hf_parallel.engine.server.openai.reply_formats import FORMATS, TEXT, around_arguments, reply_format  # noqa: E402
+from hf_parallel.engine.server.openai.tool_messages import Calls, ToolMessages  # noqa: E402
 
 MARKS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|call|>", "<|python_tag|>"),

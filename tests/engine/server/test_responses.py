@@ -22,9 +22,9 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
-from hf_parallel.engine.server.answers import Delta  # noqa: E402
-from hf_parallel.engine.server.replies import ToolCall  # noqa: E402
-from hf_parallel.engine.server.responses_api import Conversations, ResponseBody, ResponseWriter  # noqa: E402
+from hf_parallel.engine.server.openai.answers import Delta  # noqa: E402
+from hf_parallel.engine.server.openai.replies import ToolCall  # noqa: E402
+from hf_parallel.engine.server.openai.responses_api import Conversations, ResponseBody, ResponseWriter  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,7 @@ pytest.importorskip("httpx2")
 from serving import TEMPLATE, Served, check_error, served, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
-from hf_parallel.generation.processors import ThinkingBudget  # noqa: E402
+from hf_parallel.generation.sampling.processors import ThinkingBudget  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HELLO = [{"role": "user", "content": "Hello <think> there"}]  # the mark of the user opens nothing

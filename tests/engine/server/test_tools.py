@@ -16,8 +16,8 @@ openai = pytest.importorskip("openai")
 from serving import MODEL, Served, check_error, small_model  # noqa: E402
 
 from hf_parallel import OccurrencePenalty  # noqa: E402
-from hf_parallel.engine.server.replies import Reply, ReplySpec  # noqa: E402
-from hf_parallel.engine.server.reply_formats import FORMATS, ReplyFormat, around_arguments, reply_format  # noqa: E402
+from hf_parallel.engine.server.openai.replies import Reply, ReplySpec  # noqa: E402
+from hf_parallel.engine.server.openai.reply_formats import FORMATS, ReplyFormat, around_arguments, reply_format  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,9 +15,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 import hf_parallel
 from hf_parallel import LogitsCache, SharedPrefixCache
 from hf_parallel.cache.logits import Cursors
-from hf_parallel.generation.replay import drafts
-from hf_parallel.generation.replay.drafts import NgramDrafter
-from hf_parallel.models.linear import LINEAR_VARIABLE
+from hf_parallel.generation.decoding.replay import drafts
+from hf_parallel.generation.decoding.replay.drafts import NgramDrafter
+from hf_parallel.models.cpu.linear import LINEAR_VARIABLE
 
 NEW = 40
 SHARED, *TAILS = tiny.make_prompts([20, 4, 4, 9], seed=8)

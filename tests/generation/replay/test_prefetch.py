@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_parallel import LogitsCache
 from hf_parallel.cache.logits_trie import TrieNode
-from hf_parallel.generation.processors import STAGES
+from hf_parallel.generation.sampling.processors import STAGES
 
 NEW = 12
 INPUT_IDS, ATTENTION_MASK = tiny.left_pad(tiny.make_prompts([24, 20, 11], seed=8))
@@ -25,7 +25,7 @@ CUT = {"top_p": 0.7}
 @pytest.fixture
 def not_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the CPU like a GPU: the decoding thread stores no distributions."""
-    monkeypatch.setattr("hf_parallel.generation.replay.distributions.HOST", ())
+    monkeypatch.setattr("hf_parallel.generation.decoding.replay.distributions.HOST", ())
 
 
 class Pause(BaseStreamer):

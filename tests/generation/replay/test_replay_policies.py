@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_parallel import Hotspot
-from hf_parallel.generation.replay.policies import uncertainty_of
+from hf_parallel.generation.decoding.replay.policies import uncertainty_of
 
 
 def score_by_definition(logits: torch.Tensor, step: int, decay: float) -> float:

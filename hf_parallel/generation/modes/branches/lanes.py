@@ -13,12 +13,12 @@ import torch
 
 from hf_parallel.cache import Block, View
 from hf_parallel.cache.pool import Pool
-from hf_parallel.generation.log_probs import padded_log_probs
+from hf_parallel.generation.decoding.rows import PendingWrites, Row
 from hf_parallel.generation.modes.branches.output import BRANCHES, SKELETON
 from hf_parallel.generation.modes.branches.token_text import WHITESPACE, Token, ids, text_of
 from hf_parallel.generation.outputs import ParallelOutput
-from hf_parallel.generation.rows import PendingWrites, Row
-from hf_parallel.generation.sampling import Sampler
+from hf_parallel.generation.sampling.log_probs import padded_log_probs
+from hf_parallel.generation.sampling.sampler import Sampler
 
 
 @dataclass

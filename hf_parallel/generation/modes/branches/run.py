@@ -19,12 +19,16 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_parallel.cache import Segment
 from hf_parallel.cache.tree import Node
-from hf_parallel.cache.tree_branch import TreeBranchCache
 from hf_parallel.detokenizer import decode, hidden_tokens
 from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_gaps
 from hf_parallel.generation.caller import warn_sequential
 from hf_parallel.generation.config import Generated
-from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.decoding.loop import DecodeLoop
+from hf_parallel.generation.decoding.prefill import initial_capacity, insert_prompts, prefill_leaves
+from hf_parallel.generation.decoding.replay.config import replaying
+from hf_parallel.generation.decoding.rows import Row
+from hf_parallel.generation.decoding.wants import Steps
+from hf_parallel.generation.modes.branches.cache import TreeBranchCache
 from hf_parallel.generation.modes.branches.forcing import FormatProcessor
 from hf_parallel.generation.modes.branches.lanes import Answer, Lane, Plan, Records, aligned, answer_log_probs, key_of
 from hf_parallel.generation.modes.branches.output import BRANCHES, CONTINUATION, STAGES, StageStats
@@ -37,12 +41,8 @@ from hf_parallel.generation.modes.branches.token_text import (
     slice_tokens,
     text_of,
 )
-from hf_parallel.generation.prefill import initial_capacity, insert_prompts, prefill_leaves
-from hf_parallel.generation.replay.config import replaying
-from hf_parallel.generation.rows import Row
+from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.generation.streaming import FinalTokens
-from hf_parallel.generation.token_table import TokenTable
-from hf_parallel.generation.wants import Steps
 
 
 class BranchRun:

@@ -9,11 +9,11 @@ from transformers import LogitsProcessorList
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ConfigT, ModeRows, OutputT, RowPlace
+from hf_parallel.generation.decoding.replay.config import ReplayConfig
 from hf_parallel.generation.modes.branches.forcing import FormatProcessor
-from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_text
-from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.intercept.attention import UnsupportedModelError
 
 
 class BranchRows(ModeRows[ConfigT]):

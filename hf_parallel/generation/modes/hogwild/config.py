@@ -17,7 +17,7 @@ from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
 from hf_parallel.generation.presets import PRESETS
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.models.rotary import max_positions
+from hf_parallel.models.probing.rotary import max_positions
 from hf_parallel.transcript.sections import TranscriptStyle
 
 

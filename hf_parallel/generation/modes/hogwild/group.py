@@ -8,17 +8,17 @@ from transformers import MaxTimeCriteria
 from transformers.utils import logging
 
 from hf_parallel.cache import Segment, View
-from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.cache.tree import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import with_gaps
-from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.decoding.loop import DecodeLoop
+from hf_parallel.generation.decoding.rows import PassInputs, PendingWrites, Row, RowGroup
 from hf_parallel.generation.modes.final_answers import AnswerSearch
+from hf_parallel.generation.modes.hogwild.cache import HogwildCache
 from hf_parallel.generation.modes.hogwild.output import COMMON, Step
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
-from hf_parallel.generation.rows import PassInputs, PendingWrites, Row, RowGroup
-from hf_parallel.models.rotary import max_positions
+from hf_parallel.models.probing.rotary import max_positions
 
 logger = logging.get_logger(__name__)
 

@@ -22,26 +22,26 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.utils import logging
 
 from hf_parallel.cache import Segment
-from hf_parallel.cache.hogwild import HogwildCache
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.caller import name_prompts, warn_caller
 from hf_parallel.generation.config import Generated
-from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.decoding.loop import DecodeLoop
+from hf_parallel.generation.decoding.prefill import count_cached, insert_prompts
+from hf_parallel.generation.decoding.replay.config import replaying
+from hf_parallel.generation.decoding.rows import PassInputs, Row
+from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.modes.final_answers import describe_pattern
+from hf_parallel.generation.modes.hogwild.cache import HogwildCache
 from hf_parallel.generation.modes.hogwild.group import Finisher, WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.modes.stages import check_vocabulary
-from hf_parallel.generation.prefill import count_cached, insert_prompts
-from hf_parallel.generation.processors import MinLengthProcessor, PerPromptProcessor
-from hf_parallel.generation.replay.config import replaying
-from hf_parallel.generation.rows import PassInputs, Row
+from hf_parallel.generation.sampling.processors import MinLengthProcessor, PerPromptProcessor
+from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.generation.token_table import TokenTable
-from hf_parallel.generation.wants import Steps
-from hf_parallel.models.attention import UnsupportedModelError
+from hf_parallel.models.intercept.attention import UnsupportedModelError
 
 TABLE_CAPACITY = 1024
 """Largest initial capacity of the token table, in new tokens per worker. The table grows on demand."""

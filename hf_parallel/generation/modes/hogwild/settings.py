@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_parallel.cache.hogwild import LAYOUTS
+from hf_parallel.generation.decoding.replay.config import ReplayConfig
 from hf_parallel.generation.modes.final_answers import BOXED, check_pattern
+from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput
-from hf_parallel.generation.replay.config import ReplayConfig
 from hf_parallel.generation.settings import NOT_REMOTE
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text, check_texts
 

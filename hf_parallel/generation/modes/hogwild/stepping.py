@@ -13,6 +13,7 @@ from transformers import MaxTimeCriteria, PreTrainedTokenizerBase
 
 from hf_parallel.generation.arguments import check_inputs
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.enabled import Claim, enabled
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
@@ -21,8 +22,7 @@ from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.generation.wants import Steps
-from hf_parallel.models.rotary import max_positions
+from hf_parallel.models.probing.rotary import max_positions
 
 
 def open_run(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Any, settings: Arguments) -> SteppedRun:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from hf_parallel.cache import View
 from hf_parallel.detokenizer import IncrementalDetokenizer
+from hf_parallel.generation.decoding.rows import PendingWrites, Row
 from hf_parallel.generation.modes.hogwild.group import WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import Step
 from hf_parallel.generation.prompts import END_THINK
-from hf_parallel.generation.rows import PendingWrites, Row
 
 
 class Worker(Row):

@@ -18,7 +18,7 @@ from workers import TOKENIZER, Recording, Scripted, check_against, encode, small
 import hf_parallel
 from hf_parallel import AsyncReasoningConfig, HogwildConfig, HogwildSession
 from hf_parallel.engine import Engine
-from hf_parallel.models.capabilities import probe_capabilities
+from hf_parallel.models.probing.capabilities import probe_capabilities
 
 EVERY_SETTING: dict[str, Any] = test_hogwild.EVERY_SETTING
 SMALL_CALL: dict[str, Any] = {"collaboration_prompt": "{names} talk.", "control_interval": 3}

@@ -17,8 +17,8 @@ from transformers import LogitsProcessor, PreTrainedModel
 from workers import SETTINGS, TOKENIZER, Recording, check_against
 
 import hf_parallel
-from hf_parallel.cache.hogwild import LAYOUTS
-from hf_parallel.models.capabilities import probe_capabilities
+from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
+from hf_parallel.models.probing.capabilities import probe_capabilities
 
 EVERY_SETTING: dict[str, Any] = {
     "seed": [1, 2, 3],

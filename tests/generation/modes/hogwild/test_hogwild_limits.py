@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 from transformers.utils import logging
 from workers import SETTINGS, Recording, encode, small_model
 
-from hf_parallel.cache.hogwild import LAYOUTS
+from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
 
 PROMPT = encode("P")
 ENDS: dict[str, Any] = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}

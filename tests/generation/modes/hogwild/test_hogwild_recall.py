@@ -11,7 +11,7 @@ import torch
 from workers import SETTINGS, WORDY, small_model
 
 from hf_parallel import Hotspot, LogitsCache
-from hf_parallel.cache.hogwild import LAYOUTS
+from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
 
 PASSES = 13
 PROMPTS = tiny.make_prompts([23, 11], seed=3)

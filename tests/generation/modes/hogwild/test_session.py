@@ -14,8 +14,8 @@ from workers import TOKENIZER, Recording, check_against, small_model
 
 import hf_parallel
 from hf_parallel import HogwildSession
-from hf_parallel.cache.hogwild import LAYOUTS
-from hf_parallel.models.capabilities import probe_capabilities
+from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
+from hf_parallel.models.probing.capabilities import probe_capabilities
 
 
 @pytest.fixture

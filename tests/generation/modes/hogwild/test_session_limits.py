@@ -15,10 +15,10 @@ from workers import TOKENIZER, Listener, small_model
 import hf_parallel
 from hf_parallel import HogwildSession
 from hf_parallel.cache.arena import Arena
-from hf_parallel.cache.hogwild import HogwildCache
-from hf_parallel.generation.decode import DecodeLoop
+from hf_parallel.generation.decoding.loop import DecodeLoop
+from hf_parallel.generation.decoding.runner import Runner
+from hf_parallel.generation.modes.hogwild.cache import HogwildCache
 from hf_parallel.generation.modes.hogwild.worker import Worker
-from hf_parallel.generation.runner import Runner
 
 # Failures
 

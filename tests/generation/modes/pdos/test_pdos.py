@@ -20,7 +20,7 @@ from workers import TOKENIZER, encode
 
 import hf_parallel
 from hf_parallel import ParallelBlock, PDOSOutput
-from hf_parallel.models.capabilities import probe_capabilities
+from hf_parallel.models.probing.capabilities import probe_capabilities
 
 EVERY_SETTING: dict[str, Any] = {
     "seed": 7,

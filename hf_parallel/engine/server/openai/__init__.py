@@ -1,0 +1,1 @@
+"""OpenAI's API: requests, answers, tool calls and kept responses."""

@@ -1,0 +1,221 @@
+"""Runner: forward passes of a call over the inputs of its rows, in chunks and with passes that replay has skipped.
+
+PassAhead: a decode pass, queued before the sampled tokens are read on the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.cache.batch import find_images
+from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.decoding.replay.replay import Replayer
+from hf_parallel.generation.decoding.rows import PassInputs, Row, RowGroup, collect_inputs
+from hf_parallel.generation.decoding.wants import Pass, Steps
+from hf_parallel.generation.sampling.parts import Part
+from hf_parallel.generation.sampling.sampler import NextTokens, SamplingTask
+from hf_parallel.kernels import to_device
+
+
+class Runner:
+    """Runs the passes of a call over one of its caches, and counts them in the call's `stats`."""
+
+    def __init__(self, call: GenerationCall, cache: BlockCache) -> None:
+        self.executor, self.cache, self.stats, self.device = call.executor, cache, call.stats, call.input_ids.device
+        self.placeholder = call.placeholder
+        self.chunk_size = call.executor.prefill_chunk(call.generation_config.prefill_chunk_size)
+        """Maximum number of new tokens in a pass of a prefill."""
+        self.sampled: tuple[list[int], Part] = [], Part(torch.empty(0, dtype=torch.int64))
+        """Tokens that `DecodeLoop.sample` got last, which often are the next inputs: on the host, and on the device."""
+
+    def step(
+        self, rows: Sequence[Row], replayer: Replayer | None = None, sampling: SamplingTask | None = None
+    ) -> Steps[NextTokens]:
+        """Run one forward pass over the inputs of rows, which all belong to groups or none does.
+
+        Backlogs of the groups are computed as well. The inputs of a group whose next logits are all cached join its
+        backlog instead. Return the logits `[n, vocabulary]` of the n other rows, or with `sampling` what was sampled
+        from them; see `Pass`.
+        """
+        if not rows or rows[0].group is None:
+            inputs, ends = collect_inputs(rows)
+            return (yield from self.run(self._packed([inputs], ends, sampling)))
+        groups: dict[RowGroup, list[Row]] = {}
+        for row in rows:
+            assert row.group is not None
+            groups.setdefault(row.group, []).append(row)
+        inputs, ends = [], []
+        computed: list[RowGroup] = []
+        inserted = 0
+        for group, members in groups.items():
+            own, own_ends = collect_inputs(members)
+            new, group.inserted_tokens = group.inserted_tokens, 0
+            if replayer is not None:
+                keys = group.advance(own, own_ends)
+                if replayer.skip_pass([row.index for row in members], keys):
+                    group.backlog.append(own)
+                    continue
+            computed.append(group)
+            inserted += new
+            ends += [len(inputs) + end for end in own_ends]
+            inputs += own
+        if not ends:
+            return torch.empty(0, 0, device=self.device)
+        backlog = yield from self._take_backlog(computed)
+        logits: NextTokens
+        if backlog:
+            logits = yield from self._catch_up([*backlog, inputs], ends)
+        else:
+            logits = yield from self.run(self._packed([inputs], ends, sampling))
+        self.stats.prefilled_tokens += inserted
+        for group in computed:
+            group.backlog.clear()
+        return logits
+
+    def prefill(self, inputs: PassInputs) -> Steps[torch.Tensor]:
+        """Compute segments, none of which attends to a later one, in chunks that bound the memory of a pass.
+
+        Return the logits after each segment, `[len(inputs), vocabulary]`.
+        """
+        began = time.perf_counter()
+        logits: list[torch.Tensor] = []
+        chunk: PassInputs = []
+        ends: list[int] = []  # indices in the chunk of parts that complete a segment
+        free = self.chunk_size
+        for segment, tokens in inputs:
+            while len(tokens) > free:
+                images = self.cache.pool.images
+                size = images.cut(tokens, max(free, 0)) if chunk else images.chunk(tokens, free)
+                if size == len(tokens):
+                    break
+                if size:
+                    chunk.append((Segment(segment.view, size, segment.write), tokens[:size]))
+                    tokens = tokens[size:]
+                of_chunk = yield from self.forward(chunk, ends=ends)
+                logits.append(of_chunk.clone())  # the next pass may overwrite it
+                chunk, ends, free = [], [], self.chunk_size
+            chunk.append((Segment(segment.view, len(tokens), segment.write), tokens))
+            ends.append(len(chunk) - 1)
+            free -= len(tokens)
+        if chunk:
+            logits.append((yield from self.forward(chunk, ends=ends)))
+        self.stats.prefilled_tokens += sum(segment.num_tokens for segment, _ in inputs)
+        self.stats.prefill_seconds += time.perf_counter() - began
+        return torch.cat(logits)
+
+    def forward(self, *passes: PassInputs, ends: Sequence[int] | None = None) -> Steps[torch.Tensor]:
+        """Run one forward pass over the inputs of one pass, or of several consecutive ones.
+
+        Return the logits `[len(ends), vocabulary]` after segments of the last pass (None: after all tokens).
+        """
+        if ends is not None and len(passes) > 1:
+            first = sum(len(inputs) for inputs in passes[:-1])
+            ends = [first + end for end in ends]
+        logits = yield from self.run(self._packed(passes, ends))
+        assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
+        return logits
+
+    def run(self, want: Pass) -> Steps[NextTokens]:
+        """Run one forward pass, and count it."""
+        logits: NextTokens = yield want
+        self.stats.forward_passes += 1
+        return logits
+
+    def _packed(
+        self, passes: Sequence[PassInputs], ends: Sequence[int] | None, sampling: SamplingTask | None = None
+    ) -> Pass:
+        """Return passes with their tokens on the device."""
+        tokens: list[int] = []
+        segments: list[list[Segment]] = []
+        if len(table := self.cache.pool.images):
+            passes = [[find_images(*one, table, self.placeholder) for one in inputs] for inputs in passes]
+        for inputs in passes:
+            segments.append([])
+            for segment, own in inputs:
+                segments[-1].append(segment)
+                tokens += own
+        ids = self.sampled[1] if tokens == self.sampled[0] else Part(to_device(tokens, self.device))
+        return Pass(self.cache, segments, ids, ends, sampling)
+
+    def _take_backlog(self, groups: Sequence[RowGroup]) -> Steps[list[PassInputs]]:
+        """Return the skipped passes of groups, after their prompts have been computed."""
+        unfilled: dict[object, tuple[Segment, Sequence[int]]] = {}
+        for group in groups:
+            for segment, tokens in group.unfilled_prompt():
+                unfilled[segment.view[-1]] = segment, tokens
+        if unfilled:
+            yield from self.prefill(list(unfilled.values()))
+        return [skipped for group in groups for skipped in group.backlog]
+
+    def _catch_up(self, passes: Sequence[PassInputs], ends: Sequence[int]) -> Steps[torch.Tensor]:
+        """Compute consecutive passes in as few forward passes as the chunk size allows; return logits of the last."""
+        began = time.perf_counter()
+        chunk: list[PassInputs] = []
+        free = self.chunk_size
+        for inputs in passes:
+            size = sum(len(tokens) for _, tokens in inputs)
+            if chunk and size > free:
+                yield from self.forward(*chunk, ends=[len(chunk[-1]) - 1])
+                chunk, free = [], self.chunk_size
+            chunk.append(inputs)
+            free -= size
+        logits = yield from self.forward(*chunk, ends=ends)
+        self.stats.prefilled_tokens += sum(len(tokens) for inputs in passes[:-1] for _, tokens in inputs)
+        self.stats.prefill_seconds += time.perf_counter() - began
+        return logits
+
+
+class PassAhead:
+    """A decode pass that appends one token to each row, `ids`, on the device, and nothing else.
+
+    The cache does not hold its tokens until `confirm` finds that these are the inputs of the next pass: a token may
+    have ended a row, or changed what rows attend to.
+    """
+
+    def __init__(self, runner: Runner, rows: Sequence[Row], ids: Part) -> None:
+        self._runner = runner
+        self._rows = rows
+        self._ids = ids
+        self._cache = runner.cache
+        self._segments = [Segment(row.current_view(), 1) for row in rows]
+
+    def run(self) -> Steps[None]:
+        """Run the pass."""
+        log, self._cache.log = self._cache.log, None  # `confirm` records the pass
+        logits = yield from self._runner.run(Pass(self._cache, [self._segments], self._ids, range(len(self._rows))))
+        assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
+        self._cache.log = log
+        self._logits = logits
+        self._step = self._cache.take_back()
+
+    def confirm(self, rows: Sequence[Row], tokens: Sequence[int]) -> torch.Tensor | None:
+        """Return the logits `[len(rows), vocabulary]` if this is the next pass of `rows`; else None: it is void.
+
+        `tokens` are those of the pass, read from the device. Rows may have ended, provided that no other row attends to
+        their tokens, and that the pass is not logged: a log holds all tokens of a pass.
+        """
+        places = {row: place for place, row in enumerate(self._rows)}
+        kept = [places.get(row, -1) for row in rows]
+        if not kept or not all(self._holds(place, tokens) for place in kept):
+            return None
+        if len(kept) < len(self._rows):
+            dropped = {self._segments[place].view[-1] for place in set(range(len(self._rows))) - set(kept)}
+            if self._cache.log is not None or any(
+                block in dropped for place in kept for block in self._segments[place].view
+            ):
+                return None
+        self._cache.put_back(self._step, kept)
+        for place in kept:
+            self._rows[place].last_segment = self._segments[place]
+        if self._cache.log is not None:
+            self._cache.log.add_pass([self._segments], self._step, self._ids.tensor)
+        if len(kept) == len(self._rows):
+            return self._logits
+        return self._logits.index_select(0, to_device(kept, self._logits.device))
+
+    def _holds(self, place: int, tokens: Sequence[int]) -> bool:
+        return place >= 0 and self._rows[place].continues(self._segments[place], tokens[place])

@@ -1,0 +1,1 @@
+"""Layers of a model on a CPU, computed by C kernels."""

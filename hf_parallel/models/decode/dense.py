@@ -1,0 +1,51 @@
+"""Forward passes of models whose own attention runs, over dense copies of rows: `hf_parallel.cache.dense_rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from hf_parallel.cache import BlockCache, ForwardPass
+from hf_parallel.cache.dense_rows import dense_batches
+from hf_parallel.kernels import to_device
+from hf_parallel.models.intercept.attention import UnsupportedModelError
+from hf_parallel.models.intercept.mixers import Mixer, cache_argument, mixers_wrapped, packed_calls
+from hf_parallel.models.probing.signature import parameters_of
+
+
+def dense_logits(
+    model: PreTrainedModel,
+    cache: BlockCache,
+    forward: ForwardPass,
+    ids: torch.Tensor,
+    keep: Sequence[int] | None = None,
+    padded: bool = True,
+    mixers: Sequence[Mixer] = (),
+) -> torch.Tensor:
+    """Compute a prepared pass over packed tokens `ids`, int64 `[T]`, in one call of the model per number of new tokens.
+
+    Return the logits `[len(keep), vocabulary]` of the packed tokens with these indices; None: of all `T`. `padded`:
+    whether rows of unequal lengths may share a call. Raises `UnsupportedModelError` for images.
+    """
+    if forward.images:
+        raise UnsupportedModelError(f"{type(model).__name__} attends to dense rows, which cannot hold images")
+    known, found, held = parameters_of(model.forward), [], 0
+    kept = np.zeros(len(ids), np.bool_)
+    kept[slice(None) if keep is None else keep] = True
+    place = np.zeros(len(ids), np.int64)  # of each packed token in the logits that are found
+    for batch in dense_batches(forward, cache.device, padded, cache.state_plan if mixers else None):
+        cache.dense.batch = batch
+        tokens = to_device(batch.tokens.reshape(-1), ids.device).view(batch.tokens.shape)
+        ends = batch.tokens[:, min([*kept[batch.tokens].any(axis=0).nonzero()[0], batch.tokens.shape[1] - 1]) :]
+        more: dict[str, Any] = {"position_ids": forward.position_ids[tokens], "logits_to_keep": ends.shape[1]}
+        more = {name: value for name, value in more.items() if name in known} | {cache_argument(model): cache}
+        with mixers_wrapped(model, mixers, packed_calls(cache)):
+            output = model(input_ids=ids[tokens], attention_mask=batch.mask, use_cache=True, return_dict=True, **more)
+        found.append(output.logits[:, -ends.shape[1] :].flatten(0, 1))
+        place[ends.reshape(-1)] = held + np.arange(ends.size)
+        held += ends.size
+    return torch.cat(found).index_select(0, to_device(place if keep is None else place[keep], found[0].device))

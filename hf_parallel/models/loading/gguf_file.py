@@ -1,0 +1,209 @@
+"""Loads GGUF files into models of Transformers, plainly, or with blocks of weights as they are.
+
+Transformers ignores keys and tensors that it does not know. Here, the ones that scale RoPE are read (`gguf_rope.py`),
+and all others that may change results raise an error. Needs the packages gguf and accelerate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import modeling_gguf_pytorch_utils as stock
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+from hf_parallel.kernels import native
+from hf_parallel.models.loading.gguf_rope import is_scaling, scaled_rope
+from hf_parallel.progress import progress_bar
+
+if TYPE_CHECKING:
+    from hf_parallel.models.loading.gguf_reader import GGUF
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Architectures that store layers as Transformers does, except for the rotated dimensions of llama."""
+Blocks = dict[str, tuple[str, torch.Tensor]]
+"""Packing (`native.PACKINGS`) and uint8 `[out_features, bytes]` by the name of a parameter."""
+_OWN_KEYS = {
+    "attention.key_length": "head_dim",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Keys that Transformers does not read in every architecture, with the names in its configs."""
+_ALL_SLIDING = ("mistral", "phi3", "starcoder2")
+"""Types of models whose window is that of all layers, and which Transformers does not read."""
+
+
+def gguf_file(name: str) -> Path | None:
+    """Return the GGUF file that a path names: itself, or the only one of a folder without a config.json."""
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").exists() and len(files := [*path.glob("*.gguf")]) == 1:
+        return files[0]
+    return path if path.suffix == ".gguf" and path.is_file() else None
+
+
+@contextmanager
+def _errors_naming(file: Path) -> Iterator[None]:
+    """Turn every error of a damaged file into a `ValueError` that names it; libraries raise any kind."""
+    try:
+        yield
+    except (ImportError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{file}: {kind}{error}") from error
+
+
+def load_tokenizer(file: Path) -> Any:
+    """Load the tokenizer of a file. Raises `ValueError` if the file is damaged."""
+    with _errors_naming(file):
+        _read(file)
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+
+
+def load_plain(file: Path, dtype: torch.dtype | None, **more: Any) -> PreTrainedModel:
+    """Load a model with all weights unpacked, in any architecture that Transformers reads.
+
+    Raises `ValueError` if the file is damaged, lacks a weight, or has a key or tensor that may change results and that
+    neither Transformers nor this package knows.
+    """
+    with _errors_naming(file):
+        found = _read(file)
+        config = _config(found)
+        model = _empty_model(config)
+        if found.architecture in ARCHITECTURES:
+            _tensor_names(found, model)
+        else:
+            processor = stock.TENSOR_PROCESSORS.get(found.architecture, stock.TensorProcessor)(config=config.to_dict())
+            known = stock.get_gguf_hf_weights_map(model, processor)
+            found.check_tensors(lambda name: name in known or name == "output.weight")
+        stock_class: Any = AutoModelForCausalLM
+        given = {"gguf_file": file.name, "config": config, "dtype": dtype, "output_loading_info": True, **more}
+        loaded, info = stock_class.from_pretrained(file.parent, **given)
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(f"it has no tensor for {missing[0]}")
+        return loaded  # type: ignore[no-any-return]
+
+
+def read_gguf(file: Path, model: PreTrainedModel) -> tuple[Blocks, dict[str, torch.Tensor]]:
+    """Return the matrices of a file in blocks that a kernel unpacks, and its other weights in float32.
+
+    Raises `ValueError` as `load_plain`, and if the architecture is not in `ARCHITECTURES`.
+    """
+    with _errors_naming(file):
+        return _blocks(_read(file), model)
+
+
+def load_empty(file: Path) -> tuple[PreTrainedModel, Blocks, dict[str, torch.Tensor]]:
+    """Return the model that a file describes, with weights on the meta device, and what `read_gguf` returns."""
+    with _errors_naming(file):
+        found = _read(file)
+        _check_architecture(found)
+        model = _empty_model(_config(found))
+        return model, *_blocks(found, model)
+
+
+def _read(file: Path) -> GGUF:
+    from hf_parallel.models.loading.gguf_reader import read
+
+    return read(file)
+
+
+def _check_architecture(found: GGUF) -> None:
+    if found.architecture not in ARCHITECTURES:
+        raise ValueError(f"packed architectures are {list(ARCHITECTURES)}, got {found.architecture!r}")
+
+
+def _config(found: GGUF) -> PreTrainedConfig:
+    """Return the config that Transformers reads, completed by sizes and RoPE scaling."""
+    config: Any = AutoConfig.from_pretrained(found.file.parent, gguf_file=found.file.name)
+    mapping: Any = GGUF_CONFIG_MAPPING  # of several types of values
+    read: Mapping[str, Any] = mapping.get(config.model_type.removesuffix("_text"), {})
+    own = {key: name for key, name in _OWN_KEYS.items() if not read.get(key)}
+    if config.model_type in _ALL_SLIDING:
+        own["attention.sliding_window"] = "sliding_window"
+    for key, name in own.items():
+        if key in found.metadata:
+            setattr(config, name, found.metadata[key] or None)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    rope = parameters.get("full_attention", parameters)  # llama.cpp scales no others
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    same = {"attention.value_length": found.metadata.get("attention.key_length", head_dim), "rope.dimension_count": dim}
+    window_from = found.metadata.get("context_length", 0)
+
+    def is_known(key: str) -> bool:
+        value = found.metadata[key]
+        if key in same:
+            return bool(value == same[key])
+        return bool(read.get(key) or key in own or (key == "attention.sliding_window" and value >= window_from))
+
+    found.check_keys(is_known)
+    scaling = sorted({*filter(is_scaling, found.metadata), *found.rope_tensors})
+    if scaling and "rope_theta" not in rope:
+        raise ValueError(f"{scaling[0]} is not supported in the architecture {found.architecture!r}")
+    if scaling:
+        rope.update(scaled_rope(found.metadata, found.rope_tensors, rope["rope_theta"], dim))
+        original = "original_max_position_embeddings"
+        if original in rope and hasattr(config, original):  # Phi-3 has it twice
+            setattr(config, original, rope[original])
+    return config
+
+
+def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    return model
+
+
+def _tensor_names(found: GGUF, model: PreTrainedModel) -> dict[str, str]:
+    """Return the name of each parameter's tensor.
+
+    Raises `ValueError` if it is missing or of another shape, or if the file has more tensors.
+    """
+    import gguf
+
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == found.architecture)
+    known = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
+    names: dict[str, str] = {}
+    for parameter, weight in model.named_parameters():
+        layer, _, suffix = parameter.rpartition(".")
+        name = f"{known.get_name(layer)}.{suffix}"
+        if found.shape(name) != weight.shape:
+            raise ValueError(f"the tensor {name} has shape {found.shape(name)}, {parameter} {tuple(weight.shape)}")
+        names[parameter] = name
+    found.check_tensors(lambda name: name in names.values())
+    return names
+
+
+def _blocks(found: GGUF, model: PreTrainedModel) -> tuple[Blocks, dict[str, torch.Tensor]]:
+    import gguf
+
+    _check_architecture(found)
+    heads: dict[str, int] = {}
+    if found.architecture == "llama":  # llama.cpp interleaves the halves of rotated dimensions
+        heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
+    blocks: Blocks = {}
+    weights: dict[str, torch.Tensor] = {}
+    names = _tensor_names(found, model)
+    for parameter, name in progress_bar(names.items(), total=len(names), what="Reading weights", unit="tensors"):
+        tensor = found.tensors[name]
+        packing, data = tensor.tensor_type.name, torch.from_numpy(tensor.data.view("uint8").copy())
+        is_packed = data.dim() == 2 and packing in native.PACKINGS and packing != "F32"
+        if not is_packed:
+            data = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+        if count := heads.get(name.split(".")[-2]):
+            data = data.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
+        if is_packed:
+            blocks[parameter] = packing, data
+        else:
+            weights[parameter] = data
+    return blocks, weights

@@ -1,0 +1,1 @@
+"""What a model can do over blocks, measured when it is enabled."""

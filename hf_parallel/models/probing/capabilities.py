@@ -1,0 +1,380 @@
+"""Probes which features of block attention a model supports, and rejects unsupported models.
+
+What layers read, and their rotary embeddings, are measured in forward passes over one token, not inferred from the
+model's class. Finally the logits over blocks are compared with those over a plain sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from hf_parallel.cache import LayerReads
+from hf_parallel.cache.placement import execution_device
+from hf_parallel.kernels import RotarySpec
+from hf_parallel.models.cpu.packed import PackedLinear
+from hf_parallel.models.images import probe_images, why_no_images
+from hf_parallel.models.intercept.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
+from hf_parallel.models.intercept.mixers import (
+    Mixer,
+    StockCache,
+    cache_argument,
+    keeps_states,
+    supported_mixers,
+    takes_use_cache,
+)
+from hf_parallel.models.latent import are_latents
+from hf_parallel.models.probing.check import OwnAttentionError, check_dense_logits, check_logits, sees_later_tokens
+from hf_parallel.models.probing.rotary import (
+    PROBE_POSITIONS,
+    Queries,
+    frequencies,
+    is_scaled,
+    match_rotary,
+    max_length,
+    max_positions,
+    norms_differ,
+    position_limit,
+    rotary_modules,
+    rotating_to,
+)
+from hf_parallel.models.probing.signature import takes
+from hf_parallel.models.ranks import num_local_layers
+
+
+class _NotCausalError(OwnAttentionError):
+    """Raised if a layer says that it is not causal. Its model may pass a causal mask."""
+
+
+class _TableReads(TorchDispatchMode):
+    """Records which row of which table an embedding reads in forward passes over one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[tuple[int, int]] = []  # number of rows of the table, index of the row
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        if func is torch.ops.aten.embedding.default and type(args[1]) is torch.Tensor and args[1].numel() == 1:
+            self.read.append((args[0].shape[0], int(args[1])))
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Capabilities of a model under block attention.
+
+    `rotary` is the rotary embedding by layer index; a layer without one has None. If `rotary` itself is None, blocks
+    can be seen only at the positions that they were written for.
+    """
+
+    keyword: bool  # whether a keyword argument of `model.forward` reaches the attention function
+    rotary: dict[int, RotarySpec | None] | None
+    why_no_rotation: str = ""
+    has_window: bool = False  # whether a layer has a sliding window
+    max_length: int | None = None  # length beyond which RoPE frequencies change, which makes stored keys invalid
+    num_positions: int | None = None  # rows of a table of positions, if there is one
+    has_latents: bool = False  # whether a layer caches latents, from which it expands keys and values
+    mixers: tuple[Mixer, ...] = ()  # modules that keep a state instead of keys
+    reads: dict[int, LayerReads] = field(default_factory=dict)
+    """Layers that share the keys of an earlier one, or whose attention mask alone limits the keys, by index."""
+    scaled: bool = False  # whether layers scale their queries by their position
+    image_ahead: tuple[int, ...] = ()  # layers in which the tokens of an image see each other, earlier and later ones
+    why_no_images: str = ""  # empty where prompts may have images
+    dense: bool = False  # whether the model's own attention runs, over dense copies of rows
+    pads: bool = True  # whether dense rows of unequal lengths may share a call
+
+    def check_length(self, model: PreTrainedModel, longest: int) -> None:
+        """Raise an error if rows of `longest` tokens exceed the model's positions; the last token needs none.
+
+        Raises `UnsupportedModelError` if RoPE frequencies would change, `ValueError` beyond a table of positions.
+        """
+        name = type(model).__name__
+        if self.max_length is not None and longest > self.max_length:
+            raise UnsupportedModelError(
+                f"{name} changes its RoPE frequencies after {self.max_length} tokens, which would invalidate cached "
+                f"keys; prompt and new tokens may have at most that many, got {longest}"
+            )
+        if self.num_positions is not None and longest > self.num_positions + 1:
+            raise ValueError(
+                f"{name} has a table of positions for {self.num_positions} tokens; prompt and new tokens, the last of "
+                f"which needs none, may have at most {self.num_positions + 1}, got {longest}"
+            )
+
+
+def probe_capabilities(model: PreTrainedModel) -> Capabilities:
+    """Probe a model in a few forward passes over single tokens, and some over at most ten tokens.
+
+    Raises `UnsupportedModelError` with the reason if neither block attention nor the model's own can serve rows, or the
+    model fails over plain text.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    try:
+        return _probed(model)
+    except (UnsupportedModelError, torch.OutOfMemoryError):
+        raise
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails over text with {type(error).__name__}: {error}"
+        ) from error
+
+
+def _probed(model: PreTrainedModel) -> Capabilities:
+    """Probe a model under block attention, or its own."""
+    try:
+        return _block_capabilities(model)
+    except OwnAttentionError as reason:
+        why = str(reason)
+        may_be_bidirectional = isinstance(reason, _NotCausalError)
+    try:
+        with torch.no_grad(), _eval_mode(model):
+            if may_be_bidirectional and sees_later_tokens(model):
+                raise UnsupportedModelError("is bidirectional: its tokens attend to later ones")
+            mixers = supported_mixers(model)
+            # Probes are too short to show how padding changes states and sparse attention.
+            may_pad = not mixers and not _own_cache_layers(model.config)
+            pads = check_dense_logits(model, mixers, may_pad)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{why}; {error}") from error
+    has_table = not frequencies(model) and not mixers  # of positions: learned or sinusoidal
+    limits = max_length(model), max_positions(model.config) if has_table else None
+    no_images = why_no_images(model) or f"{type(model).__name__} attends to dense rows, which cannot hold images"
+    return Capabilities(False, None, why, False, *limits, mixers=mixers, dense=True, pads=pads, why_no_images=no_images)
+
+
+def _block_capabilities(model: PreTrainedModel) -> Capabilities:
+    """Probe a model under block attention."""
+    _check_config(model)
+    with torch.no_grad(), _eval_mode(model):
+        mixers = supported_mixers(model)
+        cache = StockCache(model)
+        recorder = AttentionRecorder([i for i, layer in enumerate(cache.layers) if isinstance(layer, CacheLayerMixin)])
+        queries: dict[int, Queries] = {}
+        tables: dict[int, list[tuple[int, int]]] = {}
+        has_tables = sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1  # beside the tokens'
+        far = [position_limit(model) - 1] if frequencies(model) else []
+        caches = {0: cache}
+        if far:
+            caches[PROBE_POSITIONS[0]] = _LongCache(model, far[0])
+        with block_attention_enabled(model, recorder):
+            # The far position comes first: if it changes the RoPE frequencies (dynamic), the near ones restore them.
+            for position in (*far, 0, *PROBE_POSITIONS):
+                looked_up = _TableReads()
+                with looked_up if has_tables else nullcontext(), _failing_as_unsupported(model):
+                    queries[position] = _queries_at(model, recorder, position, caches.get(position), mixers)
+                tables[position] = looked_up.read
+            reads = _checked_reads(model, recorder, queries[0], mixers)
+            scaled = bool(far) and norms_differ(queries)
+            if scaled:
+                counted = _queries_at(model, recorder, 0, _LongCache(model, far[0]))
+                for layer in (at for at, query in counted.items() if is_scaled({at: query}, queries[0])):
+                    reads[layer] = replace(reads.get(layer, LayerReads(recorder.sources[layer])), counts=True)
+                rotated = {}
+                for position in queries:
+                    queries[position] = _queries_at(model, recorder, position, None)
+                    at = torch.tensor([[position]], device=execution_device(model))
+                    with rotating_to(rotary_modules(model), at):
+                        rotated[position] = _queries_at(model, recorder, 0, None)
+                scaled = any(is_scaled(query, rotated[position]) for position, query in queries.items())
+                queries = rotated if scaled else queries
+        leads = _rotated_parts(recorder, cache)
+        rotary, why = match_rotary(model, queries.pop(0), queries, leads, reads)
+        if mixers:
+            rotary = None
+            why = f"{type(model).__name__} keeps a state in {mixers[0].name}, which belongs to one order of tokens"
+        try:
+            check_logits(model, recorder.keyword_arrives, mixers, reads)
+        except UnsupportedModelError:
+            mixers = tuple(replace(mixer, stepwise=True) for mixer in mixers)
+            if not mixers:
+                raise
+            check_logits(model, recorder.keyword_arrives, mixers, reads)
+        image_ahead, no_images = probe_images(model)
+    has_window = any(one is not None for windows in recorder.windows.values() for one in windows)
+    limits = max_length(model), _num_positions(tables)
+    return Capabilities(
+        *(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads), mixers, reads, scaled),
+        image_ahead=image_ahead,
+        why_no_images=no_images,
+    )
+
+
+class _LongCache(StockCache):
+    """An empty cache that claims to hold `length` tokens."""
+
+    def __init__(self, model: PreTrainedModel, length: int) -> None:
+        super().__init__(model)
+        self._length = length
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Return the length that is claimed."""
+        return self._length
+
+
+@contextmanager
+def _failing_as_unsupported(model: PreTrainedModel) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        what = f"{type(model).__name__} fails under another attention function"
+        raise OwnAttentionError(f"{what} with {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _eval_mode(model: PreTrainedModel) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    rounding = [module for module in model.modules() if isinstance(module, PackedLinear) and module.int8]
+    try:
+        model.eval()
+        for layer in rounding:  # it turns the last bits in which a probe's passes differ into larger differences
+            layer.int8 = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for layer in rounding:
+            layer.int8 = True
+
+
+def _check_config(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModelError` if the class or config of a model shows that it is unsupported."""
+    text = model.config.get_text_config(decoder=True)
+    ranks = getattr(model, "tp_size", None) or 1
+    kv_heads = _kv_heads(text) if ranks > 1 else 0
+    own = set() if model.config.is_encoder_decoder else _own_cache_layers(model.config)
+    reasons = {
+        "is an encoder-decoder; block attention supports decoder-only models": model.config.is_encoder_decoder,
+        "cannot generate: it has no language modelling head": not model.can_generate(),
+        f"has {kv_heads} key-value heads, which tp_size={ranks} does not divide: each rank needs whole heads": (
+            kv_heads % ranks
+        ),
+    }
+    _raise_if(model, reasons)
+    needed = {
+        f"caches more than keys and values: its layers choose or compress them ({', '.join(sorted(own))})": own,
+        "uses ALiBi: distances are added to scores, not rotated into keys": getattr(text, "alibi", False),
+        "does not use transformers' attention interface": (
+            not keeps_states(model)
+            and not any(m._can_set_attn_implementation() for m in model.modules() if isinstance(m, PreTrainedModel))
+        ),
+    }
+    _raise_if(model, needed, OwnAttentionError)
+
+
+def _own_cache_layers(config: PreTrainedConfig) -> set[str]:
+    """Return the kinds of layers in a model's stock cache that hold more than keys and values, or states."""
+    layers = (layer for layer in DynamicCache(config=config).layers if isinstance(layer, DynamicLayer))
+    plain = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin)
+    return {type(layer).__name__ for layer in layers if type(layer) not in plain and not isinstance(layer, plain[2])}
+
+
+def _kv_heads(text: PreTrainedConfig) -> int:
+    """Return the number of KV heads, or the greatest common divisor of those of the layers."""
+    layers = getattr(text, "per_layer_config", None) or [text]
+    names = "num_key_value_heads", "num_attention_heads"
+    heads = [next((n for name in names if (n := getattr(layer, name, None))), 0) for layer in layers]
+    return math.gcd(*heads)
+
+
+def _checked_reads(
+    model: PreTrainedModel, recorder: AttentionRecorder, queries: Queries, mixers: Sequence[Mixer]
+) -> dict[int, LayerReads]:
+    """Return what layers read beyond the arguments of attention."""
+    # Raises `UnsupportedModelError` if the recorded calls show that the model is unsupported
+    called, layers = len(queries), num_local_layers(model)
+    limit, cache = position_limit(model), DynamicCache(config=model.config)
+    if mixers:
+        layers = sum(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
+    different: dict[str, int] = {}  # windows that the attention mask does not have, by the places that have them
+    reads: dict[int, LayerReads] = {}
+    for layer, (argument, mask, chunk) in recorder.windows.items():
+        source = recorder.sources[layer]
+        cached = getattr(cache.layers[source], "sliding_window", None)
+        places = {
+            "the arguments of attention": argument,
+            "the attention mask": mask or chunk,
+            "the stock cache": cached,
+        }
+        cutting = {place: window for place, window in places.items() if window is not None and window < limit}
+        if len(set(cutting.values())) > 1 or (cutting and "the attention mask" not in cutting):
+            different |= {" and ".join(cutting): min(cutting.values())}
+        if source != layer or (cutting and argument is None):
+            reads[layer] = LayerReads(source, mask if cutting else None, chunk if cutting else None)
+    where, window = next(iter(different.items()), ("", None))
+    other = ", ".join(sorted(recorder.others))
+    _raise_if(model, {f"has its sliding window of {window} only in {where}": window is not None})
+    reasons = {
+        f"changes its attention by {other}, which block attention would ignore": other,
+        "calls transformers' attention interface more than once per layer": recorder.repeated,
+        f"calls transformers' attention interface in {called} of its {layers} layers, not in all": called != layers,
+        "builds an attention mask of its own, which block attention would ignore": recorder.masked,
+    }
+    _raise_if(model, reasons, OwnAttentionError)
+    _raise_if(model, {"says that its attention is not causal": recorder.bidirectional}, _NotCausalError)
+    return reads
+
+
+def _raise_if(
+    model: PreTrainedModel, reasons: Mapping[str, object], error: type[UnsupportedModelError] = UnsupportedModelError
+) -> None:
+    for reason, holds in reasons.items():
+        if holds:
+            raise error(f"{type(model).__name__} {reason}")
+
+
+def _num_positions(reads: dict[int, list[tuple[int, int]]]) -> int | None:
+    """Return for how many positions there are learned embeddings: rows of a table that are read by position."""
+    first, *others = reads[0], *(reads[position] for position in PROBE_POSITIONS)
+    steps = zip(first, *others, strict=False)
+    by_position = [
+        rows - index
+        for (rows, index), *later in steps
+        if later == [(rows, index + position) for position in PROBE_POSITIONS]
+    ]
+    return min(by_position, default=None)
+
+
+def _queries_at(
+    model: PreTrainedModel,
+    recorder: AttentionRecorder,
+    position: int,
+    cache: DynamicCache | None,
+    mixers: Sequence[Mixer] = (),
+) -> Queries:
+    """Return the queries of one token at a position."""
+    token = model.config.get_text_config(decoder=True).vocab_size // 2
+    device = execution_device(model)
+    input_ids, position_ids = (torch.full((1, 1), value, device=device) for value in (token, position))
+    given: dict[str, Any] = {"position_ids": position_ids, "block_cache": recorder, cache_argument(model): cache}
+    known = {name: value for name, value in given.items() if takes(model.forward, name)}
+    model(input_ids=input_ids, use_cache=cache is not None and takes_use_cache(mixers), **known)
+    queries, recorder.queries = recorder.queries, {}
+    return queries
+
+
+def _rotated_parts(recorder: AttentionRecorder, cache: DynamicCache) -> dict[int, int]:
+    """Return how many dimensions of the keys are cached beside latents, by the index of layers that cache latents."""
+    leads = {}
+    for layer, sizes in recorder.sizes.items():
+        keys, values = (getattr(cache.layers[layer], name, None) for name in ("keys", "values"))
+        if keys is None or values is None:
+            continue
+        if are_latents((keys.shape[1], keys.shape[-1], values.shape[-1]), sizes):
+            leads[layer] = values.shape[-1]
+    return leads
