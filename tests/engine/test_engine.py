@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
-import time
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -51,13 +51,24 @@ def enabled(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def peak_bytes(model: PreTrainedModel, cases: list[Case]) -> int:
-    """Return the most bytes that an engine without budget holds for requests."""
-    with Engine(model, TOKENIZER) as engine:
-        handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case in cases]
-        peak = 0
-        while not all(handle.done for handle in handles):
-            peak = max(peak, engine.stats.kv_bytes + engine.stats.state_bytes)
-            time.sleep(0.002)
+    """Return the most bytes that an engine without budget holds for requests that are all there at its first step."""
+    run_step = Engine._step
+    submitted = threading.Event()
+    peak = 0
+
+    def measured(engine: Engine) -> None:
+        nonlocal peak
+        submitted.wait()
+        run_step(engine)
+        peak = max(peak, engine.stats.kv_bytes + engine.stats.state_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_step", measured)
+        with Engine(model, TOKENIZER) as engine:
+            handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case in cases]
+            submitted.set()
+            for handle in handles:
+                handle.result(600)
     return peak
 
 

@@ -205,11 +205,11 @@ def test_rope_scaling_gives_the_logits_of_transformers_packed_and_plain(
     with torch.no_grad():
         expected = expected_model.eval()(ids).logits
         for model in (plain, packed):
-            torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+            torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-3 * expected.abs().max().item())
     packed.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     with torch.no_grad():
-        torch.testing.assert_close(again(ids).logits, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+        torch.testing.assert_close(again(ids).logits, expected, rtol=0, atol=1e-3 * expected.abs().max().item())
 
 
 OTHER_SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -273,7 +273,7 @@ def test_other_architectures_are_scaled_plainly(make: Callable[[Any], PreTrained
     plain, _ = load_model(str(tmp_path / "a.gguf"))
     with torch.no_grad():
         expected = model(ids).logits
-        torch.testing.assert_close(plain(ids).logits, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+        torch.testing.assert_close(plain(ids).logits, expected, rtol=0, atol=1e-3 * expected.abs().max().item())
 
 
 @settings(max_examples=30, deadline=None)

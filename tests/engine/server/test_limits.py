@@ -16,8 +16,9 @@ pytest.importorskip("prometheus_client")
 from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
 
 from hf_parallel.engine import Engine  # noqa: E402
-from hf_parallel.engine.server import Limits, responses_api  # noqa: E402
+from hf_parallel.engine.server import Limits  # noqa: E402
 from hf_parallel.engine.server.errors import APIError  # noqa: E402
+from hf_parallel.engine.server.openai import responses_api  # noqa: E402
 from hf_parallel.engine.server.openai.responses_api import Conversations  # noqa: E402
 from hf_parallel.engine.server.openai.schema import CompletionBody, ScoreBody  # noqa: E402
 from hf_parallel.engine.server.structured.grammar import JSONProcessor  # noqa: E402
