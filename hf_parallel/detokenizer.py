@@ -52,7 +52,8 @@ class IncrementalDetokenizer:
         """Append tokens. Return the text that they add."""
         self.tokens += tokens
         self.visible += [token for token in tokens if token not in self.hidden]
-        start, oldest = self._start(), len(self.visible) - _MAX_INCOMPLETE
+        start = self._start()
+        oldest = len(self.visible) - _MAX_INCOMPLETE
         before = _decode(self.tokenizer, self.visible[start : self._num_decoded])
         for end in range(len(self.visible), self._num_decoded, -1):
             added = self._added(before, start, end)

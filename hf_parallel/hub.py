@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 GENERATE = "custom_generate/generate.py"
 REQUIREMENTS = "custom_generate/requirements.txt"
-CARD, CARD_TEMPLATE = "README.md", Path(__file__).with_name("hub_card.md")
+CARD = "README.md"
+CARD_TEMPLATE = Path(__file__).with_name("hub_card.md")
 MARK = '"""Written by hf_parallel.hub: '  # begins an exported `generate.py`; other ones are not overwritten
 CARD_MARK = "<!-- Written by hf_parallel.hub: "  # in an exported README; other ones on the Hub are not overwritten
 TAG = "custom_generate"  # of such repositories on the Hub
@@ -113,7 +114,8 @@ def push_to_hub(
     TypeError, ValueError
         See `export`; nothing is uploaded then.
     """
-    (config, model), api = _mode_and_model(model_or_config, tokenizer), HfApi(token=token)
+    (config, model) = _mode_and_model(model_or_config, tokenizer)
+    api = HfApi(token=token)
     with TemporaryDirectory() as temporary:
         full_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         _write(Path(temporary), full_id, config, model, tokenizer)
@@ -175,7 +177,8 @@ def _mode_and_model(given: Any, tokenizer: Any) -> tuple[ParallelConfig, Any]:
     if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained")):
         raise TypeError(f"tokenizer must be a tokenizer with save_pretrained(), not its name, got {tokenizer!r}")
     if isinstance(unwrap(given), PreTrainedModel):
-        config, model = take_parallel_config(given.generation_config, {}), given
+        config = take_parallel_config(given.generation_config, {})
+        model = given
         if config is None:
             raise ValueError(
                 f"set model.generation_config.generation_mode to one of {sorted(MODES)}, and optionally "
@@ -184,7 +187,8 @@ def _mode_and_model(given: Any, tokenizer: Any) -> tuple[ParallelConfig, Any]:
         if (adapters := _adapters(model)) not in ([], ["default"]):
             raise ValueError(f"the model must have no adapter or one that is named 'default', got {adapters}")
     elif isinstance(given, ParallelConfig):
-        config, model = given, None
+        config = given
+        model = None
         if MODES.get(given.mode) is not type(given):
             raise ValueError(f"the config must be of one of the modes {sorted(MODES)}, got {given!r}")
     else:

@@ -192,14 +192,16 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         if records is None:
             return results
         if merged is not None:
-            prompt, pairs = model_outputs["prompt_text"], zip(grouped(results, len(merged)), merged, strict=True)
+            prompt = model_outputs["prompt_text"]
+            pairs = zip(grouped(results, len(merged)), merged, strict=True)
             results = [_merged(rows, record["transcript"], prompt, **kwargs) for rows, record in pairs]
         return [{**result, **record} for result, record in zip(results, records, strict=True)]
 
 
 def register() -> None:
     """Register the task with transformers."""
-    task, pipeline = "parallel-text-generation", ParallelTextGenerationPipeline
+    task = "parallel-text-generation"
+    pipeline = ParallelTextGenerationPipeline
     PIPELINE_REGISTRY.register_pipeline(task, pipeline, pt_model=AutoModelForCausalLM, type="text")
 
 
@@ -234,7 +236,8 @@ class _OutputKeeper:
     def generate(self, **kwargs: Any) -> object:
         config = kwargs["generation_config"] = copy.deepcopy(kwargs.get("generation_config"))
         settings = kwargs if config is None else vars(config)
-        as_dict, settings["return_dict_in_generate"] = settings.get("return_dict_in_generate"), True
+        as_dict = settings.get("return_dict_in_generate")
+        settings["return_dict_in_generate"] = True
         self.output = self.model.generate(**kwargs)
         return self.output if as_dict or isinstance(self.output, torch.Tensor) else self.output.sequences
 
@@ -243,7 +246,8 @@ class _VisibleText:
     """Wraps a tokenizer: a text without special tokens does not have the tokens either that end a row."""
 
     def __init__(self, tokenizer: Any, end_tokens: Collection[int]) -> None:
-        self.tokenizer, self.end_tokens = tokenizer, end_tokens
+        self.tokenizer = tokenizer
+        self.end_tokens = end_tokens
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)

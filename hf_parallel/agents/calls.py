@@ -59,7 +59,8 @@ def spawn(agent: Agent, *arguments: object, **named: object) -> AgentHandle:
 
 
 def _child_id(frame: Frame, agent: Agent) -> str:
-    number, frame.num_spawned = frame.num_spawned, frame.num_spawned + 1
+    number = frame.num_spawned
+    frame.num_spawned = frame.num_spawned + 1
     state = frame.state
     name = f"{state.agent_id}/{agent.name}#{frame.prefix}{number}"
     is_first = not state.id.replace(".", "").strip("0")
@@ -111,7 +112,8 @@ async def next(handle: AgentHandle) -> Any:
     search = handle._search
 
     async def wait(key: str, is_choice: bool) -> object:
-        frame, begin = current_frame(), search.runtime.trace.now()
+        frame = current_frame()
+        begin = search.runtime.trace.now()
         state = await search.wait()
         _trace(frame, "next", child=search.agent_id, begin=begin)
         if state.status == END and state.yielded is None and inspect.isasyncgenfunction(state.agent.function):
@@ -129,7 +131,8 @@ async def resume(handle: AgentHandle, value: object = None) -> None:
     check_awaited(value, "the value that resume sends")
     if not handle._is_read:
         await next(handle)
-    frame, before = current_frame(), handle._search
+    frame = current_frame()
+    before = handle._search
 
     def start(key: str) -> Search | None:
         state = before.task.result()
@@ -141,7 +144,8 @@ async def resume(handle: AgentHandle, value: object = None) -> None:
     search = frame.once(f"resume {before.agent_id} {fingerprint(value)}", start)
     if search is None:
         raise AgentEndedError(f"agent {before.agent_id} has ended and cannot be resumed")
-    handle._search, handle._is_read = search, False
+    handle._search = search
+    handle._is_read = False
 
 
 def _check_live(handle: object) -> None:
@@ -205,9 +209,11 @@ async def tool(
         finally:
             task.cancel()
         if not done:
-            what, cause = f"took more than {timeout} seconds", None
+            what = f"took more than {timeout} seconds"
+            cause = None
         elif task.cancelled():
-            what, cause = "it was cancelled", None
+            what = "it was cancelled"
+            cause = None
         elif (cause := task.exception()) is None:
             return task.result()
         else:

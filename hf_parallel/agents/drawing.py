@@ -18,7 +18,8 @@ from hf_parallel.transcript.record import COMPUTED
 from hf_parallel.transcript.sections import FORMAT, VERSION, Card, Section, TranscriptStyle
 
 TEMPLATE = Path(__file__).with_name("run.html")
-PLOT_WIDTH, PLOT_HEIGHT = 640, 160
+PLOT_WIDTH = 640
+PLOT_HEIGHT = 160
 """Size of the plot of scores, in pixels, without its labels."""
 OPEN_STATES = 60
 """Trees of up to this number of states are shown without a click."""
@@ -51,7 +52,8 @@ def _transcript(trace: RunTrace) -> Mapping[str, Any]:
     for begin, event in sorted(spans, key=lambda span: span[0]):
         if not event.agent or (words := _words(event)) is None:
             continue
-        first, last = ticks[begin], ticks[event.time]
+        first = ticks[begin]
+        last = ticks[event.time]
         lanes = (event.agent if lane == 1 else f"{event.agent}, {lane}" for lane in count(1))
         column = next(column for column in lanes if ends.get(column, -1) < first)
         ends[column] = last
@@ -116,7 +118,8 @@ def _plot(trace: RunTrace) -> dict[str, object] | None:
     if not rounds:
         return None
     roles = list(dict.fromkeys(role for _, scores in rounds for role in scores))
-    begin, end = rounds[0][0], rounds[-1][0]
+    begin = rounds[0][0]
+    end = rounds[-1][0]
     curves = []
     for number, role in enumerate(roles):
         points = [

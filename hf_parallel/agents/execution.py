@@ -29,7 +29,8 @@ class Context:
     """Whether a transition or a replay is running and has not been cancelled."""
 
     def __init__(self, search: Any, state: State) -> None:
-        self.search, self.agent_id = search, state.agent_id
+        self.search = search
+        self.agent_id = state.agent_id
         self.state: State | None = state
 
 
@@ -40,7 +41,8 @@ class Frame:
     """
 
     def __init__(self, execution: Context, prefix: str = "") -> None:
-        self.execution, self.prefix = execution, prefix
+        self.execution = execution
+        self.prefix = prefix
         self.num_operations = 0  # in the present state
         self.num_spawned = 0
         self.task: asyncio.Task[object] | None = None
@@ -69,7 +71,8 @@ class Frame:
 
     def recorded(self, operation: str) -> Entry | None:
         """Return the recorded entry of the next operation; None if it is new."""
-        entry, execution = self.state.entries.get(self.place), self.execution
+        entry = self.state.entries.get(self.place)
+        execution = self.execution
         if entry is None and isinstance(execution, Execution) and execution.is_replaying and self.is_main:
             execution.next_state()
             entry = None if execution.state is None else execution.state.entries.get(self.place)
@@ -279,7 +282,8 @@ class Execution(Context):
         self.state = None
         status, operation, value = self._stopped.result()
         self._begin()
-        child.status, child.pending = status, operation
+        child.status = status
+        child.pending = operation
         if status == CHOICE:
             child.messages = value
         elif status == ERROR:

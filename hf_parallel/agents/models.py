@@ -56,7 +56,8 @@ class EngineModel:
     """
 
     def __init__(self, engine: Engine, logits_cache: LogitsCache | None = None) -> None:
-        self.engine, self.logits_cache = engine, logits_cache
+        self.engine = engine
+        self.logits_cache = logits_cache
 
     @property
     def passes(self) -> int:

@@ -54,10 +54,12 @@ class Run:
     """State of a run, the `runtime` of its searches."""
 
     def __init__(self, model: Model, seed: int, max_requests: int, journal: Journal | None = None) -> None:
-        self.model, self.seed = model, seed
+        self.model = model
+        self.seed = seed
         self.journal = journal
         self.id = secrets.token_hex(8)
-        self.trace, self.stats = RunTrace(), AgentStats()
+        self.trace = RunTrace()
+        self.stats = AgentStats()
         self._scores: Mapping[str, Contribution] = {}  # the last ones in the trace
         self.executions: set[Execution] = set()
         self.search_tasks: set[asyncio.Task[State]] = set()  # tasks of `Search` objects
@@ -66,7 +68,8 @@ class Run:
 
     async def drive(self, agent: Agent, arguments: tuple[object, ...], named: Mapping[str, object]) -> list[Any]:
         """Run an agent to its end and return its values."""
-        began, passes = time.monotonic(), self.model.passes
+        began = time.monotonic()
+        passes = self.model.passes
         values: list[Any] = []
         search = Search(self, State(agent, f"{agent.name}#0", (arguments, named)))
         try:
@@ -98,9 +101,12 @@ class Run:
         self, execution: Execution, key: str, messages: Sequence[Message], settings: Mapping[str, object]
     ) -> Completion:
         """Generate completions."""
-        agent_id, state = execution.agent_id, execution.state
+        agent_id = execution.agent_id
+        state = execution.state
         assert state is not None
-        begin, model, stats = self.trace.now(), self.model, self.stats
+        begin = self.trace.now()
+        model = self.model
+        stats = self.stats
         hints = AgentHints(self.id, state.agent.name)
 
         async def compute() -> dict[str, Any]:

@@ -74,7 +74,8 @@ class Runtime:
             if not engine.has_policy:
                 engine.use_policy(ContributionPolicy())
             cache = LogitsCache() if logits_cache is True else logits_cache or None
-            self.model, self._max_requests = EngineModel(engine, cache), engine.max_waiting
+            self.model = EngineModel(engine, cache)
+            self._max_requests = engine.max_waiting
         elif callable(getattr(engine, "generate", None)):
             self.model = engine
         else:

@@ -26,7 +26,10 @@ class Search:
     def __init__(
         self, runtime: Any, origin: State, sent: object = None, agent_id: str | None = None, is_exclusive: bool = True
     ) -> None:
-        self.runtime, self.origin, self.sent, self.is_exclusive = runtime, origin, sent, is_exclusive
+        self.runtime = runtime
+        self.origin = origin
+        self.sent = sent
+        self.is_exclusive = is_exclusive
         self.agent_id = agent_id or origin.agent_id
         runtime.stats.agents += origin.status != YIELD
         self._states: list[State] = []
@@ -110,11 +113,13 @@ class Search:
 
     async def _execution(self, state: State) -> Execution:
         """Return the coroutine suspended in a state, or a new one that has replayed its log."""
-        execution, state.execution = state.execution, None
+        execution = state.execution
+        state.execution = None
         if execution is None:
             execution = Execution(self, state)
             await execution.replay(state)
-        execution.search, execution.agent_id = self, self.agent_id
+        execution.search = self
+        execution.agent_id = self.agent_id
         return execution
 
     async def _explore(self, root: State) -> State:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from hf_parallel.agents.trace import Event
 
-CHOICE, ERROR = "choice", "error"
+CHOICE = "choice"
+ERROR = "error"
 """Values of `reached` in an event: the status of its state, see `State`. Others are ends of paths."""
 
 

@@ -14,7 +14,10 @@ from typing import Any
 
 from hf_parallel.generation.prompts import Message
 
-CHOICE, YIELD, END, ERROR = "choice", "yield", "end", "error"
+CHOICE = "choice"
+YIELD = "yield"
+END = "end"
+ERROR = "error"
 """Why a coroutine is suspended: before a choice, at a yield, after its end, after an error."""
 
 
@@ -65,7 +68,10 @@ class State:
         arguments: tuple[tuple[object, ...], Mapping[str, object]],
         parent: State | None = None,
     ) -> None:
-        self.agent, self.agent_id, self.arguments, self.parent = agent, agent_id, arguments, parent
+        self.agent = agent
+        self.agent_id = agent_id
+        self.arguments = arguments
+        self.parent = parent
         self.num_children: int = 0
         self.text: str = parent.text if parent is not None else ""
         self.id = "0"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hf_parallel.files import JSONObject, read_json, write_atomically
 
-FORMAT, VERSION = "hf_parallel agents", 1
+FORMAT = "hf_parallel agents"
+VERSION = 1
 """Values of `format` and `version` in the file of a trace."""
 
 

@@ -282,7 +282,8 @@ class CompactArena(Arena):
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.name, self._dtype = name, dtype
+        self.name = name
+        self._dtype = dtype
 
     def storage_of(self, layer: LayerStorage) -> CompactStorage:
         """Return empty storage for blocks of a layer."""

@@ -74,7 +74,8 @@ class BlockCache(Cache):
         self.rotary = self.pool.rotary
         self.log: PassLog | None = None
         self.updated_layer = -1
-        self.device, self._has_device = torch.device(device or "cpu"), device is not None
+        self.device = torch.device(device or "cpu")
+        self._has_device = device is not None
         self._forget_passes()
 
     def reset(self) -> None:
@@ -91,7 +92,8 @@ class BlockCache(Cache):
 
     def record(self, log: PassLog) -> None:
         """Record passes, samples and copies in a log, until there is another one."""
-        self.log, self.pool.on_copy = log, log.add_copy
+        self.log = log
+        self.pool.on_copy = log.add_copy
 
     def __getstate__(self) -> dict[str, object]:
         # Plans of passes hold kernel buffers.
@@ -127,7 +129,8 @@ class BlockCache(Cache):
         """
         if not passes:
             raise ValueError("passes must contain at least one pass, got none")
-        last, pool = self._last, self.pool
+        last = self._last
+        pool = self.pool
         is_next = last is not None and last.version == pool.version and self._pass is None and len(passes) == 1
         states = self._states.next_step() if is_next and self._states is not None else None
         if is_next and last is not None and last.leads_to(passes[0]) and (states or not pool.states.in_use):
@@ -149,13 +152,15 @@ class BlockCache(Cache):
         self._states = states
         for block in () if states is None else states.blocks:
             block.state_at = -1  # until `commit`
-        self._pass, self.dense.batch = forward, None
+        self._pass = forward
+        self.dense.batch = None
         return forward
 
     def adopt(self, forward: ForwardPass) -> None:
         """Prepare a pass that another process has planned for blocks at the same places of its storage."""
         forward.position_ids = forward.position_ids.to(self.device)
-        self._pass, self.dense.batch = forward, None
+        self._pass = forward
+        self.dense.batch = None
 
     def plan_of(self, layer_idx: int = -1) -> AttentionPlan:
         """Return the attention plan of a layer in the prepared pass. Each layer calls it once."""
@@ -192,7 +197,8 @@ class BlockCache(Cache):
             self._last = self._pass if self._pass.plan.increments is not None else None
             for block in () if self._states is None else self._states.blocks:
                 block.state_at = block.length
-        self._undo, self._pass = [], None
+        self._undo = []
+        self._pass = None
 
     def rollback(self) -> None:
         """Restore the block lengths from before the prepared pass, if it was not committed."""
@@ -200,11 +206,13 @@ class BlockCache(Cache):
             block.length = length
         if self._states is not None:  # they may be half written
             self._states = self._last = None
-        self._undo, self._pass = [], None
+        self._undo = []
+        self._pass = None
 
     def take_back(self) -> ForwardPass:
         """Remove the tokens of the last pass, a committed decode step, and return it; see `put_back`."""
-        step, self._last = self._last, None
+        step = self._last
+        self._last = None
         if step is None or step.version != self.pool.version:
             raise RuntimeError("the last pass was not a decode step, or a block has changed after it")
         for segment in step.segments:
@@ -232,7 +240,8 @@ class BlockCache(Cache):
         device = key_states.device.type
         if torch.is_autocast_enabled(device):  # also while a layer is traced: its compiled code runs without
             dtype = torch.get_autocast_dtype(device)
-            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+            key_states = key_states.to(dtype)
+            value_states = value_states.to(dtype)
         if torch.compiler.is_compiling():
             return key_states, value_states
         if self.in_use:

@@ -79,7 +79,9 @@ class ForwardPass:
     def next_step(self) -> ForwardPass:
         """Return the pass of the next decode step."""
         step = copy.copy(self)  # faster than `dataclasses.replace`
-        step.plan, step.position_ids, step.continues = self.plan.next_step(), self.position_ids + 1, True
+        step.plan = self.plan.next_step()
+        step.position_ids = self.position_ids + 1
+        step.continues = True
         return step
 
 
@@ -137,7 +139,8 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
     images: list[ImageRun] = []
     ahead: list[tuple[int, int, int]] = []  # queries that see their block up to an index beyond their own
     writes: list[tuple[int, ...]] = []  # query, number of tokens, origin, capacity and index of each stored segment
-    decoding, num_tokens = len(passes) == 1, 0
+    decoding = len(passes) == 1
+    num_tokens = 0
     for segments in passes:
         growing = set()
         for segment in segments:
@@ -146,8 +149,10 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
                 growing.add(segment.view[-1])
             decoding = decoding and segment.write and segment.num_tokens == 1
         for segment in segments:
-            target, n = segment.view[-1], segment.num_tokens
-            index, extent = target.length - n, target.extent
+            target = segment.view[-1]
+            n = segment.num_tokens
+            index = target.length - n
+            extent = target.extent
             tokens.append((target.base + index, n))
             if segment.write:
                 writes.append((num_tokens, n, extent.origin, extent.capacity, target.first + index))
@@ -159,7 +164,8 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
             packed.append(Segment(tuple(segment.view), n, segment.write, segment.images))
             num_tokens += n
     shape = table, np.array(writes, np.int64).reshape(-1, 5), num_tokens, decoding
-    plan, in_order = _attention_plan(*shape, ahead), _attention_plan(*shape, ()) if ahead else None
+    plan = _attention_plan(*shape, ahead)
+    in_order = _attention_plan(*shape, ()) if ahead else None
     positions = ranges(*np.array(tokens, np.int64).T)
     if any(run.image.corrections is not None for run in images):
         positions = np.repeat(positions[None], 3, axis=0)
@@ -173,7 +179,8 @@ def _add_pairs(
     table: dict[Block, list[tuple[int, ...]]], segment: Segment, offset: int, growing: Collection[Block]
 ) -> None:
     """Add a table entry for each block of a segment's view: rotation and slot, and their increments per step."""
-    target, n = segment.view[-1], segment.num_tokens
+    target = segment.view[-1]
+    n = segment.num_tokens
     target_start = target_step = masked = shift = 0
     for block in segment.view:
         target_start += block.length
@@ -207,10 +214,12 @@ def _attention_plan(
 ) -> AttentionPlan:
     """Expand the table of `_add_pairs` to (query, block) pairs, with the blocks at their current locations."""
     pairs = np.array([row for rows in table.values() for row in rows], np.int64).reshape(-1, 9)
-    counts, last_rows = pairs[:, 1], np.cumsum([len(rows) for rows in table.values()], dtype=np.int64) - 1
+    counts = pairs[:, 1]
+    last_rows = np.cumsum([len(rows) for rows in table.values()], dtype=np.int64) - 1
     locations = [(block.extent.origin, block.extent.capacity, block.first) for block in table]
     origin, capacity, first = np.ascontiguousarray(np.array(locations, np.int64).T)
-    position, query = ranges(pairs[:, 3], counts), ranges(pairs[:, 0], counts)
+    position = ranges(pairs[:, 3], counts)
+    query = ranges(pairs[:, 0], counts)
     stop = position + 1
     if ahead:
         seen = np.zeros(num_queries, np.int64)

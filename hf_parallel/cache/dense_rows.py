@@ -53,7 +53,8 @@ class DenseBatch:
 
         Keys are rotated to the positions that the queries of the row expect. Padding repeats another token.
         """
-        heads, device = layer.num_kv_heads, layer.keys.device
+        heads = layer.num_kv_heads
+        device = layer.keys.device
         if (heads, device) not in self._made:
             origin, capacity, index = self.places[:, :, None]
             stored = storage_row(origin, capacity, index, heads, np.arange(heads)[:, None])
@@ -100,7 +101,8 @@ def dense_batches(
 
 def _rows(forward: ForwardPass, position: np.ndarray, kind: Callable[[list[int]], tuple[int, int]]) -> list[list[int]]:
     """Return the packed tokens of each row, rows of one kind side by side if none reads what another one stores."""
-    rows, first = dict[View, list[list[int]]](), 0
+    rows = dict[View, list[list[int]]]()
+    first = 0
     for segment in forward.segments:
         own = [*range(first, first := first + segment.num_tokens)]
         parts = rows.setdefault(segment.view, [])
@@ -121,13 +123,16 @@ def _batch(
     state_call: StateCall | None = None,
 ) -> DenseBatch:
     """Lay out the keys that the last query of each row sees; `position` is the queries' in their views."""
-    last, length = tokens[:, -1], int(position[tokens[:, -1]].max()) + 1
+    last = tokens[:, -1]
+    length = int(position[tokens[:, -1]].max()) + 1
     row_of, at = (np.full(plan.num_queries, -1) for _ in range(2))
-    row_of[last], at[tokens.reshape(-1)] = np.arange(len(last)), np.arange(tokens.size)
+    row_of[last] = np.arange(len(last))
+    at[tokens.reshape(-1)] = np.arange(tokens.size)
     pairs = np.flatnonzero(row_of[plan.pair_query] >= 0)
     block = np.repeat(np.arange(plan.num_blocks), np.diff(plan.block_pairs))[pairs]
     seen = plan.pair_hi[pairs]
-    pair, index = np.repeat(np.arange(len(pairs)), seen), ranges(np.zeros_like(seen), seen)
+    pair = np.repeat(np.arange(len(pairs)), seen)
+    index = ranges(np.zeros_like(seen), seen)
     column = length - 1 - plan.pair_position[pairs][pair] + index
     key = np.full((len(last), length), -1)
     key[row_of[plan.pair_query[pairs]][pair], column] = np.arange(len(pair))

@@ -65,7 +65,8 @@ class LogitsCache:
         for name, value in (("max_bytes", max_bytes), ("top_k", 1 if top_k is None else top_k)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive int{' or None' * (name == 'top_k')}, got {value!r}")
-        self.max_bytes, self.top_k = max_bytes, top_k
+        self.max_bytes = max_bytes
+        self.top_k = top_k
         self.salt = SALT  # of the keys of images; a loaded cache has that of its file
         self.hits = self.misses = 0
         self.num_bytes = 0
@@ -120,7 +121,10 @@ class LogitsCache:
         with self.lock:
             for _, node in list(self.nodes()):
                 node.delete()
-            self._roots, self._vocabularies, self._queue, self.num_bytes = {}, {}, [], 0
+            self._roots = {}
+            self._vocabularies = {}
+            self._queue = []
+            self.num_bytes = 0
 
     def store_distribution(self, node: TrieNode, distribution: CachedDistribution) -> bool:
         """Replace a node's distribution. Return False if it does not fit, or the node is deleted or has no logits."""
@@ -153,7 +157,8 @@ class LogitsCache:
         Logs a warning if the file was saved under another version of transformers. Raises `ValueError` if the file is
         damaged or was not written by `save`, and `OSError` if it is missing, a folder or unreadable.
         """
-        cache, content = cls(max_bytes), read_file(path, MAX_FILE_BYTES)
+        cache = cls(max_bytes)
+        content = read_file(path, MAX_FILE_BYTES)
         try:
             metadata = read_metadata(content)
             if metadata.get("format") != _FORMAT:
@@ -188,7 +193,8 @@ class LogitsCache:
         for token, parent, used, index in rows:
             node = self.child(nodes[parent], token)
             nodes.append(node)
-            node.last_used, self._clock = used, max(self._clock, used)
+            node.last_used = used
+            self._clock = max(self._clock, used)
             if index >= 0:
                 node.logits = logits_at(arrays, index)
                 self.num_bytes += node.logits.num_bytes
@@ -302,7 +308,8 @@ class Cursors:
         """Note that no more logits are computed for rows: other calls wait for them no more."""
         with self._cache.lock:
             for row in rows:
-                owner, node = self._owners.pop(row, None), self._nodes.get(row)
+                owner = self._owners.pop(row, None)
+                node = self._nodes.get(row)
                 if node is not None and self._cache.computing.get(node) is owner:
                     self._cache.computing.pop(node, None)
 

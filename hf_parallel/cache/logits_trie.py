@@ -42,7 +42,9 @@ class CachedLogits:
             return cls(logits.detach().to("cpu", copy=True), None, size, -np.inf)
         values, ids = logits.topk(top_k + 1)
         higher = values > values[-1]
-        values, ids, wide = values[higher], ids[higher], logits.double()
+        values = values[higher]
+        ids = ids[higher]
+        wide = logits.double()
         log_tail = wide.index_fill(0, ids, -torch.inf).logsumexp(0) - wide.logsumexp(0)
         return cls(values.cpu(), ids.to("cpu", torch.int32), size, float(log_tail))
 
@@ -74,7 +76,8 @@ class CachedLogits:
             return self.values
         if not len(self.ids):
             return torch.zeros(self.vocabulary)
-        ids, values = self.ids.long(), self.values.double()
+        ids = self.ids.long()
+        values = self.values.double()
         each = self.log_total + self.log_tail - np.log(self.vocabulary - len(ids))
         dense = torch.full((self.vocabulary,), each, dtype=torch.float64)
         dense[ids] = values
@@ -169,10 +172,12 @@ def to_arrays(root: TrieNode) -> dict[str, torch.Tensor]:
 
 def logits_at(arrays: dict[str, torch.Tensor], index: int) -> CachedLogits:
     """Return the logits at an index of `values`."""
-    values, ids = arrays["values"][index].clone(), None
+    values = arrays["values"][index].clone()
+    ids = None
     if "ids" in arrays:
         kept = values > -torch.inf  # the rest of the row is padding
-        values, ids = values[kept], arrays["ids"][index][kept]
+        values = values[kept]
+        ids = arrays["ids"][index][kept]
     return CachedLogits(values, ids, int(arrays["vocabulary"]), float(arrays["rest"][index]))
 
 
@@ -203,8 +208,12 @@ def read_keys(text: str) -> list[str]:
 
 def check_arrays(arrays: dict[str, torch.Tensor], top_k: int | None) -> None:
     """Raise `ValueError` unless the arrays are consistent, so that a forged file fails here and not in a call."""
-    count, vocabulary, ids = len(arrays["tokens"]), int(arrays["vocabulary"]), arrays.get("ids")
-    parents, places, rest = arrays["parents"], arrays["places"], arrays["rest"]
+    count = len(arrays["tokens"])
+    vocabulary = int(arrays["vocabulary"])
+    ids = arrays.get("ids")
+    parents = arrays["parents"]
+    places = arrays["places"]
+    rest = arrays["rest"]
     values = arrays["values"] if "values" in arrays else torch.empty(0, vocabulary)
     kept = vocabulary if top_k is None else min(top_k, vocabulary)
     types = dict.fromkeys(("tokens", "parents", "used", "places", "vocabulary"), torch.int64)

@@ -109,7 +109,8 @@ class PassLog:
             bases = [segment.view[-1].base for segment in segments]
             self._events.append(_Pass(frozen, dict(lengths), bases, run, slice(begin, end), first))
             _append(lengths, segments)
-            begin, first = end, first + len(segments)
+            begin = end
+            first = first + len(segments)
 
     def add_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
         """Record that tokens of a block were copied, or moved, to another block."""
@@ -136,7 +137,8 @@ class PassLog:
 
     def needed(self, blocks: Collection[Block], cached: Collection[Block]) -> set[Block]:
         """Return the blocks that must be computed for `blocks`, themselves included, if others are `cached`."""
-        seen, written = set(blocks), set()
+        seen = set(blocks)
+        written = set()
         for event in reversed(self._events):
             if isinstance(event, BlockCopy):
                 writes: list[tuple[Block, View]] = [(event.target, [event.source])]
@@ -225,7 +227,8 @@ class _Batch:
     def flush(self) -> Iterator[Passes]:
         """Yield the passes, if there are any, and begin again."""
         if self._passes:
-            passes, ids = self._passes, torch.cat(self._ids)
+            passes = self._passes
+            ids = torch.cat(self._ids)
             self._clear()
             yield passes, ids
 
@@ -256,7 +259,9 @@ class _Compiler:
         firsts = []
         _append(lengths, event.segments)
         for segment, base, original in zip(event.segments, event.bases, given, strict=False):
-            target, n, first = segment.view[-1], segment.num_tokens, len(self.positions)
+            target = segment.view[-1]
+            n = segment.num_tokens
+            first = len(self.positions)
             index = lengths[target] - n
             self.positions += range(base + index, base + index + n)
             if segment.write:
@@ -264,7 +269,8 @@ class _Compiler:
             firsts.append(first)
             self.last_tokens[id(original)] = first + n - 1
         for segment, first in zip(event.segments, firsts, strict=True):
-            start, view = 0, []
+            start = 0
+            view = []
             for block in segment.view:
                 if lengths[block]:
                     self._check_known(block, lengths[block])

@@ -155,7 +155,9 @@ class Pool:
 
     def compress(self, block: Block) -> bool:
         """Round a block that no row writes any more to 8 bits. Return whether there was memory in the budget for it."""
-        arena, compact, size = self.arena, self.arena.compact, block.length
+        arena = self.arena
+        compact = self.arena.compact
+        size = block.length
         assert compact is not None, "no dtype was chosen"
         if self.budget is not None and not compact.fits(size):
             slots = compact.num_slots + max(size, compact.num_slots // 2)
@@ -171,7 +173,8 @@ class Pool:
             arena.release(extent)
             raise
         arena.release(block.extent)
-        block.extent, block.first = extent, 0
+        block.extent = extent
+        block.first = 0
         self.touch()
         return True
 
@@ -184,7 +187,9 @@ class Pool:
         """Release the memory of a block, which becomes empty but is not deleted."""
         self.touch()
         self.arena.release(block.extent)
-        block.extent, block.first, block.length = Extent(0, 0), 0, 0
+        block.extent = Extent(0, 0)
+        block.first = 0
+        block.length = 0
         self.forget_state(block)
 
     def continues(self, block: Block, length: int) -> bool:
@@ -203,7 +208,8 @@ class Pool:
         At other positions than its own, or if it has none, `target` has no state afterwards.
         """
         if source.has_state and source.base + source.length == target.base + target.length:
-            source.state, target.state, target.state_at = target.state, source.state, target.length
+            source.state, target.state = target.state, source.state
+            target.state_at = target.length
         elif source.length:
             target.state_at = -1
 
@@ -214,7 +220,8 @@ class Pool:
             raise ValueError(f"length must be between 0 and the block's {block.length}, got {length}")
         if length < block.length:
             self.touch()
-            block.length, block.shift = length, 0
+            block.length = length
+            block.shift = 0
             block.state_at = -1
 
     def split(self, block: Block, at: int) -> Block:
@@ -239,7 +246,10 @@ class Pool:
             tail = self.new_block(base=block.base + at)
             tail.shift = block.shift
         if block.state_at <= held:
-            head.state, head.state_at, block.state, block.state_at = block.state, block.state_at, -1, -1
+            head.state = block.state
+            head.state_at = block.state_at
+            block.state = -1
+            block.state_at = -1
         self._log_copy(block, 0, held, head, 0)
         self.blocks.add(head)
         self.blocks.remove(block)
@@ -253,7 +263,10 @@ class Pool:
         block.shift = 0
         block.extent.owners += 1
         if block.state_at > at:
-            tail.state, tail.state_at, block.state, block.state_at = block.state, block.state_at - at, -1, -1
+            tail.state = block.state
+            tail.state_at = block.state_at - at
+            block.state = -1
+            block.state_at = -1
         self.blocks.add(tail)
         self._root.blocks.add(tail)
         self.touch()
@@ -265,14 +278,16 @@ class Pool:
         self.check_owned(block)
         length = block.length
         copy = self.new_block(length + extra_capacity, block.base)
-        copy.gap, copy.shift = block.gap, block.shift
+        copy.gap = block.gap
+        copy.shift = block.shift
         try:
             self.reserve([(copy, length)])  # blocks of a child begin without memory
             self.arena.copy(block.tokens, copy.extent.range(0, length), 0, self.rotary)
             self._log_copy(block, 0, length, copy, 0)
             copy.length = length
             if block.has_state:
-                (copy.state,), copy.state_at = self.states.allocate(1), length
+                (copy.state,) = self.states.allocate(1)
+                copy.state_at = length
                 self.states.copy(block.state, copy.state)
         except BaseException:
             self.free(copy)
@@ -300,7 +315,8 @@ class Pool:
         self.touch()
         target.length += source.length
         self.move_state(source, target)
-        source.length, source.state_at = 0, -1
+        source.length = 0
+        source.state_at = -1
 
     def reserve(self, wanted: Wanted) -> None:
         """Ensure capacity for `length` tokens in each `(block, length)`.
@@ -366,13 +382,16 @@ class Pool:
 
         Divides the rest of the budget between states, and keys and values.
         """
-        lengths, budget, compact = dict(wanted), self.budget, self.arena.compact
+        lengths = dict(wanted)
+        budget = self.budget
+        compact = self.arena.compact
         ordered = sorted((b for b in self.blocks if b.length), key=lambda b: (b.extent.origin, b.first))
         rounded = [b for b in ordered if b.extent.is_compact]
         held = ordered[: len(ordered) - len(rounded)]
         blocks = [*held, *(block for block in lengths if not block.length)]
         needed = sum(lengths.get(block, block.length) for block in blocks)
-        states, tokens = self.states.num_used + self.new_states(wanted), sum(b.length for b in rounded)
+        states = self.states.num_used + self.new_states(wanted)
+        tokens = sum(b.length for b in rounded)
         if budget is None or (left := budget.bytes - budget.cost(needed, states, tokens)) < 0:
             return False
         for block in self.blocks - {*blocks, *rounded}:
@@ -398,7 +417,8 @@ class Pool:
         self.touch()
         tokens = [(block.extent, block.first, block.length) for block in blocks]
         for block, extent in zip(blocks, (arena or self.arena).relocate(tokens, capacities), strict=True):
-            block.extent, block.first = extent, 0
+            block.extent = extent
+            block.first = 0
 
     def clear_unused(self) -> None:
         """Overwrite all unused memory with zeros: attention may read it with weight 0, which does not hide a NaN."""

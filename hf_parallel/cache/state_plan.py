@@ -79,7 +79,8 @@ def plan_states(arena: StateArena, passes: Sequence[Sequence[Segment]], device: 
     chunks: list[_Chunk] = []
     offset = 0
     for segment in (one for segments in passes for one in segments):
-        block, count = segment.view[-1], segment.num_tokens
+        block = segment.view[-1]
+        count = segment.num_tokens
         held = lengths.get(block, block.length)
         start = held if segment.write else held - count
         before = (one for one in reversed(segment.view[:-1]) if lengths.get(one, one.length))
@@ -99,7 +100,9 @@ def plan_states(arena: StateArena, passes: Sequence[Sequence[Segment]], device: 
                     busy[source] = max(busy.get(source, 0), chunk.level + 1)
             chunk.ranges.append((first, step))
             if is_kept:
-                growing[block], ready[block], source = chunk, chunk.level + 1, block
+                growing[block] = chunk
+                ready[block] = chunk.level + 1
+                source = block
         offset += count
         if is_kept:
             lengths[block] = known[block] = start + count

@@ -61,7 +61,8 @@ class StateArena:
         for first in range(len(self._free) - count + 1 if count else 0):
             if self._free[first + count - 1] - self._free[first] == count - 1:
                 return [self._free.pop(first) for _ in range(count)]
-        taken, self._free = self._free[:count], self._free[count:]
+        taken = self._free[:count]
+        self._free = self._free[count:]
         new = range(self.num_slots, self.num_slots + count - len(taken))
         self.num_slots += len(new)
         return [*taken, *new]
@@ -96,7 +97,8 @@ class StateArena:
         moved = dict(zip([slot for slot in used if slot >= len(used)], holes, strict=True))
         for held in self.storage.values() if moved else ():
             held[to_device(holes, held.device)] = held[to_device([*moved], held.device)]
-        self.num_slots, self._free = len(used), []
+        self.num_slots = len(used)
+        self._free = []
         return moved
 
     def read(self, module: str, slots: Slots, in_place: bool) -> dict[str, dict[int, torch.Tensor]]:

@@ -42,7 +42,8 @@ class Node:
     @property
     def path(self) -> list[Node]:
         """Nodes from the root (excluded) to this one."""
-        nodes, node = [], self
+        nodes = []
+        node = self
         while node.parent is not None:
             nodes.append(node)
             node = node.parent
@@ -133,7 +134,9 @@ class PrefixTree:
     """
 
     def __init__(self, pool: Pool) -> None:
-        self.pool, self.observer, self.clock = pool, RequestObserver(), 0
+        self.pool = pool
+        self.observer = RequestObserver()
+        self.clock = 0
         self.state_interval: int | None = None  # most tokens of a new node, so that states are kept between
         self.clear()
 
@@ -163,7 +166,8 @@ class PrefixTree:
         Reuses nodes of the tree, splits them where necessary, and creates the rest, which the owner will compute.
         `gap`: see `Node`.
         """
-        node, first_gap = root, gap
+        node = root
+        first_gap = gap
         for rest in self.parts(tokens):
             while len(rest):
                 child, shared = self._best_child(node, rest, first_gap)
@@ -173,7 +177,9 @@ class PrefixTree:
                     node.gap = first_gap
                 else:
                     node = child if shared == len(child.tokens) else self._split(child, shared)
-                node.last_used, first_gap, rest = self.clock, 0, rest[shared:]
+                node.last_used = self.clock
+                first_gap = 0
+                rest = rest[shared:]
         if owner is not None:
             self.pin(node, owner)
             self.start_computing([one for one in node.path if len(one.uncached)], owner)
@@ -204,7 +210,9 @@ class PrefixTree:
                 path.append(child)
                 if shared < len(child.tokens):
                     return path
-                node, gap, rest = child, 0, rest[shared:]
+                node = child
+                gap = 0
+                rest = rest[shared:]
         return path
 
     def parts(self, tokens: np.ndarray) -> list[np.ndarray]:
@@ -224,7 +232,8 @@ class PrefixTree:
 
     def retain(self, tokens: np.ndarray) -> None:
         """Keep only the longest cached prefix of `tokens`, int64 `[length]`; remove all other tokens from the tree."""
-        node, rest = self.root, tokens
+        node = self.root
+        rest = tokens
         while True:
             child, shared = self._best_child(node, rest) if len(rest) else (None, 0)
             if child is not None and shared < len(child.tokens):
@@ -234,7 +243,8 @@ class PrefixTree:
                     self._remove(other)
             if child is None:
                 return
-            node, rest = child, rest[shared:]
+            node = child
+            rest = rest[shared:]
 
     def nodes_to_prefill(self, owner: Owner | None = None) -> list[Node]:
         """Return nodes with uncached tokens, parents before children, and allocate their blocks."""
@@ -246,7 +256,8 @@ class PrefixTree:
                 capacity = len(node.tokens) if owner is None else 0
                 assert node.parent is not None, "the root has no tokens"
                 node.block = self.pool.new_block(capacity, node.parent.next_position)
-                node.block.gap, node.block.shift = node.gap, node.shift
+                node.block.gap = node.gap
+                node.block.shift = node.shift
         return nodes
 
     def compress(self) -> None:
@@ -284,7 +295,8 @@ class PrefixTree:
 
         Reads the last layer only, which a NaN or infinity in any earlier layer reaches.
         """
-        layers, states = self.pool.arena.layers, self.pool.states
+        layers = self.pool.arena.layers
+        states = self.pool.states
         layer = layers.get(max(layers, default=-1))
         nodes = [node for node in self.nodes() if node.num_cached and not node.is_finite]
         blocks = [node.block for node in nodes if node.block is not None]
@@ -376,7 +388,8 @@ class PrefixTree:
         heapq.heapify(queue)
         while queue:
             _, _, node = heapq.heappop(queue)
-            tokens, parent = node.num_cached, node.parent
+            tokens = node.num_cached
+            parent = node.parent
             assert node.block is not None
             size = self.pool.bytes_of(node.block)
             size += self.pool.states.bytes_per_slot if node.block.state >= 0 else 0
@@ -481,13 +494,15 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None, "the root has no tokens to split"
         head = Node(node.tokens[:at], parent, children={int(node.tokens[at]): [node]}, is_finite=node.is_finite)
-        head.gap, node.gap = node.gap, 0
+        head.gap = node.gap
+        node.gap = 0
         node.siblings[node.siblings.index(node)] = head
         if node.block is not None:
             head.block, node.block = self.pool.divide(node.block, at)
         if node in self._uncompressed:
             self._uncompressed[head] = None
-        node.tokens, node.parent = node.tokens[at:], head
+        node.tokens = node.tokens[at:]
+        node.parent = head
         if node in self.pins:
             self.pins[head] = set(self.pins[node])
         if node in self.computing:

@@ -60,7 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--logits-cache", type=Path, metavar="FILE", help="load cached logits from the file, and save them there")
     add = parser.add_argument_group("generation").add_argument
     for name, words in SET_OPTIONS.items():
-        option, setting = f"--{name.replace('_', '-')}", f"{name}={{}}".format
+        option = f"--{name.replace('_', '-')}"
+        setting = f"{name}={{}}".format
         add(option, dest="set", action="append", type=setting, metavar="X", help=words)
     words = "sample tokens (implied by temperature, top_p, top_k and similar settings)"
     add("--sample", dest="set", action="append_const", const="do_sample=true", help=words)
@@ -98,7 +99,9 @@ def generate(options: argparse.Namespace) -> int:
     config, settings = read_settings(options)
     model, tokenizer = load(options)
     if not leads(model):
-        sys.stdout, options.output, options.logits_cache = StringIO(), None, None
+        sys.stdout = StringIO()
+        options.output = None
+        options.logits_cache = None
     if config is not None:
         arguments = {"generation_mode": config.mode, "parallel_config": config}
         config = take_parallel_config(model.generation_config, arguments)  # adds the settings stored with the model
@@ -139,7 +142,8 @@ def _save_run(
     """Write the transcripts of all batches as one, if there are any."""
     if options.output is None or not outputs:
         return
-    runs, total = [output.to_dict(tokenizer) for output in outputs], GenerationStats()
+    runs = [output.to_dict(tokenizer) for output in outputs]
+    total = GenerationStats()
     for output in outputs:
         total.add(output.stats)
     run = {
@@ -200,7 +204,9 @@ def records(
     and `ends` are the tokens that end a row of a call without a mode. `log_probs`: see `ParallelOutput.to_records`.
     """
     if isinstance(output, ParallelOutput):
-        texts, fields, record = output.answer_texts(tokenizer), output.to_records(log_probs), output.record
+        texts = output.answer_texts(tokenizer)
+        fields = output.to_records(log_probs)
+        record = output.record
         is_answer = record.config.rows_per_prompt > 1 and not record.config.traits.merges_rows
         answers = record.answers_of(record.truncated, lambda row: row if is_answer else record.place(row)[0])
         for index, of_answer in enumerate(fields):

@@ -103,7 +103,8 @@ def serve(options: argparse.Namespace) -> int:
         words = f"{options.host} can be reached by others, and no --api-key is given"
         print(f"hf-parallel: warning: {words}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises the signal again when it has ended
-    family, port = socket.AF_INET6 if ":" in options.host else socket.AF_INET, options.port
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    port = options.port
     if options.device == "tp" and os.environ.get("RANK", "0") != "0":  # it follows the first process, and ends with it
         port = 0
         for one in (signal.SIGTERM, signal.SIGINT):

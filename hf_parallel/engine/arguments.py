@@ -77,7 +77,8 @@ def split_arguments(
     if arguments.get("tokenizer") is None and tokenizer is not None:
         arguments["tokenizer"] = tokenizer
     template = arguments.pop("chat_template_kwargs", None)
-    tokenizer, device = arguments.get("tokenizer"), execution_device(model)
+    tokenizer = arguments.get("tokenizer")
+    device = execution_device(model)
     encoded = encode_prompt(prompt, config, tokenizer, device, template, arguments.pop("attention_mask", None))
     if given_twice := arguments.keys() & encoded.keys() | arguments.keys() & {"inputs", "input_ids"}:
         raise ValueError(f"the prompt is the first argument of submit, got {sorted(given_twice)} as well")

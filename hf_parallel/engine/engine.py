@@ -122,7 +122,8 @@ class Engine:
         self.leads = self._ranks.leads
         self.tokenizer: Any = tokenizer or enabled(self.model).tokenizer
         self.max_waiting = max_waiting
-        device, rotary = execution_device(self.model), enabled(self.model).capabilities.rotary
+        device = execution_device(self.model)
+        rotary = enabled(self.model).capabilities.rotary
         self._storage = KVStorage(rotary, device, max_kv_bytes, policy, self._free_memory, cache_dtype)
         self._storage.tree.state_interval = state_interval
         self.has_policy = policy is not None
@@ -174,7 +175,8 @@ class Engine:
             return
         atexit.unregister(self.close)
         with self._changed:
-            self.is_closing, self._draining = True, drain
+            self.is_closing = True
+            self._draining = drain
             self._changed.notify_all()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
@@ -228,7 +230,8 @@ class Engine:
         self.check_open()
         check_request(priority, cache_salt)
         self._cached_model.check(adapter)
-        key, hints = submitter_key(submitter), AgentHints.of(agent_hints)
+        key = submitter_key(submitter)
+        hints = AgentHints.of(agent_hints)
         config, arguments = split_arguments(self.model, self.tokenizer, prompt, generation_mode, settings)
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
@@ -325,7 +328,8 @@ class Engine:
                     return
                 while self._submitted:
                     self._scheduler.add(self._submitted.popleft())
-                cancelled, self._cancelled = self._cancelled, []
+                cancelled = self._cancelled
+                self._cancelled = []
             for request in cancelled:
                 if not request.is_done:
                     self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
@@ -341,7 +345,8 @@ class Engine:
 
     def _step(self) -> None:
         """Resume what waits, admit requests, and run one forward pass."""
-        began, self._known_seconds = time.perf_counter(), 0.0
+        began = time.perf_counter()
+        self._known_seconds = 0.0
         scheduler = self._scheduler
         self._storage.tree.clock += 1
         for request in list(scheduler.running):
@@ -374,7 +379,8 @@ class Engine:
 
     def _call(self, request: Request, function: Callable[..., None], *arguments: Any) -> None:
         """Run a part of a request's code, until its next pass or its end."""
-        began, before = time.perf_counter(), request.num_tokens
+        began = time.perf_counter()
+        before = request.num_tokens
         self._current = request
         try:
             function(*arguments)
@@ -442,7 +448,9 @@ class Engine:
 
     def _compute(self, batch: list[Request]) -> None:
         """Run one forward pass for the requests of a batch, and continue each with its logits."""
-        began, logits, error = time.perf_counter(), None, None
+        began = time.perf_counter()
+        logits = None
+        error = None
         try:
             step = self._plan(batch)
             if step is None:

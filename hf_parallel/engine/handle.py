@@ -90,7 +90,9 @@ class RequestHandle:
     ) -> None:
         self.times = RequestTimes(time.perf_counter())
         self.stats = GenerationStats()
-        self._on_cancel, self._check_wait, self._decoder = on_cancel, check_wait, decoder
+        self._on_cancel = on_cancel
+        self._check_wait = check_wait
+        self._decoder = decoder
         self._lock = threading.Lock()
         self._waiting: list[tuple[Callable[[], bool], Future[None]]] = []
         self._tokens: list[int] = []
@@ -238,7 +240,9 @@ class RequestHandle:
     def end(self, output: object = None, error: BaseException | None = None) -> None:
         """End the request with its output or an error."""
         self.times.ended = time.perf_counter()
-        self._output, self.error, self.done = output, error, True
+        self._output = output
+        self.error = error
+        self.done = True
         self._on_cancel = lambda: None  # it holds the request, and the features of its images
         self.notify()
 

@@ -94,7 +94,8 @@ def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
     passes: list[list[Segment]] = [[] for _ in range(depth)]
     ids: list[torch.Tensor] = []
     places: list[list[np.ndarray]] = [[] for _ in pending]  # of the tokens of each request among all
-    taken, total = [0] * len(pending), 0
+    taken = [0] * len(pending)
+    total = 0
     for level, joined in enumerate(passes):
         for index, one in enumerate(pending):
             own = level - depth + len(one.passes)

@@ -29,7 +29,8 @@ class Ranks:
     """
 
     def __init__(self, model: Any) -> None:
-        count, self.leads = num_ranks(model), leads(model)
+        count = num_ranks(model)
+        self.leads = leads(model)
         self.are_several = count > 1
         if self.are_several and (world := distributed.get_world_size()) != count:
             raise ValueError(f"an engine needs all {world} processes for one model, but {count} compute this one")
@@ -39,7 +40,8 @@ class Ranks:
 
     def begin(self, arena: Arena) -> None:
         """Record the changes of an arena, whose storage is equal in all processes, from now on."""
-        self._changes, self._last = [], None
+        self._changes = []
+        self._last = None
         for one in filter(None, (arena, arena.compact)) if self.are_several and self.leads else ():
             one.on_change = self._add
 
@@ -50,11 +52,13 @@ class Ranks:
         """Let the other processes compute a pass, with the arguments of `AdaptedModel.logits`."""
         if not self.are_several:
             return
-        plan, last = forward.plan, None if self._last is None else self._last.plan
+        plan = forward.plan
+        last = None if self._last is None else self._last.plan
         sent = replace(forward, plan=replace(plan, derived={}, windows={}), position_ids=forward.position_ids.cpu())
         is_next = last is not None and (last.lineage, last.step + 1) == (plan.lineage, plan.step)
         self.broadcast((self._changes, None if is_next else sent, ids.cpu(), *arguments))
-        self._changes, self._last = [], forward
+        self._changes = []
+        self._last = forward
 
     def run(
         self,

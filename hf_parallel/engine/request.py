@@ -80,10 +80,14 @@ class Request(Host):
         cache_salt: str | None = None,
         adapter: str | None = None,
     ) -> None:
-        self.config, self.handle, self.priority, self.submitter = config, handle, priority, submitter
+        self.config = config
+        self.handle = handle
+        self.priority = priority
+        self.submitter = submitter
         # Log-probabilities of a prompt need all of its logits: its prefixes are neither shared nor kept.
         self.is_private = any(getattr(one, "prompt_top", None) is not None for one in call.logits_processor)
-        self.hints, self.adapter = hints, adapter  # each adapter has prefixes of its own
+        self.hints = hints
+        self.adapter = adapter  # each adapter has prefixes of its own
         self.identity = self if self.is_private else cache_salt if adapter is None else (adapter, cache_salt)
         self.call = replace(call, executor=self)  # instead of the call's own
         handle.stats = call.stats
@@ -177,7 +181,8 @@ class Request(Host):
         Nodes that others have left without keys and values are computed here, one by one: in the pass of the mode, each
         would need a state at the same time.
         """
-        tree, is_own = self._storage.tree, False
+        tree = self._storage.tree
+        is_own = False
         while matching := tree.matching(want.tokens, want.root, want.gap):
             if any(tree.is_computed_by_other(node, self) for node in matching):
                 if is_own:
@@ -233,7 +238,8 @@ class Request(Host):
 
     def start(self, storage: KVStorage, chunk_size: int) -> None:
         """Run until the first forward pass."""
-        self._storage, self.chunk_size = storage, chunk_size
+        self._storage = storage
+        self.chunk_size = chunk_size
         self.handle.times.started = self.handle.times.started or time.perf_counter()
         self._stack = [self._run_mode()]
         self._advance()
@@ -250,7 +256,8 @@ class Request(Host):
                 self._delayed = value
             return
         if value is None and self._rebuilding is None:  # a rebuild that has waited gets nothing
-            value, self._delayed = self._delayed, None
+            value = self._delayed
+            self._delayed = None
         self._advance(value)
 
     def _advance(self, value: Any = None, error: BaseException | None = None) -> None:
@@ -262,15 +269,18 @@ class Request(Host):
                 want = steps.send(value) if error is None else steps.throw(error)
             except StopIteration as end:
                 self._stack.pop()
-                value, error = end.value, None
+                value = end.value
+                error = None
                 if steps is self._rebuilding:
                     self._rebuilding = None
-                    self.awaited, self._suspended = self._suspended, None
+                    self.awaited = self._suspended
+                    self._suspended = None
                     return
                 continue
             except BaseException as raised:
                 self._stack.pop()
-                value, error = None, raised
+                value = None
+                error = raised
                 if steps is self._rebuilding:
                     self._rebuilding = None
                 continue
@@ -320,7 +330,8 @@ class Request(Host):
                 logger.warning("the run of a request did not end well", exc_info=error)
 
     def _stop_rebuilding(self) -> None:
-        rebuilding, self._rebuilding = self._rebuilding, None
+        rebuilding = self._rebuilding
+        self._rebuilding = None
         while rebuilding is not None:
             steps = self._stack.pop()
             steps.close()
@@ -449,7 +460,8 @@ class Request(Host):
         return node.tokens[node.num_cached : stop]
 
     def _replay(self) -> Steps[None]:
-        live, pool = set(self.blocks), self._storage.pool
+        live = set(self.blocks)
+        pool = self._storage.pool
         # Blocks that were freed are needed until the tokens moved out of them are rebuilt. All others are the tree's.
         temporary = {block for block in self.log.needed(live, pool.blocks) - live if block.parts is None}
         pool.blocks |= temporary
@@ -472,7 +484,8 @@ class Request(Host):
                 pool.free(block)
 
     def _copy(self, event: BlockCopy) -> None:
-        pool, count = self._storage.pool, event.stop - event.start
+        pool = self._storage.pool
+        count = event.stop - event.start
         pool.reserve([(event.target, event.at + count)])
         source = event.source.extent.range(event.source.first + event.start, count)
         target = event.target.extent.range(event.target.first + event.at, count)

@@ -53,7 +53,9 @@ class Scheduler:
     """
 
     def __init__(self, storage: KVStorage, max_rows: int, max_batch_tokens: int) -> None:
-        self.storage, self.max_rows, self.max_batch_tokens = storage, max_rows, max_batch_tokens
+        self.storage = storage
+        self.max_rows = max_rows
+        self.max_batch_tokens = max_batch_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.submitters: dict[Any, Account] = {}
@@ -71,10 +73,12 @@ class Scheduler:
 
     def check_budget(self, request: Request) -> None:
         """Raise `KVBudgetError` if a request alone does not fit into memory."""
-        budget, prompt = self.storage.pool.budget, request.call.prompt_tokens
+        budget = self.storage.pool.budget
+        prompt = request.call.prompt_tokens
         if budget is None:
             return
-        interval, states = self.storage.tree.state_interval, 0
+        interval = self.storage.tree.state_interval
+        states = 0
         if budget.state_bytes:
             states = request.config.max_states(request.call) + (request.max_tokens // interval if interval else 0)
         if (needed := budget.cost(request.max_tokens, states)) > budget.bytes:
@@ -97,7 +101,8 @@ class Scheduler:
             account.served = max(account.served, self._fair)
             self._num_active += 1
         account.num_requests += 1
-        request.number, self._submitted = self._submitted, self._submitted + 1
+        request.number = self._submitted
+        self._submitted = self._submitted + 1
         self.waiting.append(request)
 
     def charge(self, request: Request, tokens: int) -> None:
@@ -133,7 +138,8 @@ class Scheduler:
             return []
         is_busy = any(request.needs_pass for request in self.running)
         resumed: list[Request] = []
-        needed, budget = 0, self.storage.pool.budget
+        needed = 0
+        budget = self.storage.pool.budget
         for request in preempted:
             if budget is not None:
                 needed += _cost(budget, request.missing_lengths) + budget.cost(request.num_rows * EXPECTED_TOKENS, 0)
@@ -251,7 +257,8 @@ class Scheduler:
         return budget.bytes - budget.held([*own, *self.storage.used_blocks(resumed)])
 
     def _fits(self, requests: list[Request]) -> bool:
-        budget, tree = self.storage.pool.budget, self.storage.tree
+        budget = self.storage.pool.budget
+        tree = self.storage.tree
         if budget is None:
             return True
         needed = _cost(budget, [len(node.uncached) for node in tree.pins])

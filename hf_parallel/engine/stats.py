@@ -62,7 +62,8 @@ class EngineStats:
 
 def engine_stats(scheduler: Scheduler, work: EngineStats, num_submitted: int) -> EngineStats:
     """Return the state of an engine, given its work. `num_submitted` requests are not in the scheduler's queue yet."""
-    running, storage = list(scheduler.running), scheduler.storage
+    running = list(scheduler.running)
+    storage = scheduler.storage
     preempted = sum(request.preempted for request in running)
     return replace(
         work,

@@ -46,9 +46,12 @@ class KVStorage:
         free_memory: Callable[[], bool] = lambda: False,
         cache_dtype: str | None = None,
     ) -> None:
-        self.max_bytes, self.free_memory = max_bytes, free_memory
+        self.max_bytes = max_bytes
+        self.free_memory = free_memory
         self.cache = SharedPrefixCache(rotary, device, cache_dtype=cache_dtype)
-        self.pool, self.tree, self.arena = self.cache.pool, self.cache.tree, self.cache.pool.arena
+        self.pool = self.cache.pool
+        self.tree = self.cache.tree
+        self.arena = self.cache.pool.arena
         self.pool.on_full = self._make_room
         self.policy: EvictionPolicy
         self.use_policy(LeastRecentlyUsed() if policy is None else policy)
@@ -68,7 +71,8 @@ class KVStorage:
     def reset(self) -> None:
         """Delete everything and release all memory."""
         self.cache.reset()
-        self._checked, self._versions = -1, []
+        self._checked = -1
+        self._versions = []
 
     def check_weights(self, model: PreTrainedModel, ending: Any = None) -> None:
         """Raise `WeightsChangedError` if the weights of the model are or were others since the last check.
@@ -120,7 +124,8 @@ class KVStorage:
 
     def _make_room(self, wanted: Wanted, slots: int) -> None:
         """Free memory for blocks that grow by packing, evicting or preempting; raise `KVBudgetError` if that fails."""
-        pool, budget = self.pool, self.pool.budget
+        pool = self.pool
+        budget = self.pool.budget
         assert budget is not None, "memory is full only under a budget"
         needed = budget.cost(slots, pool.new_states(wanted))
         if self.has_exceeded:
@@ -144,7 +149,8 @@ class KVStorage:
 
     def evict(self, size: int) -> bool:
         """Evict unused nodes, keys and states, until `size` more bytes are free. Return whether a node was evicted."""
-        before, target = self.evicted_tokens, self.pool.free_bytes + size
+        before = self.evicted_tokens
+        target = self.pool.free_bytes + size
         for tokens, _ in self.tree.evict(self.policy.priority):
             self.evicted_tokens += tokens
             if self.pool.free_bytes >= target:
@@ -153,7 +159,8 @@ class KVStorage:
 
     def _drop_states(self, wanted: Wanted, size: int) -> bool:
         """Drop states of the tree that no pass needs now, until `size` more bytes are free. Return whether one was."""
-        target, has_dropped = self.pool.free_bytes + size, False
+        target = self.pool.free_bytes + size
+        has_dropped = False
         for _ in self.tree.drop_states([block for block, _ in wanted]):
             has_dropped = True
             if self.pool.free_bytes >= target:

@@ -49,10 +49,8 @@ class FormulaComparer:
         settings = sandbox.limits([], 1 << 20, MAX_MEMORY, 0)
         settings["alarm"] = math.ceil(self.seconds) + 1
         settings["path"] = [os.path.realpath(entry) for entry in sys.path if entry]
-        self._process, self._owner = (
-            sandbox.start_python(__file__, settings, subprocess.PIPE, subprocess.PIPE, subprocess.DEVNULL),
-            os.getpid(),
-        )
+        self._process = sandbox.start_python(__file__, settings, subprocess.PIPE, subprocess.PIPE, subprocess.DEVNULL)
+        self._owner = os.getpid()
         reply = self._ask(None, sandbox.START_SECONDS)
         if reply != "ready":
             reason = reply["error"] if isinstance(reply, dict) else "its process has ended"
@@ -63,7 +61,8 @@ class FormulaComparer:
         # Without a reply, also after Ctrl-C, kill the process: a late reply would answer the next request
         from hf_parallel.evaluation import sandbox
 
-        process, reply = self._process, None
+        process = self._process
+        reply = None
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
@@ -90,7 +89,8 @@ compare_formulas = _comparer.compare
 def _main() -> None:
     """Restrict this process after its imports, and answer requests from stdin with `true` or `false`."""
     settings = json.loads(sys.argv[1])
-    sys.path[:], alarm = settings.pop("path"), settings.pop("alarm")
+    sys.path[:] = settings.pop("path")
+    alarm = settings.pop("alarm")
     try:
         from math_verify import LatexExtractionConfig, parse, verify
         from sympy import Basic, FiniteSet, Tuple
@@ -122,7 +122,8 @@ def _main() -> None:
         request = json.loads(line)
         signal.alarm(alarm)  # also ends this process if its parent was killed
         try:
-            gold, given = read(request["gold"]), read(request["given"])
+            gold = read(request["gold"])
+            given = read(request["given"])
             equal = verify(gold, given, timeout_seconds=None)
             if not equal and request["tolerance"] and gold and given:
                 equal = close(gold[0], given[0], request["tolerance"])

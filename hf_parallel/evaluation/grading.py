@@ -24,7 +24,8 @@ _SPACED_LIST = re.compile(r",\s")
 
 def boxed(text: str) -> list[str]:
     r"""Return the contents of all `\boxed{...}` with balanced braces, also nested ones, in the order of their ends."""
-    found, open_braces = [], []
+    found = []
+    open_braces = []
     for match in _BRACES.finditer(text):
         token = match.group()
         if token[-1] == "{" and token != "\\{":

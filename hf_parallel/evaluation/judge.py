@@ -68,7 +68,8 @@ def judge(
     """
     check_int("votes", votes, at_least=1)
     check_int("attempts", attempts, at_least=1)
-    prompt, most = judge_prompt(transcript, problem), 6 if problem is None else 5
+    prompt = judge_prompt(transcript, problem)
+    most = 6 if problem is None else 5
     ratings = [_rate(prompt, complete, attempts, most) for _ in range(votes)]
     scores = tuple(score for score, _ in ratings)
     return Judgement(fmean(scores), ratings[0][1], scores)

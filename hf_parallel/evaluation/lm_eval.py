@@ -87,10 +87,13 @@ class ParallelLM(HFLM):
             raise ValueError("pretrained must be a model id, folder or model: give --model_args pretrained=ID")
         check_int("max_batch_tokens", max_batch_tokens, at_least=1)
         cls = type(make_config(generation_mode))
-        self.max_batch_tokens, self.generation_mode = max_batch_tokens, generation_mode
+        self.max_batch_tokens = max_batch_tokens
+        self.generation_mode = generation_mode
         self.settings = {name: kwargs.pop(name) for name in [*kwargs] if name in {*cls.fields()} - _OWN_ARGUMENTS}
         make_config(generation_mode, self.settings)  # checks them before the model is loaded
-        self.stats, self._prefixes, self._batches = GenerationStats(), SharedPrefixCache(), 0
+        self.stats = GenerationStats()
+        self._prefixes = SharedPrefixCache()
+        self._batches = 0
         if not isinstance(pretrained, str):  # `HFLM` would ignore other names
             check_setting_names(cls, kwargs, _OWN_ARGUMENTS)
         super().__init__(pretrained, **kwargs)
@@ -139,7 +142,9 @@ class ParallelLM(HFLM):
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
     ) -> torch.Tensor:
         """Return prompts `int64 [rows, length]` with their answers; a mode that merges rows has a text for each."""
-        kwargs, tokenizer, begin = generation_kwargs, self.tokenizer, context.shape[1]
+        kwargs = generation_kwargs
+        tokenizer = self.tokenizer
+        begin = context.shape[1]
         config = self._take_config(kwargs)
         if not kwargs.get("do_sample"):
             kwargs.pop("temperature", None)

@@ -170,7 +170,8 @@ def format_table(rows: Sequence[Result]) -> str:
     optional = {*OPTIONAL, "tokens_per_second"}
     for name in [name for name in COLUMNS if name not in optional or any(name in row for row in rows)]:
         cells = ["+-" if name == "error" else name, *(_cell(name, row.get(name)) for row in rows)]
-        width, sign = max(map(len, cells)), "<" if name in ("task", "mode", "settings") else ">"
+        width = max(map(len, cells))
+        sign = "<" if name in ("task", "mode", "settings") else ">"
         columns.append([f"{cell:{sign}{width}}" for cell in cells])
     return "".join("  ".join(line).rstrip() + "\n" for line in zip(*columns, strict=True))
 

@@ -21,7 +21,8 @@ RESERVED = (
     *("streamer", "tokenizer", "parallel_config", "generation_mode"),
 )
 """Settings that the sweep chooses."""
-TEMPLATE, INSTRUCTION = "chat_template_kwargs", "instruction"
+TEMPLATE = "chat_template_kwargs"
+INSTRUCTION = "instruction"
 """Settings for the prompt: see `build_prompt` and `Run`."""
 DRAFT = Path(__file__).with_name("chain_of_draft.txt").read_text(encoding="utf-8")
 INSTRUCTIONS = {"chain_of_draft": DRAFT} | {name: text for name in MODES if (text := make_config(name).prompt.rules())}

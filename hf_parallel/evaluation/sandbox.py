@@ -126,7 +126,8 @@ def run_code(
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
     with tempfile.TemporaryDirectory(prefix="hf_parallel_sandbox_") as base:
-        folder, paths = Path(base, "work"), [Path(base, name) for name in ("code.py", "stdin", "stdout", "stderr")]
+        folder = Path(base, "work")
+        paths = [Path(base, name) for name in ("code.py", "stdin", "stdout", "stderr")]
         folder.mkdir()
         for path, text in zip(paths, (code, stdin, "", ""), strict=True):
             path.write_text(text, encoding="utf-8", errors="surrogatepass")
@@ -222,7 +223,8 @@ def restrict(readable: list[str], seconds: int, memory: int, output: int) -> boo
     try:
         if sys.platform != "linux" or len(os.listdir("/proc/self/task")) > 1:  # only the calling thread is restricted
             return False
-        libc, seccomp = ctypes.CDLL(None, use_errno=True), ctypes.CDLL("libseccomp.so.2")
+        libc = ctypes.CDLL(None, use_errno=True)
+        seccomp = ctypes.CDLL("libseccomp.so.2")
         _check(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
         _check(libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)))
         _restrict_files(libc, readable)
@@ -256,7 +258,10 @@ def _restrict_files(libc: ctypes.CDLL, readable: list[str]) -> None:
 
 def _filter_system_calls(seccomp: ctypes.CDLL) -> None:
     """Let all system calls fail except `SYSTEM_CALLS` (seccomp)."""
-    allow, fail, absent, masked_equal = 0x7FFF0000, 0x00050001, 0x00050026, 7  # EPERM, ENOSYS, SCMP_CMP_MASKED_EQ
+    allow = 0x7FFF0000
+    fail = 0x00050001  # EPERM
+    absent = 0x00050026  # ENOSYS
+    masked_equal = 7  # SCMP_CMP_MASKED_EQ
     own = os.getpid()
     checked = CHECKED_ARGUMENTS | {"tgkill": (0, ALL_BITS, (own,)), "sched_getaffinity": (0, ALL_BITS, (0, own))}
     seccomp.seccomp_init.restype = ctypes.c_void_p
@@ -288,7 +293,8 @@ def _main() -> None:
     os.close(status)
     module = ModuleType("__main__")
     vars(module).update(__file__="answer.py", __builtins__=__builtins__)
-    sys.argv, sys.modules["__main__"] = ["answer.py"], module
+    sys.argv = ["answer.py"]
+    sys.modules["__main__"] = module
     linecache.cache["answer.py"] = len(text), None, text.splitlines(True), "answer.py"
     try:
         exec(compile(text, "answer.py", "exec"), vars(module))

@@ -129,7 +129,8 @@ def _make_rows(
 ) -> list[_Row]:
     if len(contexts) != len(continuations):
         raise ValueError(f"got {len(contexts)} contexts, but {len(continuations)} continuations")
-    vocabulary, limit = vocabulary_size(model), enabled(model).capabilities.max_length
+    vocabulary = vocabulary_size(model)
+    limit = enabled(model).capabilities.max_length
     rows = []
     for index, pair in enumerate(zip(contexts, continuations, strict=True)):
         names = (f"contexts[{index}]", f"continuations[{index}]")
@@ -157,7 +158,8 @@ class _Scorer:
     """One call: computes the tree of all rows, and their scores."""
 
     def __init__(self, model: Any, max_batch_tokens: int, softmax_dtype: torch.dtype | None) -> None:
-        self.model, self.softmax_dtype = model, softmax_dtype
+        self.model = model
+        self.softmax_dtype = softmax_dtype
         self.max_tokens = max(1, min(max_batch_tokens, MAX_LOGITS // vocabulary_size(model)))
         self.cache = SharedPrefixCache()
         self.stats = GenerationStats()
@@ -165,7 +167,8 @@ class _Scorer:
 
     def run(self, rows: Sequence[_Row], on_scored: Callable[[int, Score], None]) -> None:
         """Compute the scores of all rows, batch by batch."""
-        claim, model = Claim(), self.model
+        claim = Claim()
+        model = self.model
         try:
             with ExitStack() as stack:
                 for context in (torch.no_grad(), cpu_as_default(), model.claimed(claim)):
@@ -188,7 +191,9 @@ class _Scorer:
         self.cache.tree.retain(first[: min(row.first for row in shared)])
 
     def _score(self, rows: Sequence[_Row], passes: CachedModel) -> list[Score]:
-        began, stats, cache = time.perf_counter(), self.stats, self.cache
+        began = time.perf_counter()
+        stats = self.stats
+        cache = self.cache
         before = stats.prefilled_tokens
 
         leaves = [cache.insert(row.inputs) for row in rows]
@@ -210,7 +215,8 @@ class _Scorer:
     def _log_probs(self, logits: torch.Tensor, queries: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probabilities of tokens `ids` after tokens `queries` of a pass, and if they are the best."""
         dtype = self.softmax_dtype or torch.promote_types(logits.dtype, torch.float32)
-        rows, chosen = to_device(queries, logits.device), to_device(ids, logits.device)
+        rows = to_device(queries, logits.device)
+        chosen = to_device(ids, logits.device)
         log_probs = F.log_softmax(logits, dim=-1, dtype=dtype)[rows, chosen]
         is_best = logits.argmax(dim=-1)[rows] == chosen
         return log_probs.cpu().double().numpy(), is_best.cpu().numpy()
@@ -219,13 +225,16 @@ class _Scorer:
 def _batches(rows: Sequence[_Row], max_tokens: int) -> Iterator[list[_Row]]:
     """Yield rows in the order of their tokens, in batches with at most `max_tokens` new tokens each, or one row."""
     batch: list[_Row] = []
-    held, before = 0, np.empty(0, np.int64)
+    held = 0
+    before = np.empty(0, np.int64)
     for row in sorted(rows, key=lambda row: row.inputs.astype(">u4").tobytes()):
         new = len(row.inputs) - common_prefix(before, row.inputs)
         if batch and held + new > max_tokens:
             yield batch
-            batch, held = [], 0
+            batch = []
+            held = 0
         batch.append(row)
-        held, before = held + new, row.inputs
+        held = held + new
+        before = row.inputs
     if batch:
         yield batch

@@ -77,7 +77,9 @@ class Generation:
 
     def results(self, at_budgets: Sequence[Written], conclusions: Mapping[str, str]) -> list[Result]:
         """Score what was written within each budget, with the early finishers' conclusions by text; see `sweep`."""
-        results, scores, pattern = [], dict[str, float](), self.problem.answer_pattern
+        results = []
+        scores = dict[str, float]()
+        pattern = self.problem.answer_pattern
         for budget, written in zip(self.budgets, at_budgets, strict=True):
             texts = self.texts(written)
             finished = [text + conclusions.get(text, "") for text in texts]
@@ -131,7 +133,9 @@ class Solver:
         clocks = [PassClock() for _ in batch]
         submitted = [self._submit(engine, one, clock) for one, clock in zip(batch, clocks, strict=True)]
         outputs = [handle.result() for handle in submitted]
-        written, measured, finishing = [], [], []
+        written = []
+        measured = []
+        finishing = []
         for one, clock, handle, output in zip(batch, clocks, submitted, outputs, strict=True):
             transcript = output.to_dict(self.tokenizer)
             has_conclusion = not self._always_finishes(one)
@@ -166,7 +170,8 @@ class Solver:
 
     def _submit(self, engine: Engine, one: Generation, clock: PassClock) -> RequestHandle:
         run = Run(one.run.mode, {**self.generation, **one.run.settings})
-        config, template = run.config(one.problem.answer_pattern), check_template_kwargs(run.settings.get(TEMPLATE))
+        config = run.config(one.problem.answer_pattern)
+        template = check_template_kwargs(run.settings.get(TEMPLATE))
         settings: dict[str, Any] = {**run.generation(), "max_new_tokens": self.largest, "seed": one.seed}
         settings["streamer"] = clock
         task = run.task(one.problem.prompt)

@@ -110,7 +110,9 @@ def sweep(
     from accelerate.utils import broadcast_object_list, gather_object
 
     check_sweep(problems, runs, budgets, generation, seed, samples, concurrent)
-    budgets, finisher, device = sorted(set(budgets)), finisher or Finisher(), execution_device(model)
+    budgets = sorted(set(budgets))
+    finisher = finisher or Finisher()
+    device = execution_device(model)
     defaults = json.loads(model.generation_config.to_json_string())
     header = {
         "fingerprint": fingerprint(model, "a sweep"),

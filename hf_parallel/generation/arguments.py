@@ -238,7 +238,8 @@ def check_inputs(kwargs: Arguments) -> None:
     _check_ids(kwargs.get("inputs"), "inputs")
     _check_ids(kwargs.get("input_ids"), "input_ids")
     ids = kwargs["inputs"] if kwargs.get("inputs") is not None else kwargs.get("input_ids")
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    mask = kwargs.get("attention_mask")
+    positions = kwargs.get("position_ids")
     if mask is not None:
         _check_tensor(mask, "attention_mask")
         if ids is None:

@@ -178,9 +178,12 @@ def make_call(
     Raises `ValueError` for unsupported inputs, and for rows that may become too long.
     """
     capabilities: Capabilities = enabled(model).capabilities
-    tokenizer, cache = model_kwargs.pop("tokenizer", None), model_kwargs.pop(CACHE, None)
-    mask, positions = model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
-    prompt_ids, prepared["images"] = model_kwargs.pop("prompt_ids", input_ids), model_kwargs.pop("images", ())
+    tokenizer = model_kwargs.pop("tokenizer", None)
+    cache = model_kwargs.pop(CACHE, None)
+    mask = model_kwargs.pop("attention_mask", None)
+    positions = model_kwargs.pop("position_ids", None)
+    prompt_ids = model_kwargs.pop("prompt_ids", input_ids)
+    prepared["images"] = model_kwargs.pop("images", ())
     check_model_inputs(record.config.title, model_kwargs)
     if positions is not None and positions.ndim == 3:
         positions = positions[0] if len(positions) == 4 else None  # the others follow from the images
@@ -200,14 +203,17 @@ def make_call(
     new_tokens = int(prepared["generation_config"].max_length) - input_ids.shape[1]
     longest = max(len(prompt) for prompt in prompts) + new_tokens
     capabilities.check_length(model, longest)
-    record.prompts, table = texts, ImageTable()
+    record.prompts = texts
+    table = ImageTable()
     table.add(prepared["images"])
     if table:
         record.images = [[run.image.thumbnail for run in table.runs(prompt) if not run.first] for prompt in prompts]
-    record.begin, record.has_gaps = input_ids.shape[1], capabilities.has_window and any(gaps)
+    record.begin = input_ids.shape[1]
+    record.has_gaps = capabilities.has_window and any(gaps)
     is_usable = isinstance(cache, BlockCache) and not has_dropout(model, "past_key_values")
     prepared["past_key_values"] = cache if is_usable else None  # else an empty DynamicCache
-    ids, stats = input_ids.to(execution_device(model), torch.int64), GenerationStats()
+    ids = input_ids.to(execution_device(model), torch.int64)
+    stats = GenerationStats()
     prepared["executor"] = Executor(model, capabilities, stats, cuda_graph, compile, new_tokens)
     call = GenerationCall(
         model, capabilities, ids, prompts, gaps, tokenizer=tokenizer, record=record, stats=stats, **prepared

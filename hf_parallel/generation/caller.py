@@ -18,9 +18,11 @@ def warn_caller(message: str) -> None:
 
     If there is none, as in a thread that runs `generate` itself, it is issued at the outermost frame.
     """
-    frame, level = sys._getframe(1), 2
+    frame = sys._getframe(1)
+    level = 2
     while frame.f_back is not None and _is_library(frame):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     warnings.warn(message, UserWarning, stacklevel=level)
 
 

@@ -30,7 +30,9 @@ class Claim:
     """
 
     def __init__(self, busy: str = BUSY) -> None:
-        self.busy, self.process, self.active = busy, os.getpid(), False
+        self.busy = busy
+        self.process = os.getpid()
+        self.active = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of the model is free

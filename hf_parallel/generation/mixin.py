@@ -49,7 +49,8 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _logger: Any = logging.get_logger(__name__)
 _POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of transformers' `generate` that may be positional in a mode."""
-_CLAIM_LOCK, _ENABLE_LOCK = threading.Lock(), threading.RLock()
+_CLAIM_LOCK = threading.Lock()
+_ENABLE_LOCK = threading.RLock()
 
 
 class ParallelGenerationMixin:

@@ -170,7 +170,8 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
         ]
 
     def _log_probs_by_row(self) -> list[list[float | None]]:
-        begin, lengths = self.record.begin, self.record.lengths
+        begin = self.record.begin
+        lengths = self.record.lengths
         rows = zip(self.log_probs.tolist(), self.log_probs_mask.tolist(), lengths, strict=True)
         return [
             [value if is_sampled else None for value, is_sampled in list(zip(values, mask, strict=True))[: end - begin]]

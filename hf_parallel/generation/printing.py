@@ -63,7 +63,9 @@ class ConsoleStreamer:
         self, tokenizer: PreTrainedTokenizerBase, file: TextIO | None = None, headings: Sequence[str] = ()
     ) -> None:
         check_tokenizer(tokenizer)
-        self.tokenizer, self.out, self.headings = tokenizer, sys.stdout if file is None else file, headings or [""]
+        self.tokenizer = tokenizer
+        self.out = sys.stdout if file is None else file
+        self.headings = headings or [""]
         self._clean: Callable[[str], str] = printable if self.out.isatty() else str
         self._group: int | None = None  # group of the line that is not ended yet
         self._reset(len(self.headings))
@@ -150,8 +152,10 @@ class ConsoleStreamer:
     def _begin(self, row: int, text: str) -> None:
         """Begin a text of a row; `text` is its beginning."""
         texts = self.rows.setdefault(row, [])
-        step, answers = len(texts) + 1, self._num_sequences // len(self.headings)
-        sequence, name = row, ""
+        step = len(texts) + 1
+        answers = self._num_sequences // len(self.headings)
+        sequence = row
+        name = ""
         if self._record is not None:
             rows = self._record.config.rows
             sequence, index, _ = rows.place(row, self._num_sequences)

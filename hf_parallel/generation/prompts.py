@@ -20,7 +20,9 @@ from hf_parallel.generation.validation import check_text
 Message: TypeAlias = Mapping[str, Any]
 """Message of a chat template: its role, its content, and what else the template reads."""
 Chat: TypeAlias = Sequence[Message]
-THINK, END_THINK = "<think>", "</think>"  # around the reasoning of a reasoning model
+# Tags around the reasoning of a reasoning model.
+THINK = "<think>"
+END_THINK = "</think>"
 ENABLE_THINKING = "enable_thinking"  # variable of many templates; False: the answer has no reasoning
 NOT_RENDERED = "only chats, and texts in a mode with a prompt builder, are rendered by the chat template"
 _RESERVED = {"messages", "conversations", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
@@ -91,7 +93,8 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Te
     check_text("task", text)
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not getattr(tokenizer, "chat_template", None))
     given = encoded if isinstance(encoded, Mapping) else {}
-    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    ids = given.get("input_ids")
+    mask = given.get("attention_mask")
     if not (isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and ids.numel()):
         raise ValueError(
             "tokenizer must return input_ids and attention_mask, tensors [1, length] with at least one token, for "

@@ -168,7 +168,8 @@ class FinalTokens:
     """Passes final tokens to a streamer, if there is one; rows without a queued token receive the padding token."""
 
     def __init__(self, streamer: Any, num_rows: int, pad_token_id: int) -> None:
-        self.streamer, self.pad_token_id = streamer, pad_token_id
+        self.streamer = streamer
+        self.pad_token_id = pad_token_id
         self._queues: list[deque[int]] = [deque() for _ in range(num_rows)]
 
     def put(self, row: int, tokens: Iterable[int]) -> None:

@@ -48,7 +48,8 @@ OTHER_NAMES = {
 
 def suggestion(name: object, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the known name that resembles a misspelt one; empty if none does."""
-    name, known = str(name), list(known)
+    name = str(name)
+    known = list(known)
     if (other := OTHER_NAMES.get(name)) in known:
         return f"; did you mean {other!r}?"
     if len(name) > 3 * max(map(len, known), default=0):  # it resembles none, and comparing a long one takes long

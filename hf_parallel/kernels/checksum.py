@@ -18,7 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.kernels import native
 
-WIDTH, COLUMNS = 1024, 2
+WIDTH = 1024
+COLUMNS = 2
 _ROW = 4 * WIDTH  # bytes
 _SPAN = WIDTH // (2 * COLUMNS)  # number of rows whose sums fill a row
 _CHUNK = 4096  # rows whose products PyTorch computes at a time
@@ -72,7 +73,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def row_sums(words: torch.Tensor, out: torch.Tensor) -> None:
     """Write the sums of words, int32 `[rows, 1024]`, to `out`, int64 `[rows, 2]`; both contiguous."""
-    device, numbers = words.device, _multipliers(words.device)
+    device = words.device
+    numbers = _multipliers(words.device)
     if device.type == "cpu" and native.is_available():
         native.row_sums(words, numbers, out)
     else:

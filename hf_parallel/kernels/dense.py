@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-BACKEND_VARIABLE, FLASH = "HF_PARALLEL_BACKEND", "flash"
+BACKEND_VARIABLE = "HF_PARALLEL_BACKEND"
+FLASH = "flash"
 FLASH_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALIGNED_BYTES = 16
 """Alignment of heads that PyTorch's fused kernels require on a GPU: head dimensions of 8 in half precision."""
@@ -38,7 +39,8 @@ def dense_attention(
     """
     ops = torch.ops.aten
     if softcap is None and q.shape[-1] > v.shape[-1]:
-        dim, v = v.shape[-1], F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # the fused kernels take equal sizes
+        dim = v.shape[-1]
+        v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # the fused kernels take equal sizes
         out, lse = dense_attention(q, k, v, mask, causal, scale, softcap)
         return out[..., :dim], lse
     if softcap is None and q.shape[-1] == v.shape[-1]:

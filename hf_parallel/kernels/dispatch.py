@@ -41,7 +41,8 @@ class Backend:
 def backends() -> tuple[Backend, ...]:
     """Return the backends of block attention and their availability on this machine, fastest first."""
     device = _default_device()
-    no_triton, no_flash = _triton_unavailable(device, _interpreted()), _flash_unavailable(device)
+    no_triton = _triton_unavailable(device, _interpreted())
+    no_flash = _flash_unavailable(device)
     return (
         Backend("triton", not no_triton, no_triton or "decode steps and short appends on a GPU"),
         Backend("flash", not no_flash, no_flash or "long prefills on a GPU, by the flash-attn package"),
@@ -95,7 +96,8 @@ def _flash_unavailable(device: torch.device) -> str:
 
 
 def _too_old(device: torch.device) -> str:
-    found, (major, minor) = torch.cuda.get_device_capability(device), _LEAST_CAPABILITY
+    found = torch.cuda.get_device_capability(device)
+    (major, minor) = _LEAST_CAPABILITY
     if found >= _LEAST_CAPABILITY:
         return ""
     name = torch.cuda.get_device_name(device)

@@ -26,7 +26,8 @@ from hf_parallel.kernels.storage import CompactStorage
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 MAX_ROWS = 1024  # query rows per KV head up to which attention was measured to be faster than PyTorch without AVX2
-MAX_TOKENS, MAX_PACKED_TOKENS = (16, 32), (24, 64)
+MAX_TOKENS = (16, 32)
+MAX_PACKED_TOKENS = (24, 64)
 """Tokens up to which linear layers were measured to be faster than oneDNN's (docs/cpu.md), without and with AVX-512."""
 PACKINGS = {"F32": (4, 1), "BF16": (2, 1), "F16": (2, 1), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q8_0": (34, 32)}
 PACKINGS |= {"Q4_K": (144, 256), "Q5_K": (176, 256), "Q6_K": (210, 256)}
@@ -127,7 +128,8 @@ def attend(
     assert library is not None, "supports() was not checked"
     query = query if query.stride(2) == 1 else query.contiguous()
     tokens, heads, _ = query.shape
-    lead, dim = 0 if leads is None else leads.shape[1], values.shape[1]
+    lead = 0 if leads is None else leads.shape[1]
+    dim = values.shape[1]
     out, lse = (query.new_empty(*size, dtype=torch.float32) for size in ((tokens, heads, dim), (tokens, heads)))
     storage = keys.data_ptr(), (values if leads is None else leads).data_ptr(), 0, FORMATS.index(query.dtype)
     packed: tuple[int, ...] = (0,) * 4
@@ -163,7 +165,8 @@ def linear(
     library = _library()
     assert library is not None, "supports_linear() was not checked"
     x = x.contiguous()
-    outputs, inputs = len(weight), x.shape[-1]
+    outputs = len(weight)
+    inputs = x.shape[-1]
     out = x.new_empty(*x.shape[:-1], outputs)
     row_bytes = weight.stride(0) * weight.element_size()
     sizes = x.numel() // inputs, inputs, outputs, torch.get_num_threads()
@@ -179,7 +182,8 @@ def unpack(packed: Tensor, packing: str) -> Tensor:
     library = _library()
     if library is None or packed.device.type != "cpu":
         raise RuntimeError(f"packed weights need C kernels on a CPU: {unavailable_reason() or f'got {packed.device}'}")
-    row_bytes, (size, count) = packed.shape[1] * packed.element_size(), PACKINGS[packing]
+    row_bytes = packed.shape[1] * packed.element_size()
+    (size, count) = PACKINGS[packing]
     out = packed.new_empty(len(packed), row_bytes // size * count, dtype=torch.float32)
     library.unpack(_NUMBERS[packing], packed, row_bytes, out, *out.shape, torch.get_num_threads())
     return out
@@ -190,7 +194,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Ten
     library = _library()
     assert library is not None, "is_available() was not checked"
     x = x.contiguous()
-    out, size = torch.empty_like(x), x.shape[-1]
+    out = torch.empty_like(x)
+    size = x.shape[-1]
     library.rms_norm(x, weight, out, x.numel() // size, size, eps, offset, torch.get_num_threads())
     return out
 
@@ -273,7 +278,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library = _open()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return None, str(error)
-    size, pointer = ctypes.c_int64, _Address
+    size = ctypes.c_int64
+    pointer = _Address
     library.attend.argtypes = [ctypes.POINTER(_Layer), pointer, size, ctypes.POINTER(_DenseCall), size, ctypes.c_int]
     library.attend.restype = ctypes.c_int
     for function in (library.linear, library.linear_int8):

@@ -56,7 +56,8 @@ class LatentHeads(NamedTuple):
         """Return the keys and values of all heads `[N, heads, L, ..]`, given what `N` blocks store `[N, 1, L, ..]`."""
         n, _, length, _ = latents.shape
         both = (latents @ self.weight.flatten(0, 1).T).view(n, length, len(self.weight), -1).transpose(1, 2)
-        keys, values = both[..., : self.key_dim], both[..., self.key_dim :]
+        keys = both[..., : self.key_dim]
+        values = both[..., self.key_dim :]
         return torch.cat((rotated.expand(-1, len(self.weight), -1, -1), keys), dim=-1), values
 
 

@@ -64,9 +64,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, spec: RotarySpec) -> Tensor:
     cos, sin : broadcastable to [..., rotary_dim / 2]
         From `spec.tables`. The rotation is computed in their dtype; the result has the dtype of `x`.
     """
-    head, rest = x[..., : spec.rotary_dim].to(cos.dtype), x[..., spec.rotary_dim :]
+    head = x[..., : spec.rotary_dim].to(cos.dtype)
+    rest = x[..., spec.rotary_dim :]
     if spec.interleaved:
-        a, b = head[..., 0::2], head[..., 1::2]
+        a = head[..., 0::2]
+        b = head[..., 1::2]
         out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:
         a, b = head.chunk(2, dim=-1)

@@ -79,7 +79,8 @@ def sample(scores: Tensor, warpers: Warpers | Sequence[Warpers], keys: Tensor | 
         Probabilities of the tokens.
     """
     if isinstance(warpers, Warpers):
-        settings, several = _uniform(warpers, scores.shape[1], scores.device), [warpers]
+        settings = _uniform(warpers, scores.shape[1], scores.device)
+        several = [warpers]
     else:
         several = list(warpers)
         numbers = [number for one in several for number in one.numbers(scores.shape[1])]

@@ -94,7 +94,8 @@ def make_schedule(plan: AttentionPlan) -> Schedule:
     for block in range(plan.num_blocks):
         pairs = np.arange(bounds[block], bounds[block + 1])
         if len(pairs) == 1:  # fast path: a row's own block in a decode step
-            lo, hi = int(plan.pair_lo[pairs[0]]), int(plan.pair_hi[pairs[0]])
+            lo = int(plan.pair_lo[pairs[0]])
+            hi = int(plan.pair_hi[pairs[0]])
             if lo < hi:
                 flat.append(_call(plan, block, pairs, lo, hi))
             continue
@@ -131,7 +132,8 @@ def _causal_calls(plan: AttentionPlan, block: int, run: np.ndarray) -> list[Dens
 
 def _flat_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[DenseCall]:
     """One call without a mask if all pairs see the same keys, masked tiles otherwise."""
-    lo, hi = plan.pair_lo[pairs], plan.pair_hi[pairs]
+    lo = plan.pair_lo[pairs]
+    hi = plan.pair_hi[pairs]
     if (lo == lo[0]).all() and (hi == hi[0]).all():
         return [_call(plan, block, pairs, int(lo[0]), int(hi[0]))]
     return _masked_calls(plan, block, pairs)
@@ -140,7 +142,8 @@ def _flat_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[Dens
 def _masked_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[DenseCall]:
     calls = []
     for tile in np.split(pairs, np.arange(MASK_TILE, len(pairs), MASK_TILE)):
-        lo, hi = plan.pair_lo[tile], plan.pair_hi[tile]
+        lo = plan.pair_lo[tile]
+        hi = plan.pair_hi[tile]
         start = int(lo.min())
         call = _call(plan, block, tile, start, int(hi.max()))
         calls.append(replace(call, lo=(lo - start)[None], hi=(hi - start)[None]))
@@ -151,7 +154,8 @@ def _call(
     plan: AttentionPlan, block: int, pairs: np.ndarray, start: int, stop: int, *, causal: bool = False
 ) -> DenseCall:
     """A call without a mask over keys `start <= j < stop` of one block."""
-    origin, capacity = int(plan.block_origin[block]), int(plan.block_capacity[block])
+    origin = int(plan.block_origin[block])
+    capacity = int(plan.block_capacity[block])
     return DenseCall(
         pairs, 1, len(pairs), stop - start, origin, 0, capacity, int(plan.block_first[block]) + start, causal
     )
@@ -194,13 +198,15 @@ def _evenly_spaced(origins: np.ndarray, starts: np.ndarray, ends: np.ndarray) ->
 def _join(calls: list[DenseCall], spacing: int) -> DenseCall:
     first = min(call.first for call in calls)
     num_keys = max(call.first + call.num_keys for call in calls) - first
-    origin, width = calls[0].origin, calls[0].num_queries
+    origin = calls[0].origin
+    width = calls[0].num_queries
     num_blocks = (calls[-1].origin - origin) // spacing + 1
     pairs = np.full((num_blocks, width), -1, dtype=np.int64)
     lo = np.zeros((num_blocks, width), dtype=np.int64)
     hi = np.full((num_blocks, width), num_keys, dtype=np.int64)
     for call in calls:
-        slot, shift = (call.origin - origin) // spacing, call.first - first
+        slot = (call.origin - origin) // spacing
+        shift = call.first - first
         pairs[slot] = call.pairs
         lo[slot] = shift if call.lo is None else call.lo[0] + shift
         hi[slot] = shift + call.num_keys if call.hi is None else call.hi[0] + shift
@@ -225,7 +231,8 @@ def _with_merge(plan: AttentionPlan, calls: list[DenseCall]) -> Schedule:
     results = np.flatnonzero(pairs >= 0)
     queries = plan.pair_query[pairs[results]]
     order = np.argsort(queries, kind="stable")
-    results, queries = results[order], queries[order]
+    results = results[order]
+    queries = queries[order]
     counts = plan.count_by_query(queries)
     rank = np.arange(len(queries)) - np.repeat(np.cumsum(counts) - counts, counts)
     merge = np.full((int(counts.max(initial=0)), plan.num_queries), -1, dtype=np.int64)

@@ -88,7 +88,8 @@ class Storage:
 
     def resize(self, slots: int) -> None:
         """Change the number of slots; new ones are zero, never NaN."""
-        rows, resized = slots * self.num_kv_heads, dict[str, torch.Tensor]()
+        rows = slots * self.num_kv_heads
+        resized = dict[str, torch.Tensor]()
         for name, old in zip(self.names, self.tensors, strict=True):
             if old.shape[0] != rows:
                 resized[name] = with_rows(old, rows)

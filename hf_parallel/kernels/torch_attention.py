@@ -119,7 +119,8 @@ class TorchBackend:
     ) -> Tensor:
         """Return the attention of packed queries; see `hf_parallel.kernels.block_attention`."""
         plan = plan.windowed(params.window, params.chunk)
-        rotary, latent = params.rotary if plan.rotates else None, params.latent
+        rotary = params.rotary if plan.rotates else None
+        latent = params.latent
         dims = query.shape[1], params.num_kv_heads, keys.shape[1], values.shape[1]
         # The rotary embedding by identity: layers share equal ones, and hashing its frequencies takes time.
         key = *dims, id(rotary), params.softcap is None, latent is None, query.dtype, query.device
@@ -134,7 +135,8 @@ class TorchBackend:
                 return native.attend(query, keys, values, *settings, compact=compact)[0]
             absorbed = latent.absorb(query)
             return latent.project(native.attend(absorbed, keys, keys, *settings, leads=values, compact=compact)[0])
-        outs, lses = [], []
+        outs = []
+        lses = []
         for call in calls.dense:
             q = query if call.queries is None else query[call.queries]
             if call.tables is not None and rotary is not None:
@@ -144,7 +146,8 @@ class TorchBackend:
                 k = unpack(compact.keys.as_strided(*call.key_view), scales[..., 0], query.dtype)
                 v = unpack(compact.values.as_strided(*call.value_view), scales[..., 1], query.dtype)
             else:
-                k, v = keys.as_strided(*call.key_view), values.as_strided(*call.value_view)
+                k = keys.as_strided(*call.key_view)
+                v = values.as_strided(*call.value_view)
             if latent is None:
                 out, lse = _attend(q, k, v, call, params.scale, params.softcap)
             elif call.packs:
@@ -161,7 +164,8 @@ class TorchBackend:
         key = "writes", new_keys.shape[0], keys.device
         writes: _Writes = plan.derived.get(key) or plan.cached(key, lambda: _writes(plan, *key[1:]))
         if writes.tokens is not None:
-            new_keys, new_values = new_keys.index_select(1, writes.tokens), new_values.index_select(1, writes.tokens)
+            new_keys = new_keys.index_select(1, writes.tokens)
+            new_values = new_values.index_select(1, writes.tokens)
         for storage, new in ((keys, new_keys), (values, new_values)):
             dim = new.shape[2]
             if writes.spacing is not None:
@@ -248,11 +252,14 @@ def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _L
         fields |= {"query_index": torch.from_numpy(index), "repeats": int(np.bincount(index[index >= 0]).max() > 1)}
     if shape.rotary is not None:
         cos, sin = tables or (None, None)
-        half, interleaved = len(shape.rotary.inv_freq), int(shape.rotary.interleaved)
+        half = len(shape.rotary.inv_freq)
+        interleaved = int(shape.rotary.interleaved)
         fields |= {"cos": cos, "sin": sin, "half": half, "interleaved": interleaved}
-    lo, hi = call.lo, call.hi
+    lo = call.lo
+    hi = call.hi
     if call.causal:
-        lo, hi = np.zeros(call.num_queries, np.int64), np.arange(1, call.num_queries + 1, dtype=np.int64)
+        lo = np.zeros(call.num_queries, np.int64)
+        hi = np.arange(1, call.num_queries + 1, dtype=np.int64)
     if lo is not None and hi is not None:
         fields |= {"lo": torch.from_numpy(lo.reshape(-1)), "hi": torch.from_numpy(hi.reshape(-1))}
     return fields
@@ -294,9 +301,12 @@ def _mask(call: DenseCall, groups: int, shape: _LayerShape) -> Tensor | None:
     """Additive mask of a call: `[N, 1, M * groups, L]`, or `[N, 1, 1, L]` if all queries of a block see the same."""
     if call.lo is None or call.hi is None:
         return None
-    lo, hi = call.lo, call.hi
+    lo = call.lo
+    hi = call.hi
     if (lo == lo[:, :1]).all() and (hi == hi[:, :1]).all():
-        lo, hi, groups = lo[:, :1], hi[:, :1], 1
+        lo = lo[:, :1]
+        hi = hi[:, :1]
+        groups = 1
     key = torch.arange(-(-call.num_keys // MASK_ALIGNMENT) * MASK_ALIGNMENT)
     visible = (key >= torch.from_numpy(lo)[..., None]) & (key < torch.from_numpy(hi)[..., None])  # [N, M, L]
     mask = torch.zeros(visible.shape, dtype=shape.dtype).masked_fill_(~visible, float("-inf"))
@@ -312,7 +322,11 @@ def _attend(
     head. They are not packed in a causal call, or from `UNPACKED_QUERIES` queries per block. Returns the output
     `[N * M, heads, head_dim]` and the log-sum-exp `[N * M, heads]`.
     """
-    n, m, kv_heads, causal, mask = len(k), len(q) // len(k), k.shape[1], call.call.causal, call.mask
+    n = len(k)
+    m = len(q) // len(k)
+    kv_heads = k.shape[1]
+    causal = call.call.causal
+    mask = call.mask
     total, heads, dim = q.shape
     groups = heads // kv_heads
     if not call.packs:
@@ -335,12 +349,15 @@ def _merge(outs: list[Tensor], lses: list[Tensor], schedule: Schedule, sinks: Te
     if count == 2 and sinks is None and schedule.in_order and [len(out) for out in outs] == [len(query)] * 2:
         weight = torch.sigmoid(lses[1] - lses[0])[..., None]
         return torch.lerp(outs[0].to(weight.dtype), outs[1].to(weight.dtype), weight).to(query.dtype)
-    out, lse = torch.cat(outs), torch.cat(lses)
+    out = torch.cat(outs)
+    lse = torch.cat(lses)
     if schedule.in_order:
-        out, lse = out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1))
+        out = out.unflatten(0, (count, -1))
+        lse = lse.unflatten(0, (count, -1))
     else:
         index, missing = schedule.merge_index(query.device)
-        out, lse = out[index], lse[index]
+        out = out[index]
+        lse = lse[index]
         if missing is not None:
             lse = lse.masked_fill(missing, float("-inf"))
     if sinks is not None:

@@ -78,12 +78,15 @@ def make_work(
     tile_block, tile_index = _expand(-(-counts // per_tile))
     tile_pair = (np.cumsum(counts) - counts)[tile_block] + tile_index * per_tile[tile_block]
     tile_pairs = np.minimum(per_tile[tile_block], counts[tile_block] - tile_index * per_tile[tile_block])
-    tile_start, tile_stop = np.minimum.reduceat(start, tile_pair), np.maximum.reduceat(stop, tile_pair)
+    tile_start = np.minimum.reduceat(start, tile_pair)
+    tile_stop = np.maximum.reduceat(stop, tile_pair)
     rotated = plan.pair_delta != 0  # in this step, or in a following one
     rotated = rotated if plan.increments is None else rotated | (plan.increments.delta != 0)
     tile_rotated = np.logical_or.reduceat(rotated[pairs], tile_pair)
 
-    parts, item_offsets, num_items = [], [], 0
+    parts = []
+    item_offsets = []
+    num_items = 0
     for number, partition in enumerate(partitions):
         tiles = np.flatnonzero(partition_of_block[tile_block] == number)
         tile, first, last, offsets = _split_evenly(tile_start[tiles], tile_stop[tiles], partition)
@@ -92,7 +95,8 @@ def make_work(
         num_items += len(tile)
     tile, first, last = (np.concatenate(columns) for columns in zip(*parts, strict=True))
 
-    of_block, num_pairs = tile_block[tile], tile_pairs[tile]
+    of_block = tile_block[tile]
+    num_pairs = tile_pairs[tile]
     slot_item, slot_index = _expand(num_pairs)
     slot_query = plan.pair_query[pairs[tile_pair[tile][slot_item] + slot_index]]
     extent = (array[of_block] for array in (plan.block_origin, plan.block_capacity, plan.block_first))
@@ -114,7 +118,8 @@ def _visible_pairs(
     plan: AttentionPlan, window: int | None, chunk: int | None, horizon: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pairs that see any key within the horizon, and the bounds of the keys that each sees in that time."""
-    start, stop = plan.first_visible(plan.pair_position, window, chunk), plan.pair_hi
+    start = plan.first_visible(plan.pair_position, window, chunk)
+    stop = plan.pair_hi
     plan.count_by_query(plan.pair_query[start < stop])
     if horizon:
         assert plan.increments is not None, "only a decode step has a horizon"

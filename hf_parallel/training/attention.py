@@ -142,7 +142,8 @@ def flex(
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
 
     function: Callable[..., Any] = _compiled_flex() if q.is_cuda else flex_attention  # type: ignore[assignment]
-    modified, grouped = None if softcap is None else score_mod, q.shape[1] != k.shape[1]
+    modified = None if softcap is None else score_mod
+    grouped = q.shape[1] != k.shape[1]
     out, extra = function(q, k, v, modified, mask, scale, grouped, return_aux=AuxRequest(lse=True))
     return out, extra.lse
 
@@ -163,24 +164,30 @@ class _BatchView:
         ]
         queries = np.full((len(views), max(len(view.queries) for *_, view in present)), length)
         keys = np.full((len(views), max(len(view.keys) for *_, view in present)), length)
-        self.query_rotation, self.key_rotation = np.zeros_like(queries), np.zeros_like(keys)
+        self.query_rotation = np.zeros_like(queries)
+        self.key_rotation = np.zeros_like(keys)
         for row, example, view in present:
-            q, k = len(view.queries), len(view.keys)
-            queries[row, :q], keys[row, :k] = view.queries, view.keys
+            q = len(view.queries)
+            k = len(view.keys)
+            queries[row, :q] = view.queries
+            keys[row, :k] = view.keys
             self.query_rotation[row, :q] = view.query_positions - example.position_ids[view.queries]
             self.key_rotation[row, :k] = view.key_positions - example.position_ids[view.keys]
-        self.queries, self.keys = torch.from_numpy(queries), torch.from_numpy(keys)
+        self.queries = torch.from_numpy(queries)
+        self.keys = torch.from_numpy(keys)
 
     def to(self, device: torch.device) -> None:
         if self.queries.device != device:
-            self.queries, self.keys = self.queries.to(device), self.keys.to(device)
+            self.queries = self.queries.to(device)
+            self.keys = self.keys.to(device)
             self._cached = {}
 
     def take(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotary: RotarySpec | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the queries, keys and values of the view, rotated to its positions."""
-        q, k = _take(query, self.queries), _take(key, self.keys)
+        q = _take(query, self.queries)
+        k = _take(key, self.keys)
         return self._rotated(q, "query", rotary), self._rotated(k, "key", rotary), _take(value, self.keys)
 
     def masks(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,7 +221,8 @@ class _BatchView:
         rotation = self.query_rotation if name == "query" else self.key_rotation
         if spec is None or not rotation.any():
             return x
-        dtype, shape = table_dtype(x.dtype), (len(rotation), 1, rotation.shape[1], -1)
+        dtype = table_dtype(x.dtype)
+        shape = (len(rotation), 1, rotation.shape[1], -1)
         cos, sin = self._get(
             (spec, dtype, name), lambda: [t.view(shape) for t in spec.tables(rotation.flatten(), dtype, x.device)]
         )
@@ -230,14 +238,16 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def _prepare_layout(layout: LayoutBatch, model: PreTrainedModel, capabilities: Capabilities) -> LayoutBatch:
     """Move a layout to its model, and give it the rotary embeddings. Raises `ValueError` if they do not fit."""
     moves = any(view.query_rotation.any() or view.key_rotation.any() for view in layout.views)
-    name, reads = type(model).__name__, capabilities.reads.values()
+    name = type(model).__name__
+    reads = capabilities.reads.values()
     why = f"{name} scales its queries by their position" if capabilities.scaled else capabilities.why_no_rotation
     if why and (moves or len(layout.views) > 1):
         raise ValueError(f"the tokens of this batch move, but {why}")
     if any(read.chunk or read.counts for read in reads):
         raise ValueError(f"{name} attends in chunks, or scales queries by counted positions: batches support neither")
     check_positions(layout.num_positions, model.config)
-    layout.rotary, layout.reads = capabilities.rotary, capabilities.reads
+    layout.rotary = capabilities.rotary
+    layout.reads = capabilities.reads
     return layout.to(next(model.parameters()).device)
 
 

@@ -68,8 +68,10 @@ class DataCollatorForParallel:
         elif packing:
             raise ValueError("packing=True needs max_length, the number of tokens of a row")
         self.dialect = None if dialect is None else get_dialect(dialect)
-        self.tokenizer, self.max_length = tokenizer, max_length
-        self.train_on_forced, self._row_length = train_on_forced, max_length if packing else None
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.train_on_forced = train_on_forced
+        self._row_length = max_length if packing else None
 
     def __call__(
         self, features: Sequence[ParallelExample | Mapping[str, object]]

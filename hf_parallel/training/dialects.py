@@ -60,8 +60,10 @@ def parse(text: str, dialect: Dialect) -> list[Piece]:
     stack: list[tuple[str, int, list[Piece]]] = []  # open tags, with their line and the pieces around them
     begin = 0
     for found in pattern.finditer(text):
-        tag, line = found[0].removesuffix(dialect.gap), text.count("\n", 0, found.start()) + 1
-        opens_branch, is_closing = tag == dialect.branch[0], tag in opened_by
+        tag = found[0].removesuffix(dialect.gap)
+        line = text.count("\n", 0, found.start()) + 1
+        opens_branch = tag == dialect.branch[0]
+        is_closing = tag in opened_by
         innermost = stack[-1][0] if stack else ""
         if is_separate and tag == dialect.region[0]:
             continue
@@ -135,7 +137,8 @@ class Builder:
         """Append a block of tokens after a place. Return the place after it."""
         if not tokens:
             return at
-        first, n = len(self.input_ids), len(tokens)
+        first = len(self.input_ids)
+        n = len(tokens)
         self.input_ids += tokens
         self.position_ids += range(at.position, at.position + n)
         numbers = list(range(first, first + n))
@@ -182,7 +185,8 @@ def _place_pieces(builder: Builder, dialect: Dialect, pieces: Sequence[Piece], a
         for first, *others in piece.branches:
             follows = dialect.positions == "concatenated" and ends
             begin = Anchor(at.view, ends[-1].position if follows else at.position, at.last)
-            tag, branch = dialect.opening_of(first.text), builder.new_row()
+            tag = dialect.opening_of(first.text)
+            branch = builder.new_row()
             begin = builder.append(begin, builder.encode(tag), branch, builder.train_on_forced)
             content = [Piece(first.text.removeprefix(tag)), *others]
             ends.append(_place_pieces(builder, dialect, content, begin, branch))
@@ -213,7 +217,8 @@ def _tokens(builder: Builder, dialect: Dialect, branches: Sequence[Sequence[Piec
 
 def _moved(at: Anchor, ends: Sequence[Anchor]) -> Anchor:
     """Return the place after branches that are seen one after the other."""
-    view, position = list(at.view), at.position
+    view = list(at.view)
+    position = at.position
     for end in ends:
         shift = position - at.position
         view += [(block, start + shift, n) for block, start, n in end.view[len(at.view) :]]
@@ -257,13 +262,16 @@ def _place_block(builder: Builder, fmt: SkeletonDialect, parts: Sequence[tuple[s
     ends: list[Anchor] = []
     joined: list[int] = []
     for prefix, content in parts:
-        row, opening, rest = builder.new_row(), builder.encode(prefix), builder.encode(content)
+        row = builder.new_row()
+        opening = builder.encode(prefix)
+        rest = builder.encode(content)
         begin = builder.append(at, opening, row, builder.train_on_forced)
         ends.append(builder.append(begin, rest, row))
         builder.targets.append((ends[-1].last or 0, marker, row))
         joined += [*opening, *rest]
     if fmt.join == "rotate":
-        at, joined = _moved(at, ends), []
+        at = _moved(at, ends)
+        joined = []
     return builder.append(at, [*joined, *builder.encode(fmt.terminator)], 0, is_target=False)
 
 

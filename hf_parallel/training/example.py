@@ -60,7 +60,9 @@ class ParallelExample:
     target_rows: np.ndarray
 
     def __post_init__(self) -> None:
-        tokens, blocks, segments = len(self), len(self.block_lengths), len(self.segment_lengths)
+        tokens = len(self)
+        blocks = len(self.block_lengths)
+        segments = len(self.segment_lengths)
         sizes = {
             "input_ids": self.segment_lengths.sum(),
             "position_ids": tokens,
@@ -272,8 +274,11 @@ class ParallelExample:
             kept[segment_of[self.block_tokens[is_seen]]] = True
             if kept.sum() == before:
                 break
-        is_token, is_view = kept[segment_of], kept[seen_by]
-        token, block = np.cumsum(is_token) - 1, np.cumsum(stops > 0) - 1  # new numbers
+        is_token = kept[segment_of]
+        is_view = kept[seen_by]
+        # new numbers
+        token = np.cumsum(is_token) - 1
+        block = np.cumsum(stops > 0) - 1
         return ParallelExample(
             input_ids=self.input_ids[is_token],
             position_ids=self.position_ids[is_token],

@@ -45,7 +45,8 @@ class SharedPrefixLossMixin:
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        inner, tree = unwrap(self.model), ParallelExample.from_tree([[0]], [[0]])
+        inner = unwrap(self.model)
+        tree = ParallelExample.from_tree([[0]], [[0]])
         with states_branched(inner, [tree]):  # raises if the model is unsupported
             tree_batch([tree], inner.config, inner.dtype, "cpu")
 
@@ -138,7 +139,8 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest = super()._generate(prompts)
         self._examples = fields.pop(EXAMPLES, None)
         if self._examples is not None:  # TRL has decoded the tokens of all rows in the order of sampling
-            texts, is_chat = fields.pop(TEXTS), isinstance(completions[0], list)
+            texts = fields.pop(TEXTS)
+            is_chat = isinstance(completions[0], list)
             completions = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
         return prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest
 

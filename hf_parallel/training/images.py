@@ -46,7 +46,8 @@ def add_images(
     table = ImageTable()
     table.add(images)
     runs = [list(table.runs(example.input_ids)) for example in examples]
-    ids, positions = batch["input_ids"], batch["position_ids"]
+    ids = batch["input_ids"]
+    positions = batch["position_ids"]
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None)
     if any(image.corrections is not None for image in images):
         positions = positions.repeat(3, 1, 1)

@@ -99,7 +99,8 @@ def _fixed_starts(segments: Sequence[Sequence[_Seen]]) -> dict[int, int]:
             seen_at[seen.block].append(seen)
     fixed = {}
     for block, found in seen_at.items():
-        starts, length = {seen.start for seen in found}, max(seen.stop for seen in found)
+        starts = {seen.start for seen in found}
+        length = max(seen.stop for seen in found)
         final = [seen.start for seen in found if seen.stop == length]
         if len(starts) == 1 or (len(final) > 1 and len(set(final)) == 1):
             fixed[block] = final[0]
@@ -128,10 +129,14 @@ def _make_view(example: ParallelExample, contents: Sequence[np.ndarray], parts: 
             stops[group] = max(stops.get(group, 0), seen.stop)
     begins = dict(zip(stops, np.cumsum([0, *stops.values()]).tolist(), strict=False))
     firsts = np.cumsum([0, *example.segment_lengths]).tolist()
-    lengths, starts = example.segment_lengths.tolist(), example.segment_positions.tolist()
-    queries, positions, rows = [], [], []
+    lengths = example.segment_lengths.tolist()
+    starts = example.segment_positions.tolist()
+    queries = []
+    positions = []
+    rows = []
     for part in parts:
-        n, start = lengths[part.segment], starts[part.segment]
+        n = lengths[part.segment]
+        start = starts[part.segment]
         queries.append(firsts[part.segment] + np.arange(n))
         positions.append(start + part.shift + np.arange(n))
         rows.append(_intervals(part, start, n, begins))

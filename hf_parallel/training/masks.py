@@ -78,7 +78,8 @@ def make_masks(
     if implementation not in SUPPORTED:
         raise ValueError(f"attn_implementation must be one of {list(SUPPORTED)} for a mask, got {implementation!r}")
     batch = [examples] if isinstance(examples, ParallelExample) else list(examples)
-    views, length = [_stock_view(example) for example in batch], max(map(len, batch))
+    views = [_stock_view(example) for example in batch]
+    length = max(map(len, batch))
     check_positions(1 + max(int(example.position_ids.max()) for example in batch), config)
     masks: dict[str, Mask] = {}
     for kind, window in windows(config).items():
@@ -113,7 +114,8 @@ def _dense_masks(views: Sequence[LayoutView], length: int, window: int | None) -
     """Return which tokens each token sees, `bool [B, T, T]`. Padding sees the first: attention to no token is NaN."""
     masks = np.zeros((len(views), length, length), bool)
     for mask, view in zip(masks, views, strict=True):
-        num_tokens, seen = len(view.queries), view.mask(window)
+        num_tokens = len(view.queries)
+        seen = view.mask(window)
         if len(set(view.keys.tolist())) == len(view.keys):
             mask[:num_tokens, view.keys] = seen
         else:  # tokens in several blocks
@@ -176,14 +178,18 @@ def block_mask(
 
     `shape`: numbers of queries and of keys, padded.
     """
-    rows, width = len(views), max((view.begins.shape[1] for view in views if view is not None), default=1)
+    rows = len(views)
+    width = max((view.begins.shape[1] for view in views if view is not None), default=1)
     begins, ends = np.zeros((2, rows, shape[0], width), np.int64)
-    query_positions, key_positions = np.zeros((rows, shape[0]), np.int64), np.zeros((rows, shape[1]), np.int64)
+    query_positions = np.zeros((rows, shape[0]), np.int64)
+    key_positions = np.zeros((rows, shape[1]), np.int64)
     for row, view in enumerate(views):
         if view is not None:
             q, g = view.begins.shape
-            begins[row, :q, :g], ends[row, :q, :g] = view.begins, view.ends
-            query_positions[row, :q], key_positions[row, : len(view.keys)] = view.query_positions, view.key_positions
+            begins[row, :q, :g] = view.begins
+            ends[row, :q, :g] = view.ends
+            query_positions[row, :q] = view.query_positions
+            key_positions[row, : len(view.keys)] = view.key_positions
     tables = (begins, ends, query_positions, key_positions)
     return _make_block_mask(window, [torch.from_numpy(table).to(device) for table in tables])
 

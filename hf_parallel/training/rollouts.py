@@ -21,7 +21,8 @@ from hf_parallel.progress import progress_bar
 from hf_parallel.training.attention import require_enabled
 from hf_parallel.training.example import ParallelExample
 
-EXAMPLES, TEXTS = "parallel_examples", "parallel_texts"
+EXAMPLES = "parallel_examples"
+TEXTS = "parallel_texts"
 """Fields of the dictionary that a `rollout_func` returns: layout and text of each completion."""
 
 RolloutFunc = Callable[[Sequence[str | Chat], GRPOTrainer], dict[str, list[object]]]
@@ -64,7 +65,8 @@ def make_rollout_func(
         if not getattr(trainer, "computes_layouts", False):
             raise ValueError(f"runs of {config.mode} need a SharedPrefixGRPOTrainer, got {type(trainer).__name__}")
         names = ("prompt_ids", "completion_ids", "logprobs", EXAMPLES, TEXTS)
-        rows, tokenizer = [], trainer.processing_class
+        rows = []
+        tokenizer = trainer.processing_class
         built = [encode_task(config, p, tokenizer, chat_template_kwargs)["input_ids"][0].tolist() for p in prompts]
         bar = progress_bar(
             total=trainer.generation_config.max_new_tokens,
@@ -116,7 +118,8 @@ def _generating(trainer: Any) -> Iterator[Callable[..., ParallelOutput]]:
 
 def _inputs(prompts: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, torch.Tensor]:
     """Return arguments of `generate`, padded on the left."""
-    length, pad = max(map(len, prompts)), getattr(tokenizer, "tokenizer", tokenizer).pad_token_id  # of a processor
+    length = max(map(len, prompts))
+    pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id  # of a processor
     ids = [[pad] * (length - len(row)) + list(row) for row in prompts]
     mask = [[0] * (length - len(row)) + [1] * len(row) for row in prompts]
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}

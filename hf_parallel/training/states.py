@@ -185,7 +185,8 @@ class Rows:
         batches: dict[tuple[int, bool, int], list[tuple[int, list[int], int]]] = {}
         for node, (own, parent) in enumerate(self._nodes):
             before, trunk, level = ends[parent] if parent >= 0 else ([], -1, 0)
-            tokens, is_last = before + own, node not in trunks
+            tokens = before + own
+            is_last = node not in trunks
             if not is_last and len(tokens) < shortest:
                 ends.append((tokens, trunk, level))
                 continue
@@ -193,7 +194,8 @@ class Rows:
             size = len(tokens).bit_length() if is_last else len(tokens)  # padding never enters a state
             batches.setdefault((level, is_last, size), []).append((node, tokens, trunk))
         levels: list[list[_Call]] = []
-        source, place = np.zeros(len(self.previous), np.int64), 0
+        source = np.zeros(len(self.previous), np.int64)
+        place = 0
         number: dict[int, int] = {}  # of trunks, among those of their level
         for (level, is_last, _), members in sorted(batches.items()):
             if len(levels) == level:
@@ -208,7 +210,8 @@ class Rows:
                 source[tokens] = place + np.arange(len(tokens))
                 place += length
                 if not is_last:
-                    number[node], count = count, count + 1
+                    number[node] = count
+                    count = count + 1
         return _Plan(levels, torch.from_numpy(source).to(device))
 
 
@@ -251,7 +254,8 @@ class MixerPass:
     """One call of a layer over a padded batch of packed tokens."""
 
     def __init__(self, mixer: Mixer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._mixer, self._module = mixer, module
+        self._mixer = mixer
+        self._module = module
         names = list(inspect.signature(module.forward).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
         given.pop(mixer.argument, None)
@@ -264,7 +268,8 @@ class MixerPass:
 
     def over(self, rows: Rows) -> Any:
         """Return the result for the rows of the batch, as the layer would compute each of them."""
-        known, dtype = _behaviors.setdefault(self._module, {}), self._leaves[0].value.dtype
+        known = _behaviors.setdefault(self._module, {})
+        dtype = self._leaves[0].value.dtype
         if dtype not in known:
             if torch.is_inference_mode_enabled():
                 raise RuntimeError("layers that keep a state need torch.no_grad() here, not torch.inference_mode()")
@@ -309,7 +314,8 @@ class MixerPass:
         shapes: list[torch.Size] = []  # of the tokens of each call
         states: list[MixerStates] = []  # of the continued calls of a level
         for level in plan.levels:
-            before, states = states, []
+            before = states
+            states = []
             for call in level:
                 given = MixerStates(in_place=False)
                 if call.parents is not None:

@@ -182,13 +182,16 @@ def _cards(
     names = section["columns"]
     counts = [0] * len(names)
     for card in sorted(section["cards"], key=lambda card: (card["begin"], card["column"] is not None, card["column"])):
-        column, begin, end = card["column"], card["begin"], _end(card)
+        column = card["column"]
+        begin = card["begin"]
+        end = _end(card)
         top = 1 + bisect_left(intervals, (begin, min(begin + 1, end)))
         bottom = max(top + 1, 1 + bisect_left(intervals, (end, end)))
         row_name = name = style["spanning"]
         if column is not None:
             counts[column] += 1
-            row_name, name = names[column], f"{names[column]} {counts[column]}"
+            row_name = names[column]
+            name = f"{names[column]} {counts[column]}"
         yield {
             **card,
             "place": f"grid-row:{top} / {bottom};grid-column:{'2 / -1' if column is None else column + 2}",
@@ -208,7 +211,8 @@ def _passes(card: JSONObject, style: Mapping[str, str]) -> str:
     computed = [at for at, _, origin in card["pieces"] if origin not in (*_WITHOUT_PASS, GIVEN)]
     words = []
     if computed:
-        first, last = computed[0], computed[-1]
+        first = computed[0]
+        last = computed[-1]
         words = [f"{style['tick']} {first}" if first == last else f"{_TICKS[style['tick']]} {first}\u2013{last}"]
     return ", ".join([*words, *([f"{replayed} replayed"] if replayed else [])])
 

@@ -11,7 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import hidden_tokens
 
-COMPUTED, DRAFTED, REPLAYED, HOTSPOT = "m", "d", "r", "h"
+COMPUTED = "m"
+DRAFTED = "d"
+REPLAYED = "r"
+HOTSPOT = "h"
 """Origins of a token, in this order: computed in a forward pass of its own; accepted as a draft token in the pass of an
 earlier token; replayed from cached logits; sampled again from cached logits at a hotspot."""
 

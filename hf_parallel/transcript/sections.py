@@ -19,7 +19,8 @@ from hf_parallel.detokenizer import IncrementalDetokenizer, decode
 from hf_parallel.files import JSONObject
 from hf_parallel.transcript.record import COMPUTED, Record
 
-FORMAT, VERSION = "hf_parallel run", 2
+FORMAT = "hf_parallel run"
+VERSION = 2
 """Values of `format` and `version` in a transcript."""
 GIVEN = "g"
 """Origin of text that was inserted, not generated. `Record.origins` has the others."""
@@ -97,16 +98,19 @@ def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
             card = card or begin(row, before)
             generated = event == "token" and (at > 0 or row in record.origins)
             card.pieces.append((at, text, next(origins.get(row, iter(())), COMPUTED) if generated else GIVEN))
-            card.begin, card.end = min(card.begin, before), at
+            card.begin = min(card.begin, before)
+            card.end = at
     for row, cards in cards_by_row.items():
         for card in [card for card in cards if card.given or card.pieces][-1:]:
-            card.truncated, card.end_reason = row in record.truncated, record.end_reasons.get(row, "")
+            card.truncated = row in record.truncated
+            card.end_reason = record.end_reasons.get(row, "")
     return {prompt: [card for card in cards if card.given or card.pieces] for prompt, cards in found.items()}
 
 
 def column_names(record: Record, prompt: int, cards: Sequence[Card]) -> list[str]:
     """Return names for the columns of a prompt's cards, after the rows that wrote them."""
-    config, names = record.config, {}
+    config = record.config
+    names = {}
     for row in {event.row for event in record.events}:
         if (place := config.rows.place(row, len(record.prompts))).prompt == prompt:
             names[record.place(row)[1]] = config.rows.name(place.index)
@@ -151,7 +155,8 @@ def completion_sections(
             rest = decode(tokenizer, prompts[row][len(shared) :])
             text = IncrementalDetokenizer(tokenizer, hidden)
             card = _completion(column, rest, tokens, record.origins.get(drawn[row], ""), text)
-            card.truncated, card.end_reason = drawn[row] in record.truncated, record.end_reasons.get(drawn[row], "")
+            card.truncated = drawn[row] in record.truncated
+            card.end_reason = record.end_reasons.get(drawn[row], "")
             cards.append(card)
         names = [record.config.rows.name(places[row].index) for row in rows]
         if record.config.rows_per_prompt == 1 or len(set(names)) < len(names):

@@ -62,11 +62,14 @@ class Supervisor:
 
     def init(self, root: State) -> None:
         """Begin a search from a state before a choice."""
-        self.root, self.states, self.next_states = root, [], []
+        self.root = root
+        self.states = []
+        self.next_states = []
 
     def select(self) -> Sequence[State]:
         """Return states to continue now; a state may occur several times."""
-        fired, self.next_states = self.next_states, []
+        fired = self.next_states
+        self.next_states = []
         return fired
 
     def commit(self, parent: State, child: State) -> None:

@@ -74,7 +74,8 @@ class TreeOfThoughts(Supervisor):
         self._num_running -= 1
         if self._num_running:
             return
-        children, self._round = self._round, []
+        children = self._round
+        self._round = []
         self.next_states = [] if self._is_single else self._choose(children)
         if not self.next_states and not any(state.is_final for state in self.states):
             self.next_states = self._best_open(children if self._is_single else ()) or self._best_open(self.states)

@@ -119,7 +119,9 @@ class ContributionScores:
             raise ValueError(f"alpha must be between 0 and 1, got {alpha!r}")
         check_int("window", window, at_least=1)
         check_int("round_turns", round_turns, at_least=1)
-        self.alpha, self.window, self.round_turns = alpha, window, round_turns
+        self.alpha = alpha
+        self.window = window
+        self.round_turns = round_turns
         self.current: Mapping[str, Contribution] = {}
         """Scores by agent after the last round."""
         self.history: deque[Mapping[str, Contribution]] = deque(maxlen=MAX_HISTORY)
@@ -226,7 +228,8 @@ class ContributionPolicy(RequestObserver, EvictionPolicy, SchedulingPolicy):
         self._last: Member | None = None
 
     def priority(self, node: Node) -> tuple[float, float]:
-        expected, uses = 0.0, self.uses.get(node)
+        expected = 0.0
+        uses = self.uses.get(node)
         for member, use in () if uses is None else uses.users.items():
             age = max(member.calls - use.calls - 1, 0)
             presence = min(1.0, PATIENCE / max(self.turn - member.last_turn, 1))
@@ -254,10 +257,12 @@ class ContributionPolicy(RequestObserver, EvictionPolicy, SchedulingPolicy):
         call = self._calls.pop(request, None)
         if call is None:
             return
-        member, call.new_tokens = call.member, request.num_tokens
+        member = call.member
+        call.new_tokens = request.num_tokens
         self.running -= Counter([member.agent])
         if member is not self._last:
-            self.turn, self._last = self.turn + 1, member
+            self.turn = self.turn + 1
+            self._last = member
         member.last_turn = self.turn
         self.scores.add(call)
         for uses in [self.uses[node] for node in nodes if node in self.uses]:

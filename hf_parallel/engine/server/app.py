@@ -149,13 +149,18 @@ class _Server:
     """State of an application."""
 
     def __init__(self, engine: Engine, model: str, limits: Limits, metrics: Metrics, processor: Any) -> None:
-        self.engine, self.model, self.limits, self.metrics = engine, model, limits, metrics
-        self.translator, self.conversations = Translator(engine, limits, processor), Conversations()
+        self.engine = engine
+        self.model = model
+        self.limits = limits
+        self.metrics = metrics
+        self.translator = Translator(engine, limits, processor)
+        self.conversations = Conversations()
         card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf_parallel"}
         self.model_cards: dict[str, dict[str, object]] = {model: card | {"root": model, "parent": None}}
         self.adapters: dict[str, str | None] = {model: None}  # by name of the model
         # Large bodies take seconds to read and tokenize, in which others and small ones are served.
-        self.small, self.large = FairPool(POOL_THREADS), FairPool(POOL_THREADS)
+        self.small = FairPool(POOL_THREADS)
+        self.large = FairPool(POOL_THREADS)
         self.writing = FairPool(POOL_THREADS)
 
     def add_adapters(self, paths: Mapping[str, str]) -> None:
@@ -224,7 +229,8 @@ class _Server:
         body = read_body(kind, content)
         self.check_model(body.model)
         self.conversations.resume(scope["cache_salt"], body)
-        salt, answers = scope["cache_salt"] + (body.cache_salt or ""), list[Answers]()
+        salt = scope["cache_salt"] + (body.cache_salt or "")
+        answers = list[Answers]()
         try:
             self._check_prompts(body)
             prompts = body.prompts

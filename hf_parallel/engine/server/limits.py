@@ -82,7 +82,9 @@ class Gate:
         hosts: Sequence[str] = (),
         on_response: Callable[[str, int], None] | None = None,
     ) -> None:
-        self.app, self.limits, self.on_response = app, limits, on_response
+        self.app = app
+        self.limits = limits
+        self.on_response = on_response
         self._keys = [sha256(key.encode()).digest() for key in api_keys]
         self._hosts = [host.encode() for host in hosts]
         self._open: Counter[Hashable] = Counter()
@@ -126,7 +128,9 @@ class Gate:
         request_logger.info("%s %s %s, %.3f s%s", client, request, status or "disconnected", seconds, tokens)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        submitter, opened, size = None, 0, 0
+        submitter = None
+        opened = 0
+        size = 0
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
             if b"content-length" in headers and b"transfer-encoding" in headers:  # request smuggling

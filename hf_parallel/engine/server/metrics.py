@@ -33,7 +33,8 @@ class Metrics:
     """Collects the metrics of one server."""
 
     def __init__(self, engine: Engine, max_kv_bytes: int | None = None) -> None:
-        self.engine, self.max_kv_bytes = engine, max_kv_bytes
+        self.engine = engine
+        self.max_kv_bytes = max_kv_bytes
         self._registry = CollectorRegistry()
         self._registry.register(self)
         names = ["path", "status"]

@@ -41,7 +41,9 @@ class DrainingServer(uvicorn.Server):
         )
         logging.getLogger("uvicorn.error").addFilter(QuietFilter())
         super().__init__(config)
-        self._engine, self._drain_seconds, self._is_cancelled = engine, drain_seconds, False
+        self._engine = engine
+        self._drain_seconds = drain_seconds
+        self._is_cancelled = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal."""

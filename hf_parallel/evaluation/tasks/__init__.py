@@ -79,8 +79,10 @@ def load_problems(
             raise ValueError("needles needs a source: a text file, such as a book of Project Gutenberg")
         text = Path(source).read_text(encoding="utf-8", errors="replace")
         return [*NeedleProblem.from_text(text, count or GENERATED_COUNT, seed, **options)]
-    source, examples = os.fspath(source or cls.source), options.pop("examples", None)
-    selects, size = partial(cls.selects, **options), cls.rows_per_problem
+    source = os.fspath(source or cls.source)
+    examples = options.pop("examples", None)
+    selects = partial(cls.selects, **options)
+    size = cls.rows_per_problem
     rows = filter(selects, _rows(source, cls))
     problems: list[Problem] = []
     while len(problems) != count and (group := list(islice(rows, size))):

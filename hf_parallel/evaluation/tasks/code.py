@@ -159,7 +159,8 @@ class APPSProblem(CodeProblem):
     def from_row(cls, row: Mapping[str, object]) -> APPSProblem:
         """Read `question`, `input_output` (JSON) and `starter_code`."""
         cases = _json(column(row, "input_output"), "input_output")
-        inputs, outputs = cases.get("inputs"), cases.get("outputs")
+        inputs = cases.get("inputs")
+        outputs = cases.get("outputs")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
             raise ValueError("column 'input_output' must have as many 'inputs' as 'outputs', and at least one")
         function = cases.get("fn_name") or ""

@@ -84,7 +84,8 @@ def evaluate(node: ast.AST, used: list[int]) -> Fraction:
     Raises `ValueError` for other expressions.
     """
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        left, right = evaluate(node.left, used), evaluate(node.right, used)
+        left = evaluate(node.left, used)
+        right = evaluate(node.right, used)
         value: Fraction = OPERATORS[type(node.op)](left, right)
         return value
     if isinstance(node, ast.Constant) and type(node.value) is int:

@@ -49,13 +49,15 @@ class RetrievalProblem(Problem):
         resumes = []
         for name, gpa in zip(names, hundredths, strict=True):
             first, second, third = draw.sample(WORDS["interests"].split(), 3)
-            age, university = draw.randint(19, 30), draw.choice(WORDS["universities"].split(", "))
+            age = draw.randint(19, 30)
+            university = draw.choice(WORDS["universities"].split(", "))
             resume = f"{name} is {age} years old, studied at {university} and has a GPA of {gpa / 100:.2f}. "
             resumes.append(f"{resume}Interests: {first}, {second} and {third}.")
         name, wanted = draw.choice(list(zip(names, hundredths, strict=True)))
         below = max((gpa for gpa in hundredths if gpa < wanted), default=wanted - 30)
         above = min((gpa for gpa in hundredths if gpa > wanted), default=wanted + 30)
-        low, high = draw.randint(below + 1, wanted - 1) / 100, draw.randint(wanted + 1, above - 1) / 100
+        low = draw.randint(below + 1, wanted - 1) / 100
+        high = draw.randint(wanted + 1, above - 1) / 100
         prompt = (
             f"Here are the resumes of {num_students} students.\n\n"
             + "\n\n".join(resumes)

@@ -176,10 +176,12 @@ class Executor(Host):
     def _run(self, want: Pass) -> torch.Tensor:
         """Run a forward pass."""
         cache, passes, ids, ends, _ = want
-        model, tokens = self.model_over(cache), ids.tensor
+        model = self.model_over(cache)
+        tokens = ids.tensor
         began = time.perf_counter()
         try:
-            forward, keep = cache.prepare_run(passes), None
+            forward = cache.prepare_run(passes)
+            keep = None
             if ends is not None and len(ends) != len(tokens):
                 last = forward.last_tokens
                 keep = [last[end] for end in ends]

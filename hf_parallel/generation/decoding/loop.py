@@ -65,7 +65,9 @@ class DecodeLoop:
         stream: bool = True,
         log_probs: bool = False,
     ) -> None:
-        self.call, self.cache, self.table = call, cache, table
+        self.call = call
+        self.cache = cache
+        self.table = table
         self._texts: dict[Row, IncrementalDetokenizer] = {}
         self._num_forks: Counter[int] = Counter()  # by prompt
         self._trace: PassLog | None = None
@@ -100,7 +102,8 @@ class DecodeLoop:
                     self.cache.end_call()
                 except RuntimeError:  # out of memory: what cannot be checked is not kept
                     self.cache.reset()
-        self.stats.kv_bytes, self.stats.state_bytes = self.cache.kv_bytes, self.cache.state_bytes
+        self.stats.kv_bytes = self.cache.kv_bytes
+        self.stats.state_bytes = self.cache.state_bytes
         self.stats.reserved_bytes = self.cache.pool.arena.reserved_bytes
 
     def decode(
@@ -117,7 +120,8 @@ class DecodeLoop:
         The default `on_token` makes the token pending, until the row ends. `after_pass` is called after every pass.
         `schedule` receives the active rows and returns those of the next pass; it may `drop` rows and admit others.
         """
-        began, prefilling = time.perf_counter(), self.stats.prefill_seconds
+        began = time.perf_counter()
+        prefilling = self.stats.prefill_seconds
         active = list(rows)
         next_tokens: NextTokens | None = logits
         is_plain = on_token is None and after_pass is None and schedule is None
@@ -230,7 +234,8 @@ class DecodeLoop:
         record = self.call.record
         record.passes += is_pass
         self.stats.decoded_tokens += len(tokens)
-        indices, output_rows = [], []
+        indices = []
+        output_rows = []
         for row in rows:
             indices.append(row.index)
             output_rows.append(row.output_row)
@@ -274,7 +279,8 @@ class DecodeLoop:
         assert isinstance(self.cache, SharedPrefixCache), "rows of other caches keep no blocks"
         for row in rows:
             if row.leaf is not None and not row.dropped:
-                block, end = row.view[-1], self.table.lengths[row.index] - len(row.pending)
+                block = row.view[-1]
+                end = self.table.lengths[row.index] - len(row.pending)
                 tokens = self.table.ids[row.index, end - block.length : end]
                 row.leaf = self.cache.add(row.leaf, tokens.cpu().numpy(), block)
             elif not row.dropped:
@@ -391,7 +397,8 @@ class DecodeLoop:
 
     def _wait_for_others(self, replayer: Replayer, rows: Sequence[int]) -> Steps[bool]:
         """Wait while other calls compute the next logits of all rows. Return whether it has waited."""
-        has_waited, executor = False, self.call.executor
+        has_waited = False
+        executor = self.call.executor
         while rows and all(replayer.is_computed_by_other(row, executor) for row in rows):
             yield Wait()
             has_waited = True
@@ -438,7 +445,8 @@ class DecodeLoop:
 
     def new_tokens(self, row: Row) -> list[int]:
         """Return the tokens that follow a row's prompt in the table."""
-        begin, end = self.call.input_ids.shape[1], self.table.lengths[row.index]
+        begin = self.call.input_ids.shape[1]
+        end = self.table.lengths[row.index]
         return self.table.ids[row.index, begin:end].tolist()
 
     def record_truncated(self, rows: Sequence[Row] | None = None) -> None:
@@ -476,7 +484,9 @@ class DecodeLoop:
 
     def result(self, cls: type[ParallelOutput], rows: Sequence[Row] | None = None, **fields: Any) -> Any:
         """Return a `cls` with the present state of the call."""
-        record, scores, logits = self.call.record, self.sampler.scores, self.sampler.logits
+        record = self.call.record
+        scores = self.sampler.scores
+        logits = self.sampler.logits
         is_new = self.call.past_key_values is None and not self.call.executor.is_shared
         if is_new and isinstance(self.cache, SharedPrefixCache):
             self.cache.record_weights(self.call.model, self.call.fingerprint)
@@ -510,6 +520,7 @@ class DecodeLoop:
         They are those of the model, and NaN for tokens that were not sampled; see `ParallelOutput.log_probs`.
         """
         indices = list(range(len(self.table.lengths))) if rows is None else [row.index for row in rows]
-        longest, begin = max(self.table.lengths[index] for index in indices), self.call.record.begin
+        longest = max(self.table.lengths[index] for index in indices)
+        begin = self.call.record.begin
         values = self.sampler.log_probs_of_rows()[indices, begin:longest]
         return F.pad(values, (0, longest - begin - values.shape[1]), value=torch.nan)

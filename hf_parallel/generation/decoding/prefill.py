@@ -36,12 +36,14 @@ def count_cached(loop: DecodeLoop, leaves: Sequence[Node]) -> None:
     if loop.stats.prefilled_tokens:
         return  # the call itself has computed tokens
     prompts = {prompt.tobytes(): len(prompt) for prompt in loop.call.prompts}
-    lengths, found = set(prompts.values()), dict[bytes, int]()
+    lengths = set(prompts.values())
+    found = dict[bytes, int]()
     for leaf in dict.fromkeys(leaves):
         tokens = np.concatenate([node.tokens for node in leaf.path])
         for length in lengths:
             if (key := tokens[:length].tobytes()) in prompts:
-                found[key], left = 0, length
+                found[key] = 0
+                left = length
                 for node in leaf.path:
                     found[key] += min(len(node.tokens) - len(node.uncached), left)
                     left = max(left - len(node.tokens), 0)
@@ -56,7 +58,8 @@ def insert(cache: SharedPrefixCache, tokens: np.ndarray, root: Node | None = Non
 
 def insert_prompt(cache: SharedPrefixCache, tokens: np.ndarray, gaps: Mapping[int, int]) -> Steps[Node]:
     """Insert a prompt; `gaps` is the number of masked tokens before the token at an index (`GenerationCall`)."""
-    node, starts = cache.root, [0, *gaps]
+    node = cache.root
+    starts = [0, *gaps]
     for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
         node = yield from insert(cache, tokens[start:stop], node, gaps.get(start, 0))
     return node

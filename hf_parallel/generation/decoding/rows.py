@@ -88,7 +88,8 @@ class PendingWrites:
 
     def take(self) -> PassInputs:
         """Return the pending segments, each with the view of its block, and clear them."""
-        writes, self.pending = self.pending, []
+        writes = self.pending
+        self.pending = []
         return [(Segment(self._view_of(block), len(tokens)), tokens) for block, tokens in writes]
 
     def __contains__(self, block: object) -> bool:

@@ -25,7 +25,10 @@ class Runner:
     """Runs the passes of a call over one of its caches, and counts them in the call's `stats`."""
 
     def __init__(self, call: GenerationCall, cache: BlockCache) -> None:
-        self.executor, self.cache, self.stats, self.device = call.executor, cache, call.stats, call.input_ids.device
+        self.executor = call.executor
+        self.cache = cache
+        self.stats = call.stats
+        self.device = call.input_ids.device
         self.placeholder = call.placeholder
         self.chunk_size = call.executor.prefill_chunk(call.generation_config.prefill_chunk_size)
         """Maximum number of new tokens in a pass of a prefill."""
@@ -48,12 +51,14 @@ class Runner:
         for row in rows:
             assert row.group is not None
             groups.setdefault(row.group, []).append(row)
-        inputs, ends = [], []
+        inputs = []
+        ends = []
         computed: list[RowGroup] = []
         inserted = 0
         for group, members in groups.items():
             own, own_ends = collect_inputs(members)
-            new, group.inserted_tokens = group.inserted_tokens, 0
+            new = group.inserted_tokens
+            group.inserted_tokens = 0
             if replayer is not None:
                 keys = group.advance(own, own_ends)
                 if replayer.skip_pass([row.index for row in members], keys):
@@ -97,7 +102,9 @@ class Runner:
                     tokens = tokens[size:]
                 of_chunk = yield from self.forward(chunk, ends=ends)
                 logits.append(of_chunk.clone())  # the next pass may overwrite it
-                chunk, ends, free = [], [], self.chunk_size
+                chunk = []
+                ends = []
+                free = self.chunk_size
             chunk.append((Segment(segment.view, len(tokens), segment.write), tokens))
             ends.append(len(chunk) - 1)
             free -= len(tokens)
@@ -160,7 +167,8 @@ class Runner:
             size = sum(len(tokens) for _, tokens in inputs)
             if chunk and size > free:
                 yield from self.forward(*chunk, ends=[len(chunk[-1]) - 1])
-                chunk, free = [], self.chunk_size
+                chunk = []
+                free = self.chunk_size
             chunk.append(inputs)
             free -= size
         logits = yield from self.forward(*chunk, ends=ends)
@@ -185,7 +193,8 @@ class PassAhead:
 
     def run(self) -> Steps[None]:
         """Run the pass."""
-        log, self._cache.log = self._cache.log, None  # `confirm` records the pass
+        log = self._cache.log
+        self._cache.log = None  # `confirm` records the pass
         logits = yield from self._runner.run(Pass(self._cache, [self._segments], self._ids, range(len(self._rows))))
         assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
         self._cache.log = log

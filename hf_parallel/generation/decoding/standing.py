@@ -85,7 +85,9 @@ class Standing:
             row.pending = [token]
             row.last_segment = segment
         spans = [span for span in self._spans if span.count]
-        num_steps, self._num_steps, self._spans = self._num_steps, 0, []
+        num_steps = self._num_steps
+        self._num_steps = 0
+        self._spans = []
         sampler, indices = self.task
         sampler.count_draws(indices, num_steps)
         if not num_steps or not sampler.returns_log_probs:

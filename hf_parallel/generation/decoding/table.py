@@ -66,7 +66,8 @@ class DecodeTable:
             self._log_probs.append(*known)
         self._ids = Part(draws.tokens)
         host = HostCopy(draws.tokens if draws.marks is None else torch.stack((draws.tokens, draws.marks)))
-        tokens, invalid = host.values, set[int]()
+        tokens = host.values
+        invalid = set[int]()
         if draws.marks is not None:
             tokens, marks = tokens
             invalid = {row for row, mark in enumerate(marks) if mark}

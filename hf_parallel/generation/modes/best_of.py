@@ -129,8 +129,11 @@ class BestOfRun:
     """One call: all candidates decode together, and every `prune_every` tokens the worst are dropped."""
 
     def __init__(self, config: BestOfConfig, call: GenerationCall) -> None:
-        self.config, self.call, self.cache = config, call, prefix_cache_of(call)
-        n, self.num_returned = config.num_candidates, _num_returned(call)
+        self.config = config
+        self.call = call
+        self.cache = prefix_cache_of(call)
+        n = config.num_candidates
+        self.num_returned = _num_returned(call)
         if self.num_returned > n:
             raise ValueError(f"num_return_sequences must be at most num_candidates={n}, got {self.num_returned}")
         if n > 1 and not call.generation_config.do_sample:
@@ -143,7 +146,8 @@ class BestOfRun:
 
     def generate(self) -> Steps[Generated]:
         """Return a tensor `int64 [rows, length]` or a `BestOfOutput`."""
-        n, call = self.config.num_candidates, self.call
+        n = self.config.num_candidates
+        call = self.call
         with self.loop.running():
             leaves: list[Node] = []
             for index in range(0, call.num_rows, self.num_returned):
@@ -202,7 +206,8 @@ class BestOfRun:
             self.scores[row] = mean if self.scorer is None else self._ask(self.scorer, row, mean)
 
     def _ask(self, scorer: Scorer, row: Row, mean: float) -> float:
-        tokenizer, n = self.call.tokenizer, self.config.num_candidates
+        tokenizer = self.call.tokenizer
+        n = self.config.num_candidates
         prompt = tokenizer.decode(self.call.token_ids(self.call.prompts[row.index // n * self.num_returned]).tolist())
         tokens = self.loop.new_tokens(row)
         candidate = Candidate(prompt, self._text(row), tokens, mean, row in self.ended)
@@ -219,7 +224,8 @@ class BestOfRun:
         return visible_text(self.call.tokenizer, self.loop.new_tokens(row), self.call.hidden_tokens)
 
     def _output(self) -> Generated:
-        n, size = self.config.num_candidates, self.num_returned
+        n = self.config.num_candidates
+        size = self.num_returned
         best = [row for group in self.groups for row in sorted(group, key=self._rank)[:size]]
         groups = [self.groups[row.index // n] for row in best]
         return self.loop.output(
@@ -255,7 +261,8 @@ class BestOfOutput(ParallelOutput):
     """Per row the index of its candidate."""
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        order, ratings = self.order[prompt], self.ratings[prompt]
+        order = self.order[prompt]
+        ratings = self.ratings[prompt]
         return [("Scores", ", ".join(f"candidate {index + 1}: {ratings[index]:.4g}" for index in order))]
 
 

@@ -17,7 +17,8 @@ BOXED = rf"\\boxed\{{({_BRACED})\}}"
 """`\\boxed{answer}`, with balanced braces in the answer up to three deep."""
 PATTERN_SECONDS = 1.0
 """Time limit for a regular expression on one text."""
-PATTERN_LENGTH, PATTERN_REPEATS = 10_000, 100_000
+PATTERN_LENGTH = 10_000
+PATTERN_REPEATS = 100_000
 """Limits of a regular expression, so that it compiles within a second: characters, and product of the repeat counts
 `{n}`, because `regex` compiles repeated parts n times."""
 SHOWN_LENGTH = 40
@@ -115,7 +116,8 @@ def normal_form(answer: str) -> str:
     if number is None:
         return plain
     sign, whole, fraction = number.groups(default="")
-    whole, fraction = whole.replace(",", "").lstrip("0") or "0", fraction.rstrip("0")
+    whole = whole.replace(",", "").lstrip("0") or "0"
+    fraction = fraction.rstrip("0")
     value = whole + f".{fraction}" * bool(fraction)
     return value if value == "0" else sign + value
 

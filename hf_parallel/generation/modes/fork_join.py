@@ -252,7 +252,8 @@ class _TitleMask:
         for token, text in enumerate(vocabulary.texts):
             is_whole = text.decode(errors="ignore").encode() == text != b""
             if is_whole and token not in vocabulary.special and not any(stop in text for stop in banned):
-                self.later[token], self.first[token] = True, bool(text.strip())
+                self.later[token] = True
+                self.first[token] = bool(text.strip())
             elif is_whole and after.startswith(text.decode()):
                 self.later[token] = True
 
@@ -282,16 +283,19 @@ class ForkJoinRun(BranchRun):
         """See `BranchRun.read`. Where a title of a forced fork ends, insert the text up to the next one."""
         if ended or not lane.num_samples or not self._is_planning(lane):
             return
-        title, rest = lane.reader, self.plan[lane.reader.index + 1]
+        title = lane.reader
+        rest = self.plan[lane.reader.index + 1]
         title.length += 1
         is_end = title.length > 1 and rest.startswith(text.decode())
         if is_end or title.length == MAX_TITLE_TOKENS:
             tokens = self.tokens(rest[len(text.decode()) :] if is_end else rest)
-            title.index, title.length = title.index + 1, 0
+            title.index = title.index + 1
+            title.length = 0
             if len(tokens) < lane.answer.left:
                 self.insert(lane, tokens)
             else:
-                lane.answer.fallback, title.index = "the budget is too small for the plan", len(self.plan)
+                lane.answer.fallback = "the budget is too small for the plan"
+                title.index = len(self.plan)
 
     def _is_planning(self, lane: Lane) -> bool:
         """Whether a lane writes the titles of a forced fork."""
@@ -318,7 +322,8 @@ class ForkJoinRun(BranchRun):
             return None
         gap = self.dialect.first_text("")[0]
         if lane.text[end:].startswith(gap.encode()):
-            end, gap = end + len(gap.encode()), ""
+            end = end + len(gap.encode())
+            gap = ""
         head = slice_tokens(lane.own, self.vocabulary, 0, end) + self.tokens(gap)
         if self.dialect.is_separate:
             *head, last = head
@@ -354,7 +359,8 @@ class PathRecords(Records):
     """Forks of the answers, and their paths."""
 
     def __init__(self, call: GenerationCall, fork_text: str) -> None:
-        self.call, self.none = call, f"the model has not written {fork_text!r}"
+        self.call = call
+        self.none = f"the model has not written {fork_text!r}"
 
     def record(self, lane: Lane, start: int, end: int) -> Fork:
         """See `Records.record`."""
@@ -366,11 +372,13 @@ class PathRecords(Records):
 
     def output(self, roots: Sequence[Lane]) -> tuple[type[ForkJoinOutput], dict[str, Any]]:
         """See `Records.output`."""
-        forks, steps = [root.forks for root in roots], [root.steps for root in roots]
+        forks = [root.forks for root in roots]
+        steps = [root.steps for root in roots]
         fallback = [root.answer.fallback or (None if root.forks else self.none) for root in roots]
         return ForkJoinOutput, {"forks": forks, "critical_path": steps, "fallback": fallback}
 
     def _path(self, path: Lane) -> Path:
-        text, index = text_of(path.tokens).decode(errors="replace"), path.output_row // self.call.num_rows
+        text = text_of(path.tokens).decode(errors="replace")
+        index = path.output_row // self.call.num_rows
         ended_by = "tag" if path.ended_by == "marker" else path.ended_by
         return Path(path.name, index, text, ids(path.tokens), ended_by, path.forks)

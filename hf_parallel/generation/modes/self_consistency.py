@@ -158,7 +158,9 @@ class SelfConsistencyRun(StagedRun):
 
     def generate(self) -> Steps[Generated]:
         """Generate all answers, then choose one of each prompt or conclude."""
-        config, call, n = self.config, self.call, self.config.num_answers
+        config = self.config
+        call = self.call
+        n = self.config.num_answers
         answers = [[self.completion(prompt, prompt * n + i) for i in range(n)] for prompt in range(call.num_rows)]
         ids = call.input_ids.repeat_interleave(n, dim=0)  # the prompts that processors receive
         loop = yield from self.run_stage([row for rows in answers for row in rows], input_ids=ids, seed=config.seed)
@@ -172,7 +174,8 @@ class SelfConsistencyRun(StagedRun):
             read: list[list[int]] = [[] for _ in rows]
             final = [given[index] for given, (index, _) in zip(found, counted, strict=True)]
         else:
-            read, rows = [self._reading(of_prompt) for of_prompt in answers], list(range(call.num_rows))
+            read = [self._reading(of_prompt) for of_prompt in answers]
+            rows = list(range(call.num_rows))
             rngs = loop.sampler.rngs  # a conclusion continues the RNG of its prompt's first answer
             returned = [self._conclusion(prompt, tokens) for prompt, tokens in enumerate(read)]
             loop = yield from self.run_stage(returned, seed=None if rngs is None else rngs[::n])
@@ -197,7 +200,8 @@ class SelfConsistencyRun(StagedRun):
         return output
 
     def _conclusion(self, prompt: int, read: Sequence[int]) -> CompletionRow:
-        config, row = self.config, self.call.num_rows * self.config.num_answers + prompt
+        config = self.config
+        row = self.call.num_rows * self.config.num_answers + prompt
         return self.completion(prompt, row, read, config.conclusion_tokens, config.conclusion_prompt, self._concludes)
 
     def _warn_without(self, answers: Sequence[str | None]) -> None:
@@ -226,7 +230,8 @@ def _forms(answers: Sequence[str | None]) -> list[str | None]:
 
 
 def _index_of(final: str | None, given: Sequence[str | None]) -> int | None:
-    forms, wanted = _forms(given), None if final is None else normal_form(final)
+    forms = _forms(given)
+    wanted = None if final is None else normal_form(final)
     return forms.index(wanted) if wanted in forms and wanted is not None else None
 
 
@@ -260,7 +265,8 @@ class SelfConsistencyOutput(ParallelOutput):
     """Per prompt the conclusion, `conclusion_prompt` included; empty for `majority`."""
 
     def ranking(self, prompt: int) -> tuple[list[int], list[int]]:
-        votes, found = self.votes[prompt], self.found[prompt]
+        votes = self.votes[prompt]
+        found = self.found[prompt]
         scores = [0.0 if answer is None else votes[normal_form(answer)] for answer in found]
         chosen = self.chosen[prompt]
         order = sorted(range(len(found)), key=lambda index: (-scores[index], index != chosen, index))
@@ -268,6 +274,7 @@ class SelfConsistencyOutput(ParallelOutput):
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         votes = ", ".join(f"{form}: {round(count, 3)}" for form, count in self.votes[prompt].items())
-        chosen, answer = self.chosen[prompt], self.answers[prompt]
+        chosen = self.chosen[prompt]
+        answer = self.answers[prompt]
         found = (("Answer", answer), ("Votes", votes), ("Chosen", None if chosen is None else f"answer {chosen + 1}"))
         return [(label, text) for label, text in found if text]

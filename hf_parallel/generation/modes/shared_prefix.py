@@ -62,7 +62,9 @@ class SharedPrefixRun:
     """One call of the mode: prefills the tree of prompts once, then decodes all rows over it."""
 
     def __init__(self, config: SharedPrefixConfig, call: GenerationCall) -> None:
-        self.config, self.call, self.cache = config, call, prefix_cache_of(call)
+        self.config = config
+        self.call = call
+        self.cache = prefix_cache_of(call)
         table = TokenTable(call.input_ids, call.pad_token_id, min(call.max_new_tokens, SUFFIX_CAPACITY))
         self.loop = DecodeLoop(call, self.cache, table, seed=config.seed)
 
@@ -78,7 +80,9 @@ class SharedPrefixRun:
 
     def _decode(self, rows: Sequence[Row]) -> Steps[None]:
         """Prefill prompts and replayed tokens of rows, then decode."""
-        call, table, cache = self.call, self.loop.table, self.cache
+        call = self.call
+        table = self.loop.table
+        cache = self.cache
         yield from score_prompts(self.loop, cache)
         begins = [table.lengths[row.index] for row in rows]
         replayed = [table.ids[row.index, call.input_ids.shape[1] : n] for row, n in zip(rows, begins, strict=True)]
@@ -90,7 +94,8 @@ class SharedPrefixRun:
             leaves.append(leaf)
         logits = None
         if all(map(len, replayed)) and (parents := defer_last_tokens(self.loop, cache, leaves)) is not None:
-            leaves, begins = parents, [begin - 1 for begin in begins]
+            leaves = parents
+            begins = [begin - 1 for begin in begins]
             for row, tokens in zip(rows, replayed, strict=True):
                 row.pending = tokens[-1:].tolist()
         else:

@@ -36,7 +36,8 @@ from hf_parallel.transcript.sections import TranscriptStyle
 
 POINT_LENGTH = 1000
 """Number of characters of an outline's line to search for a point."""
-_FIELD, _OWN_FIELD = re.compile(r"\{\w+[^{}]*\}"), re.compile(r"\{(?:number|point)\b")
+_FIELD = re.compile(r"\{\w+[^{}]*\}")
+_OWN_FIELD = re.compile(r"\{(?:number|point)\b")
 """Field of a template, and field that differs between points."""
 
 
@@ -161,7 +162,9 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
 
     def max_kv_tokens(self, call: GenerationCall) -> int:
         """See `ParallelConfig.max_kv_tokens`. The conclusion reads all points again."""
-        count, new, n = call.count_tokens, call.max_new_tokens, self.max_points
+        count = call.count_tokens
+        new = call.max_new_tokens
+        n = self.max_points
         outline, point, conclusion = (
             new if given is None else given
             for given in (self.outline_tokens, self.point_tokens, self.conclusion_tokens)
@@ -212,7 +215,8 @@ class SkeletonRun(StagedRun):
     """One call of the mode: a stage of all outlines, one of all points, and one of all conclusions."""
 
     def __init__(self, config: SkeletonOfThoughtConfig, call: GenerationCall) -> None:
-        self.config, given = config, call.generation_config
+        self.config = config
+        given = call.generation_config
         check_no_prompt_relative_settings(call, config.mode)
         for name in ("output_scores", "output_logits"):
             if given.return_dict_in_generate and getattr(given, name):
@@ -227,7 +231,8 @@ class SkeletonRun(StagedRun):
 
     def generate(self) -> Steps[Generated]:
         """Generate. Return a tensor `int64 [batch, length]` or a `SkeletonOfThoughtOutput`."""
-        answers, outlines = self.answers, [answer.outline for answer in self.answers]
+        answers = self.answers
+        outlines = [answer.outline for answer in self.answers]
         yield from self._run_stage([[outline] for outline in outlines])
         yield from self._run_stage([answer.point_rows() for answer in answers])
         yield from self._run_stage([answer.conclusion_rows() for answer in answers])
@@ -261,7 +266,10 @@ class SkeletonAnswer:
     """Answer to one prompt: its text and tokens so far, and their log-probabilities (NaN: not sampled)."""
 
     def __init__(self, run: SkeletonRun, prompt: int, rng: RowRNG | None) -> None:
-        self.run, self.config, self.prompt, self.rng = run, run.config, prompt, rng
+        self.run = run
+        self.config = run.config
+        self.prompt = prompt
+        self.rng = rng
         self.fallback: str | None = None
         self.points: list[SkeletonPoint] = []
         self.text = ""
@@ -269,13 +277,15 @@ class SkeletonAnswer:
         self.log_probs: list[float] = []
         self._rows: list[CompletionRow] = []  # of the points
         self._last: CompletionRow | None = None  # the conclusion, or an answer without outline
-        config, start = self.config, self.config.outline_start
+        config = self.config
+        start = self.config.outline_start
         suffix = self._encode(config.outline_prompt + start)
         self.outline = self._completion(0, suffix, config.outline_tokens, start, self._outline_ends)
 
     def point_rows(self) -> list[CompletionRow]:
         """Return a row for each point of the outline, or one for the whole answer if there are too few."""
-        config, outline = self.config, self.outline
+        config = self.config
+        outline = self.outline
         titles = config.read_points(outline.prefix + outline.text, outline.truncated)
         if len(titles) < config.min_points:
             self.fallback = f"the outline has {len(titles)} of at least {config.min_points} points"

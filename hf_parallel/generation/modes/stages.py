@@ -69,9 +69,12 @@ class CompletionRow(Row):
         is_complete: Callable[[str], bool] | None = None,
     ) -> None:
         super().__init__(-1, ())
-        self.prompt, self.gaps = prompt, gaps
-        self.max_new_tokens, self.output_row = max_new_tokens, output_row
-        self.prefix, self.is_complete = prefix, is_complete
+        self.prompt = prompt
+        self.gaps = gaps
+        self.max_new_tokens = max_new_tokens
+        self.output_row = output_row
+        self.prefix = prefix
+        self.is_complete = is_complete
         self.tokens: list[int] = []
         self.log_probs: list[float] = []  # of the tokens under the model; known when the stage has ended
         self.truncated = False
@@ -102,12 +105,15 @@ class _Stage:
         input_ids: torch.Tensor | None,
         seed: Any,
     ) -> None:
-        self.call, self.cache, self.rows = run.call, run.cache, rows
+        self.call = run.call
+        self.cache = run.cache
+        self.rows = rows
         for index, row in enumerate(rows):
             row.index = index
         longest = max(row.max_new_tokens for row in rows)
         self.capacity = initial_capacity(longest - 1, len(rows))
-        call, ids = run.call, _left_padded(run.call, self.rows) if input_ids is None else input_ids
+        call = run.call
+        ids = _left_padded(run.call, self.rows) if input_ids is None else input_ids
         # Each row has its own budget, which MaxLengthCriteria cannot check.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         table = TokenTable(ids, call.pad_token_id, min(longest, SUFFIX_CAPACITY))
@@ -158,7 +164,9 @@ class StagedRun:
     """Run of a mode that generates in stages."""
 
     def __init__(self, config: ReplayConfig, call: GenerationCall) -> None:
-        self.call, self.cache, self.stats = call, prefix_cache_of(call), call.stats
+        self.call = call
+        self.cache = prefix_cache_of(call)
+        self.stats = call.stats
         self._replay_config = config
 
     def completion(

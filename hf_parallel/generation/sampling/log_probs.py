@@ -29,7 +29,10 @@ class LogProbs:
         top: tuple[torch.Tensor, torch.Tensor] | None = None,
         rows: slice = ALL,
     ) -> None:
-        self._model, self._sampling, self.top, self._rows = model, sampling, top, rows
+        self._model = model
+        self._sampling = sampling
+        self.top = top
+        self._rows = rows
 
     @property
     def model(self) -> torch.Tensor:
@@ -144,7 +147,9 @@ class TopLogProbs(LogitsProcessor):
     keeps_rows = False
 
     def __init__(self, top: int, prompt_top: int | None = None, labels: Sequence[int] = ()) -> None:
-        self.top, self.prompt_top, self.labels = top, prompt_top, labels
+        self.top = top
+        self.prompt_top = prompt_top
+        self.labels = labels
         self.prompts: dict[int, list[TokenLogProbs]] = {}  # by row
         self._found: dict[int, list[tuple[HostCopy, int]]] = {}  # by row: step, and index of the row in it
 

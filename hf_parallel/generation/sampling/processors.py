@@ -62,7 +62,8 @@ class MinLengthProcessor(LogitsProcessor):
         return processor
 
     def __init__(self, min_length: int, eos_token_id: torch.Tensor) -> None:
-        self.min_length, self.eos_token_ids = min_length, eos_token_id.flatten().tolist()
+        self.min_length = min_length
+        self.eos_token_ids = eos_token_id.flatten().tolist()
         self._indices: tuple[int, torch.Tensor] | None = None  # vocabulary size, tokens on the device
 
     @property
@@ -92,7 +93,9 @@ class RowPenalty(LogitsProcessor):
     keeps_rows = False
 
     def __init__(self, processor: RepetitionPenaltyLogitsProcessor, table: TokenTable) -> None:
-        self.penalty, self.table, count = processor.penalty, table, len(table.lengths)
+        self.penalty = processor.penalty
+        self.table = table
+        count = len(table.lengths)
         ignored = processor.prompt_ignore_length
         if isinstance(ignored, torch.Tensor):  # one number per prompt
             self.ignored = ignored.cpu()[torch.arange(count) * len(ignored) // count].tolist()
@@ -101,7 +104,8 @@ class RowPenalty(LogitsProcessor):
 
     def tokens(self, rows: Sequence[int], filler: int) -> torch.Tensor:
         """Return the tokens of rows, `int64 [len(rows), longest]`, with `filler` in the place of others."""
-        ids, lengths = self.table.left_padded(rows), self.table.lengths
+        ids = self.table.left_padded(rows)
+        lengths = self.table.lengths
         begins = [self.ignored[row] + ids.shape[1] - lengths[row] for row in rows]
         if any(begins):
             columns = torch.arange(ids.shape[1], device=ids.device)
@@ -134,7 +138,9 @@ class OccurrencePenalty(LogitsProcessor):
         for name, value in (("frequency", frequency), ("presence", presence)):
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number, got {value!r}")
-        self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence
+        self.prompt_length = prompt_length
+        self.frequency = frequency
+        self.presence = presence
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return _subtract(scores.clone(), input_ids[:, self.prompt_length :], self.frequency, self.presence)
@@ -144,7 +150,9 @@ class RowOccurrence(RowPenalty):
     """`OccurrencePenalty` on the tokens of a row in `table`."""
 
     def __init__(self, processor: OccurrencePenalty, table: TokenTable) -> None:
-        self.frequency, self.presence, self.table = processor.frequency, processor.presence, table
+        self.frequency = processor.frequency
+        self.presence = processor.presence
+        self.table = table
         self.ignored = [processor.prompt_length] * len(table.lengths)
 
 
@@ -158,10 +166,14 @@ class ThinkingBudget(LogitsProcessor):
     keeps_rows = False
 
     def __init__(self, budget: int, begin: Sequence[int], end: int, known: int) -> None:
-        self.budget, self.begin, self.end, self.known = budget, list(begin), end, known
+        self.budget = budget
+        self.begin = list(begin)
+        self.end = end
+        self.known = known
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        opens, place = self.opens(input_ids), torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
+        opens = self.opens(input_ids)
+        place = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
         opened = ((opens & (opens.cumsum(1) > self.known)) * place).cummax(1).values  # tokens up to the last mark
         thinks = opened > ((input_ids == self.end) * place).cummax(1).values
         spent = (thinks[:, 1:] & thinks[:, :-1]).sum(1)  # without the marks that open reasoning
@@ -179,10 +191,12 @@ class PerPromptProcessor(LogitsProcessor):
     """Calls a stateless processor that expects one row per prompt on several rows per prompt, ordered by prompt."""
 
     def __init__(self, processor: LogitsProcessor, num_prompts: int) -> None:
-        self.processor, self.num_prompts = processor, num_prompts
+        self.processor = processor
+        self.num_prompts = num_prompts
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        processed, rows_per_prompt = torch.empty_like(scores), len(scores) // self.num_prompts
+        processed = torch.empty_like(scores)
+        rows_per_prompt = len(scores) // self.num_prompts
         for first in range(rows_per_prompt):
             rows = slice(first, None, rows_per_prompt)  # one row of each prompt
             processed[rows] = self.processor(input_ids[rows], scores[rows])
@@ -229,7 +243,8 @@ def penalize(scores: torch.Tensor, step: Step) -> torch.Tensor:
     """Apply repetition penalties."""
     tokens = _penalized_tokens(step, scores.shape[1])
     padded = F.pad(scores, (0, 1))  # for tokens that are ignored, or outside the output vocabulary
-    found, penalty = padded.gather(1, tokens), _setting([one.penalty for one in step.processors], scores.device)
+    found = padded.gather(1, tokens)
+    penalty = _setting([one.penalty for one in step.processors], scores.device)
     found = torch.where(found < 0, found * penalty, _divide(found, penalty))
     return padded.scatter_(1, tokens, found)[:, :-1]
 
@@ -319,12 +334,14 @@ def stage_of(processor: LogitsProcessor) -> tuple[int, RowWise] | None:
 def split_warpers(processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsProcessor], Warpers]:
     """Return the processors before the last warpers, and the settings of these."""
     settings: dict[str, float] = {}
-    head, before = list(processors), len(STAGES)
+    head = list(processors)
+    before = len(STAGES)
     while head and type(head[-1]) in _WARPERS:
         stage = stage_of(head[-1])
         if stage is None or stage[0] >= before:
             break
-        before, warper = stage[0], head.pop()
+        before = stage[0]
+        warper = head.pop()
         name = _WARPERS[type(warper)]
         settings[name] = getattr(warper, name)
     return head, Warpers(**settings)  # type: ignore[arg-type]  # `top_k` is an int

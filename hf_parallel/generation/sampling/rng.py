@@ -38,7 +38,8 @@ class RowRNG:
     """Random number generator of one row."""
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.count = seed, 0
+        self.seed = seed
+        self.count = 0
 
     def skip(self) -> None:
         """Skip the random noise of one token."""
@@ -67,7 +68,8 @@ def make_rngs(seed: Seed, num_rows: int) -> list[RowRNG] | None:
 
 def next_keys(rngs: Sequence[RowRNG], device: torch.device) -> torch.Tensor:
     """Return the RNG keys `int64 [rows]` of the next tokens of rows, and advance their RNGs."""
-    seeds, numbers = [], []
+    seeds = []
+    numbers = []
     for rng in rngs:
         seeds.append(rng.seed % 2**64)
         rng.skip()

@@ -101,14 +101,16 @@ class RowProcessors(list[LogitsProcessor]):
 
     def call(self, processors: Sequence[LogitsProcessor], rows: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
         """Apply processors that are not row-wise."""
-        self.rows, table = rows, self.table
+        self.rows = rows
+        table = self.table
         if not self.needs_batch:
             groups = group_by(table.lengths[row] for row in rows)
             if len(groups) == 1:
                 return _call(processors, table.left_padded(rows), scores)
             out = torch.empty_like(scores)
             for same in groups:
-                self.rows, index = [rows[i] for i in same], to_device(same, out.device)
+                self.rows = [rows[i] for i in same]
+                index = to_device(same, out.device)
                 out[index] = _call(processors, table.left_padded(self.rows), scores[index]).to(out.dtype)
             self.rows = rows
             return out
@@ -217,9 +219,11 @@ class RowCriteria:
 
     def full(self, rows: Sequence[int]) -> list[int]:
         """Return the indices of rows that have the maximum length."""
-        found, lengths = [], self.table.lengths
+        found = []
+        lengths = self.table.lengths
         for criterion in self._limits:
-            limit, warned = criterion.max_length, criterion.max_position_embeddings
+            limit = criterion.max_length
+            warned = criterion.max_position_embeddings
             for index, row in enumerate(rows):
                 if lengths[row] >= limit:
                     found.append(index)

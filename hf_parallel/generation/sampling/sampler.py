@@ -58,7 +58,8 @@ class Sampled:
 
         Raises `RuntimeError` if a row cannot be drawn.
         """
-        values, part = self._host.values, self.tokens.rows
+        values = self._host.values
+        part = self.tokens.rows
         has_marks = bool(values) and isinstance(values[0], list)
         tokens = values[0][part] if has_marks else values[part]
         ended = self._criteria.ended_by(self._rows, tokens)
@@ -98,7 +99,8 @@ class Sampler:
         table: TokenTable,
         seed: Seed = None,
     ) -> None:
-        self.table, self.criteria = table, criteria
+        self.table = table
+        self.criteria = criteria
         self.row_criteria = RowCriteria(criteria, table)
         self.do_sample = bool(config.do_sample)
         self.rngs = make_rngs(seed, self.num_rows)  # by row; None: PyTorch's global generator
@@ -270,7 +272,8 @@ class Sampler:
 
     def _record(self, record: list[torch.Tensor], rows: Sequence[int], values: torch.Tensor) -> None:
         """Store values `[rows, vocabulary]` at index n for rows of n new tokens; rows without a value hold zeros."""
-        draws, values = [self._draws[row] for row in rows], values.to(self.table.device)
+        draws = [self._draws[row] for row in rows]
+        values = values.to(self.table.device)
         for step in sorted(set(draws)):
             while len(record) <= step:
                 record.append(values.new_zeros((self.num_rows, values.shape[-1]), dtype=torch.float32))

@@ -122,7 +122,8 @@ class StopFilter:
     """Cuts a growing text before its first stop text. Holds back what may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stops, self.stopped = stops, False
+        self.stops = stops
+        self.stopped = False
         self._held = ""
 
     def add(self, text: str) -> str:
@@ -131,7 +132,8 @@ class StopFilter:
             return ""
         held = self._held + text
         if found := [index for stop in self.stops if (index := held.find(stop)) >= 0]:
-            self.stopped, self._held = True, ""
+            self.stopped = True
+            self._held = ""
             return held[: min(found)]
         length = max((_overlap(held, stop) for stop in self.stops), default=0)
         self._held = held[len(held) - length :]
@@ -139,7 +141,8 @@ class StopFilter:
 
     def flush(self) -> str:
         """Return what was held back, as the text has ended."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
 

@@ -101,7 +101,8 @@ class TokenTable:
         steps = to_device(self._known, self.device).view(-1, len(rows))
         self._known = []
         self._known_rows = ()
-        begin, end = min(self._known_columns), max(self._known_columns)
+        begin = min(self._known_columns)
+        end = max(self._known_columns)
         self._reserve(end + len(steps))
         if begin == end:
             self._ids[to_device(rows, self.device), begin : begin + len(steps)] = steps.T

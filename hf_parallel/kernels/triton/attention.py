@@ -72,9 +72,14 @@ class TritonBackend(TorchBackend):
         is_fused = params.softcap is None and (keys.shape == values.shape or params.latent is not None)
         if not self.is_chosen and is_fused and plan.longest_run > MAX_RUN:
             return super().attend(query, keys, values, plan, params, compact)
-        latent, leads, lead = params.latent, keys, 0
+        latent = params.latent
+        leads = keys
+        lead = 0
         if latent is not None:
-            query, values, leads, lead = latent.absorb(query), keys, values, values.shape[-1]
+            query = latent.absorb(query)
+            lead = values.shape[-1]
+            leads = values
+            values = keys
         stored = keys, values, leads, keys
         if compact is not None:
             packed = compact.keys, compact.values, compact.values, compact.scales
@@ -112,7 +117,8 @@ class TritonBackend(TorchBackend):
 
     def append(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, plan: AttentionPlan) -> None:
         """Tokens after the plan's are padding, not stored."""
-        device, num_kv_heads = keys.device, new_keys.shape[0]
+        device = keys.device
+        num_kv_heads = new_keys.shape[0]
         buffers = launch_for(plan, ("writes", device), lambda: WriteLaunch(plan, device)).buffers
         writes = [buffers[name] for name in ("query", "origin", "capacity", "index", "count", "step")]
         new_keys = new_keys if new_keys.stride(-1) == 1 else new_keys.contiguous()

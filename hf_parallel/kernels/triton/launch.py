@@ -72,7 +72,8 @@ def select_tilings(head_dim: int, dtype: torch.dtype, capability: tuple[int, int
     if dtype == torch.float32:
         return (Tiling(16, 16, 4, 3, 2 if head_dim <= 128 else 1) if head_dim <= 256 else Tiling(16, 16, 8, 1, 1),)
     if head_dim > 256:
-        smallest, wide = Tiling(16, 32, 8, 2, 1), Tiling(32, 32, 8, 1, 1)
+        smallest = Tiling(16, 32, 8, 2, 1)
+        wide = Tiling(32, 32, 8, 1, 1)
         return (smallest, wide) if capability >= (9, 0) else (smallest,)
     if head_dim > 128:
         return Tiling(16, 32, 4, 3, 2), Tiling(32, 32, 4, 2, 2)
@@ -111,7 +112,8 @@ class Launch(DeviceBuffers):
 
     def _load(self, plan: AttentionPlan, arrays: Mapping[str, np.ndarray]) -> None:
         self.buffers.load(arrays)
-        self._lineage, self._loaded_step = plan.lineage, plan.step
+        self._lineage = plan.lineage
+        self._loaded_step = plan.step
         self._advance(0)
 
     @abstractmethod
@@ -169,23 +171,27 @@ class AttendLaunch(Launch):
     horizon = HORIZON
 
     def __init__(self, plan: AttentionPlan, shape: LayerShape, max_tokens: int) -> None:
-        self.shape, self.max_tokens = shape, max_tokens
+        self.shape = shape
+        self.max_tokens = max_tokens
         self._tilings = self._select(plan)
         work = self._work(plan)
         arrays = self._named(plan, work)
         sizes = {"items": work.max_items * len(ITEM_FIELDS), "merge_slot": work.max_slots}
         self.buffers = Buffers(arrays, shape.device, **sizes, merge_start=max_tokens + 1)
         half = 0 if shape.rotary is None else len(shape.rotary.inv_freq)
-        slots, num_heads = len(self.buffers["merge_slot"]), shape.groups * shape.num_kv_heads
+        slots = len(self.buffers["merge_slot"])
+        num_heads = shape.groups * shape.num_kv_heads
         new = torch.empty(0, dtype=torch.float32, device=shape.device).new_empty
-        self.part_out, self.part_lse = new(slots, num_heads, shape.value_dim), new(slots, num_heads)
+        self.part_out = new(slots, num_heads, shape.value_dim)
+        self.part_lse = new(slots, num_heads)
         self.cos, self.sin = new(2, len(self.buffers["pair_query"]), half)
         self.calls = [self._call(number, tiling) for number, tiling in enumerate(self._tilings)]
         self._load(plan, arrays)
 
     def _call(self, number: int, tiling: Tiling) -> tuple[tuple[int], tuple[torch.Tensor, ...], dict[str, int | str]]:
         """Grid, tensors and constants of a launch of the attention kernel, the same for all layers."""
-        shape, starts = self.shape, ("block_start", "start_increment")
+        shape = self.shape
+        starts = ("block_start", "start_increment")
         names = ["pair_query", "pair_lo", "pair_hi", "pair_position", "hi_increment", "position_increment"]
         names += starts if shape.chunk else names[:2]
         buffers = [self.buffers[name] for name in ("items", f"item_offsets {number}", *names)]
@@ -256,7 +262,8 @@ class AttendLaunch(Launch):
         return make_work(plan, partitions, self.shape.window, self.shape.chunk, horizon)
 
     def _named(self, plan: AttentionPlan, work: Work) -> dict[str, np.ndarray]:
-        pairs, zeros = work.pairs, np.zeros(len(plan.pair_query), np.int64)
+        pairs = work.pairs
+        zeros = np.zeros(len(plan.pair_query), np.int64)
         step = plan.increments or Increments(zeros, zeros, zeros)
         chunks = {}
         if self.shape.chunk is not None:
@@ -284,7 +291,9 @@ class AttendLaunch(Launch):
         super()._load(plan, arrays)
 
     def _advance(self, step: int) -> None:
-        rotary, buffers, half = self.shape.rotary, self.buffers, self.cos.shape[-1]
+        rotary = self.shape.rotary
+        buffers = self.buffers
+        half = self.cos.shape[-1]
         if rotary is None or not self._rotates:
             buffers["step"].fill_(step)
         else:

@@ -15,7 +15,9 @@ _GROUP = 128  # as in the kernels
 _GROUPS_PER_PROGRAM = 32
 _WARPS = 8  # of a program that searches a row; two to four fit on a processor
 _RACED = 1024  # tokens that it races among at once
-_MOST_GROUPS, _REGISTERS = 2048, 128  # with more groups and without a limit ptxas spills to fit more programs
+# With more groups and without a limit of registers, ptxas spills to fit more programs.
+_MOST_GROUPS = 2048
+_REGISTERS = 128
 _CHUNK = 4096  # tokens among which a program without filters races
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Lowest bits of a float32 that a score of each dtype does not have."""
@@ -61,8 +63,10 @@ class _Call:
 
     def race(self, is_probs: bool) -> None:
         """Race among all tokens of the rows without filters."""
-        rows, chunks = len(self.scores), -(-self.vocabulary // _CHUNK)
-        parts, winners = self.probs.new_empty(rows, chunks, 4), self._integers(rows, chunks)
+        rows = len(self.scores)
+        chunks = -(-self.vocabulary // _CHUNK)
+        parts = self.probs.new_empty(rows, chunks, 4)
+        winners = self._integers(rows, chunks)
         with on_device(self.scores.device):
             race_kernel[(rows, chunks)](
                 self.scores, self.scores.stride(0), self.vocabulary, *self.settings, *self.sources, parts, winners,
@@ -74,7 +78,8 @@ class _Call:
 
     def choose(self) -> None:
         """Race among the tokens that filters keep, of the rows with filters."""
-        rows, num_groups = len(self.scores), -(-self.vocabulary // _GROUP)
+        rows = len(self.scores)
+        num_groups = -(-self.vocabulary // _GROUP)
         maxima, sums = (self.probs.new_empty(rows, num_groups) for _ in range(2))
         inputs = self.scores, self.scores.stride(0), self.vocabulary, *self.settings
         registers = {"maxnreg": _REGISTERS} if num_groups > _MOST_GROUPS else {}

@@ -70,7 +70,9 @@ def race_kernel(
     PROBS: tl.constexpr, SEEDED: tl.constexpr, LIBDEVICE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Race among the tokens of one chunk, for rows without filters. With `PROBS`, scores are probabilities."""
-    row, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    chunks = tl.num_programs(1)
     inverse, top_k, removed, min_p = _settings(settings, row, settings_stride)
     if (top_k <= 0) & (removed <= 0) & (min_p <= 0):
         tokens = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -179,7 +181,9 @@ def _search(
     have no barriers, and programs use so few registers that several run on a processor.
     """
     ways = tl.arange(0, WAYS)
-    below_low, below_high, total = base, base, base
+    below_low = base
+    below_high = base
+    total = base
     passes = 0
     while (high - low > 1) | (passes == 0):
         if passes == 0:  # equal distances of scores, not of keys, most of which belong to scores near zero
@@ -221,7 +225,8 @@ def _bound(maxima, mass, top_k, removed, min_p, highest):
     """Score below which no token is kept, by the highest scores of groups and the sums of their weights."""
     total = tl.sum(mass, 0)
     lowest = tl.min(tl.where(maxima > LOWEST, maxima, highest), 0)
-    low, high = tl.where(top_k > 0, lowest, highest - RANGE), highest
+    low = tl.where(top_k > 0, lowest, highest - RANGE)
+    high = highest
     bound = -float("inf")
     for i in range(BISECTIONS + 1):
         middle = tl.where(i == 0, low, (low + high) * 0.5)

@@ -50,7 +50,9 @@ class Delta:
 
     def show(self, parsed: Parsed) -> None:
         """Replace the text by the parts of a reply that it has completed."""
-        self.text, self.reasoning, self.calls = parsed.content, parsed.reasoning, parsed.calls
+        self.text = parsed.content
+        self.reasoning = parsed.reasoning
+        self.calls = parsed.calls
 
     def append(self, delta: Delta) -> None:
         """Append a later delta of the same choice."""
@@ -59,15 +61,20 @@ class Delta:
         self.calls += delta.calls
         self.logged += delta.logged
         self.row = delta.row or self.row
-        self.finish_reason, self.record, self.error = delta.finish_reason, delta.record, delta.error
-        self.prompt, self.transcript = delta.prompt, delta.transcript
+        self.finish_reason = delta.finish_reason
+        self.record = delta.record
+        self.error = delta.error
+        self.prompt = delta.prompt
+        self.transcript = delta.transcript
 
 
 class Answers:
     """Reads the choices of one submission. `first` is the index of its first choice in the response."""
 
     def __init__(self, submission: Submission, handle: RequestHandle, first: int = 0) -> None:
-        self.submission, self.handle, self.first = submission, handle, first
+        self.submission = submission
+        self.handle = handle
+        self.first = first
         self._texts = [_ChoiceText(submission, row, handle.end_tokens) for row in range(submission.choices)]
         self._replies = [submission.make_reply(index) for index in range(submission.choices)]
 
@@ -85,7 +92,8 @@ class Answers:
             async for row, text, event in self.handle.texts_async():
                 row_event = None if event == "token" else event
                 if text or row_event:
-                    index, name = self.first + self.submission.choice(row), self.submission.row_name(row)
+                    index = self.first + self.submission.choice(row)
+                    name = self.submission.row_name(row)
                     yield Delta(index, row=name, row_text=text, row_event=row_event)
         output = await self.handle.result_async()
         for delta in await asyncio.to_thread(lambda: list(self._ends(output))):  # decodes the text of merged rows
@@ -116,7 +124,8 @@ class Answers:
         return delta if delta.text or delta.reasoning or delta.calls or logged else None
 
     def _ends(self, output: ParallelOutput) -> Iterator[Delta]:
-        submission, record = self.submission, output.record
+        submission = self.submission
+        record = output.record
         records: list[dict[str, object] | None] = [None] * submission.choices
         if submission.has_mode:
             records = [{n: v for n, v in found.items() if n != "stats"} for found in output.to_records()]
@@ -155,12 +164,14 @@ class _ChoiceText:
 
     def __init__(self, submission: Submission, row: int, end_tokens: Collection[int]) -> None:
         hidden = submission.hidden.union(end_tokens) - submission.marks
-        self._submission, self._prompt = submission, submission.prompt_of(row) if submission.echo else []
+        self._submission = submission
+        self._prompt = submission.prompt_of(row) if submission.echo else []
         self._log_probs = submission.log_probs
         continued = submission.prompt_of(row) if submission.continues and not submission.echo else []
         self._detokenizer = IncrementalDetokenizer(submission.engine.tokenizer, hidden, continued)
         self._text = StoppedText(self._detokenizer, submission.stops, submission.marks)
-        self._row, self._count = row, 0  # of tokens
+        self._row = row
+        self._count = 0  # number of tokens
         self._shown = 0
         self._waiting: list[LoggedToken] = []
 

@@ -40,7 +40,8 @@ class ForcedCalls:
             if self._open is not None and self._end is not None:
                 self._close_call(parsed)
         if ends:
-            parsed.content, self._held = self._held, ""
+            parsed.content = self._held
+            self._held = ""
         return parsed
 
     def _open_call(self) -> None:
@@ -50,7 +51,8 @@ class ForcedCalls:
             if self._held == before + begin:
                 self._open = name
                 self._scanner = JSONScanner()
-                self._begin, self._end = len(self._held), None
+                self._begin = len(self._held)
+                self._end = None
 
     def _close_call(self, parsed: Parsed) -> None:
         """Add the call if its text is complete."""
@@ -58,4 +60,5 @@ class ForcedCalls:
         if self._held[self._end :] == self._marks[self._open][1]:
             parsed.calls.append(ToolCall(self.calls, self._open, self._held[self._begin : self._end]))
             self.calls += 1
-            self._open, self._held = None, ""
+            self._open = None
+            self._held = ""

@@ -15,7 +15,8 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 from hf_parallel.engine.server.openai.reply_formats import END, REASONING, ReplyFormat
 from hf_parallel.engine.server.structured.json_scanner import JSONScanner
 
-ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
+ID_CHARACTERS = string.ascii_letters + string.digits
+ID_LENGTH = 9
 """Ids of calls are nine letters or digits: Mistral's chat templates accept no others, and other templates any text."""
 MALFORMED = (KeyError, TypeError, ValueError, RecursionError)  # errors of the parser for a call that is none
 
@@ -66,7 +67,8 @@ class Reply:
     """
 
     def __init__(self, spec: ReplySpec, prompt: str) -> None:
-        self.spec, self.calls = spec, 0
+        self.spec = spec
+        self.calls = 0
         self._template = load_response_template(spec.format.template)
         self._later_template = load_response_template(spec.format.later_template)
         self._names = {tool["function"]["name"] for tool in spec.tools}
@@ -107,7 +109,8 @@ class Reply:
     def _read(self, events: Sequence[Mapping[str, Any]], parsed: Parsed) -> None:
         is_new = False
         for event in events:
-            name, kind = event["field"], event["type"]
+            name = event["field"]
+            kind = event["type"]
             if name == "tool_calls":
                 is_new = is_new or kind == "region_open"
                 self._follow_call(event, is_new)
@@ -118,7 +121,8 @@ class Reply:
                 is_read = name != "tool_calls" or self._take(event["value"], parsed)
                 if not is_read:
                     self._show("content", self._held, parsed)
-                self._held, self._after_mark = "", is_read
+                self._held = ""
+                self._after_mark = is_read
             elif kind == "region_open" and name != "tool_calls" and self._template.fields[name].open_re is not None:
                 self._held = ""
 
@@ -156,5 +160,6 @@ class Reply:
 
     def _reject(self, parsed: Parsed) -> None:
         self._show("content", self._held, parsed)
-        self._held, self._call = "", None
+        self._held = ""
+        self._call = None
         self._parser = self._make_parser(self._later_template, "")

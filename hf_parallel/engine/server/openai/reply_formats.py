@@ -113,9 +113,12 @@ def reply_format(tokenizer: Any) -> ReplyFormat:
     """Return the format in which a model replies."""
     source = str(getattr(tokenizer, "chat_template", None) or "")
     found = next((known for mark, known in FORMATS.items() if mark in source and "tool" in source), TEXT)
-    own, fields, anchor = getattr(tokenizer, "response_template", None), found.fields, found.anchor
+    own = getattr(tokenizer, "response_template", None)
+    fields = found.fields
+    anchor = found.anchor
     if own is not None:
-        fields, anchor = own["fields"], own.get("start_anchor_pattern") or re.escape(own["start_anchor"])
+        fields = own["fields"]
+        anchor = own.get("start_anchor_pattern") or re.escape(own["start_anchor"])
     elif THINK in source and not found.thinks:
         fields = {"thinking": {"open": THINK, "close": END_THINK}} | fields
     return replace(found, fields=fields, anchor=anchor)

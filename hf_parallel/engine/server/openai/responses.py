@@ -25,7 +25,8 @@ class Writer:
     """Writes the response to one request: a chat or a completion."""
 
     def __init__(self, model: str, is_chat: bool, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.is_chat, self.tokenizer = is_chat, tokenizer
+        self.is_chat = is_chat
+        self.tokenizer = tokenizer
         self._bytes: dict[tuple[int, bool], bytes] = {}  # by token, and whether the text begins with it
         kind = "chat.completion" if is_chat else "text_completion"
         self._chunk_kind = f"{kind}.chunk" if is_chat else kind

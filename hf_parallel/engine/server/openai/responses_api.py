@@ -85,7 +85,8 @@ class Item(schema.Message):
 
     def to_chat(self) -> JSONObject:
         """See `Message.to_chat`."""
-        chat, own = super().to_chat(), {"role": "assistant", "content": ""}
+        chat = super().to_chat()
+        own = {"role": "assistant", "content": ""}
         if self.type == "function_call":
             function = {"name": self.name, "arguments": self.arguments}
             return {**own, "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
@@ -146,7 +147,8 @@ class ResponseBody(schema.ConversationBody):
 
         Reasoning, text and calls that follow each other are one message of the assistant; two texts are two.
         """
-        given, messages = self.input, list(self._history)
+        given = self.input
+        messages = list(self._history)
         own = [{"role": "user", "content": given}] if isinstance(given, str) else [item.to_chat() for item in given]
         before = messages[-1] if messages else {"role": ""}
         for new in own:
@@ -234,7 +236,9 @@ class ResponseWriter(Writer):
 
     def __init__(self, model: str, body: ResponseBody, tokenizer: PreTrainedTokenizerBase, keep: Keep) -> None:
         super().__init__(model, True, tokenizer)
-        self._keep, self._numbers, self._items = keep, count(), list[JSONObject]()
+        self._keep = keep
+        self._numbers = count()
+        self._items = list[JSONObject]()
         self._answers = dict[int, Delta]()  # by choice
         self._open = dict[int, JSONObject]()  # by choice, the item that it writes
         self._id = str(self.head["id"]).replace("chatcmpl-", "resp_")

@@ -349,7 +349,8 @@ class ConversationBody(Body):
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """Tools that the answer may call. Raises `ValueError` for a choice of tools that were not given."""
-        choice, functions = self.tool_choice, [getattr(one, "function", one) for one in self.tools or ()]
+        choice = self.tool_choice
+        functions = [getattr(one, "function", one) for one in self.tools or ()]
         names = [function.name for function in functions]
         if not isinstance(choice, str | None):
             choice = getattr(choice, "function", choice).name

@@ -135,7 +135,9 @@ class Translator:
     """Translates bodies of requests into submissions, within the limits."""
 
     def __init__(self, engine: Engine, limits: Limits, processor: Any = None) -> None:
-        self.engine, self.limits, self.processor = engine, limits, processor
+        self.engine = engine
+        self.limits = limits
+        self.processor = processor
         self.format = reply_format(engine.tokenizer)
         self.tool_messages = ToolMessages.of(processor or engine.tokenizer, self.format)
         config = engine.model.config.get_text_config()
@@ -166,7 +168,8 @@ class Translator:
         rows = body.answers * config.max_rows_per_prompt
         if rows > self.limits.rows:
             message = f"a request may have at most {self.limits.rows} rows, this one has {rows}"
-            default, most = type(config)(), config.max_rows_per_prompt
+            default = type(config)()
+            most = config.max_rows_per_prompt
             sent = {name: getattr(default, name) for name in config.fields() if name in (body.model_extra or {})}
             fewer = [name for name in sent if replace(config, **{name: sent[name]}).max_rows_per_prompt < most]
             raise APIError(400, message, [*fewer, "n" if body.answers > 1 else "generation_mode"][0])
@@ -176,9 +179,11 @@ class Translator:
             if arguments.get("do_sample") is False:
                 raise APIError(400, f"temperature=0 gives {body.answers} equal answers; set n to 1", "n")
         submission = Submission(self.engine, config, encoded, arguments, body.answers * len(prompts), body.stops)
-        submission.echo, submission.is_empty = bool(getattr(body, "echo", False)), body.max_tokens == 0
+        submission.echo = bool(getattr(body, "echo", False))
+        submission.is_empty = body.max_tokens == 0
         submission.continues = all(map(_is_continued, prompts))
-        submission.has_mode, submission.has_transcript = body.generation_mode is not None, bool(body.transcript)
+        submission.has_mode = body.generation_mode is not None
+        submission.has_transcript = bool(body.transcript)
         given = (body.agent_hints or {}).items()
         submission.hints = AgentHints.of({name: value for name, value in given if value is not None})
         submission.reply = self._reply(body)
@@ -222,7 +227,8 @@ class Translator:
         arguments = {"generation_mode": cls.mode if name is None else name, **settings}
         config = take_parallel_config(model_config, arguments)
         assert config is not None
-        limited, excess = config.traits.rows_setting, config.max_rows_per_prompt - self.limits.rows // body.answers
+        limited = config.traits.rows_setting
+        excess = config.max_rows_per_prompt - self.limits.rows // body.answers
         if limited not in ("", *given) and 0 < excess < getattr(config, limited):
             config = replace(config, **{limited: getattr(config, limited) - excess})
         known = {key for key, value in vars(model_config).items() if value is not None}
@@ -267,7 +273,8 @@ class Translator:
         return [[[int(token)], float(bias)] for token, bias in biases.items()]
 
     def _encode(self, body: Body, prompt: Prompt, config: ParallelConfig, name: str) -> Mapping[str, torch.Tensor]:
-        tokenizer, template = self.engine.tokenizer, body.chat_template_kwargs
+        tokenizer = self.engine.tokenizer
+        template = body.chat_template_kwargs
         is_chat = isinstance(prompt, list) and not isinstance(prompt[0], int)
         if isinstance(prompt, list) and len(prompt) > self.max_tokens:
             raise self._too_long(name, f"{self.max_tokens} {'messages' if is_chat else 'token ids'}", len(prompt))
@@ -290,7 +297,8 @@ class Translator:
 
     def _with_effort(self, body: Body, chat: Chat) -> tuple[list[Any], dict[str, object]]:
         """Return a chat and the variables of its template, with tools and effort."""
-        template, source = dict(body.chat_template_kwargs or {}), str(self.engine.tokenizer.chat_template)
+        template = dict(body.chat_template_kwargs or {})
+        source = str(self.engine.tokenizer.chat_template)
         if isinstance(body, ConversationBody) and (effort := body.effort) is not None:
             known = {"reasoning_effort": effort, ENABLE_THINKING: effort != "none"}
             read = {variable: value for variable, value in known.items() if variable in source}
@@ -345,7 +353,8 @@ class Translator:
             message = f"but {begin} of {name} and {wanted} new tokens were requested"
             message = f"the context length is {self.max_tokens} tokens, {message}"
             raise APIError(400, message, cause, "context_length_exceeded")
-        least, size = body.min_new_tokens or 0, vocabulary_size(self.engine.model)
+        least = body.min_new_tokens or 0
+        size = vocabulary_size(self.engine.model)
         if least > wanted:
             message = f"min_new_tokens must be at most the {wanted} new tokens, got {least}"
             raise APIError(400, message, "min_new_tokens")
@@ -356,7 +365,8 @@ class Translator:
 
     def _check_log_probs(self, body: Body, submissions: Sequence[Submission]) -> None:
         """Raise an error if the response would hold too many log-probabilities."""
-        top, prompt_top = body.top_logprobs_wanted, body.prompt_logprobs_wanted
+        top = body.top_logprobs_wanted
+        prompt_top = body.prompt_logprobs_wanted
         count = 0
         for submission in submissions:
             if top is not None:
@@ -388,7 +398,8 @@ class Translator:
         return _Constraint(self._json(schema, 0, field_name), forced_calls)
 
     def _add_processors(self, submission: Submission, body: Body, constraint: _Constraint | None) -> None:
-        config, begin = submission.config, submission.prompt["input_ids"].shape[1]
+        config = submission.config
+        begin = submission.prompt["input_ids"].shape[1]
         processors: list[object] = []
         criteria: list[object] = []
         features = {"logprobs": body.top_logprobs_wanted, "prompt_logprobs": body.prompt_logprobs}
@@ -411,7 +422,8 @@ class Translator:
         if isinstance(body, ConversationBody) and body.thinking_token_budget is not None:
             budget = self._thinking_budget(body.thinking_token_budget, submission.prompt["input_ids"])
             processors += [] if submission.is_constrained else [budget]  # without reasoning
-        top, prompt_top = body.top_logprobs_wanted, body.prompt_logprobs_wanted
+        top = body.top_logprobs_wanted
+        prompt_top = body.prompt_logprobs_wanted
         if top is not None or prompt_top is not None:
             self.check_ids("label_token_ids", [0, *body.label_tokens])
             collector = TopLogProbs(top or 0, prompt_top, body.label_tokens)
@@ -431,7 +443,8 @@ class Translator:
             submission.arguments["stopping_criteria"] = criteria
 
     def _thinking_budget(self, budget: int, prompt: torch.Tensor) -> ThinkingBudget:
-        tokenizer, marks = self.engine.tokenizer, self.format.thinking_marks
+        tokenizer = self.engine.tokenizer
+        marks = self.format.thinking_marks
         begin, end = [encode(tokenizer, mark) for mark in marks] if len(marks) == 2 else ([], [])
         if not begin or len(end) != 1:
             message = "thinking_token_budget needs a model whose reasoning has an opening mark and ends with one token"
@@ -453,7 +466,8 @@ class Translator:
         return grammar, partial(ForcedCalls, self.format.call, tools, between)
 
     def _json(self, schema: dict[str, object] | str, begin: int, name: str) -> JSONProcessor:
-        model, tokenizer = self.engine.model, self.engine.tokenizer
+        model = self.engine.model
+        tokenizer = self.engine.tokenizer
         ends = end_tokens(model, tokenizer)
         if not ends:
             message = f"{name} needs a token that ends the answer: the model's generation_config has no eos_token_id"

@@ -27,7 +27,8 @@ class TokenizeBody(BaseModel):
 
     def answer(self, translator: Translator) -> dict[str, object]:
         """Return the body of the response."""
-        tokenizer, text = translator.engine.tokenizer, self.prompt
+        tokenizer = translator.engine.tokenizer
+        text = self.prompt
         if (text is None) == (self.messages is None):
             raise APIError(400, "give either prompt or messages", "prompt")
         if self.messages is None and self.tools:

@@ -18,7 +18,9 @@ INSTRUCTIONS = (
     "{tools}\nTo call one, write its name and arguments like this:\n{call}"
 )
 """Instructions for a model whose chat template has none for tools."""
-NAME, KEY, VALUE = "probed_name", "probed_key", "probed_value"
+NAME = "probed_name"
+KEY = "probed_key"
+VALUE = "probed_value"
 """What the messages hold that show how a template writes tools and calls."""
 ESCAPED = END_THINK.replace("/", "\\/")
 """The same in JSON: templates of reasoning models drop what stands before the mark in an answer."""

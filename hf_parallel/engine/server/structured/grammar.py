@@ -50,7 +50,9 @@ class JSONProcessor(LogitsProcessor):
             if (found := first_error([text])) is not None:
                 raise ValueError(f"{field} holds a schema that is not supported: {found.reason}")
             grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
-        self._field, self.begin, self.ends = field, begin, [token for token in eos_token_ids if token < vocabulary]
+        self._field = field
+        self.begin = begin
+        self.ends = [token for token in eos_token_ids if token < vocabulary]
         # Without log: it would print a line for each row whose answer exceeds a limit of llguidance.
         self._first = LLMatcher(_grammar_tokenizer(tokenizer, vocabulary, tuple(eos_token_ids)), grammar, log_level=0)
         self._matchers: dict[tuple[int, ...], Any] = {}  # by the new tokens of a row
@@ -60,7 +62,8 @@ class JSONProcessor(LogitsProcessor):
         """Return a processor for another prompt, of the length `begin`, with the same compiled grammar."""
         other = copy.copy(self)
         other.begin = begin
-        other._matchers, other._errors = {}, {}
+        other._matchers = {}
+        other._errors = {}
         return other
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -85,9 +88,11 @@ class JSONProcessor(LogitsProcessor):
     def _allowed(self, row: tuple[int, ...], vocabulary: int) -> np.ndarray:
         """Return the tokens that may follow the new tokens of a row, bool `[vocabulary]`."""
         if row not in self._matchers:
-            before, new = self._matchers.get(row[:-1]), row[-1:]
+            before = self._matchers.get(row[:-1])
+            new = row[-1:]
             if before is None:
-                before, new = self._first, row
+                before = self._first
+                new = row
             matcher = before
             if not before.is_stopped():  # else it ends, or has ended
                 matcher = before.deep_copy()

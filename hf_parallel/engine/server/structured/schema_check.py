@@ -74,9 +74,11 @@ def _check(text: str) -> SchemaError | None:
     command = [sys.executable, "-I", __file__]
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=WALL_SECONDS)
-        output, is_complete = done.stdout, not done.returncode
+        output = done.stdout
+        is_complete = not done.returncode
     except subprocess.TimeoutExpired as error:
-        output, is_complete = (error.stdout or b"").decode(), False
+        output = (error.stdout or b"").decode()
+        is_complete = False
     errors = [json.loads(line) for line in output.splitlines()]
     for index, reason in enumerate(errors):
         if reason:

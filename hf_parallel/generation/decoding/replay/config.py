@@ -57,7 +57,8 @@ def replaying(
     if config.logits_cache is None or has_dropout(loop.call.model, "logits_cache"):
         yield
         return
-    policy, prefetch = make_policy(config.replay), config.prefetch if len(prompts) else False
+    policy = make_policy(config.replay)
+    prefetch = config.prefetch if len(prompts) else False
     loop.replayer = replayer = Replayer(loop.call, loop.sampler, config.logits_cache, policy, prefetch)
     with replayer.tracking(prompts):
         decoder = SpeculativeDecoder(loop, replayer, draft_tokens)

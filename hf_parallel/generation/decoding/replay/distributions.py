@@ -40,7 +40,8 @@ class DistributionCache:
     """
 
     def __init__(self, cache: LogitsCache, sampler: Sampler) -> None:
-        self.cache, self.sampler = cache, sampler
+        self.cache = cache
+        self.sampler = sampler
         self._device = sampler.table.device
         processors = sampler.processors
         names = [_name(processor) for processor in processors]

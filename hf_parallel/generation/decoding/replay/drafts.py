@@ -87,7 +87,8 @@ class NgramDrafter:
 
     def _propose(self, node: TrieNode, capacity: int) -> list[tuple[int, int]]:
         """Return n-grams and the tokens after them, as far as these are reached with sufficient probability."""
-        tokens, probability = _last_tokens(node), 1.0
+        tokens = _last_tokens(node)
+        probability = 1.0
         proposals: list[tuple[int, int]] = []
         child, length = self._look_up(tokens)
         while child is not None and len(proposals) < capacity and probability >= MIN_PROBABILITY:
@@ -96,10 +97,12 @@ class NgramDrafter:
                 break
             probability *= self.rates[proposals[-1][0]]
             tokens = (*tokens, child.token)[-NGRAMS[0] :]
-            child, length = self._continuation(child), length + 1
+            child = self._continuation(child)
+            length = length + 1
             other, other_length = self._look_up(tokens)
             if child is None or other_length > length:
-                child, length = other, other_length
+                child = other
+                length = other_length
         return proposals
 
     def _look_up(self, tokens: tuple[int, ...]) -> tuple[TrieNode | None, int]:
@@ -118,14 +121,18 @@ class NgramDrafter:
 
 def _best_length(rates: Sequence[float], num_rows: int, linear_backend: str) -> int:
     """Return the draft length that saves most time: expected passes saved, less the cost of verification."""
-    saved, probability, best, length = 0.0, 1.0, MIN_GAIN, 0
+    saved = 0.0
+    probability = 1.0
+    best = MIN_GAIN
+    length = 0
     cost_without = pass_cost(num_rows, linear_backend)
     for tokens, rate in enumerate(rates, start=1):
         probability *= rate
         saved += probability * cost_without
         gain = saved - pass_cost(num_rows * (1 + tokens), linear_backend) + cost_without
         if gain > best:
-            best, length = gain, tokens
+            best = gain
+            length = tokens
     return length
 
 

@@ -26,7 +26,8 @@ class Prefetcher:
     """Background thread that visits trie nodes: those below the prompts, level by level, and those with new logits."""
 
     def __init__(self, distributions: DistributionCache, uncertainty: bool) -> None:
-        self._distributions, self._uncertainty = distributions, uncertainty
+        self._distributions = distributions
+        self._uncertainty = uncertainty
         self._queue: SimpleQueue[tuple[TrieNode, int] | None] = SimpleQueue()  # nodes, tokens of a row at each
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hf_parallel prefetch", daemon=True)

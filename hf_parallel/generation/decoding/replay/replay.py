@@ -54,7 +54,10 @@ class Replayer:
     def __init__(
         self, call: GenerationCall, sampler: Sampler, cache: LogitsCache, policy: ReplayPolicy, prefetch: bool | None
     ) -> None:
-        self.cache, self.policy, self.sampler, self.stats = cache, policy, sampler, call.stats
+        self.cache = cache
+        self.policy = policy
+        self.sampler = sampler
+        self.stats = call.stats
         self._required = _required_logits(cache, call)
         require_present(call.model, "logits_cache")
         self.model_key = call.fingerprint
@@ -191,7 +194,8 @@ class Replayer:
 
     def _log_probs(self, rows: Sequence[int], tokens: Sequence[int], logits: torch.Tensor | None) -> LogProbs:
         """Return the log-probabilities of the next tokens of rows; see `sample`."""
-        nodes, device = [self.cursors.node(row) for row in rows], self.sampler.table.device
+        nodes = [self.cursors.node(row) for row in rows]
+        device = self.sampler.table.device
         sampling = torch.full((len(rows),), torch.nan, device=device)
         if logits is None and not self.sampler.top_log_probs:
             cached = [node.logits.log_prob(token) for node, token in zip(nodes, tokens, strict=True) if node.logits]
@@ -212,7 +216,8 @@ class Replayer:
                 self.cursors.store(rows[i], row_logits)
 
     def _advance(self, row: int, token: int, drafted: bool) -> None:
-        is_cached, path = row in self._cached, self._paths.get(row)
+        is_cached = row in self._cached
+        path = self._paths.get(row)
         if self._prefetcher is not None and not is_cached:
             self._prefetcher.add(self.cursors.node(row), self.sampler.table.lengths[row] - 1)
         origin = DRAFTED if drafted else COMPUTED
@@ -228,7 +233,8 @@ class Replayer:
                 path.position += 1
 
     def _path(self, row: int) -> _CachedPath:
-        node, path = self.cursors.node(row), self._paths.get(row)
+        node = self.cursors.node(row)
+        path = self._paths.get(row)
         if path is None or path.position >= len(path.nodes) or path.nodes[path.position] is not node:
             nodes, tokens, uncertainty = last_continuation(self.cache, node)
             draws = self.policy.draws(np.array(uncertainty), self._num_replayed.get(row, 0))
@@ -238,7 +244,9 @@ class Replayer:
 
 def last_continuation(cache: LogitsCache, node: TrieNode) -> tuple[list[TrieNode], list[int], list[float]]:
     """Follow the most recently used children as far as logits are cached; return nodes, tokens and uncertainties."""
-    nodes, tokens, uncertainty = [], [], []
+    nodes = []
+    tokens = []
+    uncertainty = []
     while (child := cache.last_child(node)) is not None:
         logits = node.logits  # read once, as another thread may evict the node
         if logits is not None:
@@ -253,7 +261,8 @@ def last_continuation(cache: LogitsCache, node: TrieNode) -> tuple[list[TrieNode
 
 def _required_logits(cache: LogitsCache, call: GenerationCall) -> tuple[int, float]:
     """Return the number of highest logits that the settings need, and the maximum `log_tail`, see `CachedLogits`."""
-    config, processors = call.generation_config, call.logits_processor
+    config = call.generation_config
+    processors = call.logits_processor
     if cache.top_k is None:
         return 0, np.inf
     returned = config.return_dict_in_generate and (config.output_logits or config.output_scores)

@@ -27,7 +27,8 @@ class SpeculativeDecoder:
     """Appends several tokens per forward pass. The default of `max_tokens`, per draft, is 15 on the CPU, else 0."""
 
     def __init__(self, loop: DecodeLoop, replayer: Replayer, max_tokens: int | None = None) -> None:
-        self.loop, self.replayer = loop, replayer
+        self.loop = loop
+        self.replayer = replayer
         self._on_cpu = execution_device(loop.call.model).type in HOST
         self.max_tokens = (MAX_DRAFT_TOKENS if self._on_cpu else 0) if max_tokens is None else max_tokens
 
@@ -36,7 +37,8 @@ class SpeculativeDecoder:
 
         Return False if drafts are disabled, would change what is sampled, or layers keep states, which do not go back.
         """
-        loop, replayer = self.loop, self.replayer
+        loop = self.loop
+        replayer = self.replayer
         if not (self.max_tokens and loop.sampler.is_order_independent) or loop.call.capabilities.mixers:
             return False
         eos = frozenset(loop.call.eos_token_ids)
@@ -49,7 +51,9 @@ class SpeculativeDecoder:
 
     def step(self, rows: Sequence[R]) -> Steps[list[R]]:
         """Verify drafts until no row has one. Return the active rows, with their pending tokens."""
-        active, node_of, executor = list(rows), self.replayer.cursors.node, self.loop.call.executor
+        active = list(rows)
+        node_of = self.replayer.cursors.node
+        executor = self.loop.call.executor
         for row in active:
             self._drafter.observe(row.index, node_of(row.index))
         while active:
@@ -68,7 +72,8 @@ class SpeculativeDecoder:
 
     def _verify(self, rows: Sequence[R], drafts: Sequence[list[int]]) -> Steps[list[R]]:
         """Run one pass over pending and draft tokens, then sample until the first token that was not drafted."""
-        stats, drafter = self.loop.stats, self._drafter
+        stats = self.loop.stats
+        drafter = self._drafter
         lengths = [row.view[-1].length + len(row.pending) for row in rows]
         inputs: PassInputs = []
         firsts = []  # logits that follow the pending tokens
@@ -76,7 +81,9 @@ class SpeculativeDecoder:
             firsts.append(sum(len(tokens) for _, tokens in inputs) + len(row.pending) - 1)
             inputs.append((Segment(row.view, len(row.pending) + len(draft)), [*row.pending, *draft]))
         logits = yield from self.loop.runner.forward(inputs)
-        verifying, active, step = list(range(len(rows))), [], 0
+        verifying = list(range(len(rows)))
+        active = []
+        step = 0
         while verifying:
             positions = to_device([firsts[i] + step for i in verifying], logits.device)
             sampling = [rows[i] for i in verifying]
@@ -85,7 +92,8 @@ class SpeculativeDecoder:
             continuing = set(self.loop.append(sampling, tokens, ended, is_pass=step == 0, log_probs=log_probs))
             accepted = []
             for i, token in zip(verifying, tokens, strict=True):
-                row, node = rows[i], self.replayer.cursors.node(rows[i].index)
+                row = rows[i]
+                node = self.replayer.cursors.node(rows[i].index)
                 drafter.observe(row.index, node)
                 if row in continuing and drafts[i][step : step + 1] == [token]:
                     drafter.add(node)
@@ -96,5 +104,6 @@ class SpeculativeDecoder:
                 stats.accepted_tokens += step
                 if row in continuing:
                     active.append(i)
-            verifying, step = accepted, step + 1
+            verifying = accepted
+            step = step + 1
         return [rows[i] for i in sorted(active)]

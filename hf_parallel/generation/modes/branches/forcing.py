@@ -18,7 +18,8 @@ class FormatProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores `[rows, vocabulary]` of sampled rows or of all, minus infinity for forbidden tokens."""
-        roots, rows = self.run.roots, self.run.loop.sampler.processors.rows
+        roots = self.run.roots
+        rows = self.run.loop.sampler.processors.rows
         rows = rows if len(scores) == len(rows) else range(len(scores))
         return force(scores, [self.run.allowed(roots[row]) if row < len(roots) else None for row in rows])
 

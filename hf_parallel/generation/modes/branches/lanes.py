@@ -67,14 +67,17 @@ class Lane(Row):
         self, answer: Answer, index: int, view: View, opening: Sequence[Token] = (), parent: Lane | None = None
     ) -> None:
         super().__init__(index, view, ids(opening), output_row=answer.output_row, writes=answer.writes)
-        self.answer, self.parent, self.name = answer, parent, ""
+        self.answer = answer
+        self.parent = parent
+        self.name = ""
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.is_rest = False  # whether it continues the text of its parent, which ends with it
         self.stage = SKELETON if parent is None else BRANCHES
         self.opening = list(opening)
         self.tokens = list(opening)
         self.block_from = 0  # index of the first token of the last block of the view, computed or not
-        self.text, self.text_from = text_of(opening), 0  # text since the last fork, and the index of its first token
+        self.text = text_of(opening)  # text since the last fork
+        self.text_from = 0  # index of its first token
         self.num_samples: int = 0 if parent is None else parent.num_samples
         self.steps = 0  # of its critical path
         self.fresh: list[Token] = []  # tokens that were sampled last, of joined paths after a join
@@ -146,7 +149,8 @@ class Lane(Row):
             if not pool.continues(self.block, kept):
                 pool.truncate(self.block, 0)
         self.tokens[self.text_from :] = tokens
-        self.text, self.context = text_of(tokens), None
+        self.text = text_of(tokens)
+        self.context = None
         self.pending = ids(self.uncached)
         return same
 
@@ -167,14 +171,20 @@ class Lane(Row):
     def _reattach(self, pool: Pool) -> None:
         assert self._attached is not None, "computed tokens before a fork are not replaced"
         pool.free(self.view[-1])
-        (self.view, self.block_from), self._attached = self._attached, None
+        (self.view, self.block_from) = self._attached
+        self._attached = None
 
     def continue_after(self, tokens: Sequence[Token], view: View, block_from: int) -> None:
         """Append tokens of joined paths, and continue in the last block of a view."""
         self.tokens += tokens
-        self.view, self.block_from, self._attached = view, block_from, None
-        self.text, self.text_from = b"", len(self.tokens)
-        self.paths, self.plan, self.context = [], None, None
+        self.view = view
+        self.block_from = block_from
+        self._attached = None
+        self.text = b""
+        self.text_from = len(self.tokens)
+        self.paths = []
+        self.plan = None
+        self.context = None
         self.pending = ids(self.uncached)
         self.decoder.reset()
 

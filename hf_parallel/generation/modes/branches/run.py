@@ -74,11 +74,15 @@ class BranchRun:
             if isinstance(processor, FormatProcessor):
                 processor.run = self
         self.config: BranchSettings = config
-        self.call, self.records, self.ends, self.limit = call, records, ends, limit
+        self.call = call
+        self.records = records
+        self.ends = ends
+        self.limit = limit
         self._all_texts = get_vocabulary(call.tokenizer, vocabulary_size(call.model))
         self.vocabulary = self._all_texts.without_text(call.hidden_tokens)  # that the model writes
         self._known: dict[str, list[Token]] = {"": []}
-        self.opening, self.closing = self.tokens(opening, given), self.tokens(closing)
+        self.opening = self.tokens(opening, given)
+        self.closing = self.tokens(closing)
         if len(self.opening) >= call.max_new_tokens:
             raise ValueError(f"{given} must be shorter than the {call.max_new_tokens} new tokens, got {opening!r}")
         self.cache = call.new_cache(TreeBranchCache, call.capabilities.rotary)
@@ -130,13 +134,16 @@ class BranchRun:
 
     def generate(self) -> Steps[Generated]:
         """Generate. Return a tensor `int64 [batch, length]` or the mode's output."""
-        call, cache, loop = self.call, self.cache, self.loop
+        call = self.call
+        cache = self.cache
+        loop = self.loop
         with loop.running(), replaying(loop, self.config):
             self.leaves = yield from insert_prompts(call, cache)
             cache.nodes_to_prefill()  # allocates blocks
             for index, view in enumerate(cache.new_answers(self.leaves, self.capacity)):
                 root = Lane(Answer(index, call.max_new_tokens), index, view)
-                root.before, root.reader = with_gaps(call.prompts[index], call.gaps[index]), self.new_reader()
+                root.before = with_gaps(call.prompts[index], call.gaps[index])
+                root.reader = self.new_reader()
                 self.roots.append(root)
             for root in self.roots if self.opening else ():
                 self.insert(root, self.opening)
@@ -151,7 +158,8 @@ class BranchRun:
             cache.discard_uncached()  # prompts, if all tokens were replayed
         if loop.replayer is not None:
             call.record.trace = None  # passes do not say after which token a replayed one was sampled
-        sampler, answers = loop.sampler, [root.tokens for root in self.roots]
+        sampler = loop.sampler
+        answers = [root.tokens for root in self.roots]
         sampler.scores, sampler.logits = (aligned(kept, answers) for kept in (sampler.scores, sampler.logits))
         kind, records = self.records.output(self.roots)
         records = {"fallback": [root.answer.fallback for root in self.roots], **records}
@@ -169,7 +177,8 @@ class BranchRun:
 
     def _fill(self) -> Steps[torch.Tensor | None]:
         """Compute the prompts, unless that is done. Return the logits after each."""
-        leaves, self.leaves = self.leaves, []
+        leaves = self.leaves
+        self.leaves = []
         if not leaves:
             return None
         spare = self.cache.pool.new_block(self.capacity * len(leaves))  # so that storage need not grow for paths
@@ -204,7 +213,8 @@ class BranchRun:
         text = self.vocabulary.texts[token]
         lane.fresh = [Token(token, text, lane.num_samples, lane.index)]
         lane.append(lane.fresh)
-        lane.num_samples, lane.steps = lane.num_samples + 1, lane.steps + 1
+        lane.num_samples = lane.num_samples + 1
+        lane.steps = lane.steps + 1
         lane.answer.left -= 1
         self.show(lane, text)
         known = len(lane.text) - len(text)
@@ -222,7 +232,8 @@ class BranchRun:
 
     def _schedule(self, active: Sequence[Row]) -> Steps[list[Lane]]:
         """Return the rows of the next pass, and count the cost of the last one."""
-        now, total = time.perf_counter(), self._pass_tokens.total()
+        now = time.perf_counter()
+        total = self._pass_tokens.total()
         for stage, count in self._pass_tokens.items():
             self.stages[stage].seconds += (now - self._pass_began) * count / total
         for stage in self._pass_stages:
@@ -236,7 +247,8 @@ class BranchRun:
 
         Return the rows that need the model. They compute what was replayed in their next pass.
         """
-        replayer, computing = self.loop.replayer, set[int]()  # answers that need the model
+        replayer = self.loop.replayer
+        computing = set[int]()  # answers that need the model
         while replayer is not None:
             for row in rows:
                 if row.context is None:
@@ -258,7 +270,8 @@ class BranchRun:
         return rows
 
     def _begin_pass(self, rows: Sequence[Lane], is_decoding: bool = True) -> Steps[None]:
-        self._pass_began, self._pass_stages = time.perf_counter(), [row.stage for row in rows]
+        self._pass_began = time.perf_counter()
+        self._pass_stages = [row.stage for row in rows]
         self._pass_tokens: Counter[str] = Counter()
         if rows:
             yield from self._fill()
@@ -296,9 +309,11 @@ class BranchRun:
 
     def _prefill(self, lane: Lane) -> Steps[None]:
         """Compute pending tokens in chunks, so that the next pass is not larger than one of a prefill."""
-        began, size = time.perf_counter(), self.loop.runner.chunk_size
+        began = time.perf_counter()
+        size = self.loop.runner.chunk_size
         while len(lane.pending) > size:
-            chunk, lane.pending = lane.pending[:size], lane.pending[size:]
+            chunk = lane.pending[:size]
+            lane.pending = lane.pending[size:]
             inputs = [*lane.answer.writes.take(), (Segment(lane.view, size), chunk)]
             yield from self.loop.runner.forward(inputs, ends=[len(inputs) - 1])
             self.stages[lane.stage].forward_passes += 1
@@ -315,10 +330,12 @@ class BranchRun:
         try:
             plan = self.find_fork(lane, known)
         except ValueError as error:
-            lane.answer.fallback, plan = str(error), None
+            lane.answer.fallback = str(error)
+            plan = None
         if plan is None:
             return False
-        answer, count = lane.answer, len(plan.paths)
+        answer = lane.answer
+        count = len(plan.paths)
         inserted = sum(len(first) for _, first in plan.paths) + len(plan.joined)
         inserted += (count - plan.is_separate) * len(self.closing)
         left = answer.left + len(lane.own) - len(plan.head) - inserted
@@ -328,7 +345,8 @@ class BranchRun:
         answer.left = left
         computed = set(map(id, lane.tokens[: len(lane.tokens) - len(lane.uncached)]))
         self._replace(lane, plan.head)
-        tail, lane.plan = lane.uncached, plan
+        tail = lane.uncached
+        lane.plan = plan
         answer.write(lane, tail)
         self._count(tail, lane.fresh)
         views = self.cache.branch(lane.view, count, lane.position, left // count)
@@ -338,11 +356,15 @@ class BranchRun:
             path.before = [*lane.before, *ids(lane.own), -2 - len(lane.paths)]
             self.loop.table.extend(row, path.pending)
             if plan.is_separate and lane.paths:
-                path.is_rest, path.depth, path.fresh = True, lane.depth, lane.fresh
-                path.name, path.output_row = lane.name, lane.output_row
+                path.is_rest = True
+                path.depth = lane.depth
+                path.fresh = lane.fresh
+                path.name = lane.name
+                path.output_row = lane.output_row
             else:
                 answer.num_paths += 1
-                path.name, path.output_row = name, answer.output_row + answer.num_paths * self.call.num_rows
+                path.name = name
+                path.output_row = answer.output_row + answer.num_paths * self.call.num_rows
                 self.show(path, text_of(first[plan.is_separate :]), "begin")
             lane.paths.append(path)
         written = chain(tail, *(first for _, first in plan.paths))
@@ -351,7 +373,8 @@ class BranchRun:
 
     def _replace(self, lane: Lane, tokens: Sequence[Token]) -> None:
         """Replace the tokens of a lane since its last fork, as processors and criteria see them; stream what is new."""
-        table, shown = self.loop.table, lane.text
+        table = self.loop.table
+        shown = lane.text
         start = table.lengths[lane.index] - len(lane.own)
         same = lane.replace(tokens, self.cache.pool)
         table.truncate(lane.index, start + same)
@@ -373,7 +396,8 @@ class BranchRun:
         self.show(lane, b"", "end")
 
     def _end_path(self, path: Lane, cause: str, end: int) -> None:
-        own, answer = path.own, path.answer
+        own = path.own
+        answer = path.answer
         path.sampled = ids(own if path.forks else own[len(path.opening) :])
         room = answer.left - len(self.roots[answer.output_row].writing()) + len(self.closing)
         for stop in (end, len(path.text)):  # what follows the end stays if it cannot be cut
@@ -401,7 +425,10 @@ class BranchRun:
 
     def _join(self, lane: Lane) -> None:
         """Join the paths of a lane: with their keys and values, or as tokens that are computed again."""
-        plan, paths, start, pool = lane.plan, lane.paths, len(lane.tokens), self.cache.pool
+        plan = lane.plan
+        paths = lane.paths
+        start = len(lane.tokens)
+        pool = self.cache.pool
         assert plan is not None, "the lane has forked"
         text = list(chain.from_iterable(path.tokens for path in paths))
         lane.forks.append(self.records.record(lane, start, start + len(text)))
@@ -409,12 +436,14 @@ class BranchRun:
             first, *others = paths
             if first.block.length:
                 pool.forget_state(lane.block)
-            view, block_from = list(first.view), start + first.block_from
+            view = list(first.view)
+            block_from = start + first.block_from
             self.stages[CONTINUATION].computed_again += sum(path.num_computed for path in others)
             lane.before = [*lane.before, *ids([*lane.own, *text, *plan.joined])]
             lane.fresh = [token for path in paths for token in path.fresh]
         else:
-            view, block_from = self._placed(lane), start + len(text)
+            view = self._placed(lane)
+            block_from = start + len(text)
             contexts = [[*path.before[len(lane.before) :], *ids(path.own)] for path in paths]
             lane.before = [*lane.before, *ids(lane.own), key_of(self.positions, contexts), *ids(plan.joined)]
             lane.fresh = []
@@ -430,8 +459,10 @@ class BranchRun:
         """End a lane with the rest of its text, which follows the path that was written beside it."""
         path, rest = lane.paths
         _, *inside = path.tokens  # the first token of both ends the text before them
-        start, text = len(lane.tokens) + 1, [path.tokens[0], *inside, *rest.tokens[1:]]
-        path.tokens, path.forks = inside, self.records.moved(path.forks, -1)
+        start = len(lane.tokens) + 1
+        text = [path.tokens[0], *inside, *rest.tokens[1:]]
+        path.tokens = inside
+        path.forks = self.records.moved(path.forks, -1)
         lane.forks.append(self.records.record(lane, start, start + len(inside)))
         lane.forks += self.records.moved(rest.forks, start + len(inside) - 1)
         lane.steps += max(path.steps, rest.steps)

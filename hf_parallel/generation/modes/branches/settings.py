@@ -80,7 +80,8 @@ class BranchSettings(ReplayConfig[OutputT]):
             raise UnsupportedModelError(f"{self.positions_setting} {reason}: use 'reencode'")
 
     def _why_not(self, call: GenerationCall, positions: str) -> str:
-        name, found = type(call.model).__name__, call.capabilities
+        name = type(call.model).__name__
+        found = call.capabilities
         if positions == "overlap" and found.rotary is None:
             return f"rotates keys to other positions ({found.why_no_rotation})"
         if positions in ("depth", "overlap") and found.mixers:

@@ -48,7 +48,8 @@ class Vocabulary:
 
     def without_text(self, tokens: Iterable[int]) -> Vocabulary:
         """Return a copy in which some tokens, such as the end-of-sequence tokens, have no text."""
-        found, empty = copy.copy(self), set(tokens)
+        found = copy.copy(self)
+        empty = set(tokens)
         found.texts = [b"" if token in empty else text for token, text in enumerate(self.texts)]
         return found
 
@@ -62,7 +63,8 @@ class Vocabulary:
         for end in range(1, len(text) + 1):
             found: list[int] | None = None
             for start in range(max(end - self._longest, 0), end):
-                before, token = best[start], self._token_of.get(text[start:end])
+                before = best[start]
+                token = self._token_of.get(text[start:end])
                 if before is not None and token is not None and (found is None or len(before) + 1 < len(found)):
                     found = [*before, token]
             best.append(found)

@@ -121,10 +121,12 @@ class HogwildCache(SharedPrefixCache):
 
         `num_again`: the length of an empty block that takes its place, for its tokens to be computed again.
         """
-        step, block = space.workers[worker], self.pool.new_block(STEP_CAPACITY)
+        step = space.workers[worker]
+        block = self.pool.new_block(STEP_CAPACITY)
         if num_again:
             again = self.pool.new_block(num_again)
-            space.replaced[again], step = step, again
+            space.replaced[again] = step
+            step = again
         space.views.clear()
         space.pending_steps.append(step)
         space.step_workers.append(worker)

@@ -146,7 +146,8 @@ class HogwildConfig(HogwildSettings):
         A step is copied when it ends, with which a worker holds at most twice the tokens that it has generated, and two
         prefixes. No group exceeds the model's positions, unless prompt and `max_new_tokens` alone do.
         """
-        count, new = call.count_tokens, call.max_new_tokens
+        count = call.count_tokens
+        new = call.max_new_tokens
         prefix = max(count(self.step_prefix_of(name, new)) for name in self.names)
         steps = self.num_workers * (new // max(prefix, 1))  # after the first ones
         checks = min(steps, self.num_workers * new // self.redundancy_interval)

@@ -30,7 +30,11 @@ class WorkerGroup(RowGroup):
     """
 
     def __init__(self, config: HogwildSettings, loop: DecodeLoop, cache: HogwildCache, index: int, leaf: Node) -> None:
-        self.config, self.loop, self.cache, self.index, self.leaf = config, loop, cache, index, leaf
+        self.config = config
+        self.loop = loop
+        self.cache = cache
+        self.index = index
+        self.leaf = leaf
         self.call = loop.call
         prompt = self.call.prompts[index]
         super().__init__((config.layout, config.num_workers, with_gaps(prompt, self.call.gaps[index])))
@@ -90,7 +94,8 @@ class WorkerGroup(RowGroup):
 
     def _append_headers(self) -> None:
         """Append the headers that the workers see."""
-        layout, workers = self.space.layout, len(self.space.workers)
+        layout = self.space.layout
+        workers = len(self.space.workers)
         others = workers > 1 and (layout != "interleaved" or self.config.finisher_tokens > 0)
         own = [True] * len(self.space.own_headers)
         visible = (layout != "contiguous", others, *own, others and workers > 2)
@@ -152,7 +157,8 @@ class Finisher(Row):
     group: WorkerGroup
 
     def __init__(self, group: WorkerGroup) -> None:
-        pending, first_worker = group.encode(group.config.finisher_prompt), group.index * group.config.num_workers
+        pending = group.encode(group.config.finisher_prompt)
+        first_worker = group.index * group.config.num_workers
         super().__init__(group.index, (), pending, output_row=first_worker, group=group, writes=group.writes)
         self._block = group.cache.pool.new_block()
         self._text = IncrementalDetokenizer(group.call.tokenizer, group.call.hidden_tokens)
@@ -166,7 +172,8 @@ class Finisher(Row):
 
     def advance(self, token: int, ended: bool) -> bool:
         """Append a generated token; `ended`: a stopping criterion is met. Return whether to generate another one."""
-        group, config = self.group, self.group.config
+        group = self.group
+        config = self.group.config
         if token not in group.call.eos_token_ids:
             self._text.add([token])
         group.conclusion = config.finisher_prompt + self._text.text

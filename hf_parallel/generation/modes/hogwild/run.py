@@ -99,7 +99,8 @@ class HogwildRun:
 
     def begin(self) -> Steps[None]:
         """Create the workers, after the prompts."""
-        config, call = self.config, self.loop.call
+        config = self.config
+        call = self.loop.call
         leaves = yield from insert_prompts(call, self.cache)
         count_cached(self.loop, leaves)
         self.cache.nodes_to_prefill()  # allocates their blocks, which are filled when a group is first computed
@@ -155,10 +156,12 @@ class HogwildRun:
         """
         inputs: PassInputs = []
         for worker in thinkers:
-            view, tokens = [*worker.current_view(), worker.group.question], worker.group.control
+            view = [*worker.current_view(), worker.group.question]
+            tokens = worker.group.control
             inputs.append((Segment(view, len(tokens)), tokens))
         yes, no = (thinkers[0].group.encode(text)[0] for text in YES_NO)
-        log, self.cache.log = self.cache.log, None  # the question is no text of a worker
+        log = self.cache.log
+        self.cache.log = None  # the question is no text of a worker
         try:
             logits = yield from self.loop.runner.prefill(inputs)
         finally:
@@ -178,14 +181,17 @@ class HogwildRun:
 
     def warn_unanswered(self) -> None:
         """Warn if no text matches an `answer_pattern` that was given: the default one does not fit every task."""
-        missing, pattern = [group.answer is None for group in self.groups], self.config.answer_pattern
+        missing = [group.answer is None for group in self.groups]
+        pattern = self.config.answer_pattern
         if any(missing) and pattern and "answer_pattern" in self.config.given():
             texts = f"no text of the workers or of the early finisher of {name_prompts(missing)}"
             warn_caller(f"{texts} matches {describe_pattern(pattern)}")
 
     def _run_finishers(self, unanswered: Sequence[WorkerGroup]) -> Steps[None]:
-        config, loop = self.config, self.loop
-        call, rngs = loop.call, loop.sampler.rngs
+        config = self.config
+        loop = self.loop
+        call = loop.call
+        rngs = loop.sampler.rngs
         finishers = [Finisher(group) for group in unanswered]
         table = TokenTable(call.input_ids, call.pad_token_id, config.finisher_tokens + len(finishers[0].pending))
         # A finisher continues the random numbers of the first worker of its prompt.
@@ -199,7 +205,8 @@ class HogwildRun:
 
     def _warn_other_prompts(self) -> None:
         """Warn if a prompt does not contain the rules of these workers."""
-        tokenizer, config = self.loop.call.tokenizer, self.config
+        tokenizer = self.loop.call.tokenizer
+        config = self.config
         encoded = encode(tokenizer, config.prompt.rules() or " ")
         rules = _words(tokenizer.decode(encoded, skip_special_tokens=True))
         for prompt in map(self.loop.call.token_ids, self.loop.call.prompts):
@@ -233,7 +240,8 @@ class HogwildRun:
 
     def _prefill(self, loop: DecodeLoop, rows: Sequence[Row]) -> Steps[torch.Tensor]:
         """Run the first forward pass, over prompts and inserted tokens; its seconds count as prefill."""
-        began, before = time.perf_counter(), loop.stats.prefill_seconds
+        began = time.perf_counter()
+        before = loop.stats.prefill_seconds
         logits = yield from loop.step(rows, self.move_ended_steps)
         loop.stats.prefill_seconds = before + time.perf_counter() - began
         return logits
@@ -245,7 +253,9 @@ class _PassCountingProcessor(LogitsProcessor):
     keeps_rows = False
 
     def __init__(self, processor: LogitsProcessor, prompt_length: int, workers: Sequence[Worker]) -> None:
-        self.processor, self.prompt_length, self.workers = processor, prompt_length, workers
+        self.processor = processor
+        self.prompt_length = prompt_length
+        self.workers = workers
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores `[rows, vocabulary]`."""
@@ -258,7 +268,8 @@ def _adapt_processors(call: GenerationCall, workers: Sequence[Worker] | None) ->
 
     `workers` is read at each pass. None: they may pause, and their lengths are counted in tokens.
     """
-    length, processors = call.input_ids.shape[1], LogitsProcessorList()
+    length = call.input_ids.shape[1]
+    processors = LogitsProcessorList()
     for processor in call.logits_processor:
         if isinstance(processor, _LENGTH_PROCESSORS) and workers is not None:
             processor = _PassCountingProcessor(MinLengthProcessor.convert(processor), length, workers)

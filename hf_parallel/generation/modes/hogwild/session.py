@@ -63,7 +63,8 @@ class HogwildSession:
         self._location = model.device, model.dtype
         with cpu_as_default():
             self._run = open_run(model, tokenizer, prompt, settings)
-        self._call, self.config = self._run.loop.call, self._run.config
+        self._call = self._run.loop.call
+        self.config = self._run.config
         self._ended_by = ""
         self._is_running = False
 
@@ -172,7 +173,8 @@ class HogwildSession:
         self._check_idle()
         if not self._ended_by and self._call.streamer is not None:
             self._call.streamer.end()
-        self._ended_by, self._run.active = "closed", []
+        self._ended_by = "closed"
+        self._run.active = []
         self._call.executor.release()
         self._run.cache.reset()
 
@@ -199,7 +201,8 @@ class HogwildSession:
         elif not text.endswith(self.config.separator):
             text += self.config.separator
         check_text("text", text)
-        tokens, vocabulary = encode(self._call.tokenizer, text), vocabulary_size(self._model)
+        tokens = encode(self._call.tokenizer, text)
+        vocabulary = vocabulary_size(self._model)
         if not tokens or max(tokens) >= vocabulary:
             raise ValueError(f"text must be text in the model's vocabulary, got {text!r} (tokens {tokens})")
         with cpu_as_default(), self._run.transaction():

@@ -74,7 +74,8 @@ class SteppedRun(HogwildRun):
     def step(self) -> dict[str, str]:
         """Run one forward pass. Return the text added by each active worker, by name."""
         stats = self.loop.stats
-        began, prefilling = time.perf_counter(), stats.prefill_seconds
+        began = time.perf_counter()
+        prefilling = stats.prefill_seconds
         self.group.move_ended_steps()  # before the transaction, which cannot undo it; affects no output
         with self.transaction():
             before = [(worker, len(worker.text)) for worker in self.active]
@@ -101,7 +102,9 @@ class SteppedRun(HogwildRun):
         Lists, dicts and sets get their items back; the items themselves are not copied. The body must not free or
         move blocks.
         """
-        loop, group, cache = self.loop, self.group, self.cache
+        loop = self.loop
+        group = self.group
+        cache = self.cache
         objects: list[object] = [self, group, group.space, group.writes, loop.table, loop.sampler, loop.stats]
         objects += [loop.call.record, *(loop.sampler.rngs or ())]
         objects += [item for worker in self.workers for item in (worker, worker.current)]

@@ -20,7 +20,9 @@ class Worker(Row):
 
     def __init__(self, group: WorkerGroup, index: int, number: int, name: str) -> None:
         super().__init__(index, (), group=group, writes=group.writes)
-        self.number, self.name, self.passes = number, name, 0
+        self.number = number
+        self.name = name
+        self.passes = 0
         self.text = ""  # of all its steps
         self.answered = self.stopped = False
         self._step = self._num_prefix_tokens = 0
@@ -44,7 +46,8 @@ class Worker(Row):
 
     def advance(self, token: int, ended: bool) -> bool:
         """Append a generated token; `ended`: a stopping criterion is met. Return whether the worker continues."""
-        group, config = self.group, self.group.config
+        group = self.group
+        config = self.group.config
         self.passes += 1
         group.num_generated += 1
         is_eos = token in group.call.eos_token_ids
@@ -53,7 +56,8 @@ class Worker(Row):
         self.answered = self.answered or group.find_answer(self._generated)
         self.pending = [] if is_eos else [token]
         if config.control_prompt and not self.number and END_THINK in self._generated:
-            ended, self.pending = True, []  # the headers of the others say that the thoughts have ended
+            ended = True
+            self.pending = []  # the headers of the others say that the thoughts have ended
         complete = not config.control_prompt and ends_step(
             self._generated, added, config.separator, config.sentence_ends, config.code_fence
         )
@@ -124,7 +128,8 @@ class Worker(Row):
 
     def _join_history(self, end: Sequence[int] = ()) -> None:
         """Append the step and the tokens `end` to the history. The next pass computes the tokens that it lacks."""
-        group, again = self.group, self.group.config.step_move == "reencode"
+        group = self.group
+        again = self.group.config.step_move == "reencode"
         tokens = [*(self.current.tokens if again else self.pending), *end]
         group.inserted_tokens += len(tokens) - len(self.pending)
         group.writes.add(group.cache.end_step(group.space, self.number, len(tokens) if again else 0), tokens)

@@ -152,7 +152,8 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
 
     def _check_block(self) -> None:
         """Raise `ValueError` unless the titles, if there are any, form a block."""
-        parser, text = SkeletonParser(self), self.beginning.encode()
+        parser = SkeletonParser(self)
+        text = self.beginning.encode()
         parser.feed(text)
         complete = parser.phase == DONE and parser.offset == len(text)
         if self.titles and not (complete and parser.titles == tuple(self.titles)):
@@ -277,7 +278,9 @@ class PDOSRun(BranchRun):
         """See `BranchRun.find_fork`. The branches of a closed block replace its skeleton."""
         if lane.parent is not None or not self._is_parsing(lane) or lane.reader.phase != DONE:
             return None
-        parser, vocabulary, block = lane.reader, self.vocabulary, lane.own
+        parser = lane.reader
+        vocabulary = self.vocabulary
+        block = lane.own
         spans = [widen_span(block, *span) for span in parser.spans]
         end, _ = widen_span(block, parser.terminator_start, parser.terminator_start)
         head = slice_tokens(block, vocabulary, 0, spans[0][0])

@@ -122,7 +122,8 @@ class BlockMask:
 
     def _fits(self, parser: SkeletonParser, token: int) -> bool:
         """Whether a token makes progress in a well-formed block that can still be completed."""
-        text, in_title = self.vocabulary.texts[token], parser.phase == TITLE
+        text = self.vocabulary.texts[token]
+        in_title = parser.phase == TITLE
         after = parser.after(text)
         if after.error or token in self._banned or not (text.strip(WHITESPACE) or _is_inside(parser, after)):
             return False
@@ -173,7 +174,8 @@ class ParallelBlockLogitsProcessor(LogitsProcessor):
         check_tokenizer(tokenizer)
         if prompt_length is not None:
             check_int("prompt_length", prompt_length, at_least=0)
-        self.tokenizer, self.prompt_length = tokenizer, prompt_length
+        self.tokenizer = tokenizer
+        self.prompt_length = prompt_length
         self.format = BlockFormat(**settings)
         self._parsed: dict[int, tuple[list[int], SkeletonParser]] = {}
 
@@ -189,9 +191,11 @@ class ParallelBlockLogitsProcessor(LogitsProcessor):
         """Return a parser that has parsed all tokens of a row, continuing the last step's parser."""
         parsed, parser = self._parsed.get(row, ([], SkeletonParser(self.format)))
         if tokens[: len(parsed)] != parsed:
-            parsed, parser = [], SkeletonParser(self.format)
+            parsed = []
+            parser = SkeletonParser(self.format)
         for token in tokens[len(parsed) :]:
-            text, before = mask.vocabulary.texts[token], parser.offset
+            text = mask.vocabulary.texts[token]
+            before = parser.offset
             parser.feed(text)
             if parser.phase == DONE:
                 rest = text[parser.offset - before :]

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 from hf_parallel.generation.modes.branches.token_text import WHITESPACE
 from hf_parallel.generation.validation import check_int, check_text
 
-OUTSIDE, TITLE, ELLIPSIS, GAP, DONE, BROKEN = "outside", "title", "ellipsis", "gap", "done", "broken"
+OUTSIDE = "outside"
+TITLE = "title"
+ELLIPSIS = "ellipsis"
+GAP = "gap"
+DONE = "done"
+BROKEN = "broken"
 """Phases of a parser: before a block, in a title, before or in an ellipsis, after one, after the block, malformed."""
 
 
@@ -84,9 +89,11 @@ class SkeletonParser:
         self.marker, self.title_end, self.ellipsis, self.terminator = (text.encode() for text in texts)
         # The terminator after the marker that it begins with, parsed as a title until it is complete; else empty.
         self.rest = self.terminator.removeprefix(self.marker) if self.terminator.startswith(self.marker) else b""
-        self.phase, self.error = OUTSIDE, ""  # error: why the block is malformed
+        self.phase = OUTSIDE
+        self.error = ""  # why the block is malformed
         self.offset = 0  # number of bytes parsed
-        self.title, self.title_tokens = b"", 0  # the incomplete title
+        self.title = b""  # the incomplete title
+        self.title_tokens = 0
         self.titles: tuple[str, ...] = ()
         self.spans: tuple[tuple[int, int], ...] = ()  # for each title the bytes from its marker to its title end
         self.terminator_start = 0  # byte
@@ -128,14 +135,16 @@ class SkeletonParser:
 
     def forced(self, separator: bytes = b"") -> bytes:
         """Return the longest text that is certain to follow, with `separator` before each marker."""
-        parser, text = self, b""
+        parser = self
+        text = b""
         while parser.expected:
             piece = os.path.commonprefix(parser.expected)
             if not piece:
                 break
             if parser.phase == GAP and not parser.matched and not parser.spaced:
                 piece = separator + piece
-            parser, text = parser.after(piece), text + piece
+            parser = parser.after(piece)
+            text = text + piece
         return text
 
     def feed(self, text: bytes) -> None:
@@ -184,13 +193,17 @@ class SkeletonParser:
         else:
             self.titles += (title,)
             self.spans += ((self._marker_start, self.offset),)
-            self.phase, self.matched, self.spaced = ELLIPSIS, b"", False
+            self.phase = ELLIPSIS
+            self.matched = b""
+            self.spaced = False
 
     def _parse_ellipsis(self, byte: bytes) -> None:
         if self._skip_or_match(byte):
             return
         if self.matched == self.ellipsis:
-            self.phase, self.matched, self.spaced = GAP, b"", False
+            self.phase = GAP
+            self.matched = b""
+            self.spaced = False
         elif not self.ellipsis.startswith(self.matched):
             self._fail(f"no ellipsis follows the title {self.titles[-1]!r}")
 
@@ -218,17 +231,22 @@ class SkeletonParser:
             self._fail(f"there are more than {self.format.max_branches} branches")
             return
         self._marker_start = self.offset - len(self.marker)
-        self.phase, self.title, self.title_tokens, self.matched = TITLE, b"", 0, b""
+        self.phase = TITLE
+        self.title = b""
+        self.title_tokens = 0
+        self.matched = b""
 
     def _close(self) -> None:
         if self.may_close:
-            self.terminator_start, self.phase = self._marker_start, DONE
+            self.terminator_start = self._marker_start
+            self.phase = DONE
         else:
             count = len(self.titles)
             self._fail("there is 1 branch" if count == 1 else f"there are {count or 'no'} branches")
 
     def _fail(self, error: str) -> None:
-        self.error, self.phase = error, BROKEN
+        self.error = error
+        self.phase = BROKEN
 
 
 def _normalized(title: str) -> str:
