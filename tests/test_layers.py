@@ -9,6 +9,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -107,6 +108,17 @@ def test_imports_point_down() -> None:
             allowed = LAYERS[layer(name)] | GROUND | {layer(name)} if layer(name) in LAYERS else set()
             upwards = sorted(target for target in imports(name) if layer(target) not in allowed)
             assert not upwards, f"{name} imports {upwards}, but may import {sorted(allowed)} only"
+
+
+def test_no_class_name_occurs_twice() -> None:
+    """A name stands for one thing; an underscore does not tell two things apart."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.walk(syntax_tree(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(module)
+    twice = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert not twice, f"several classes have these names: {twice}"
 
 
 def test_the_package_imports_neither_tests_nor_benchmarks() -> None:

@@ -1,4 +1,4 @@
-"""Run: state of one run of an agent and of all agents that it spawns."""
+"""AgentRun: state of one run of an agent and of all agents that it spawns."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AgentStats:
         return asdict(self)
 
 
-class Run:
+class AgentRun:
     """State of a run, the `runtime` of its searches."""
 
     def __init__(self, model: Model, seed: int, max_requests: int, journal: Journal | None = None) -> None:

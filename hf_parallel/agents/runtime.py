@@ -11,7 +11,7 @@ from typing import Any
 from hf_parallel.agents.definition import Agent
 from hf_parallel.agents.journal import Journal
 from hf_parallel.agents.models import EngineModel, Model
-from hf_parallel.agents.run import AgentStats, Run
+from hf_parallel.agents.run import AgentRun, AgentStats
 from hf_parallel.agents.trace import RunTrace
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import ContributionPolicy, Engine
@@ -152,7 +152,7 @@ class Runtime:
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout!r}")
         results = None if journal is None else Journal(journal, self.seed)
-        run = Run(self.model, self.seed, self._max_requests, results)
+        run = AgentRun(self.model, self.seed, self._max_requests, results)
         try:
             values = await asyncio.wait_for(run.drive(agent, arguments, named), timeout)
         except asyncio.TimeoutError as error:

@@ -29,7 +29,7 @@ class DecodeRun:
 
 
 @dataclass(frozen=True, eq=False)
-class _Pass:
+class _LoggedPass:
     """A pass and the steps that continue it: the part of a run that belongs to one call."""
 
     segments: list[Segment]  # with their views at the time of the pass
@@ -83,7 +83,7 @@ class PassLog:
     """Forward passes and copies of blocks in order, and the tokens that were sampled."""
 
     def __init__(self) -> None:
-        self._events: list[_Pass | BlockCopy] = []
+        self._events: list[_LoggedPass | BlockCopy] = []
         self._samples: list[_Sample] = []
         self._run: DecodeRun | None = None  # of the last pass
 
@@ -107,7 +107,7 @@ class PassLog:
             end = begin + sum(segment.num_tokens for segment in segments)
             frozen = [replace(segment, view=tuple(segment.view)) for segment in segments]
             bases = [segment.view[-1].base for segment in segments]
-            self._events.append(_Pass(frozen, dict(lengths), bases, run, slice(begin, end), first))
+            self._events.append(_LoggedPass(frozen, dict(lengths), bases, run, slice(begin, end), first))
             _append(lengths, segments)
             begin = end
             first = first + len(segments)
@@ -131,7 +131,7 @@ class PassLog:
         """Forget what was recorded since `state`."""
         events, steps, samples = state
         del self._events[events:], self._samples[samples:]
-        self._run = next((event.run for event in reversed(self._events) if isinstance(event, _Pass)), None)
+        self._run = next((event.run for event in reversed(self._events) if isinstance(event, _LoggedPass)), None)
         if self._run is not None:
             del self._run.ids[steps:], self._run.given[steps:]
 
@@ -153,7 +153,7 @@ class PassLog:
 
     def seen(self) -> set[Block]:
         """Return all blocks of the views."""
-        return {block for event in self._events if isinstance(event, _Pass) for block in event.lengths}
+        return {block for event in self._events if isinstance(event, _LoggedPass) for block in event.lengths}
 
     def rebuild(self, own: Collection[Block], chunk_size: int, copy: Callable[[BlockCopy], None]) -> Iterator[Passes]:
         """Yield the passes that compute the tokens of the blocks `own` again, which are empty; all others are cached.
@@ -242,7 +242,7 @@ class _Compiler:
         self.segments: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
         self.last_tokens: dict[int, int] = {}  # by id of a given segment
 
-    def compile(self, events: Sequence[_Pass | BlockCopy], samples: Sequence[_Sample]) -> CompiledLog:
+    def compile(self, events: Sequence[_LoggedPass | BlockCopy], samples: Sequence[_Sample]) -> CompiledLog:
         for event in events:
             if isinstance(event, BlockCopy):
                 source = self.contents[self.current[event.source]]
@@ -255,7 +255,7 @@ class _Compiler:
         tokens = torch.cat(self.ids).cpu().numpy() if self.ids else np.empty(0, np.int64)
         return CompiledLog(tokens, np.array(self.positions, np.int64), self.contents, self.segments, taken)
 
-    def _add_pass(self, event: _Pass, given: Sequence[Segment], lengths: dict[Block, int]) -> None:
+    def _add_pass(self, event: _LoggedPass, given: Sequence[Segment], lengths: dict[Block, int]) -> None:
         firsts = []
         _append(lengths, event.segments)
         for segment, base, original in zip(event.segments, event.bases, given, strict=False):

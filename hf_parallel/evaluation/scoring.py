@@ -38,7 +38,7 @@ Score = tuple[float, bool]
 
 
 @dataclass(frozen=True, eq=False)
-class _Row:
+class _ScoredRow:
     """A context with its continuation."""
 
     index: int  # among the arguments
@@ -126,7 +126,7 @@ def _make_rows(
     model: Any,
     contexts: Sequence[Sequence[int] | np.ndarray | torch.Tensor],
     continuations: Sequence[Sequence[int] | np.ndarray | torch.Tensor],
-) -> list[_Row]:
+) -> list[_ScoredRow]:
     if len(contexts) != len(continuations):
         raise ValueError(f"got {len(contexts)} contexts, but {len(continuations)} continuations")
     vocabulary = vocabulary_size(model)
@@ -135,7 +135,7 @@ def _make_rows(
     for index, pair in enumerate(zip(contexts, continuations, strict=True)):
         names = (f"contexts[{index}]", f"continuations[{index}]")
         context, continuation = (_as_ids(name, ids, vocabulary) for name, ids in zip(names, pair, strict=True))
-        rows.append(_Row(index, np.concatenate((context, continuation)), len(context) - 1))
+        rows.append(_ScoredRow(index, np.concatenate((context, continuation)), len(context) - 1))
         if limit is not None and len(rows[-1].inputs) > limit:
             raise UnsupportedModelError(
                 f"{type(model).__name__} changes its RoPE frequencies after {limit} tokens, which would invalidate "
@@ -165,7 +165,7 @@ class _Scorer:
         self.stats = GenerationStats()
         self.device = execution_device(model)
 
-    def run(self, rows: Sequence[_Row], on_scored: Callable[[int, Score], None]) -> None:
+    def run(self, rows: Sequence[_ScoredRow], on_scored: Callable[[int, Score], None]) -> None:
         """Compute the scores of all rows, batch by batch."""
         claim = Claim()
         model = self.model
@@ -184,13 +184,13 @@ class _Scorer:
         finally:
             claim.active = False
 
-    def _keep_shared(self, batch: Sequence[_Row]) -> None:
+    def _keep_shared(self, batch: Sequence[_ScoredRow]) -> None:
         """Keep the cached prefix of a batch up to the first token whose logits it needs, and nothing else."""
         first = batch[0].inputs
         shared = [row for row in batch if common_prefix(first, row.inputs) > row.first]
         self.cache.tree.retain(first[: min(row.first for row in shared)])
 
-    def _score(self, rows: Sequence[_Row], passes: CachedModel) -> list[Score]:
+    def _score(self, rows: Sequence[_ScoredRow], passes: CachedModel) -> list[Score]:
         began = time.perf_counter()
         stats = self.stats
         cache = self.cache
@@ -222,9 +222,9 @@ class _Scorer:
         return log_probs.cpu().double().numpy(), is_best.cpu().numpy()
 
 
-def _batches(rows: Sequence[_Row], max_tokens: int) -> Iterator[list[_Row]]:
+def _batches(rows: Sequence[_ScoredRow], max_tokens: int) -> Iterator[list[_ScoredRow]]:
     """Yield rows in the order of their tokens, in batches with at most `max_tokens` new tokens each, or one row."""
-    batch: list[_Row] = []
+    batch: list[_ScoredRow] = []
     held = 0
     before = np.empty(0, np.int64)
     for row in sorted(rows, key=lambda row: row.inputs.astype(">u4").tobytes()):

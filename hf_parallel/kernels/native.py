@@ -47,7 +47,7 @@ _logger = logging.get_logger(__name__)
 NativeCall = dict[str, int | Tensor | None]
 
 
-class _DenseCall(ctypes.Structure):
+class _DenseCallStruct(ctypes.Structure):
     """`DenseCall` of `cpu_attention.c`."""
 
     _fields_ = (
@@ -57,7 +57,7 @@ class _DenseCall(ctypes.Structure):
     )
 
 
-class _Storage(ctypes.Structure):
+class _StorageStruct(ctypes.Structure):
     """`Storage` of `cpu_attention.c`."""
 
     _fields_ = (*((name, ctypes.c_void_p) for name in ("keys", "values", "scales")), ("format", ctypes.c_int64))
@@ -70,7 +70,7 @@ class _Layer(ctypes.Structure):
         ("query", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("query_token", "query_head")),
         *((name, ctypes.c_void_p) for name in ("out", "lse")),
-        *(("storage", _Storage), ("compact", _Storage)),
+        *(("storage", _StorageStruct), ("compact", _StorageStruct)),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "lead", "dim")),
         ("scale", ctypes.c_float),
     )
@@ -87,12 +87,13 @@ class _Address(ctypes.c_void_p):
 class NativeCalls:
     """Calls of a schedule as an array of C structs, shared by all layers of one shape.
 
-    Each maps fields of `_DenseCall` to integers or, for pointers, contiguous tensors; missing fields are 0 or NULL.
+    Each maps fields of `_DenseCallStruct` to integers or, for pointers, contiguous tensors; missing fields are 0 or
+    NULL.
     """
 
     def __init__(self, calls: Sequence[NativeCall]) -> None:
         self.calls = calls  # owns the tensors that the structs point to
-        self.array = (_DenseCall * len(calls))()
+        self.array = (_DenseCallStruct * len(calls))()
         for struct, call in zip(self.array, calls, strict=True):
             for name, value in call.items():
                 setattr(struct, name, value.data_ptr() if isinstance(value, Tensor) else value)
@@ -280,7 +281,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, str(error)
     size = ctypes.c_int64
     pointer = _Address
-    library.attend.argtypes = [ctypes.POINTER(_Layer), pointer, size, ctypes.POINTER(_DenseCall), size, ctypes.c_int]
+    calls = ctypes.POINTER(_DenseCallStruct)
+    library.attend.argtypes = [ctypes.POINTER(_Layer), pointer, size, calls, size, ctypes.c_int]
     library.attend.restype = ctypes.c_int
     for function in (library.linear, library.linear_int8):
         function.argtypes = [ctypes.c_int, pointer, pointer, size, pointer, pointer, *[size] * 3, ctypes.c_int]

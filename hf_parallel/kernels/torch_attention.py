@@ -31,7 +31,7 @@ Tables = tuple[Tensor, Tensor] | None
 """Cosines and sines `[N * M, 1, rotary_dim / 2]` of a call; None: no query is rotated."""
 
 
-class _LayerShape(NamedTuple):
+class _DenseShape(NamedTuple):
     """Properties of layers that share the prepared calls of a schedule."""
 
     heads: int
@@ -62,7 +62,7 @@ class _PreparedCall:
 class _LayerCalls(Derived):
     """The calls of a schedule for layers of one shape: for the compiled kernel, or else for PyTorch."""
 
-    shape: _LayerShape
+    shape: _DenseShape
     schedule: Schedule
     native: native.NativeCalls | None
     dense: list[_PreparedCall]
@@ -127,7 +127,7 @@ class TorchBackend:
         calls: _LayerCalls | None = plan.derived.get(key)
         if calls is None:
             expands_from = None if latent is None else _expands_from(latent)
-            shape = _LayerShape(*dims, rotary, params.softcap is not None, expands_from, query.dtype, query.device)
+            shape = _DenseShape(*dims, rotary, params.softcap is not None, expands_from, query.dtype, query.device)
             calls = plan.cached(key, lambda: _layer_calls(plan, shape))
         if calls.native is not None:
             settings = calls.native, params.num_kv_heads, params.scale, params.sinks
@@ -212,7 +212,7 @@ def write_rows(plan: AttentionPlan, num_kv_heads: int, device: torch.device) -> 
     return to_device(rows.reshape(-1), device)
 
 
-def _layer_calls(plan: AttentionPlan, shape: _LayerShape) -> _LayerCalls:
+def _layer_calls(plan: AttentionPlan, shape: _DenseShape) -> _LayerCalls:
     schedule = plan.cached("schedule", lambda: make_schedule(plan))
     tables = _rotation_tables(plan, schedule.calls, shape)
     pairs = list(zip(schedule.calls, tables, strict=True))
@@ -222,7 +222,7 @@ def _layer_calls(plan: AttentionPlan, shape: _LayerShape) -> _LayerCalls:
     return _LayerCalls(shape, schedule, None, [_prepare(plan, call, table, shape) for call, table in pairs])
 
 
-def _is_native(schedule: Schedule, shape: _LayerShape) -> bool:
+def _is_native(schedule: Schedule, shape: _DenseShape) -> bool:
     """Whether the compiled kernel supports all calls: none has latents that are better expanded."""
     most = max((call.num_queries for call in schedule.calls), default=0)
     dims = shape.key_dim, shape.value_dim, 0
@@ -242,7 +242,7 @@ def _expands_from(latent: LatentHeads) -> int:
     return -(-rank * dims // max(2 * rank - dims, 1))
 
 
-def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _LayerShape) -> native.NativeCall:
+def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _DenseShape) -> native.NativeCall:
     _, (block_stride, head_stride, _, _), offset = _strided_view(call, shape.kv_heads, shape.key_dim)
     fields: native.NativeCall = {"blocks": call.num_blocks, "queries": call.num_queries, "num_keys": call.num_keys}
     fields["compact"] = int(call.is_compact)
@@ -265,7 +265,7 @@ def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _L
     return fields
 
 
-def _prepare(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _LayerShape) -> _PreparedCall:
+def _prepare(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _DenseShape) -> _PreparedCall:
     packs = not call.causal and call.num_queries < (shape.expands_from or UNPACKED_QUERIES)
     index = plan.pair_query[call.pairs]
     queries: slice | Tensor | None
@@ -278,7 +278,7 @@ def _prepare(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _Layer
     return _PreparedCall(call, queries, tables, packs, mask, *views)
 
 
-def _rotation_tables(plan: AttentionPlan, calls: Sequence[DenseCall], shape: _LayerShape) -> list[Tables]:
+def _rotation_tables(plan: AttentionPlan, calls: Sequence[DenseCall], shape: _DenseShape) -> list[Tables]:
     if shape.rotary is None:
         return [None] * len(calls)
     deltas = []
@@ -297,7 +297,7 @@ def _strided_view(call: DenseCall, num_kv_heads: int, dim: int) -> StridedView:
     return (call.num_blocks, num_kv_heads, call.num_keys, dim), strides, offset
 
 
-def _mask(call: DenseCall, groups: int, shape: _LayerShape) -> Tensor | None:
+def _mask(call: DenseCall, groups: int, shape: _DenseShape) -> Tensor | None:
     """Additive mask of a call: `[N, 1, M * groups, L]`, or `[N, 1, 1, L]` if all queries of a block see the same."""
     if call.lo is None or call.hi is None:
         return None

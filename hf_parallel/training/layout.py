@@ -47,7 +47,7 @@ class _Seen(NamedTuple):
     stop: int
 
 
-class _Part(NamedTuple):
+class _ViewPart(NamedTuple):
     """Blocks that a segment sees in one view of the layout."""
 
     segment: int
@@ -62,11 +62,11 @@ def make_views(example: ParallelExample) -> list[LayoutView]:
     contents = np.split(example.block_tokens, np.cumsum(example.block_lengths)[:-1])
     home = {int(t): fixed[b] + i for b in fixed for i, t in enumerate(contents[b].tolist())}
     lengths = Counter(block for block, _ in {(seen.block, seen.stop) for view in segments for seen in view})
-    parts: dict[int, list[_Part]] = defaultdict(list)  # by view
+    parts: dict[int, list[_ViewPart]] = defaultdict(list)  # by view
     colors: dict[int, int] = {}
     for index, view in enumerate(segments):
         settled = [s for s in view if s.start == fixed.get(s.block, home.get(int(contents[s.block][0])))]
-        parts[0].append(_Part(index, 0, settled))
+        parts[0].append(_ViewPart(index, 0, settled))
         pieces: list[list[_Seen]] = [[]]
         for seen in (s for s in view if s not in settled):
             pieces[-1].append(seen)
@@ -74,7 +74,7 @@ def make_views(example: ParallelExample) -> list[LayoutView]:
                 pieces.append([])
         pieces = [piece for piece in pieces if piece]
         for piece, color in zip(pieces, _choose(colors, [piece[-1].block for piece in pieces]), strict=True):
-            parts[color].append(_Part(index, -piece[-1].start, piece))
+            parts[color].append(_ViewPart(index, -piece[-1].start, piece))
     return [
         _make_view(example, contents, of_view)
         for _, of_view in sorted(parts.items())
@@ -120,7 +120,7 @@ def _choose(colors: dict[int, int], blocks: Sequence[int]) -> list[int]:
     return chosen
 
 
-def _make_view(example: ParallelExample, contents: Sequence[np.ndarray], parts: Sequence[_Part]) -> LayoutView:
+def _make_view(example: ParallelExample, contents: Sequence[np.ndarray], parts: Sequence[_ViewPart]) -> LayoutView:
     parts = [part for part in parts if part.blocks]
     stops: dict[tuple[int, int], int] = {}  # keys of each block, by block and start, in order of appearance
     for part in parts:
@@ -157,7 +157,7 @@ def _make_view(example: ParallelExample, contents: Sequence[np.ndarray], parts: 
 
 
 def _intervals(
-    part: _Part, start: int, n: int, begins: dict[tuple[int, int], int]
+    part: _ViewPart, start: int, n: int, begins: dict[tuple[int, int], int]
 ) -> list[tuple[int, np.ndarray | int]]:
     """Return the keys that a segment of `n` tokens sees: pairs of a first key and the key after the last, int or [n].
 

@@ -75,7 +75,7 @@ def states_branched(model: PreTrainedModel, examples: Sequence[ParallelExample])
         yield
         return
     try:
-        rows = Rows.of(examples)
+        rows = RowTree.of(examples)
     except ValueError as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} has layers with a state ({mixers[0].name}), which read each row as one sequence "
@@ -122,7 +122,7 @@ def _checkpoints_wrapped(model: nn.Module, context: Callable[[], Any]) -> Iterat
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _SequenceBatch:
     """Sequences that a layer computes as one batch."""
 
     tokens: torch.Tensor  # int64 [N, L], indices of tokens of the flat batch, padded on the right
@@ -131,22 +131,22 @@ class _Call:
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class _TreeSchedule:
     """Calls by level of the tree, and where their results go."""
 
-    levels: list[list[_Call]]
+    levels: list[list[_SequenceBatch]]
     source: torch.Tensor  # int64 [tokens], place of each token of the batch in the results of all calls
 
 
-class Rows:
+class RowTree:
     """Tokens of a flat batch as rows that share their beginnings: `previous` is the token before each; -1: none."""
 
     def __init__(self, previous: np.ndarray) -> None:
         self.previous = previous
-        self._plans: dict[tuple[float, torch.device], _Plan] = {}
+        self._schedules: dict[tuple[float, torch.device], _TreeSchedule] = {}
 
     @classmethod
-    def of(cls, examples: Sequence[ParallelExample]) -> Rows:
+    def of(cls, examples: Sequence[ParallelExample]) -> RowTree:
         """Return the rows of a padded batch. Raises `ValueError`, see `previous_tokens`."""
         length = max(map(len, examples))
         previous = np.full((len(examples), length), PADDING)
@@ -172,14 +172,14 @@ class Rows:
                 nodes.append(([token], node_of[before] if before >= 0 else -1))
         return nodes
 
-    def plan(self, shortest: float, device: torch.device) -> _Plan:
+    def schedule(self, shortest: float, device: torch.device) -> _TreeSchedule:
         """Return the calls if trunks shorter than `shortest` are computed again in each branch."""
         key = (shortest, device)
-        if key not in self._plans:
-            self._plans[key] = self._make_plan(shortest, device)
-        return self._plans[key]
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(shortest, device)
+        return self._schedules[key]
 
-    def _make_plan(self, shortest: float, device: torch.device) -> _Plan:
+    def _make_schedule(self, shortest: float, device: torch.device) -> _TreeSchedule:
         trunks = {parent for _, parent in self._nodes}
         ends: list[tuple[list[int], int, int]] = []  # of nodes: tokens to compute again, trunk to continue, level
         batches: dict[tuple[int, bool, int], list[tuple[int, list[int], int]]] = {}
@@ -193,7 +193,7 @@ class Rows:
             ends.append(([], node, level + 1))
             size = len(tokens).bit_length() if is_last else len(tokens)  # padding never enters a state
             batches.setdefault((level, is_last, size), []).append((node, tokens, trunk))
-        levels: list[list[_Call]] = []
+        levels: list[list[_SequenceBatch]] = []
         source = np.zeros(len(self.previous), np.int64)
         place = 0
         number: dict[int, int] = {}  # of trunks, among those of their level
@@ -205,17 +205,17 @@ class Rows:
             length = max(1 + (level > 0), *(len(tokens) for _, tokens, _ in members))
             table = [tokens + tokens[-1:] * (length - len(tokens)) for _, tokens, _ in members]
             parents = torch.tensor([number[trunk] for *_, trunk in members], device=device) if level else None
-            levels[level].append(_Call(torch.tensor(table, device=device), parents, not is_last))
+            levels[level].append(_SequenceBatch(torch.tensor(table, device=device), parents, not is_last))
             for node, tokens, _ in members:
                 source[tokens] = place + np.arange(len(tokens))
                 place += length
                 if not is_last:
                     number[node] = count
                     count = count + 1
-        return _Plan(levels, torch.from_numpy(source).to(device))
+        return _TreeSchedule(levels, torch.from_numpy(source).to(device))
 
 
-PROBE = Rows(np.array([-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 7, 12, 4]))
+PROBE = RowTree(np.array([-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 7, 12, 4]))
 """A trunk of five tokens and one of three, with branches of four, two and one."""
 
 
@@ -266,7 +266,7 @@ class MixerPass:
         leaves, self._spec = tree_flatten(given)
         self._leaves = [_Flat.of(leaf, self._shape) for leaf in leaves]
 
-    def over(self, rows: Rows) -> Any:
+    def over(self, rows: RowTree) -> Any:
         """Return the result for the rows of the batch, as the layer would compute each of them."""
         known = _behaviors.setdefault(self._module, {})
         dtype = self._leaves[0].value.dtype
@@ -299,21 +299,22 @@ class MixerPass:
 
     def compute(
         self,
-        rows: Rows,
+        rows: RowTree,
         shortest: float,
         leaves: Sequence[_Flat] | None = None,
         is_per_token: Sequence[bool] | None = None,
     ) -> Any:
         """Return the results of all tokens, `[tokens, ...]`, and None for other outputs.
 
-        `shortest` as in `Rows.plan`; `is_per_token` as in `_Behavior`, by default what the shapes of all calls say.
+        `shortest` as in `RowTree.schedule`; `is_per_token` as in `_Behavior`, by default what the shapes of all calls
+        say.
         """
         leaves = self._leaves if leaves is None else leaves
-        plan = rows.plan(shortest, leaves[0].value.device)
+        schedule = rows.schedule(shortest, leaves[0].value.device)
         outputs: list[list[Any]] = []  # of each call
         shapes: list[torch.Size] = []  # of the tokens of each call
         states: list[MixerStates] = []  # of the continued calls of a level
-        for level in plan.levels:
+        for level in schedule.levels:
             before = states
             states = []
             for call in level:
@@ -333,7 +334,7 @@ class MixerPass:
         if is_per_token is None:
             is_per_token = [_are_per_token(column, shapes) for column in columns]
         joined = [
-            torch.cat([output.flatten(0, 1) for output in column])[plan.source] if is_joined else None
+            torch.cat([output.flatten(0, 1) for output in column])[schedule.source] if is_joined else None
             for column, is_joined in zip(columns, is_per_token, strict=True)
         ]
         return tree_unflatten(joined, spec)

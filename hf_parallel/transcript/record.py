@@ -19,7 +19,7 @@ HOTSPOT = "h"
 earlier token; replayed from cached logits; sampled again from cached logits at a hotspot."""
 
 
-class Event(NamedTuple):
+class RowEvent(NamedTuple):
     """Text or event of a row, with the arguments of `ParallelStreamer.write_row`.
 
     `forward_pass` counts decode passes; 0 is before the first.
@@ -44,7 +44,7 @@ class Record:
     end_tokens: Sequence[int] = ()  # that end a row
     lengths: list[int] = field(default_factory=list)  # of the rows of `sequences` without padding on the right
     passes: int = 0
-    events: list[Event] = field(default_factory=list)  # none in modes that stream no text
+    events: list[RowEvent] = field(default_factory=list)  # none in modes that stream no text
     truncated: set[int] = field(default_factory=set)  # rows that a token budget ended, as streamers number them
     errors: dict[int, str] = field(default_factory=dict)  # why rows ended early, by processors that say so
     end_reasons: dict[int, str] = field(default_factory=dict)  # why the mode dropped rows, such as "pruned"
@@ -84,7 +84,7 @@ class Record:
 
     def write(self, row: int, text: str, event: str) -> None:
         """Append an event at the current decode pass."""
-        self.events.append(Event(self.passes, row, text, event))
+        self.events.append(RowEvent(self.passes, row, text, event))
 
     def sampled_log_probs(self, processed: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows, int64 `[N]`, and the log-probabilities, float32 `[N]`, of all sampled tokens in order.

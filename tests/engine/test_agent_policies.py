@@ -14,17 +14,17 @@ from hf_parallel.engine import (
     RequestObserver,
 )
 from hf_parallel.engine.policies import ContributionScores
-from hf_parallel.engine.policies.contribution import Call, Member
+from hf_parallel.engine.policies.contribution import AgentRequest, Member
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def call(agent: str, prompt: int = 100, new: int = 10, concurrency: int = 1, **reused: int) -> Call:
+def call(agent: str, prompt: int = 100, new: int = 10, concurrency: int = 1, **reused: int) -> AgentRequest:
     """Return a request that has ended; `reused` are tokens by the agent that computed them."""
-    return Call(Member("", agent), concurrency, prompt, new, Counter(reused))
+    return AgentRequest(Member("", agent), concurrency, prompt, new, Counter(reused))
 
 
-def scores_of(calls: list[Call], **settings: Any) -> ContributionScores:
+def scores_of(calls: list[AgentRequest], **settings: Any) -> ContributionScores:
     scores = ContributionScores(**{"round_turns": 10**6, **settings})
     for one in calls:
         scores.add(one)

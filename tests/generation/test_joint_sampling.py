@@ -25,11 +25,10 @@ from transformers import (
 )
 
 from hf_parallel.engine import engine as engine_module  # noqa: E402
-from hf_parallel.generation import sampling  # noqa: E402
 from hf_parallel.generation.sampling.log_probs import TopLogProbs  # noqa: E402
 from hf_parallel.generation.sampling.parts import Part  # noqa: E402
 from hf_parallel.generation.sampling.row_processors import RowProcessors  # noqa: E402
-from hf_parallel.generation.sampling.sampler import Sampler, SamplingTask, sample_together  # noqa: E402
+from hf_parallel.generation.sampling.sampler import Sampler, SamplingBatch, SamplingTask, sample_together  # noqa: E402
 from hf_parallel.generation.sampling.token_table import TokenTable  # noqa: E402
 
 VOCABULARY = 300
@@ -118,7 +117,7 @@ def test_calls_that_sample_together_get_the_tokens_and_scores_of_each_alone(seed
             given.append(logits)
             processed = copy.deepcopy(by_itself).distribution(rows, logits.clone())
             assert torch.equal(processed, stock_distribution(by_itself, rows, logits))
-            expected += sampling.SamplingBatch([SamplingTask(by_itself, rows)]).sample([Part(logits.clone())])
+            expected += SamplingBatch([SamplingTask(by_itself, rows)]).sample([Part(logits.clone())])
         results = sample_together(tasks, [Part(logits) for logits in given])
         for task, logits, found, one in zip(tasks, given, results, expected, strict=True):
             assert not isinstance(found, Exception)

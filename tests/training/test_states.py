@@ -20,7 +20,7 @@ from hf_parallel.training import (
     stock_mask,
     tree_logprobs,
 )
-from hf_parallel.training.states import WHOLE_ROWS, MixerPass, Rows, mixers_of, previous_tokens, states_branched
+from hf_parallel.training.states import WHOLE_ROWS, MixerPass, RowTree, mixers_of, previous_tokens, states_branched
 from hf_parallel.training.tree import tree_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -147,7 +147,7 @@ def test_random_trees_are_computed_from_the_states_of_their_trunks() -> None:
             expected.append(x[token] if before < 0 else x[token] + 0.9 * expected[before])
         for shortest in (2, 5, WHOLE_ROWS):
             call = MixerPass(Mixer("", 0, "cache"), Decay(), (x[None],), {})
-            torch.testing.assert_close(call.compute(Rows(previous), shortest), torch.stack(expected))
+            torch.testing.assert_close(call.compute(RowTree(previous), shortest), torch.stack(expected))
 
 
 PDOS = "Two cities.\n####Rome: It is old.\n####Oslo: It is cold.\n####%%%%\nBoth."

@@ -70,7 +70,7 @@ class NodeUses:
 
 
 @dataclass(eq=False)
-class Call:
+class AgentRequest:
     """A request of an agent. `concurrency`: the agent's running requests when it began, itself included."""
 
     member: Member
@@ -130,7 +130,7 @@ class ContributionScores:
         self._turns: deque[_Turn] = deque(maxlen=window * round_turns)
         self._since_round = 0  # turns
 
-    def add(self, call: Call) -> None:
+    def add(self, call: AgentRequest) -> None:
         """Count a finished request; compute the scores if it completes a round."""
         agent = call.member.agent
         if not self._turns or self._turns[-1].agent != agent:
@@ -224,7 +224,7 @@ class ContributionPolicy(RequestObserver, EvictionPolicy, SchedulingPolicy):
         self.uses: WeakKeyDictionary[Node, NodeUses] = WeakKeyDictionary()
         self.running: Counter[str] = Counter()  # requests by agent
         self._members: OrderedDict[tuple[str, str], Member] = OrderedDict()
-        self._calls: dict[Any, Call] = {}
+        self._calls: dict[Any, AgentRequest] = {}
         self._last: Member | None = None
 
     def priority(self, node: Node) -> tuple[float, float]:
@@ -282,12 +282,12 @@ class ContributionPolicy(RequestObserver, EvictionPolicy, SchedulingPolicy):
     def on_reset(self) -> None:
         self.uses.clear()
 
-    def _begin(self, request: Any) -> Call:
+    def _begin(self, request: Any) -> AgentRequest:
         key = request.hints.workflow_id, request.hints.agent_id
         member = self._members.setdefault(key, Member(*key))
         self._members.move_to_end(key)
         if len(self._members) > MAX_MEMBERS:
             self._members.popitem(last=False)
         self.running[member.agent] += 1
-        call = self._calls[request] = Call(member, self.running[member.agent])
+        call = self._calls[request] = AgentRequest(member, self.running[member.agent])
         return call

@@ -78,7 +78,7 @@ class Drawn(NamedTuple):
     log_probs: LogProbs
 
 
-class Fork(NamedTuple):
+class InheritedTokens(NamedTuple):
     """What a row of a table has inherited from its parent, the row that it continues."""
 
     parent: int
@@ -104,7 +104,9 @@ def model_log_probs(
     return of_tokens, (values, ids)
 
 
-def spread(drawn: Sequence[Drawn], rows: int, forks: Mapping[int, Fork], by_draw: bool = False) -> torch.Tensor:
+def spread(
+    drawn: Sequence[Drawn], rows: int, forks: Mapping[int, InheritedTokens], by_draw: bool = False
+) -> torch.Tensor:
     """Return `LogProbs.model` as one tensor float32 `[rows, longest]`, NaN where a row sampled no token.
 
     Columns are those of the table, or with `by_draw` the number of tokens that the row had sampled before. `forks` are

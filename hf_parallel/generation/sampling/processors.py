@@ -227,7 +227,7 @@ def is_stateful(helper: LogitsProcessor | StoppingCriteria) -> bool:
     return not kind.__module__.startswith("transformers.generation") or kind.__name__ in _STATEFUL
 
 
-class Step(NamedTuple):
+class ProcessorBatch(NamedTuple):
     """Processors of one class, one for each of n rows, with the rows' numbers in their tables and their lengths."""
 
     processors: list[Any]
@@ -235,35 +235,35 @@ class Step(NamedTuple):
     lengths: list[int]
 
 
-RowWise: TypeAlias = Callable[[torch.Tensor, Step], torch.Tensor]
-"""(scores float32 `[n, vocabulary]`, step) -> processed scores; may write to its input."""
+RowWise: TypeAlias = Callable[[torch.Tensor, ProcessorBatch], torch.Tensor]
+"""(scores float32 `[n, vocabulary]`, batch) -> processed scores; may write to its input."""
 
 
-def penalize(scores: torch.Tensor, step: Step) -> torch.Tensor:
+def penalize(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Apply repetition penalties."""
-    tokens = _penalized_tokens(step, scores.shape[1])
+    tokens = _penalized_tokens(batch, scores.shape[1])
     padded = F.pad(scores, (0, 1))  # for tokens that are ignored, or outside the output vocabulary
     found = padded.gather(1, tokens)
-    penalty = _setting([one.penalty for one in step.processors], scores.device)
+    penalty = _setting([one.penalty for one in batch.processors], scores.device)
     found = torch.where(found < 0, found * penalty, _divide(found, penalty))
     return padded.scatter_(1, tokens, found)[:, :-1]
 
 
-def subtract_occurrences(scores: torch.Tensor, step: Step) -> torch.Tensor:
+def subtract_occurrences(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Apply occurrence penalties."""
-    frequency = _setting([one.frequency for one in step.processors], scores.device)
-    presence = _setting([one.presence for one in step.processors], scores.device)
-    return _subtract(scores, _penalized_tokens(step, scores.shape[1]), frequency, presence)
+    frequency = _setting([one.frequency for one in batch.processors], scores.device)
+    presence = _setting([one.presence for one in batch.processors], scores.device)
+    return _subtract(scores, _penalized_tokens(batch, scores.shape[1]), frequency, presence)
 
 
-def suppress(scores: torch.Tensor, step: Step) -> torch.Tensor:
+def suppress(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Suppress the end tokens of rows that are too short."""
-    first = step.processors[0]
-    if step.processors.count(first) == len(step.processors) and max(step.lengths) < first.min_length:
+    first = batch.processors[0]
+    if batch.processors.count(first) == len(batch.processors) and max(batch.lengths) < first.min_length:
         return scores.index_fill_(1, first.indices(scores), -torch.inf)
     places: list[int] = []
     tokens: list[int] = []
-    for place, (processor, length) in enumerate(zip(step.processors, step.lengths, strict=True)):
+    for place, (processor, length) in enumerate(zip(batch.processors, batch.lengths, strict=True)):
         if length < processor.min_length:
             of_row = [token for token in processor.eos_token_ids if 0 <= token < scores.shape[1]]
             places += [place] * len(of_row)
@@ -273,14 +273,14 @@ def suppress(scores: torch.Tensor, step: Step) -> torch.Tensor:
     return scores
 
 
-def scale(scores: torch.Tensor, step: Step) -> torch.Tensor:
+def scale(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Divide by the temperature."""
-    return _divide(scores, _setting([one.temperature for one in step.processors], scores.device))
+    return _divide(scores, _setting([one.temperature for one in batch.processors], scores.device))
 
 
-def keep_top_k(scores: torch.Tensor, step: Step) -> torch.Tensor:
+def keep_top_k(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep the `top_k` highest scores, and ties with the lowest of them."""
-    counts = [min(one.top_k, scores.shape[1]) for one in step.processors]
+    counts = [min(one.top_k, scores.shape[1]) for one in batch.processors]
     highest = torch.topk(scores, max(counts))[0]
     if min(counts) == max(counts):
         last = highest[:, -1:]
@@ -289,19 +289,19 @@ def keep_top_k(scores: torch.Tensor, step: Step) -> torch.Tensor:
     return scores.masked_fill(scores < last, -torch.inf)
 
 
-def keep_top_p(scores: torch.Tensor, step: Step) -> torch.Tensor:
+def keep_top_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep the most probable tokens of total probability `top_p`."""
     ascending, order = torch.sort(scores, descending=False)
-    rest = _setting([1 - one.top_p for one in step.processors], scores.device)
+    rest = _setting([1 - one.top_p for one in batch.processors], scores.device)
     removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= rest
     removed[..., -1:] = False
     return scores.masked_fill(removed.scatter(1, order, removed), -torch.inf)
 
 
-def keep_min_p(scores: torch.Tensor, step: Step) -> torch.Tensor:
+def keep_min_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep tokens of at least `min_p` times the highest probability."""
     probs = scores.softmax(dim=-1)
-    limit = _setting([one.min_p for one in step.processors], scores.device) * probs.amax(dim=-1, keepdim=True)
+    limit = _setting([one.min_p for one in batch.processors], scores.device) * probs.amax(dim=-1, keepdim=True)
     removed = (probs < limit).scatter_(-1, torch.topk(probs, 1, dim=-1).indices, False)
     return scores.masked_fill(removed, -torch.inf)
 
@@ -347,13 +347,13 @@ def split_warpers(processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsPro
     return head, Warpers(**settings)  # type: ignore[arg-type]  # `top_k` is an int
 
 
-def _penalized_tokens(step: Step, filler: int) -> torch.Tensor:
+def _penalized_tokens(batch: ProcessorBatch, filler: int) -> torch.Tensor:
     """Return the tokens of each row that its penalty applies to, int64 `[n, longest]`, padded with `filler`."""
     rows_of: dict[RowPenalty, list[int]] = {}
-    for processor, row in zip(step.processors, step.rows, strict=True):
+    for processor, row in zip(batch.processors, batch.rows, strict=True):
         rows_of.setdefault(processor, []).append(row)
     seen = [processor.tokens(rows, filler) for processor, rows in rows_of.items()]
-    tokens = [F.pad(ids, (max(step.lengths) - ids.shape[1], 0), value=filler) for ids in seen]
+    tokens = [F.pad(ids, (max(batch.lengths) - ids.shape[1], 0), value=filler) for ids in seen]
     return torch.cat(tokens).clamp(max=filler)
 
 

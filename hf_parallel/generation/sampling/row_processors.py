@@ -22,10 +22,10 @@ from transformers import (
 from hf_parallel.generation.sampling.processors import (
     MinLengthProcessor,
     OccurrencePenalty,
+    ProcessorBatch,
     RowOccurrence,
     RowPenalty,
     RowWise,
-    Step,
     check_signature,
     is_stateful,
     needs_batch,
@@ -129,11 +129,11 @@ class RowProcessors(list[LogitsProcessor]):
             if function is None:
                 scores = _call(processors, ids, scores)
             else:
-                scores = function(scores, Step(processors, [0], [length]))
+                scores = function(scores, ProcessorBatch(processors, [0], [length]))
         return scores
 
 
-class Rows(NamedTuple):
+class CallRows(NamedTuple):
     """Rows of one call, with its processors; `is_fused`: but for the last warpers, see `RowProcessors.fused`."""
 
     processors: RowProcessors
@@ -147,16 +147,16 @@ class JointProcessors:
     It can be called step after step, as the rows get one token after the other.
     """
 
-    def __init__(self, calls: Sequence[Rows]) -> None:
+    def __init__(self, calls: Sequence[CallRows]) -> None:
         self._calls = calls
         self._num_rows = sum(len(rows) for _, rows, _ in calls)
-        stages: dict[tuple[int, int], tuple[RowWise | None, Step, list[int]]] = {}
+        stages: dict[tuple[int, int], tuple[RowWise | None, ProcessorBatch, list[int]]] = {}
         begin = 0
         for processors, rows, is_fused in calls:
             of_call = processors.stages[: processors.fused[0]] if is_fused and processors else processors.stages
             for number, (place, function, members) in enumerate(of_call):
                 key = place if len(calls) > 1 else (number, 0)
-                _, step, indices = stages.setdefault(key, (function, Step([], [], []), []))
+                _, step, indices = stages.setdefault(key, (function, ProcessorBatch([], [], []), []))
                 step.processors.extend(members if function is None else members * len(rows))
                 step.rows.extend(rows)
                 indices.extend(range(begin, begin + len(rows)))

@@ -13,7 +13,14 @@ import torch
 from torch.nn import functional as F
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from hf_parallel.generation.sampling.log_probs import Drawn, Fork, LogProbs, TopLogProbs, model_log_probs, spread
+from hf_parallel.generation.sampling.log_probs import (
+    Drawn,
+    InheritedTokens,
+    LogProbs,
+    TopLogProbs,
+    model_log_probs,
+    spread,
+)
 from hf_parallel.generation.sampling.parts import Part, join
 from hf_parallel.generation.sampling.processors import is_stateful
 from hf_parallel.generation.sampling.rng import (
@@ -26,7 +33,7 @@ from hf_parallel.generation.sampling.rng import (
     make_rngs,
     next_keys,
 )
-from hf_parallel.generation.sampling.row_processors import JointProcessors, RowCriteria, RowProcessors, Rows
+from hf_parallel.generation.sampling.row_processors import CallRows, JointProcessors, RowCriteria, RowProcessors
 from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.kernels import HostCopy, to_device
 from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, multinomial, sample
@@ -114,7 +121,7 @@ class Sampler:
         self.logits: list[torch.Tensor] | None = [] if returned and config.output_logits else None
         self.records_scores = self.scores is not None or self.logits is not None
         self.drawn: list[Drawn] = []  # sampled tokens with log-probabilities
-        self.forks: dict[int, Fork] = {}  # by row, parents before their forks
+        self.forks: dict[int, InheritedTokens] = {}  # by row, parents before their forks
         self._draws = [0] * self.num_rows  # number of tokens sampled, by row
 
     @property
@@ -138,7 +145,7 @@ class Sampler:
             self.rngs += self.rngs[row].fork(count)
         self.processors.fork(row, count)
         rows = self.table.fork(row, count)
-        self.forks.update(dict.fromkeys(rows, Fork(row, self.table.lengths[row], self._draws[row])))
+        self.forks.update(dict.fromkeys(rows, InheritedTokens(row, self.table.lengths[row], self._draws[row])))
         self._draws += [self._draws[row]] * count
         return rows
 
@@ -164,7 +171,7 @@ class Sampler:
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Return probabilities `float32 [len(rows), vocabulary]`, or scores under greedy decoding, from logits of rows
         in ascending order."""
-        scores = JointProcessors([Rows(self.processors, rows)])(logits.to(self.table.device))
+        scores = JointProcessors([CallRows(self.processors, rows)])(logits.to(self.table.device))
         self.record_scores(rows, logits, scores)
         return _softmax(scores) if self.do_sample else scores
 
@@ -403,9 +410,11 @@ class SamplingBatch:
 
     @cached_property
     def _processors(self) -> JointProcessors:
-        return JointProcessors(
-            [Rows(task.sampler.processors, task.rows, self._fuses and task.sampler.do_sample) for task in self.tasks]
-        )
+        calls: list[CallRows] = []
+        for task in self.tasks:
+            is_fused = self._fuses and task.sampler.do_sample
+            calls.append(CallRows(task.sampler.processors, task.rows, is_fused))
+        return JointProcessors(calls)
 
     @cached_property
     def _drawing_rows(self) -> torch.Tensor:

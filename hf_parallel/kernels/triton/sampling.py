@@ -32,7 +32,7 @@ def sample(
     say whether there are rows with and without filters. Random numbers come from `keys`, or are given as `noise`.
     """
     scores = scores if scores.dtype in _SHIFTS else scores.float()
-    call = _Call(scores, settings, keys, noise)
+    call = _SamplingLaunch(scores, settings, keys, noise)
     if unfiltered:
         call.race(False)
     if filtered:
@@ -42,12 +42,12 @@ def sample(
 
 def race(probs: Tensor, settings: Tensor, keys: Tensor) -> Tensor:
     """Return the winners of races over probabilities."""
-    call = _Call(probs, settings, keys, None)
+    call = _SamplingLaunch(probs, settings, keys, None)
     call.race(True)
     return call.drawn[0]
 
 
-class _Call:
+class _SamplingLaunch:
     """Arguments that the kernels share, and their outputs."""
 
     def __init__(self, scores: Tensor, settings: Tensor, keys: Tensor | None, noise: Tensor | None) -> None:

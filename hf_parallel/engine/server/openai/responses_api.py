@@ -16,7 +16,7 @@ from hf_parallel.engine.server.errors import APIError, to_json
 from hf_parallel.engine.server.openai import schema
 from hf_parallel.engine.server.openai.answers import Delta
 from hf_parallel.engine.server.openai.responses import Writer
-from hf_parallel.engine.server.openai.schema import Body, Count, Effort, Id, Items, Part, Prompt, Text
+from hf_parallel.engine.server.openai.schema import Body, BodyObject, Count, Effort, Id, Items, Prompt, Text
 from hf_parallel.generation.arguments import encode
 
 JSONObject: TypeAlias = dict[str, Any]
@@ -107,14 +107,14 @@ class FlatFormat(schema.JSONSchema):
     type: Literal["text", "json_object", "json_schema"]
 
 
-class Reasoning(Part):
+class Reasoning(BodyObject):
     """Options of the reasoning. There are no summaries: the response holds the reasoning itself."""
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
 
 
-class TextOptions(Part):
+class TextOptions(BodyObject):
     """Options of the text."""
 
     format: FlatFormat | None = None

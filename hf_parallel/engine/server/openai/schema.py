@@ -90,7 +90,7 @@ def _is_empty(value: object) -> bool:
     return value is None or value == [] or (isinstance(value, dict) and all(map(_is_empty, value.values())))
 
 
-class Part(BaseModel):
+class BodyObject(BaseModel):
     """An object in a body. Names that it does not define may have no value: null, or a list or object without any."""
 
     model_config = ConfigDict(extra="ignore")
@@ -108,28 +108,28 @@ class Part(BaseModel):
         return given
 
 
-class TextPart(Part):
+class TextPart(BodyObject):
     """Text in a message's content."""
 
     type: Literal["text"]
     text: Text
 
 
-class ImageURL(Part):
+class ImageURL(BodyObject):
     """URL of an image; `detail` is not used."""
 
     url: Text
     detail: Text | None = None
 
 
-class ImagePart(Part):
+class ImagePart(BodyObject):
     """Image in a message's content."""
 
     type: Literal["image_url"]
     image_url: ImageURL
 
 
-class Function(Part):
+class Function(BodyObject):
     """A function that a model may call; `parameters` is a JSON schema of its arguments."""
 
     name: Annotated[Text, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -138,7 +138,7 @@ class Function(Part):
     strict: Flag | None = None  # not used: `required` and named tools are always strict
 
 
-class Tool(Part):
+class Tool(BodyObject):
     """A tool of a request, or the choice of one."""
 
     type: Literal["function"]
@@ -160,14 +160,14 @@ Arguments = Annotated[
 """Arguments of a call; models and clients write no arguments as an empty text."""
 
 
-class CalledFunction(Part):
+class CalledFunction(BodyObject):
     """Name and arguments of a call."""
 
     name: Text
     arguments: Arguments
 
 
-class Call(Part):
+class MessageToolCall(BodyObject):
     """A call in a message of the assistant."""
 
     id: Text | None = None
@@ -183,13 +183,13 @@ Content = Annotated[
 ]
 
 
-class Message(Part):
+class Message(BodyObject):
     """Message of a chat."""
 
     role: Annotated[Text, Field(min_length=1, max_length=64)]
     content: Content | None = None
     name: Text | None = None  # of the participant or tool
-    tool_calls: Tools[Call] | None = None
+    tool_calls: Tools[MessageToolCall] | None = None
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
 
@@ -211,14 +211,14 @@ class Message(Part):
         return {"role": "system" if self.role == "developer" else self.role, "content": content, **given}
 
 
-class StreamOptions(Part):
+class StreamOptions(BodyObject):
     """Options of a streamed response."""
 
     include_usage: Flag = False
     include_obfuscation: Flag | None = None  # not used: the server adds no obfuscation
 
 
-class JSONSchema(Part):
+class JSONSchema(BodyObject):
     """A JSON schema, whose answer is to match it."""
 
     definition: dict[str, object] | None = Field(None, alias="schema")
@@ -227,7 +227,7 @@ class JSONSchema(Part):
     strict: Flag | None = None
 
 
-class ResponseFormat(Part):
+class ResponseFormat(BodyObject):
     """Format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]

@@ -151,7 +151,7 @@ class WorkerGroup(RowGroup):
         return any(time.time() - limit.initial_timestamp > limit.max_time for limit in limits)
 
 
-class Finisher(Row):
+class FinisherRow(Row):
     """Early finisher of one group, which continues `finisher_prompt`. All its workers have stopped."""
 
     group: WorkerGroup

@@ -33,7 +33,7 @@ from hf_parallel.generation.decoding.rows import PassInputs, Row
 from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.modes.final_answers import describe_pattern
 from hf_parallel.generation.modes.hogwild.cache import HogwildCache
-from hf_parallel.generation.modes.hogwild.group import Finisher, WorkerGroup
+from hf_parallel.generation.modes.hogwild.group import FinisherRow, WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
 from hf_parallel.generation.modes.hogwild.worker import Worker
@@ -192,7 +192,7 @@ class HogwildRun:
         loop = self.loop
         call = loop.call
         rngs = loop.sampler.rngs
-        finishers = [Finisher(group) for group in unanswered]
+        finishers = [FinisherRow(group) for group in unanswered]
         table = TokenTable(call.input_ids, call.pad_token_id, config.finisher_tokens + len(finishers[0].pending))
         # A finisher continues the random numbers of the first worker of its prompt.
         seed = None if rngs is None else [rngs[group.index * config.num_workers] for group in self.groups]
@@ -201,7 +201,7 @@ class HogwildRun:
             table.extend(finisher.index, finisher.pending)
         with replaying(reader, config):
             logits = yield from self._prefill(reader, finishers)
-            yield from reader.decode(finishers, logits, Finisher.advance, self.move_ended_steps)
+            yield from reader.decode(finishers, logits, FinisherRow.advance, self.move_ended_steps)
 
     def _warn_other_prompts(self) -> None:
         """Warn if a prompt does not contain the rules of these workers."""
