@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ import hf_parallel
 from hf_parallel.kernels import native, sampling
 from hf_parallel.models.cpu import elementwise
 from hf_parallel.models.cpu.elementwise import fast_layers
+from hf_parallel.models.cpu.linear import kernel_pass
 
 compiled = pytest.mark.skipif(bool(native.unavailable_reason()), reason="needs a C compiler, as the kernels do")
 
 
 @pytest.fixture
-def in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise, "is_active", lambda: True)
+def in_a_pass() -> Iterator[None]:
+    with torch.no_grad(), kernel_pass():
+        yield
 
 
 FAST = {  # norms and attention layers that use the kernels
@@ -198,7 +201,6 @@ def test_kernels_write_float32_whatever_the_default_dtype_is(monkeypatch: pytest
 
 
 @compiled
-@pytest.mark.usefixtures("in_a_pass")
 def test_gradients_autocast_and_other_dtypes_use_the_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (ids,) = tiny.build("llama"), tiny.make_prompts([5])
 
@@ -208,11 +210,15 @@ def test_gradients_autocast_and_other_dtypes_use_the_own_code(monkeypatch: pytes
     with fast_layers(model):
         monkeypatch.setattr(native, "rms_norm", fail)
         monkeypatch.setattr(native, "rotate_heads", fail)
-        model(ids[None]).logits.sum().backward()
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with kernel_pass():
+            model(ids[None]).logits.sum().backward()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), kernel_pass():
+            model(ids[None])
+        with torch.no_grad(), pytest.raises(AssertionError), kernel_pass():
             model(ids[None])
     model.zero_grad()
-    with torch.no_grad(), fast_layers(half := tiny.build("llama", dtype=torch.bfloat16)):
+    half = tiny.build("llama", dtype=torch.bfloat16)
+    with torch.no_grad(), fast_layers(half), kernel_pass():
         half(ids[None])
 
 

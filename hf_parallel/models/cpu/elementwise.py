@@ -19,8 +19,7 @@ from torch.func import functional_call
 
 from hf_parallel.cache.placement import all_modules
 from hf_parallel.kernels import native
-from hf_parallel.models.cpu.linear import is_computable, linear_layers, replaced_forwards
-from hf_parallel.models.intercept.attention import is_active
+from hf_parallel.models.cpu.linear import linear_layers, pass_library, replaced_forwards
 
 Forward = Callable[..., Any]
 _norms: dict[object, Forward | None] = {}  # by class and settings: compiled layers share a graph if they share these
@@ -48,7 +47,11 @@ def _fast_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
 
 
 def _is_fast(x: torch.Tensor, size: int) -> bool:
-    return type(x) is torch.Tensor and x.dtype == torch.float32 and is_computable(x, size) and is_active()
+    """Whether the kernels compute a layer of `size` inputs in the running pass."""
+    if torch.compiler.is_compiling() or not pass_library.get():  # the former first: Dynamo cannot read the variable
+        return False
+    is_plain = type(x) is torch.Tensor and x.dtype == torch.float32
+    return is_plain and x.shape[-1] == size and x.device.type == "cpu"
 
 
 def _fast_norm(module: nn.Module) -> Forward | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -37,6 +38,23 @@ _PASSES: dict[str, dict[int, float]] = {
 """Duration of a forward pass by its number of tokens, relative to a pass of one token, for each library: measured in
 float32 on an AMD EPYC (docs/cpu.md). Native passes of up to eight tokens took up to 1.1; the table says 1."""
 _PLAIN = nn.Linear.forward
+
+pass_library: ContextVar[str] = ContextVar("hf_parallel_pass_library", default="")
+"""Library that computes linear layers in the forward pass of this thread, see `kernel_pass`; empty outside of it."""
+
+
+@contextmanager
+def kernel_pass() -> Iterator[None]:
+    """Let the C kernels compute layers of a forward pass over a block cache.
+
+    Which library computes linear layers, and whether gradients or autocast forbid it, cannot change within a pass: it
+    is asked here, once, and the layers look at `pass_library`.
+    """
+    token = pass_library.set("" if _is_forbidden() else _backend())
+    try:
+        yield
+    finally:
+        pass_library.reset(token)
 
 
 @contextmanager
@@ -114,11 +132,15 @@ def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, packing: str, int8: bool = False
 ) -> torch.Tensor:
     """Return `x W^T + b`, computed in float32, in the dtype of `x`, with the weights and `int8` of `native.linear`."""
-    dtype, inputs = x.dtype, x.shape[-1]
+    dtype = x.dtype
+    inputs = x.shape[-1]
     if not x.numel():  # a chunk of a prompt that needs no logits
         return x.new_empty(*x.shape[:-1], len(weight))
-    x, bias = x.float(), None if bias is None else bias.float()
-    if int8 or (native.supports_linear(x.numel() // inputs, packing) and _backend() != "onednn"):
+    x = x.float()
+    if bias is not None:
+        bias = bias.float()
+    is_native = native.supports_linear(x.numel() // inputs, packing) and (pass_library.get() or _backend()) != "onednn"
+    if int8 or is_native:
         return native.linear(x, weight, bias, packing, int8=int8).to(dtype)
     if packing == "F32":
         return _by_onednn(x, weight, bias)
@@ -128,7 +150,8 @@ def product(
     result = x.new_empty(*x.shape[:-1], len(weight), dtype=dtype)
     for first in range(0, len(weight), rows):
         part = slice(first, first + rows)
-        result[..., part] = _by_onednn(x, native.unpack(weight[part], packing), None if bias is None else bias[part])
+        unpacked = native.unpack(weight[part], packing)
+        result[..., part] = _by_onednn(x, unpacked, None if bias is None else bias[part])
     return result
 
 
@@ -140,16 +163,25 @@ def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
     """`nn.Linear.forward` by the compiled kernel for few tokens, by oneDNN for more."""
-    weight, bias = self.weight, self.bias
-    is_same = type(input) is torch.Tensor and input.dtype == weight.dtype and is_computable(input, weight.shape[-1])
-    is_broadcast = bias is not None and bias.shape != weight.shape[:1]
-    if not is_same or is_broadcast or not all(map(_is_computed, self.parameters(recurse=False))):
+    weight = self.weight
+    bias = self.bias
+    if not is_computable(input, weight.shape[-1]) or type(input) is not torch.Tensor or input.dtype != weight.dtype:
+        return _PLAIN(self, input)
+    if not _is_computed(weight):
+        return _PLAIN(self, input)
+    if bias is not None and (bias.shape != weight.shape[:1] or not _is_computed(bias)):
         return _PLAIN(self, input)
     return product(input, weight, bias, PACKINGS[input.dtype])
 
 
 def is_computable(x: torch.Tensor, inputs: int) -> bool:
     """Whether the kernels compute a layer of `inputs` inputs: not with gradients, autocast or a compiler."""
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return False
+    if not pass_library.get() and _is_forbidden():  # the latter outside of passes, as in a call of the model itself
         return False
     return x.shape[-1] == inputs and x.device.type == "cpu"
+
+
+def _is_forbidden() -> bool:
+    return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")

@@ -16,6 +16,7 @@ from hf_parallel.cache import BlockCache, ForwardPass, Segment
 from hf_parallel.cache.images import ImageRun
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.kernels import to_device
+from hf_parallel.models.cpu.linear import kernel_pass
 from hf_parallel.models.decode.compiled import compiled_layers, num_moves
 from hf_parallel.models.decode.cuda_graph import DecodeGraphs
 from hf_parallel.models.decode.dense import dense_logits
@@ -151,6 +152,7 @@ class CachedModel:
         with (
             block_attention_enabled(self.model, self.cache),
             mixers_wrapped(self.model, self._mixers, self._call_mixers),
+            kernel_pass(),
         ):
             return self.model(use_cache=self._use_cache, return_dict=True, **kwargs)
 
