@@ -20,8 +20,8 @@ Passes = tuple[list[list[Segment]], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeRun:
-    """A forward pass, and the decode steps that continue it. Requests of an engine share a run of decode steps."""
+class LoggedSteps:
+    """A forward pass, and the decode steps that continue it. Requests of an engine share those of the same passes."""
 
     ids: list[torch.Tensor]  # packed tokens of each step, int64 `[T]`
     given: list[list[Segment]] = field(default_factory=list)
@@ -30,19 +30,19 @@ class DecodeRun:
 
 @dataclass(frozen=True, eq=False)
 class _LoggedPass:
-    """A pass and the steps that continue it: the part of a run that belongs to one call."""
+    """A pass and the steps that continue it: the part of `LoggedSteps` that belongs to one call."""
 
     segments: list[Segment]  # with their views at the time of the pass
     lengths: dict[Block, int]  # of all blocks of the views, before the first step
     bases: list[int]  # of the block to which each segment appends
-    run: DecodeRun
+    logged: LoggedSteps
     tokens: slice  # of each step
     first: int  # index of the first segment in a step
 
     def steps(self) -> Iterator[tuple[dict[Block, int], torch.Tensor]]:
         """Yield the lengths before each step, and its tokens."""
         lengths = dict(self.lengths)
-        for ids in self.run.ids:
+        for ids in self.logged.ids:
             yield lengths, ids[self.tokens]
             _append(lengths, self.segments)
 
@@ -85,20 +85,20 @@ class PassLog:
     def __init__(self) -> None:
         self._events: list[_LoggedPass | BlockCopy] = []
         self._samples: list[_Sample] = []
-        self._run: DecodeRun | None = None  # of the last pass
+        self._last: LoggedSteps | None = None  # of the last pass
 
     def add_pass(self, passes: Sequence[Sequence[Segment]], forward: ForwardPass, ids: torch.Tensor) -> None:
         """Record a forward pass over packed tokens `ids`, int64 `[T]`, computed for the given consecutive passes."""
         given = [segment for segments in passes for segment in segments]
-        if forward.continues and self._run is not None:
-            self._run.ids.append(ids)
-            self._run.given.append(given)
+        if forward.continues and self._last is not None:
+            self._last.ids.append(ids)
+            self._last.given.append(given)
         else:
-            self._run = DecodeRun([ids], [given])
-            self.add_run(passes, self._run)
+            self._last = LoggedSteps([ids], [given])
+            self.add_steps(passes, self._last)
 
-    def add_run(self, passes: Sequence[Sequence[Segment]], run: DecodeRun, begin: int = 0) -> None:
-        """Record passes that have been computed, whose tokens start at `begin` in each step of a run."""
+    def add_steps(self, passes: Sequence[Sequence[Segment]], logged: LoggedSteps, begin: int = 0) -> None:
+        """Record passes that have been computed, whose tokens start at `begin` in each of the steps."""
         lengths = {block: block.length for segments in passes for segment in segments for block in segment.view}
         for segments in passes:
             _append(lengths, segments, -1)
@@ -107,7 +107,7 @@ class PassLog:
             end = begin + sum(segment.num_tokens for segment in segments)
             frozen = [replace(segment, view=tuple(segment.view)) for segment in segments]
             bases = [segment.view[-1].base for segment in segments]
-            self._events.append(_LoggedPass(frozen, dict(lengths), bases, run, slice(begin, end), first))
+            self._events.append(_LoggedPass(frozen, dict(lengths), bases, logged, slice(begin, end), first))
             _append(lengths, segments)
             begin = end
             first = first + len(segments)
@@ -125,15 +125,15 @@ class PassLog:
     @property
     def state(self) -> tuple[int, int, int]:
         """Argument of `restore`: numbers of events, of steps of the last run, and of samples."""
-        return len(self._events), 0 if self._run is None else len(self._run.ids), len(self._samples)
+        return len(self._events), 0 if self._last is None else len(self._last.ids), len(self._samples)
 
     def restore(self, state: tuple[int, int, int]) -> None:
         """Forget what was recorded since `state`."""
         events, steps, samples = state
         del self._events[events:], self._samples[samples:]
-        self._run = next((event.run for event in reversed(self._events) if isinstance(event, _LoggedPass)), None)
-        if self._run is not None:
-            del self._run.ids[steps:], self._run.given[steps:]
+        self._last = next((event.logged for event in reversed(self._events) if isinstance(event, _LoggedPass)), None)
+        if self._last is not None:
+            del self._last.ids[steps:], self._last.given[steps:]
 
     def needed(self, blocks: Collection[Block], cached: Collection[Block]) -> set[Block]:
         """Return the blocks that must be computed for `blocks`, themselves included, if others are `cached`."""
@@ -248,7 +248,7 @@ class _Compiler:
                 source = self.contents[self.current[event.source]]
                 self._write(event.target, event.at, source[event.start : event.stop])
                 continue
-            for given, (lengths, ids) in zip(event.run.given, event.steps(), strict=True):
+            for given, (lengths, ids) in zip(event.logged.given, event.steps(), strict=True):
                 self.ids.append(ids)
                 self._add_pass(event, given[event.first :], dict(lengths))
         taken = [(sample.row, self._origin(sample), sample.token) for sample in samples]

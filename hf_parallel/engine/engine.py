@@ -15,7 +15,7 @@ import torch
 from typing_extensions import Self
 
 from hf_parallel.cache import ForwardPass
-from hf_parallel.cache.pass_log import DecodeRun
+from hf_parallel.cache.pass_log import LoggedSteps
 from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.cache.state_plan import MissingStateError
 from hf_parallel.engine.arguments import check_limits, check_request, split_arguments, submitter_key
@@ -139,7 +139,7 @@ class Engine:
         self._draining = False
         self._work = EngineStats()
         self._known_seconds = 0.0  # of the running step, in the model and in the code of requests
-        self._decode_run: DecodeRun | None = None  # of the last pass
+        self._logged_steps: LoggedSteps | None = None  # of the last pass
         self._table = DecodeTable(self._storage.cache)
 
     def __enter__(self) -> Self:
@@ -494,16 +494,16 @@ class Engine:
     def _record(self, step: PlannedStep) -> None:
         """Record a pass in the logs of its requests."""
         num_rows = sum(one.num_segments for one in step.pending)
-        shared: DecodeRun | None = None  # by the other requests
+        shared: LoggedSteps | None = None  # by the other requests
         if step.decoding:
             record_decoding(step.decoding, self._table, step.pending[0].ids.tensor, num_rows)
-        elif step.forward.continues and self._decode_run is not None:
-            self._decode_run.ids.append(step.joined.ids)
+        elif step.forward.continues and self._logged_steps is not None:
+            self._logged_steps.ids.append(step.joined.ids)
             return
         elif step.forward.is_decode_step and not any(request.is_rebuilding for request in step.others):
-            shared = DecodeRun([step.joined.ids])
+            shared = LoggedSteps([step.joined.ids])
         record_passes(step.others, step.own_passes, num_rows, shared)
-        self._decode_run = shared
+        self._logged_steps = shared
 
     def _decode(self, requests: Sequence[Request], logits: Part) -> None:
         """Sample for the rows that stand, given their logits, and resume requests to which something has happened."""

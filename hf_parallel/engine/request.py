@@ -19,7 +19,7 @@ import torch
 
 from hf_parallel.cache import Block, BlockCache, Segment
 from hf_parallel.cache.batch import find_images
-from hf_parallel.cache.pass_log import BlockCopy, DecodeRun, PassLog
+from hf_parallel.cache.pass_log import BlockCopy, LoggedSteps, PassLog
 from hf_parallel.cache.pool import parts_of
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.state_plan import states_read
@@ -496,33 +496,33 @@ class Request(Host):
 
 
 def record_passes(
-    requests: Sequence[Request], pending: Sequence[PendingPass], num_rows: int, run: DecodeRun | None
+    requests: Sequence[Request], pending: Sequence[PendingPass], num_rows: int, logged: LoggedSteps | None
 ) -> None:
     """Record passes of requests that were computed as one, with `num_rows` rows, in their logs.
 
-    `run` has the tokens of all of them, if they are decode steps that the next ones may continue.
+    `logged` has the tokens of all of them, if they are decode steps that the next ones may continue.
     """
     begin = 0
     for request, one in zip(requests, pending, strict=True):
         request.batch_rows = num_rows
-        if run is not None:
-            request.log.add_run(one.original, run, begin)
+        if logged is not None:
+            request.log.add_steps(one.original, logged, begin)
         elif not request.is_rebuilding:
-            request.log.add_run(one.original, DecodeRun([one.ids.tensor]))
+            request.log.add_steps(one.original, LoggedSteps([one.ids.tensor]))
         begin += one.num_tokens
 
 
 def record_decoding(requests: Sequence[Request], table: DecodeTable, ids: torch.Tensor, num_rows: int) -> None:
     """Record a pass of rows that stand, with tokens int64 `[rows]`, in the logs of their requests.
 
-    Steps of the same rows are one run, which the logs share.
+    Successive steps of the same rows are one entry, which the logs share.
     """
-    if table.run is not None:
-        table.run.ids.append(ids)
+    if table.logged is not None:
+        table.logged.ids.append(ids)
         return
-    table.run = DecodeRun([ids])
+    table.logged = LoggedSteps([ids])
     begin = 0
     for request, member in zip(requests, table.members, strict=True):
         request.batch_rows = num_rows
-        request.log.add_run(member.passes, table.run, begin)
+        request.log.add_steps(member.passes, table.logged, begin)
         begin += len(member.rows)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_parallel.cache import BlockCache, Segment
-from hf_parallel.cache.pass_log import DecodeRun
+from hf_parallel.cache.pass_log import LoggedSteps
 from hf_parallel.generation.decoding.standing import Standing
 from hf_parallel.generation.decoding.wants import Pass
 from hf_parallel.generation.sampling.log_probs import LogProbSteps
@@ -21,7 +21,7 @@ class DecodeTable:
 
     def __init__(self, cache: BlockCache) -> None:
         self.members: Sequence[Standing] = ()
-        self.run: DecodeRun | None = None
+        self.logged: LoggedSteps | None = None
         """The passes since the table has had its members, for the logs of their requests; None: there was none."""
         self._cache = cache
         self._batch: SamplingBatch
@@ -34,7 +34,7 @@ class DecodeTable:
         if members == self.members:
             return
         self.members = members
-        self.run = None
+        self.logged = None
         if not members:
             return
         self._batch = SamplingBatch([member.task for member in members])
