@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hf_parallel.cache.images import FIRST_ID, ImageRun, ImageTable
+from hf_parallel.cache.images import FIRST_ID, ImageSpan, ImageTable
 from hf_parallel.cache.pool import Block, Pool
 from hf_parallel.kernels import AttentionPlan, Increments, to_device
 
@@ -33,7 +33,7 @@ class Segment:
     view: View
     num_tokens: int
     write: bool = True
-    images: tuple[ImageRun, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     keeps_state: bool = False
 
 
@@ -51,7 +51,7 @@ class ForwardPass:
     num_passes: int = 1  # number of consecutive passes that are computed as this one
     continues: bool = False
     version: int = -1  # of the pool when the pass was prepared
-    images: Sequence[ImageRun] = ()  # image tokens, `at` packed indices
+    images: Sequence[ImageSpan] = ()  # image tokens, `at` packed indices
     in_order: AttentionPlan | None = None  # for layers in which image tokens see earlier tokens only, as text does
 
     @property
@@ -91,7 +91,7 @@ def find_images(
     """Return a segment with its image tokens, and its tokens with a placeholder for each of them."""
     if max(tokens) < FIRST_ID:
         return segment, tokens
-    found = replace(segment, images=tuple(table.runs(tokens)))
+    found = replace(segment, images=tuple(table.spans(tokens)))
     return found, [token if token < FIRST_ID else placeholder for token in tokens]
 
 
@@ -136,7 +136,7 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
     table: dict[Block, list[tuple[int, ...]]] = {}
     packed: list[Segment] = []
     tokens: list[tuple[int, ...]] = []  # position and number of the tokens of each segment
-    images: list[ImageRun] = []
+    images: list[ImageSpan] = []
     ahead: list[tuple[int, int, int]] = []  # queries that see their block up to an index beyond their own
     writes: list[tuple[int, ...]] = []  # query, number of tokens, origin, capacity and index of each stored segment
     decoding = len(passes) == 1
@@ -157,21 +157,21 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
             if segment.write:
                 writes.append((num_tokens, n, extent.origin, extent.capacity, target.first + index))
             _add_pairs(table, segment, num_tokens, growing)
-            for run in segment.images:
-                images.append(run._replace(at=num_tokens + run.at))
-                if run.image.ahead:
-                    ahead.append((num_tokens + run.at, num_tokens + run.end, index + run.end))
+            for span in segment.images:
+                images.append(span._replace(at=num_tokens + span.at))
+                if span.image.ahead:
+                    ahead.append((num_tokens + span.at, num_tokens + span.end, index + span.end))
             packed.append(Segment(tuple(segment.view), n, segment.write, segment.images))
             num_tokens += n
     shape = table, np.array(writes, np.int64).reshape(-1, 5), num_tokens, decoding
     plan = _attention_plan(*shape, ahead)
     in_order = _attention_plan(*shape, ()) if ahead else None
     positions = ranges(*np.array(tokens, np.int64).T)
-    if any(run.image.corrections is not None for run in images):
+    if any(span.image.corrections is not None for span in images):
         positions = np.repeat(positions[None], 3, axis=0)
-    for run in images:
-        if run.image.corrections is not None:
-            positions[:, run.at : run.end] += run.image.corrections[:, run.first : run.stop].numpy()
+    for span in images:
+        if span.image.corrections is not None:
+            positions[:, span.at : span.end] += span.image.corrections[:, span.first : span.stop].numpy()
     return ForwardPass(plan, to_device(positions, device), tuple(packed), len(passes), images=images, in_order=in_order)
 
 

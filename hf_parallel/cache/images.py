@@ -59,7 +59,7 @@ def count_images(tokens: np.ndarray) -> int:
     return int(((tokens >= FIRST_ID) & (tokens % MAX_TOKENS == 0)).sum())
 
 
-class ImageRun(NamedTuple):
+class ImageSpan(NamedTuple):
     """Successive tokens of an image, from `first` to `stop`, that begin at index `at` of new tokens."""
 
     at: int
@@ -83,36 +83,36 @@ class ImageTable(WeakValueDictionary[int, Image]):
         """Add images, as long as the caller holds them."""
         self.update({image.key: image for image in images})
 
-    def runs(self, tokens: Sequence[int] | np.ndarray) -> Iterator[ImageRun]:
-        """Yield the runs of image tokens in a sequence."""
+    def spans(self, tokens: Sequence[int] | np.ndarray) -> Iterator[ImageSpan]:
+        """Yield the spans of image tokens in a sequence."""
         ids = np.asarray(tokens, np.int64)
         places = np.flatnonzero(ids >= FIRST_ID)
-        for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1 if len(places) else []):
-            while len(run):
-                key, first = divmod(int(ids[run[0]]) - FIRST_ID, MAX_TOKENS)
+        for successive in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1 if len(places) else []):
+            while len(successive):
+                key, first = divmod(int(ids[successive[0]]) - FIRST_ID, MAX_TOKENS)
                 image = self[key]
-                count = min(len(run), image.num_tokens - first)
-                yield ImageRun(int(run[0]), image, first, first + count)
-                run = run[count:]
+                count = min(len(successive), image.num_tokens - first)
+                yield ImageSpan(int(successive[0]), image, first, first + count)
+                successive = successive[count:]
 
     def split(self, tokens: np.ndarray) -> list[np.ndarray]:
         """Split tokens after each image that shifts the positions of later ones."""
-        runs = self.runs(tokens) if len(self) else ()
-        ends = [run.end for run in runs if run.image.shift and run.stop == run.image.num_tokens]
+        spans = self.spans(tokens) if len(self) else ()
+        ends = [span.end for span in spans if span.image.shift and span.stop == span.image.num_tokens]
         return [part for part in np.split(tokens, ends) if len(part)]
 
     def cut(self, tokens: Sequence[int] | np.ndarray, count: int) -> int:
         """Return `count`, or less where that many tokens would end within an image whose tokens see each other."""
-        runs = self.runs(tokens[: count + 1]) if len(self) else ()
-        return next((run.at for run in runs if run.image.ahead and run.at < count < run.end), count)
+        spans = self.spans(tokens[: count + 1]) if len(self) else ()
+        return next((span.at for span in spans if span.image.ahead and span.at < count < span.end), count)
 
     def chunk(self, tokens: Sequence[int] | np.ndarray, count: int) -> int:
         """Return the size of a pass of about `count` tokens, which holds such an image whole, even a larger one."""
-        return self.cut(tokens, min(count, len(tokens))) or next(self.runs(tokens)).end
+        return self.cut(tokens, min(count, len(tokens))) or next(self.spans(tokens)).end
 
     def shift(self, tokens: np.ndarray) -> int:
         """Return by how much the positions after tokens, a part made by `split`, differ from their number."""
         if not len(self) or tokens[-1] < FIRST_ID:
             return 0
-        *_, last = self.runs(tokens)
+        *_, last = self.spans(tokens)
         return last.image.shift if last.stop == last.image.num_tokens else 0

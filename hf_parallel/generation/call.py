@@ -207,7 +207,7 @@ def make_call(
     table = ImageTable()
     table.add(prepared["images"])
     if table:
-        record.images = [[run.image.thumbnail for run in table.runs(prompt) if not run.first] for prompt in prompts]
+        record.images = [[span.image.thumbnail for span in table.spans(prompt) if not span.first] for prompt in prompts]
     record.begin = input_ids.shape[1]
     record.has_gaps = capabilities.has_window and any(gaps)
     is_usable = isinstance(cache, BlockCache) and not has_dropout(model, "past_key_values")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_parallel.cache.images import FIRST_ID, KEY_BITS, MAX_TOKENS, Image, ImageRun, ImageTable
+from hf_parallel.cache.images import FIRST_ID, KEY_BITS, MAX_TOKENS, Image, ImageSpan, ImageTable
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.models.intercept.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
 from hf_parallel.models.probing.signature import parameters_of
@@ -143,24 +143,24 @@ def _check_positions(
         is_token = np.ones(len(own), bool) if mask is None else mask[row].bool().cpu().numpy()
         tokens = own[is_token]
         expected = torch.arange(len(tokens)).repeat(3, 1)
-        for run in known.runs(tokens):
-            if run.image.corrections is not None:
-                expected[:, run.at : run.end] += run.image.corrections[:, run.first : run.stop]
-            if run.stop == run.image.num_tokens:
-                expected[:, run.end :] += run.image.shift
+        for span in known.spans(tokens):
+            if span.image.corrections is not None:
+                expected[:, span.at : span.end] += span.image.corrections[:, span.first : span.stop]
+            if span.stop == span.image.num_tokens:
+                expected[:, span.end :] += span.image.shift
         if (positions[:, row, is_token] != expected).any():
             raise UnsupportedModelError(
                 f"{type(model).__name__} has positions of text around images that do not count on from the token before"
             )
 
 
-def image_arguments(runs: Sequence[ImageRun]) -> dict[str, Any]:
+def image_arguments(spans: Sequence[ImageSpan]) -> dict[str, Any]:
     """Return the arguments of `model.forward` with the features of the image tokens of a pass."""
-    if not runs:
+    if not spans:
         return {}
-    parts = [[features[run.first : run.stop] for features in run.image.features] for run in runs]
-    features = [torch.cat(of_runs) for of_runs in zip(*parts, strict=True)]
-    layout: Layout = runs[0].image.layout
+    parts = [[features[span.first : span.stop] for features in span.image.features] for span in spans]
+    features = [torch.cat(of_spans) for of_spans in zip(*parts, strict=True)]
+    layout: Layout = spans[0].image.layout
     outputs: dict[str, Any] = {}
     if layout.name:
         pooled = features.pop(0)

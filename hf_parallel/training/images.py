@@ -45,26 +45,27 @@ def add_images(
     """Return a batch of `tree_batch` with placeholders, features and positions of images; change their masks."""
     table = ImageTable()
     table.add(images)
-    runs = [list(table.runs(example.input_ids)) for example in examples]
+    spans = [list(table.spans(example.input_ids)) for example in examples]
     ids = batch["input_ids"]
     positions = batch["position_ids"]
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None)
     if any(image.corrections is not None for image in images):
         positions = positions.repeat(3, 1, 1)
-    for row, (example, own) in enumerate(zip(examples, runs, strict=True)):
-        ends = {run.end - 1: run.image.shift for run in own if run.image.shift}
+    for row, (example, own) in enumerate(zip(examples, spans, strict=True)):
+        ends = {span.end - 1: span.image.shift for span in own if span.image.shift}
         shifts = [0] * len(example)
         for token, before in enumerate(previous_tokens(example).tolist() if ends else ()):
             shifts[token] = shifts[before] + ends.get(before, 0) if before >= 0 else 0
         positions[..., row, : len(example)] += torch.tensor(shifts, device=ids.device)
-        for run in own:
-            if run.image.corrections is not None:
-                positions[:, row, run.at : run.end] += run.image.corrections[:, run.first : run.stop].to(ids.device)
-            ahead = {kinds[layer] if kinds else "" for layer in run.image.ahead}
+        for span in own:
+            corrections = span.image.corrections
+            if corrections is not None:
+                positions[:, row, span.at : span.end] += corrections[:, span.first : span.stop].to(ids.device)
+            ahead = {kinds[layer] if kinds else "" for layer in span.image.ahead}
             for mask in (mask for kind, mask in masks.items() if kind in ahead):
                 if isinstance(mask, BlockMask):
                     raise ValueError("image tokens that see each other need sdpa or eager attention in the loss")
-                mask[row, 0, run.at : run.end, run.at : run.end] = mask.dtype == torch.bool
-    features = image_arguments([run for own in runs for run in own])
+                mask[row, 0, span.at : span.end, span.at : span.end] = mask.dtype == torch.bool
+    features = image_arguments([span for own in spans for span in own])
     ids = ids.masked_fill(ids >= FIRST_ID, config.image_token_id)
     return {"input_ids": ids, "position_ids": positions, **features}

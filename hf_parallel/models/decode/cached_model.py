@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_parallel.cache import BlockCache, ForwardPass, Segment
-from hf_parallel.cache.images import ImageRun
+from hf_parallel.cache.images import ImageSpan
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.kernels import to_device
 from hf_parallel.models.cpu.linear import kernel_pass
@@ -130,7 +130,7 @@ class CachedModel:
         ids: torch.Tensor,
         position_ids: torch.Tensor,
         keep: torch.Tensor | None = None,
-        images: Sequence[ImageRun] = (),
+        images: Sequence[ImageSpan] = (),
     ) -> torch.Tensor:
         kwargs = {**self._kwargs, **image_arguments(images), "input_ids": ids[None], self._cache_argument: self.cache}
         rotated: AbstractContextManager[None] = nullcontext()
