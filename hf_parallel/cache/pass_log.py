@@ -1,6 +1,6 @@
 """PassLog: forward passes of a run and copies of tokens between its blocks, as integers.
 
-It does not depend on the storage of the keys. `PassLog.compile` follows tokens from block to block, so that the whole
+It does not depend on the storage of the keys. `PassLog.freeze` follows tokens from block to block, so that the whole
 run can be computed again in one pass, with gradients. `PassLog.rebuild` computes the blocks of a preempted request.
 """
 
@@ -67,7 +67,7 @@ class _Sample:
 
 
 @dataclass(frozen=True, eq=False)
-class CompiledLog:
+class FrozenLog:
     """A run as integers. Lists of arrays are ragged; tokens are numbered in the order in which they were computed."""
 
     input_ids: np.ndarray  # int64 [T]
@@ -187,9 +187,9 @@ class PassLog:
                     batch.add(kept, count)
         yield from batch.flush()
 
-    def compile(self) -> CompiledLog:
+    def freeze(self) -> FrozenLog:
         """Return the run as integers. Raises `ValueError` if it read tokens that an earlier call had computed."""
-        return _Compiler().compile(self._events, self._samples)
+        return _Freezer().freeze(self._events, self._samples)
 
 
 def _append(lengths: dict[Block, int], segments: Sequence[Segment], sign: int = 1) -> None:
@@ -233,7 +233,7 @@ class _Batch:
             yield passes, ids
 
 
-class _Compiler:
+class _Freezer:
     def __init__(self) -> None:
         self.ids: list[torch.Tensor] = []
         self.positions: list[int] = []
@@ -242,7 +242,7 @@ class _Compiler:
         self.segments: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
         self.last_tokens: dict[int, int] = {}  # by id of a given segment
 
-    def compile(self, events: Sequence[_LoggedPass | BlockCopy], samples: Sequence[_Sample]) -> CompiledLog:
+    def freeze(self, events: Sequence[_LoggedPass | BlockCopy], samples: Sequence[_Sample]) -> FrozenLog:
         for event in events:
             if isinstance(event, BlockCopy):
                 source = self.contents[self.current[event.source]]
@@ -253,7 +253,7 @@ class _Compiler:
                 self._add_pass(event, given[event.first :], dict(lengths))
         taken = [(sample.row, self._origin(sample), sample.token) for sample in samples]
         tokens = torch.cat(self.ids).cpu().numpy() if self.ids else np.empty(0, np.int64)
-        return CompiledLog(tokens, np.array(self.positions, np.int64), self.contents, self.segments, taken)
+        return FrozenLog(tokens, np.array(self.positions, np.int64), self.contents, self.segments, taken)
 
     def _add_pass(self, event: _LoggedPass, given: Sequence[Segment], lengths: dict[Block, int]) -> None:
         firsts = []

@@ -120,10 +120,10 @@ class ParallelExample:
                 f"a run of {record.mode} can be traced only without past_key_values and logits_cache, which hold parts "
                 "of it"
             )
-        trace = record.trace.compile()
-        rows, queries, ids = np.array(trace.samples, np.int64).reshape(-1, 3).T
+        frozen = record.trace.freeze()
+        rows, queries, ids = np.array(frozen.samples, np.int64).reshape(-1, 3).T
         return cls._from_segments(
-            trace.input_ids, trace.position_ids, trace.contents, trace.segments, queries, ids, rows
+            frozen.input_ids, frozen.position_ids, frozen.contents, frozen.segments, queries, ids, rows
         )
 
     @classmethod
