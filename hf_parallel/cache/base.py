@@ -90,7 +90,7 @@ class BlockCache(Cache):
         self._undo: list[tuple[Block, int]] = []
         self._states: StatePlan | None = None  # of the last pass
 
-    def record(self, log: PassLog) -> None:
+    def log_to(self, log: PassLog) -> None:
         """Record passes, samples and copies in a log, until there is another one."""
         self.log = log
         self.pool.on_copy = log.add_copy

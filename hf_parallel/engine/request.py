@@ -150,7 +150,7 @@ class Request(Host):
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
         cache = cls(rotary, self.call.input_ids.device, lent=(self._storage.tree, self))
-        cache.record(self.log)
+        cache.log_to(self.log)
         self._caches.append(cache)
         return cache
 

@@ -73,7 +73,7 @@ class DecodeLoop:
         self._trace: PassLog | None = None
         if call.is_traced:
             call.record.trace = self._trace = call.record.trace or PassLog()
-            cache.record(self._trace)
+            cache.log_to(self._trace)
         self.stats = call.stats
         self.runner = Runner(call, cache)
         criteria = call.stopping_criteria if criteria is None else criteria
