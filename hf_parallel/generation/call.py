@@ -101,8 +101,8 @@ class GenerationCall:
         return len(encode(self.tokenizer, text)) if text else 0
 
     @property
-    def is_traced(self) -> bool:
-        """Whether the record traces the forward passes: it is returned, and `sequences` do not say all of them."""
+    def is_logged(self) -> bool:
+        """Whether the record logs the forward passes: it is returned, and `sequences` do not say all of them."""
         config = self.record.config
         returned = bool(self.generation_config.return_dict_in_generate) and self.past_key_values is None
         returned = returned and not self.record.has_gaps and not self.record.images

@@ -115,12 +115,12 @@ class ParallelExample:
             rows = zip(output.sequences.tolist(), record.lengths, strict=True)
             prompts = [prompt.tolist() for prompt in record.prompts]
             return cls.from_tree(prompts, [row[record.begin : length] for row, length in rows])
-        if record.trace is None or getattr(record.config, "logits_cache", None) is not None:
+        if record.pass_log is None or getattr(record.config, "logits_cache", None) is not None:
             raise ValueError(
                 f"a run of {record.mode} can be traced only without past_key_values and logits_cache, which hold parts "
                 "of it"
             )
-        frozen = record.trace.freeze()
+        frozen = record.pass_log.freeze()
         rows, queries, ids = np.array(frozen.samples, np.int64).reshape(-1, 3).T
         return cls._from_segments(
             frozen.input_ids, frozen.position_ids, frozen.contents, frozen.segments, queries, ids, rows

@@ -52,7 +52,7 @@ class Record:
     origins: dict[int, str] = field(default_factory=dict)  # a letter per new token of a row, with a LogitsCache
     log_probs: list[tuple[Sequence[int], Any]] = field(default_factory=list)
     """Rows that sampled a token in a step, and the `LogProbs` of these tokens, or None."""
-    trace: Any = None  # a PassLog of the forward passes, if the call returns this record and its cache began empty
+    pass_log: Any = None  # a PassLog of the forward passes, if the call returns this record and its cache began empty
 
     @property
     def mode(self) -> str:

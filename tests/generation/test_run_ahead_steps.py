@@ -49,8 +49,8 @@ def check_equal(expected: Any, actual: Any) -> None:
     assert actual.stats.kv_bytes == expected.stats.kv_bytes
     assert actual.stats.decoded_tokens == expected.stats.decoded_tokens
     assert actual.stats.prefilled_tokens == expected.stats.prefilled_tokens
-    if expected.record.trace is not None:
-        ours, theirs = (out.record.trace.freeze() for out in (actual, expected))
+    if expected.record.pass_log is not None:
+        ours, theirs = (out.record.pass_log.freeze() for out in (actual, expected))
         assert np.array_equal(ours.input_ids, theirs.input_ids)
         assert np.array_equal(ours.position_ids, theirs.position_ids)
         assert ours.segments == theirs.segments

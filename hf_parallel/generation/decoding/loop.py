@@ -70,10 +70,10 @@ class DecodeLoop:
         self.table = table
         self._texts: dict[Row, IncrementalDetokenizer] = {}
         self._num_forks: Counter[int] = Counter()  # by prompt
-        self._trace: PassLog | None = None
-        if call.is_traced:
-            call.record.trace = self._trace = call.record.trace or PassLog()
-            cache.log_to(self._trace)
+        self._pass_log: PassLog | None = None
+        if call.is_logged:
+            call.record.pass_log = self._pass_log = call.record.pass_log or PassLog()
+            cache.log_to(self._pass_log)
         self.stats = call.stats
         self.runner = Runner(call, cache)
         criteria = call.stopping_criteria if criteria is None else criteria
@@ -165,7 +165,7 @@ class DecodeLoop:
 
     def _may_stand(self, rows: Sequence[Row]) -> bool:
         """Whether nothing in the run needs to see each token of rows; see `Standing`."""
-        is_watched = self.replayer is not None or self.draft is not None or self._trace is not None
+        is_watched = self.replayer is not None or self.draft is not None or self._pass_log is not None
         executor = self.call.executor
         if is_watched or self.streamer is not None or not executor.decodes:
             return False
@@ -243,9 +243,9 @@ class DecodeLoop:
             record.log_probs.append((tuple(output_rows), log_probs))
         if log_probs is not None:
             self.sampler.add_drawn(indices, output_rows, log_probs)
-        if self._trace is not None:
+        if self._pass_log is not None:
             for row, token in zip(rows, tokens, strict=True):
-                self._trace.add_sample(row.output_row, token, row.last_segment, row.view)
+                self._pass_log.add_sample(row.output_row, token, row.last_segment, row.view)
         self.call.executor.add_tokens(output_rows, tokens)
         if self._text_tokenizer is not None:
             for row, token, end in zip(rows, tokens, ended, strict=True):

@@ -157,7 +157,7 @@ class BranchRun:
             yield from loop.decode(rows, logits, self._on_token, schedule=self._schedule)
             cache.discard_uncached()  # prompts, if all tokens were replayed
         if loop.replayer is not None:
-            call.record.trace = None  # passes do not say after which token a replayed one was sampled
+            call.record.pass_log = None  # passes do not say after which token a replayed one was sampled
         sampler = loop.sampler
         answers = [root.tokens for root in self.roots]
         sampler.scores, sampler.logits = (aligned(kept, answers) for kept in (sampler.scores, sampler.logits))
