@@ -1,7 +1,7 @@
 """PassLog: forward passes of a run and copies of tokens between its blocks, as integers.
 
 It does not depend on the storage of the keys. `PassLog.freeze` follows tokens from block to block, so that the whole
-run can be computed again in one pass, with gradients. `PassLog.rebuild` computes the blocks of a preempted request.
+run can be computed again in one pass, with gradients. `PassLog.recompute` computes the blocks of a preempted request.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class PassLog:
         """Return all blocks of the views."""
         return {block for event in self._events if isinstance(event, _LoggedPass) for block in event.lengths}
 
-    def rebuild(self, own: Collection[Block], chunk_size: int, copy: Callable[[BlockCopy], None]) -> Iterator[Passes]:
+    def recompute(self, own: Collection[Block], chunk_size: int, copy: Callable[[BlockCopy], None]) -> Iterator[Passes]:
         """Yield the passes that compute the tokens of the blocks `own` again, which are empty; all others are cached.
 
         The caller computes each before it asks for the next. Passes between which no tokens were moved or removed are
@@ -176,7 +176,7 @@ class PassLog:
                     yield from batch.flush()
                     for block, length in lengths.items():
                         if block.length < length:
-                            raise RuntimeError(f"{block!r} cannot be rebuilt: {length} tokens are needed")
+                            raise RuntimeError(f"{block!r} cannot be recomputed: {length} tokens are needed")
                         block.length = length
                 parts = zip(event.segments, ids.split(counts), strict=True)
                 kept = [(one, part) for one, part in parts if one.write and one.view[-1] in own]
@@ -200,7 +200,7 @@ def _append(lengths: dict[Block, int], segments: Sequence[Segment], sign: int = 
 
 
 class _Batch:
-    """Consecutive passes of a rebuild that will be computed as one."""
+    """Consecutive passes that will be recomputed as one."""
 
     def __init__(self) -> None:
         self._clear()

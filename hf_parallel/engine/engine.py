@@ -353,7 +353,7 @@ class Engine:
             if isinstance(request.awaited, Wait) and not request.preempted:
                 self._call(request, request.resume, request.awaited)
         for request in scheduler.resumable():
-            self._call(request, request.rebuild)
+            self._call(request, request.recompute)
         if admitted := scheduler.admit():
             self._check_weights(admitted)
         for request in admitted:
@@ -478,7 +478,7 @@ class Engine:
             return
         assert step is not None
         if isolated := self._scheduler.isolated:
-            isolated.difference_update([request for request in batch if not request.is_rebuilding])
+            isolated.difference_update([request for request in batch if not request.is_recomputing])
         self._record(step)
         parts = [Part(logits, part) for part in step.joined.parts]
         if step.decoding:
@@ -500,7 +500,7 @@ class Engine:
         elif step.forward.continues and self._logged_steps is not None:
             self._logged_steps.ids.append(step.joined.ids)
             return
-        elif step.forward.is_decode_step and not any(request.is_rebuilding for request in step.others):
+        elif step.forward.is_decode_step and not any(request.is_recomputing for request in step.others):
             shared = LoggedSteps([step.joined.ids])
         record_passes(step.others, step.own_passes, num_rows, shared)
         self._logged_steps = shared

@@ -63,7 +63,7 @@ class Request(Host):
     """A request in an engine, which is the host of its call.
 
     `awaited` is what it waits for; None: it is not running. `preempted` says that it has lost its keys and values:
-    until these are rebuilt, `_suspended` is what it waited for.
+    until these are recomputed, `_suspended` is what it waited for.
     """
 
     is_shared = True
@@ -106,7 +106,7 @@ class Request(Host):
         self._caches: list[SharedPrefixCache] = []
         self._lengths: dict[Block, int] = {}  # of the blocks that it had when it was preempted
         self._stack: list[Steps[Any]] = []  # its run, and what runs in its name before the run continues
-        self._rebuilding: Steps[None] | None = None  # on top of the stack, if there is one
+        self._recomputing: Steps[None] | None = None  # on top of the stack, if there is one
         self.log = PassLog()
 
     @property
@@ -230,9 +230,9 @@ class Request(Host):
             self._restored_for = before
 
     @property
-    def is_rebuilding(self) -> bool:
+    def is_recomputing(self) -> bool:
         """Whether its keys and values are computed again."""
-        return self._rebuilding is not None
+        return self._recomputing is not None
 
     # Life, driven by the engine
 
@@ -247,15 +247,15 @@ class Request(Host):
     def resume(self, answered: Awaited, value: Any = None) -> None:
         """Continue with what it has waited for, until it waits again: logits of a pass, sampled tokens, or None.
 
-        A request that was preempted meanwhile continues once its keys and values are rebuilt.
+        A request that was preempted meanwhile continues once its keys and values are recomputed.
         """
         if self.preempted:
-            if answered is self._suspended or answered is self.awaited:  # else of a rebuild, which starts again
+            if answered is self._suspended or answered is self.awaited:  # else of a recompute, which starts again
                 self.awaited = None
                 self._suspended = Wait()
                 self._delayed = value
             return
-        if value is None and self._rebuilding is None:  # a rebuild that has waited gets nothing
+        if value is None and self._recomputing is None:  # a recompute that has waited gets nothing
             value = self._delayed
             self._delayed = None
         self._advance(value)
@@ -271,8 +271,8 @@ class Request(Host):
                 self._stack.pop()
                 value = end.value
                 error = None
-                if steps is self._rebuilding:
-                    self._rebuilding = None
+                if steps is self._recomputing:
+                    self._recomputing = None
                     self.awaited = self._suspended
                     self._suspended = None
                     return
@@ -281,8 +281,8 @@ class Request(Host):
                 self._stack.pop()
                 value = None
                 error = raised
-                if steps is self._rebuilding:
-                    self._rebuilding = None
+                if steps is self._recomputing:
+                    self._recomputing = None
                 continue
             value = error = None
             match want:
@@ -311,7 +311,7 @@ class Request(Host):
 
     def fail(self, error: BaseException) -> None:
         """Raise an error in the request, which ends it."""
-        self._stop_rebuilding()
+        self._stop_recomputing()
         if self._stack:
             self._advance(error=error)
         if not self.is_done:  # it has not begun, or the mode has caught the error
@@ -329,13 +329,13 @@ class Request(Host):
             except Exception as error:  # of its clean-up; or it has caught `GeneratorExit`, and wants something
                 logger.warning("the run of a request did not end well", exc_info=error)
 
-    def _stop_rebuilding(self) -> None:
-        rebuilding = self._rebuilding
-        self._rebuilding = None
-        while rebuilding is not None:
+    def _stop_recomputing(self) -> None:
+        recomputing = self._recomputing
+        self._recomputing = None
+        while recomputing is not None:
             steps = self._stack.pop()
             steps.close()
-            if steps is rebuilding:
+            if steps is recomputing:
                 return
 
     def abandon(self, cause: BaseException | None) -> None:
@@ -393,8 +393,8 @@ class Request(Host):
 
     def preempt(self) -> None:
         """Delete its keys and values. Nodes of the tree that it uses can be evicted from now on."""
-        if self._rebuilding is not None:
-            self._stop_rebuilding()
+        if self._recomputing is not None:
+            self._stop_recomputing()
         else:
             if not isinstance(self.awaited, Sampling):  # which needs no keys
                 self._suspended = self.awaited
@@ -418,16 +418,16 @@ class Request(Host):
         own = [self._lengths.get(block, 0) for block in self.blocks]
         return own + [len(node.uncached) for node in self._storage.tree.pinned(self)]
 
-    def rebuild(self) -> None:
+    def recompute(self) -> None:
         """Start to compute the keys and values again; the request continues where it was preempted."""
         self.preempted = False
-        self._rebuilding = self._rebuild()
-        self._stack.append(self._rebuilding)
+        self._recomputing = self._recompute()
+        self._stack.append(self._recomputing)
         self._advance()
 
-    def _rebuild(self) -> Steps[None]:
+    def _recompute(self) -> Steps[None]:
         yield from self._fill()
-        yield from self._replay()
+        yield from self._recompute_blocks()
         match self._suspended:
             case PendingPass(original=passes) | Standing(passes=passes):
                 yield from self._restore_states(passes)
@@ -459,21 +459,21 @@ class Request(Host):
         stop = self.open_nodes.get(node, len(node.tokens))
         return node.tokens[node.num_cached : stop]
 
-    def _replay(self) -> Steps[None]:
+    def _recompute_blocks(self) -> Steps[None]:
         live = set(self.blocks)
         pool = self._storage.pool
-        # Blocks that were freed are needed until the tokens moved out of them are rebuilt. All others are the tree's.
+        # Blocks that were freed are needed until the tokens moved out of them are computed. All others are the tree's.
         temporary = {block for block in self.log.needed(live, pool.blocks) - live if block.parts is None}
         pool.blocks |= temporary
         try:
             for block in temporary:
                 pool.release(block)
-            for passes, ids in self.log.rebuild(live | temporary, self.chunk_size, self._copy):
+            for passes, ids in self.log.recompute(live | temporary, self.chunk_size, self._copy):
                 pool.touch()  # the log sets the lengths of blocks
                 yield Pass(self._storage.cache, passes, Part(ids), [-1])
             for block, length in self._lengths.items():
                 if block in live and block.length < length:
-                    raise RuntimeError(f"{block!r} was rebuilt with too few tokens: {length} are needed")
+                    raise RuntimeError(f"{block!r} was recomputed with too few tokens: {length} are needed")
                 block.length = min(block.length, length)
             for block in self.log.seen():
                 if block.parts:  # split while its keys were evicted
@@ -507,7 +507,7 @@ def record_passes(
         request.batch_rows = num_rows
         if logged is not None:
             request.log.add_steps(one.original, logged, begin)
-        elif not request.is_rebuilding:
+        elif not request.is_recomputing:
             request.log.add_steps(one.original, LoggedSteps([one.ids.tensor]))
         begin += one.num_tokens
 
