@@ -116,7 +116,7 @@ def loglikelihoods(
         if on_scored is not None:
             on_scored(index, score)
 
-    scorer.run(rows, add)
+    scorer.score(rows, add)
     if stats is not None:
         stats.add(scorer.stats)
     return [scores[index] for index in range(len(rows))]
@@ -165,7 +165,7 @@ class _Scorer:
         self.stats = GenerationStats()
         self.device = execution_device(model)
 
-    def run(self, rows: Sequence[_ScoredRow], on_scored: Callable[[int, Score], None]) -> None:
+    def score(self, rows: Sequence[_ScoredRow], on_scored: Callable[[int, Score], None]) -> None:
         """Compute the scores of all rows, batch by batch."""
         claim = Claim()
         model = self.model
@@ -176,10 +176,12 @@ class _Scorer:
                 for context in (fast_layers(model), gradient_checkpointing_disabled(model)):
                     stack.enter_context(context)
                 self.cache.claim(model, claim, kept=False)
-                passes = CachedModel(model, enabled(model).capabilities, self.cache, cuda_graph=False, compile=False)
+                cached_model = CachedModel(
+                    model, enabled(model).capabilities, self.cache, cuda_graph=False, compile=False
+                )
                 for batch in _batches(rows, self.max_tokens):
                     self._keep_shared(batch)
-                    for row, score in zip(batch, self._score(batch, passes), strict=True):
+                    for row, score in zip(batch, self._score_batch(batch, cached_model), strict=True):
                         on_scored(row.index, score)
         finally:
             claim.active = False
@@ -190,7 +192,7 @@ class _Scorer:
         shared = [row for row in batch if common_prefix(first, row.inputs) > row.first]
         self.cache.tree.retain(first[: min(row.first for row in shared)])
 
-    def _score(self, rows: Sequence[_ScoredRow], passes: CachedModel) -> list[Score]:
+    def _score_batch(self, rows: Sequence[_ScoredRow], cached_model: CachedModel) -> list[Score]:
         began = time.perf_counter()
         stats = self.stats
         cache = self.cache
@@ -201,7 +203,7 @@ class _Scorer:
         scores = TreeScores(cache, asked, leaves, self._log_probs, self.max_tokens)
         for segments, tokens, keep in scores.passes():
             planned = cache.prepare(segments)
-            logits = passes.logits(planned, to_device(tokens, self.device), keep.tolist())
+            logits = cached_model.logits(planned, to_device(tokens, self.device), keep.tolist())
             cache.commit()
             stats.forward_passes += 1
             stats.prefilled_tokens += len(tokens)

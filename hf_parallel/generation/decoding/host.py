@@ -152,7 +152,7 @@ class Executor(Host):
         """Return what a run wants."""
         match want:
             case Pass():
-                return self._run(want)
+                return self._forward(want)
             case Draw(task, logits):
                 (sampled,) = SamplingBatch([task]).sample([Part(logits)])
                 return sampled
@@ -167,13 +167,13 @@ class Executor(Host):
         table.choose([standing])
         has_happened = False
         while not has_happened:
-            logits = self._run(table.next_pass())
+            logits = self._forward(table.next_pass())
             (result,) = table.advance(Part(logits))
             if isinstance(result, BaseException):
                 raise result
             has_happened = result
 
-    def _run(self, want: Pass) -> torch.Tensor:
+    def _forward(self, want: Pass) -> torch.Tensor:
         """Run a forward pass."""
         cache, passes, ids, ends, _ = want
         model = self.model_over(cache)

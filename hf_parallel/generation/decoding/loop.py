@@ -134,7 +134,7 @@ class DecodeLoop:
                     # Queues the copy of the tokens before the pass.
                     next_tokens = yield from self._sampled(active, next_tokens)
                     ahead = PassAhead(self.runner, active, next_tokens.tokens)
-                    yield from ahead.run()
+                    yield from ahead.queue()
                 active = yield from self.sample(active, next_tokens, on_token)
                 if schedule is not None:
                     scheduled = schedule(active)

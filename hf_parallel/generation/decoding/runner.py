@@ -46,7 +46,7 @@ class Runner:
         """
         if not rows or rows[0].group is None:
             inputs, ends = collect_inputs(rows)
-            return (yield from self.run(self._packed([inputs], ends, sampling)))
+            return (yield from self.compute(self._packed([inputs], ends, sampling)))
         groups: dict[RowGroup, list[Row]] = {}
         for row in rows:
             assert row.group is not None
@@ -75,7 +75,7 @@ class Runner:
         if backlog:
             logits = yield from self._catch_up([*backlog, inputs], ends)
         else:
-            logits = yield from self.run(self._packed([inputs], ends, sampling))
+            logits = yield from self.compute(self._packed([inputs], ends, sampling))
         self.stats.prefilled_tokens += inserted
         for group in computed:
             group.backlog.clear()
@@ -122,11 +122,11 @@ class Runner:
         if ends is not None and len(passes) > 1:
             first = sum(len(inputs) for inputs in passes[:-1])
             ends = [first + end for end in ends]
-        logits = yield from self.run(self._packed(passes, ends))
+        logits = yield from self.compute(self._packed(passes, ends))
         assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
         return logits
 
-    def run(self, want: Pass) -> Steps[NextTokens]:
+    def compute(self, want: Pass) -> Steps[NextTokens]:
         """Run one forward pass, and count it."""
         logits: NextTokens = yield want
         self.stats.forward_passes += 1
@@ -191,11 +191,11 @@ class PassAhead:
         self._cache = runner.cache
         self._segments = [Segment(row.current_view(), 1) for row in rows]
 
-    def run(self) -> Steps[None]:
-        """Run the pass."""
+    def queue(self) -> Steps[None]:
+        """Queue the pass."""
         log = self._cache.log
         self._cache.log = None  # `confirm` records the pass
-        logits = yield from self._runner.run(Pass(self._cache, [self._segments], self._ids, range(len(self._rows))))
+        logits = yield from self._runner.compute(Pass(self._cache, [self._segments], self._ids, range(len(self._rows))))
         assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
         self._cache.log = log
         self._logits = logits

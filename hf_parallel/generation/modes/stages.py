@@ -121,7 +121,7 @@ class _Stage:
         padding = torch.tensor([ids.shape[1] - len(r.prompt) - n for r, n in zip(self.rows, masked, strict=True)])
         self.loop = DecodeLoop(_with_padding(call, padding), run.cache, table, criteria, seed, stream=False)
 
-    def run(self, config: ReplayConfig) -> Steps[DecodeLoop]:
+    def generate(self, config: ReplayConfig) -> Steps[DecodeLoop]:
         with self.loop.running(), replaying(self.loop, config, [with_gaps(row.prompt, row.gaps) for row in self.rows]):
             active = yield from self.loop.replay(self.rows, self._on_token)
             if active:
@@ -198,7 +198,7 @@ class StagedRun:
         """
         longest = max(len(row.prompt) + row.max_new_tokens for row in rows)
         self.call.capabilities.check_length(self.call.model, longest)
-        return (yield from _Stage(self, rows, input_ids, seed).run(self._replay_config))
+        return (yield from _Stage(self, rows, input_ids, seed).generate(self._replay_config))
 
     def output(
         self,

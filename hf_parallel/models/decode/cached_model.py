@@ -123,7 +123,7 @@ class CachedModel:
     def _decode(self, ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         if self._layers is None:
             return self._forward(ids, position_ids)
-        return self._layers.run(lambda: self._forward(ids, position_ids))
+        return self._layers.forward(lambda: self._forward(ids, position_ids))
 
     def _forward(
         self,

@@ -68,7 +68,7 @@ class CompiledLayers:
         saved = (self.num_steps + steps) * len(self.layers) * SECONDS_SAVED
         return not self.failed and (self._is_compiled or saved > COMPILE_SECONDS)
 
-    def run(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def forward(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run `function`, a forward pass of the model, with compiled layers in this thread.
 
         If compilation fails, log the reason, and run `function` uncompiled, now and in later calls.
