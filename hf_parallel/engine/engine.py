@@ -400,7 +400,7 @@ class Engine:
             request.handle.notify()
 
     def _free_memory(self) -> bool:
-        """Free memory for the request whose code is running, in the order of `_plan`. Return False if it runs alone."""
+        """Free memory for the request whose code is running, in the order of `_fit`. Return False if it runs alone."""
         current = self._current
         victim = None if current is None else self._scheduler.victim_of([current])
         if current is not None and victim is current:
@@ -409,8 +409,8 @@ class Engine:
             self._scheduler.preempt(victim)
         return victim is not None
 
-    def _plan(self, batch: list[Request]) -> PlannedStep | None:
-        """Plan the passes of a batch as one. Removes requests from it if memory does not suffice; None: all of them."""
+    def _fit(self, batch: list[Request]) -> PlannedStep | None:
+        """Plan the passes of a batch as one. Remove requests from it until memory suffices; None: all of them."""
         table = self._table
         while batch:
             decoding: list[Request] = []
@@ -452,7 +452,7 @@ class Engine:
         logits = None
         error = None
         try:
-            step = self._plan(batch)
+            step = self._fit(batch)
             if step is None:
                 return
             logits = self._forward(step.joined, step.forward, batch[0].adapter)

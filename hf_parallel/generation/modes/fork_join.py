@@ -13,7 +13,7 @@ import torch
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ModeTraits
 from hf_parallel.generation.dialects import DIALECTS, AnyDialect, Dialect, SkeletonDialect, make_dialect
-from hf_parallel.generation.modes.branches.lanes import Lane, Plan, Records
+from hf_parallel.generation.modes.branches.lanes import Lane, OpenFork, Records
 from hf_parallel.generation.modes.branches.output import StageStats
 from hf_parallel.generation.modes.branches.run import BranchRun
 from hf_parallel.generation.modes.branches.settings import BranchRows, BranchSettings
@@ -267,13 +267,13 @@ class ForkJoinRun(BranchRun):
         tag = self.dialect.branch[1].encode()
         closing = self.dialect.branch[1] + self.dialect.gap
         limit = config.path_max_new_tokens
-        self.plan = self.dialect.planned(config.paths) if config.force else [""]
-        opening = config.opening + self.plan[0], "the plan of force" if config.force else "opening"
+        self.outline = self.dialect.planned(config.paths) if config.force else [""]
+        opening = config.opening + self.outline[0], "the plan of force" if config.force else "opening"
         records = PathRecords(call, self.dialect.fork_text)
         super().__init__(config, call, records, [(tag, len(tag), "tag")], closing, limit, *opening)
         for text in (self.dialect.fork_text, *self.dialect.branch, self.dialect.joined_text):
             self.tokens(text, "tags of the dialect")
-        self.titles = _TitleMask(self.dialect, self.plan[1], self.vocabulary) if self.plan[1:] else None
+        self.titles = _TitleMask(self.dialect, self.outline[1], self.vocabulary) if self.outline[1:] else None
 
     def new_reader(self) -> _Titles:
         """See `BranchRun.new_reader`."""
@@ -284,7 +284,7 @@ class ForkJoinRun(BranchRun):
         if ended or not lane.num_samples or not self._is_planning(lane):
             return
         title = lane.reader
-        rest = self.plan[lane.reader.index + 1]
+        rest = self.outline[lane.reader.index + 1]
         title.length += 1
         is_end = title.length > 1 and rest.startswith(text.decode())
         if is_end or title.length == MAX_TITLE_TOKENS:
@@ -295,11 +295,11 @@ class ForkJoinRun(BranchRun):
                 self.insert(lane, tokens)
             else:
                 lane.answer.fallback = "the budget is too small for the plan"
-                title.index = len(self.plan)
+                title.index = len(self.outline)
 
     def _is_planning(self, lane: Lane) -> bool:
         """Whether a lane writes the titles of a forced fork."""
-        return lane.parent is None and not lane.forks and not lane.paths and lane.reader.index < len(self.plan) - 1
+        return lane.parent is None and not lane.forks and not lane.paths and lane.reader.index < len(self.outline) - 1
 
     def allowed(self, lane: Lane) -> torch.Tensor | None:
         """See `BranchRun.allowed`."""
@@ -307,7 +307,7 @@ class ForkJoinRun(BranchRun):
             return None
         return self.titles.later if lane.reader.length else self.titles.first
 
-    def find_fork(self, lane: Lane, known: int) -> Plan | None:
+    def find_fork(self, lane: Lane, known: int) -> OpenFork | None:
         """See `BranchRun.find_fork`."""
         tag = self.dialect.fork_text.encode()
         if (at := lane.text.find(tag, max(known - len(tag) + 1, 0))) < 0:
@@ -328,9 +328,10 @@ class ForkJoinRun(BranchRun):
         if self.dialect.is_separate:
             *head, last = head
             first = self.tokens(self.dialect.first_text("")[1])
-            return Plan(head, [(str(lane.answer.num_paths + 1), [last, *first]), ("", [last])], [], is_separate=True)
+            number = str(lane.answer.num_paths + 1)
+            return OpenFork(head, [(number, [last, *first]), ("", [last])], [], is_separate=True)
         paths = [(number, self.tokens(self.dialect.first_text(number)[1])) for number in numbers]
-        return Plan(head, paths, self.tokens(self.dialect.joined_text))
+        return OpenFork(head, paths, self.tokens(self.dialect.joined_text))
 
     def _why_not(self, lane: Lane, count: int) -> str:
         """Return why a lane may not fork; empty if it may."""

@@ -22,8 +22,8 @@ from hf_parallel.generation.sampling.sampler import Sampler
 
 
 @dataclass
-class Plan:
-    """A fork of a lane."""
+class OpenFork:
+    """A fork of a lane whose paths are written."""
 
     head: list[Token]
     """Tokens of the lane since its last fork, as its paths see them."""
@@ -84,8 +84,8 @@ class Lane(Row):
         self.before: list[int] = []  # keys, in the cache of logits, of what it sees before `own`
         self.context: list[int] | None = None  # keys of all that it saw when it last changed by more than a token
         self.num_computed = 0  # tokens of an ended path with keys and values
-        self.plan: Plan | None = None  # of the open fork
-        self.paths: list[Lane] = []  # of the open fork
+        self.open_fork: OpenFork | None = None
+        self.paths: list[Lane] = []
         self.forks: list[Any] = []
         self.reader: Any = None  # of the text since the last fork
         self.ended_by = ""  # empty while it is active
@@ -183,7 +183,7 @@ class Lane(Row):
         self.text = b""
         self.text_from = len(self.tokens)
         self.paths = []
-        self.plan = None
+        self.open_fork = None
         self.context = None
         self.pending = ids(self.uncached)
         self.decoder.reset()

@@ -30,7 +30,15 @@ from hf_parallel.generation.decoding.rows import Row
 from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.modes.branches.cache import TreeBranchCache
 from hf_parallel.generation.modes.branches.forcing import FormatProcessor
-from hf_parallel.generation.modes.branches.lanes import Answer, Lane, Plan, Records, aligned, answer_log_probs, key_of
+from hf_parallel.generation.modes.branches.lanes import (
+    Answer,
+    Lane,
+    OpenFork,
+    Records,
+    aligned,
+    answer_log_probs,
+    key_of,
+)
 from hf_parallel.generation.modes.branches.output import BRANCHES, CONTINUATION, STAGES, StageStats
 from hf_parallel.generation.modes.branches.settings import BranchSettings
 from hf_parallel.generation.modes.branches.token_text import (
@@ -100,7 +108,7 @@ class BranchRun:
 
     # Hooks of a mode
 
-    def find_fork(self, lane: Lane, known: int) -> Plan | None:
+    def find_fork(self, lane: Lane, known: int) -> OpenFork | None:
         """Return the fork at the end of a lane's text that is complete only after `known` bytes, or None.
 
         May raise `ValueError` if no tokens have its text, and set `lane.answer.fallback` if it stays text.
@@ -328,34 +336,34 @@ class BranchRun:
     def _fork(self, lane: Lane, known: int) -> bool:
         """Start the paths of a fork in the last tokens of a lane. False: there is none, or it stays text."""
         try:
-            plan = self.find_fork(lane, known)
+            fork = self.find_fork(lane, known)
         except ValueError as error:
             lane.answer.fallback = str(error)
-            plan = None
-        if plan is None:
+            fork = None
+        if fork is None:
             return False
         answer = lane.answer
-        count = len(plan.paths)
-        inserted = sum(len(first) for _, first in plan.paths) + len(plan.joined)
-        inserted += (count - plan.is_separate) * len(self.closing)
-        left = answer.left + len(lane.own) - len(plan.head) - inserted
+        count = len(fork.paths)
+        inserted = sum(len(first) for _, first in fork.paths) + len(fork.joined)
+        inserted += (count - fork.is_separate) * len(self.closing)
+        left = answer.left + len(lane.own) - len(fork.head) - inserted
         if left < count + len(self.roots[answer.output_row].writing()) - 1:
             answer.fallback = "the budget is too small for the paths"
             return False
         answer.left = left
         computed = set(map(id, lane.tokens[: len(lane.tokens) - len(lane.uncached)]))
-        self._replace(lane, plan.head)
+        self._replace(lane, fork.head)
         tail = lane.uncached
-        lane.plan = plan
+        lane.open_fork = fork
         answer.write(lane, tail)
         self._count(tail, lane.fresh)
         views = self.cache.branch(lane.view, count, lane.position, left // count)
         rows = self.loop.sampler.fork(lane.index, count)
-        for row, view, (name, first) in zip(rows, views, plan.paths, strict=True):
+        for row, view, (name, first) in zip(rows, views, fork.paths, strict=True):
             path = Lane(answer, row, view, first, lane)
             path.before = [*lane.before, *ids(lane.own), -2 - len(lane.paths)]
             self.loop.table.extend(row, path.pending)
-            if plan.is_separate and lane.paths:
+            if fork.is_separate and lane.paths:
                 path.is_rest = True
                 path.depth = lane.depth
                 path.fresh = lane.fresh
@@ -365,9 +373,9 @@ class BranchRun:
                 answer.num_paths += 1
                 path.name = name
                 path.output_row = answer.output_row + answer.num_paths * self.call.num_rows
-                self.show(path, text_of(first[plan.is_separate :]), "begin")
+                self.show(path, text_of(first[fork.is_separate :]), "begin")
             lane.paths.append(path)
-        written = chain(tail, *(first for _, first in plan.paths))
+        written = chain(tail, *(first for _, first in fork.paths))
         self.stages[BRANCHES].computed_again += sum(id(token) in computed for token in written)
         return True
 
@@ -425,11 +433,11 @@ class BranchRun:
 
     def _join(self, lane: Lane) -> None:
         """Join the paths of a lane: with their keys and values, or as tokens that are computed again."""
-        plan = lane.plan
+        fork = lane.open_fork
         paths = lane.paths
         start = len(lane.tokens)
         pool = self.cache.pool
-        assert plan is not None, "the lane has forked"
+        assert fork is not None, "the lane has forked"
         text = list(chain.from_iterable(path.tokens for path in paths))
         lane.forks.append(self.records.record(lane, start, start + len(text)))
         if self.positions == "reencode":  # the first path has followed the lane's text
@@ -439,15 +447,15 @@ class BranchRun:
             view = list(first.view)
             block_from = start + first.block_from
             self.stages[CONTINUATION].computed_again += sum(path.num_computed for path in others)
-            lane.before = [*lane.before, *ids([*lane.own, *text, *plan.joined])]
+            lane.before = [*lane.before, *ids([*lane.own, *text, *fork.joined])]
             lane.fresh = [token for path in paths for token in path.fresh]
         else:
             view = self._placed(lane)
             block_from = start + len(text)
             contexts = [[*path.before[len(lane.before) :], *ids(path.own)] for path in paths]
-            lane.before = [*lane.before, *ids(lane.own), key_of(self.positions, contexts), *ids(plan.joined)]
+            lane.before = [*lane.before, *ids(lane.own), key_of(self.positions, contexts), *ids(fork.joined)]
             lane.fresh = []
-        text += plan.joined
+        text += fork.joined
         lane.steps += max(path.steps for path in paths)
         lane.stage = CONTINUATION if lane.parent is None else BRANCHES
         lane.reader = self.new_reader()

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.config import ModePrompt, ModeTraits
 from hf_parallel.generation.dialects import SkeletonDialect
-from hf_parallel.generation.modes.branches.lanes import Lane, Plan, Records
+from hf_parallel.generation.modes.branches.lanes import Lane, OpenFork, Records
 from hf_parallel.generation.modes.branches.output import SKELETON
 from hf_parallel.generation.modes.branches.run import BranchRun
 from hf_parallel.generation.modes.branches.settings import BranchRows, BranchSettings
@@ -274,7 +274,7 @@ class PDOSRun(BranchRun):
             return None
         return self.mask.allowed(lane.reader)
 
-    def find_fork(self, lane: Lane, known: int) -> Plan | None:
+    def find_fork(self, lane: Lane, known: int) -> OpenFork | None:
         """See `BranchRun.find_fork`. The branches of a closed block replace its skeleton."""
         if lane.parent is not None or not self._is_parsing(lane) or lane.reader.phase != DONE:
             return None
@@ -287,7 +287,7 @@ class PDOSRun(BranchRun):
         prefixes = [slice_tokens(block, vocabulary, *span) for span in spans]
         source = lane.text[spans[0][0] :].decode(errors="replace")
         paths = list(zip(parser.titles, prefixes, strict=True))
-        return Plan(head, paths, slice_tokens(block, vocabulary, end), source)
+        return OpenFork(head, paths, slice_tokens(block, vocabulary, end), source)
 
     def path_end(self, text: bytes, end: int, cause: str) -> tuple[int, str]:
         """See `BranchRun.path_end`."""
@@ -300,9 +300,11 @@ class BlockRecords(Records):
 
     def record(self, lane: Lane, start: int, end: int) -> ParallelBlock:
         """See `Records.record`."""
-        assert lane.plan is not None, "the lane has forked"
+        assert lane.open_fork is not None, "the lane has forked"
         lane.answer.num_paths = 0  # branches are numbered in each block
-        return ParallelBlock(lane.plan.source, start, end + len(lane.plan.joined), list(map(_record, lane.paths)))
+        return ParallelBlock(
+            lane.open_fork.source, start, end + len(lane.open_fork.joined), list(map(_record, lane.paths))
+        )
 
     def output(self, roots: Sequence[Lane]) -> tuple[type[PDOSOutput], dict[str, Any]]:
         """See `Records.output`."""
