@@ -140,8 +140,10 @@ class HogwildRun:
                 thinker.group.others_write = False
             if thinker.stopped:
                 thinker.group.others_write = True
-            elif thinker.ends_paragraph or (thinker.passes and thinker.passes % self.config.control_interval == 0):
-                asked.append(thinker)
+            else:
+                is_due = thinker.num_passes and thinker.num_passes % self.config.control_interval == 0
+                if thinker.ends_paragraph or is_due:
+                    asked.append(thinker)
         if asked:
             answers = yield from self.ask(asked)
             for thinker, answer in zip(asked, answers, strict=True):
@@ -259,7 +261,7 @@ class _PassCountingProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores `[rows, vocabulary]`."""
-        length = self.prompt_length + max(worker.passes for worker in self.workers)  # active ones have the most
+        length = self.prompt_length + max(worker.num_passes for worker in self.workers)  # active ones have the most
         return self.processor(input_ids[:, :1].expand(-1, length), scores)
 
 

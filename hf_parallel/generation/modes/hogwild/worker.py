@@ -22,7 +22,7 @@ class Worker(Row):
         super().__init__(index, (), group=group, writes=group.writes)
         self.number = number
         self.name = name
-        self.passes = 0
+        self.num_passes = 0
         self.text = ""  # of all its steps
         self.answered = self.stopped = False
         self._step = self._num_prefix_tokens = 0
@@ -32,7 +32,7 @@ class Worker(Row):
         return self.group.space.view(self.number)
 
     def tokens_left(self) -> int:
-        return self.group.max_passes - self.passes
+        return self.group.max_passes - self.num_passes
 
     def is_active(self) -> bool:
         """Return whether no answer stops the worker; another worker may have answered in the same pass."""
@@ -48,7 +48,7 @@ class Worker(Row):
         """Append a generated token; `ended`: a stopping criterion is met. Return whether the worker continues."""
         group = self.group
         config = self.group.config
-        self.passes += 1
+        self.num_passes += 1
         group.num_generated += 1
         is_eos = token in group.call.eos_token_ids
         added = "" if is_eos else self._write([token], "token")
@@ -62,7 +62,7 @@ class Worker(Row):
             self._generated, added, config.separator, config.sentence_ends, config.code_fence
         )
         answer_stops = not self.is_active()
-        if ended or answer_stops or self.passes >= group.max_passes or group.is_full():
+        if ended or answer_stops or self.num_passes >= group.max_passes or group.is_full():
             if not (ended or complete or answer_stops):
                 group.call.record.truncated.add(self.index)
             ended = is_eos or (ended and not group.timed_out())  # a step that `max_time` ends is unfinished
@@ -102,7 +102,7 @@ class Worker(Row):
 
     def current_step(self, finished: bool = False) -> Step:
         """Return a copy of the worker's current step."""
-        ended = self.passes if finished else None
+        ended = self.num_passes if finished else None
         return Step(self.number, self.name, self._step, self.current.text, list(self.current.tokens), ended)
 
     def _begin_step(self, pending: Sequence[int] = ()) -> None:
