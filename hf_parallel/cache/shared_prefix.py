@@ -64,12 +64,14 @@ class SharedPrefixCache(BlockCache):
         self.owner = None if lent is None else lent[1]
         self.root = self.tree.root if self.owner is None else self.tree.add_owner(self.owner)
         self.filled_by: tuple[str, str] | None = None  # fingerprint and device of the model; None: not known
-        self._user: Any = None  # the call that claimed the cache last
+        self._user: Any = None  # the call that used the cache last
 
-    def claim(self, model: PreTrainedModel, user: Any = None, kept: bool = True, weights: str | None = None) -> None:
+    def begin_call(
+        self, model: PreTrainedModel, user: Any = None, kept: bool = True, weights: str | None = None
+    ) -> None:
         """Start a call of `model`: check that the cache was filled by it, and evict down to `max_bytes`.
 
-        `user` represents the call: while its `active` is true, no other call can claim the cache. `kept` says whether
+        `user` represents the call: while its `active` is true, no other call can use the cache. `kept` says whether
         the cache outlives the call. If so, the fingerprint of the model is compared: `weights`, or if it is not given
         that of all weights now. Values of offloaded weights do not count. Does nothing in an engine.
 

@@ -313,7 +313,7 @@ class Engine:
         storage.reset()
         storage.cache.device = execution_device(self.model)
         self._cached_model = AdaptedModel(self.model, enabled(self.model).capabilities, storage.cache, cuda_graph=True)
-        storage.claim(self.model)
+        storage.check_all_weights(self.model)
         storage.set_token_size(self._cached_model.token_bytes())
         self._ranks.begin(storage.arena)
 

@@ -86,17 +86,17 @@ class KVStorage:
         is_equal = not self.pool.blocks or _versions(model) == self._versions
         try:
             if is_equal and (ending is None or not self.tree.leaves.keys() - {ending}):
-                self.claim(model)
+                self.check_all_weights(model)
                 self._checked = self.tree.clock
         except ValueError:
             is_equal = False
         if not is_equal:
             raise WeightsChangedError("the model's weights changed while the request ran")
 
-    def claim(self, model: PreTrainedModel) -> None:
-        """Check that all keys and values were computed with the weights of the model; see `SharedPrefixCache.claim`."""
+    def check_all_weights(self, model: PreTrainedModel) -> None:
+        """Check that all keys and values were computed with the weights of the model."""
         versions = _versions(model)  # before the values are read: a change meanwhile is noticed
-        self.cache.claim(model)
+        self.cache.begin_call(model)
         self._versions = versions
 
     def commit(self) -> None:
@@ -107,7 +107,7 @@ class KVStorage:
     @property
     def fingerprint(self) -> str:
         """The fingerprint of the model as of the last check of all weights."""
-        assert self.cache.filled_by is not None, "the engine claims the storage when it opens"
+        assert self.cache.filled_by is not None, "the engine checks all weights when it opens"
         return self.cache.filled_by[0]
 
     # Budget

@@ -175,7 +175,7 @@ class _Scorer:
                     stack.enter_context(context)
                 for context in (fast_layers(model), gradient_checkpointing_disabled(model)):
                     stack.enter_context(context)
-                self.cache.claim(model, claim, kept=False)
+                self.cache.begin_call(model, claim, kept=False)
                 cached_model = CachedModel(
                     model, enabled(model).capabilities, self.cache, cuda_graph=False, compile=False
                 )

@@ -137,7 +137,7 @@ class GenerationCall:
         cache.pool.images.add(self.images)
         return cache
 
-    def claim_cache(self, cache: SharedPrefixCache, is_kept: bool = False) -> None:
+    def begin_cache(self, cache: SharedPrefixCache, is_kept: bool = False) -> None:
         """Start to use a `SharedPrefixCache`, which is kept if it was given or belongs to an engine, too.
 
         The weights of a new cache that is returned are recorded at the end of the call, after the first token.
@@ -151,7 +151,7 @@ class GenerationCall:
         if dtype is not None:
             cache.pool.arena.cache_dtype = dtype
         is_kept |= self.past_key_values is not None or self.executor.is_shared
-        cache.claim(self.model, self.claim, is_kept, self.fingerprint if is_kept else None)
+        cache.begin_call(self.model, self.claim, is_kept, self.fingerprint if is_kept else None)
 
     def show(self, row: int, text: str, event: str) -> None:
         """Record text of a row and stream it. Events as in `ParallelStreamer.write_row`."""

@@ -27,7 +27,7 @@ def prefix_cache_of(call: GenerationCall) -> SharedPrefixCache:
         cache = call.new_cache(SharedPrefixCache)
     if not isinstance(cache, SharedPrefixCache):
         raise ValueError(f"past_key_values must be a SharedPrefixCache, got {type(cache).__name__}")
-    call.claim_cache(cache)
+    call.begin_cache(cache)
     return cache
 
 

@@ -94,7 +94,7 @@ class BranchRun:
         if len(self.opening) >= call.max_new_tokens:
             raise ValueError(f"{given} must be shorter than the {call.max_new_tokens} new tokens, got {opening!r}")
         self.cache = call.new_cache(TreeBranchCache, call.capabilities.rotary)
-        call.claim_cache(self.cache)
+        call.begin_cache(self.cache)
         # The budget counts the joined answer, whose length MaxLengthCriteria cannot check.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         self.capacity = initial_capacity(call.max_new_tokens, call.num_rows)

@@ -87,7 +87,7 @@ class HogwildRun:
             raise ValueError("hogwild creates its own cache; past_key_values cannot be given")
         self.config = config
         self.cache = call.new_cache(HogwildCache, call.capabilities.rotary)
-        call.claim_cache(self.cache, self.outlives_call)
+        call.begin_cache(self.cache, self.outlives_call)
         self.workers: list[Worker] = []
         call = _adapt_processors(call, None if config.control_prompt else self.workers)
         capacity = min(2 * call.max_new_tokens, TABLE_CAPACITY)

@@ -230,7 +230,7 @@ class HogwildSession:
             self._is_running = True
             with cpu_as_default(), torch.no_grad(), self._model.claimed(claim), self._run.loop.running():
                 try:
-                    self._run.cache.claim(self._call.model, claim, kept=True)
+                    self._run.cache.begin_call(self._call.model, claim, kept=True)
                 except ValueError as error:
                     raise ValueError("the weights of the model have changed since this session began") from error
                 function()
