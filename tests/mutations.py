@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 
-DECODE_LOOP = ["ahead", "call", "decode", "executor", "prefill", "rows", "runner"]
+DECODE_LOOP = ["ahead", "call", "decode", "host", "prefill", "rows", "runner"]
 SAMPLING = ["criteria", "log_probs", "rng", "row_processors", "sampling", "token_table", "warpers"]
 ROOMS = {  # files of the package
     "kernels": ["kernels/*.py"],

@@ -89,7 +89,7 @@ class Request(Host):
         self.hints = hints
         self.adapter = adapter  # each adapter has prefixes of its own
         self.identity = self if self.is_private else cache_salt if adapter is None else (adapter, cache_salt)
-        self.call = replace(call, executor=self)  # instead of the call's own
+        self.call = replace(call, host=self)  # instead of the call's own
         handle.stats = call.stats
         self.chunk_size = self.batch_rows = 0
         self.number = -1  # in the order of submission

@@ -19,7 +19,7 @@ from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import common_prefix
 from hf_parallel.generation.arguments import check_model_inputs, encode
-from hf_parallel.generation.decoding.host import C, Executor, Host, T
+from hf_parallel.generation.decoding.host import C, Host, LocalHost, T
 from hf_parallel.generation.decoding.wants import Steps, check_steps
 from hf_parallel.generation.enabled import Claim, enabled
 from hf_parallel.generation.stats import GenerationStats
@@ -38,7 +38,7 @@ class GenerationCall:
     `input_ids`, `int64 [rows, length]`, are the left-padded prompts, each repeated `num_return_sequences` times;
     `prompts` (int64) the same without padding and other masked tokens. `gaps` has for each prompt the number of masked
     tokens before the token at an index inside it. `record` collects what the transcript shows, and `claim` is active
-    until the call ends. `executor` computes the call, `stats` are its cost. Other fields are arguments of `generate`,
+    until the call ends. `host` computes the call, `stats` are its cost. Other fields are arguments of `generate`,
     as transformers prepared them.
     """
 
@@ -50,7 +50,7 @@ class GenerationCall:
     logits_processor: LogitsProcessorList
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
-    executor: Host
+    host: Host
     stats: GenerationStats
     streamer: Any = None
     tokenizer: Any = None
@@ -94,7 +94,7 @@ class GenerationCall:
     @cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the model, without its offloaded weights."""
-        return self.executor.fingerprint()
+        return self.host.fingerprint()
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text of the settings."""
@@ -106,7 +106,7 @@ class GenerationCall:
         config = self.record.config
         returned = bool(self.generation_config.return_dict_in_generate) and self.past_key_values is None
         returned = returned and not self.record.has_gaps and not self.record.images
-        returned = returned and not self.executor.is_shared  # the cache would hold prefixes of other calls
+        returned = returned and not self.host.is_shared  # the cache would hold prefixes of other calls
         return returned and config is not None and not config.traits.rows_continue_prompts
 
     @cached_property
@@ -128,12 +128,12 @@ class GenerationCall:
 
     def drive(self, steps: Steps[T]) -> T:
         """Run to the end of a run of the call, which has the model to itself."""
-        assert isinstance(self.executor, Executor), "an engine drives the runs of its requests"
-        return self.executor.drive(check_steps(steps))
+        assert isinstance(self.host, LocalHost), "an engine drives the runs of its requests"
+        return self.host.drive(check_steps(steps))
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None = None) -> C:
         """Return an empty cache for the call; in an engine, it shares storage and prefixes with other calls."""
-        cache = self.executor.new_cache(cls, rotary)
+        cache = self.host.new_cache(cls, rotary)
         cache.pool.images.add(self.images)
         return cache
 
@@ -144,20 +144,20 @@ class GenerationCall:
         """
         cache.pool.images.add(self.images)
         dtype = None if self.record.config is None else self.record.config.cache_dtype
-        if dtype is not None and self.executor.is_shared and dtype != cache.pool.arena.cache_dtype:
+        if dtype is not None and self.host.is_shared and dtype != cache.pool.arena.cache_dtype:
             raise ValueError(
                 f"cache_dtype={dtype!r}: an engine has one for all calls; open it with Engine(cache_dtype=)"
             )
         if dtype is not None:
             cache.pool.arena.cache_dtype = dtype
-        is_kept |= self.past_key_values is not None or self.executor.is_shared
+        is_kept |= self.past_key_values is not None or self.host.is_shared
         cache.begin_call(self.model, self.claim, is_kept, self.fingerprint if is_kept else None)
 
     def show(self, row: int, text: str, event: str) -> None:
         """Record text of a row and stream it. Events as in `ParallelStreamer.write_row`."""
         self.record.write(row, text, event)
-        if self.executor.is_shared:  # its caller reads the text from a handle
-            self.executor.add_text(row, text, event)
+        if self.host.is_shared:  # its caller reads the text from a handle
+            self.host.add_text(row, text, event)
         write = getattr(self.streamer, "write_row", None)
         if write is not None:
             write(row, text, event)
@@ -214,7 +214,7 @@ def make_call(
     prepared["past_key_values"] = cache if is_usable else None  # else an empty DynamicCache
     ids = input_ids.to(execution_device(model), torch.int64)
     stats = GenerationStats()
-    prepared["executor"] = Executor(model, capabilities, stats, cuda_graph, compile, new_tokens)
+    prepared["host"] = LocalHost(model, capabilities, stats, cuda_graph, compile, new_tokens)
     call = GenerationCall(
         model, capabilities, ids, prompts, gaps, tokenizer=tokenizer, record=record, stats=stats, **prepared
     )

@@ -292,4 +292,4 @@ def test_disable_compile_is_the_default_of_compile(
 ) -> None:
     config = SharedPrefixConfig(compile=arguments.pop("compile", None))
     with model.prepared_call(config, {"inputs": IDS, "max_new_tokens": 3, **arguments}) as call:
-        assert call.executor._compile is compiles
+        assert call.host._compile is compiles

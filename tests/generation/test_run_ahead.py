@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_parallel.generation.decoding import host as executor
+from hf_parallel.generation.decoding import host
 from hf_parallel.generation.sampling import sampler as sampling
 from hf_parallel.kernels import HostCopy
 
@@ -27,7 +27,7 @@ SAMPLED = {"do_sample": True, "seed": 5, "temperature": 1.5}
 @pytest.fixture
 def generate(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def generate(ahead: bool, **settings: Any) -> Any:
-        monkeypatch.setattr(executor, "ASYNC_DEVICES", ("cpu",) if ahead else ())
+        monkeypatch.setattr(host, "ASYNC_DEVICES", ("cpu",) if ahead else ())
         defaults: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True}
         settings = defaults | {"generation_mode": "shared_prefix", "attention_mask": ATTENTION_MASK} | settings
         return model.generate(INPUT_IDS, **settings)  # type: ignore[operator]

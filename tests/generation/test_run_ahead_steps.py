@@ -13,7 +13,7 @@ from workers import SETTINGS, TOKENIZER, WORDY, Listener, small_model
 
 import hf_parallel
 from hf_parallel.generation import MODES
-from hf_parallel.generation.decoding import host as executor
+from hf_parallel.generation.decoding import host
 from hf_parallel.generation.decoding import loop as decode
 
 PROMPTS, MASK = tiny.left_pad(tiny.make_prompts([23, 11]))
@@ -27,7 +27,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Any:
     def both(function: Any) -> tuple[Any, Any]:
         results = []
         for devices in ((), ("cpu",)):
-            monkeypatch.setattr(executor, "ASYNC_DEVICES", devices)
+            monkeypatch.setattr(host, "ASYNC_DEVICES", devices)
             results.append(function())
         return results[0], results[1]
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import hf_parallel
 from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.decoding.host import Executor
+from hf_parallel.generation.decoding.host import LocalHost
 from hf_parallel.generation.decoding.wants import Draw, Want
 from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
 from hf_parallel.models.intercept.attention import UnsupportedModelError
@@ -57,15 +57,15 @@ def enabled(name: str = "llama") -> Any:
 def computed_logits() -> Iterator[list[torch.Tensor]]:
     """Collect the logits from which tokens are sampled, in the model's dtype, unlike `output.logits`."""
     computed: list[torch.Tensor] = []
-    plain = Executor.compute
+    plain = LocalHost.compute
 
-    def spy(executor: Executor, want: Want) -> Any:
+    def spy(host: LocalHost, want: Want) -> Any:
         if isinstance(want, Draw):
             computed.append(want.logits)
-        return plain(executor, want)
+        return plain(host, want)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "compute", spy)
+        patch.setattr(LocalHost, "compute", spy)
         yield computed
 
 

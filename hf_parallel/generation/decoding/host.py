@@ -1,6 +1,7 @@
-"""Executor: drives the run of a call that has the model to itself. It runs forward passes and samples.
+"""Host: what a run needs beside its wants, from where it is driven.
 
-In an engine, a request stands in its place: the engine computes what the runs of all requests want.
+LocalHost drives the run of a call that has the model to itself: it computes forward passes and samples. In an engine,
+the host is the request, and the engine computes what the runs of all requests want.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Host:
         """Receive text of a row, in modes that stream text; see `ParallelStreamer.write_row`."""
 
 
-class Executor(Host):
+class LocalHost(Host):
     """Drives one call that has the model to itself. `cuda_graph`, `compile` and `steps` as in `CachedModel`."""
 
     def __init__(

@@ -89,12 +89,12 @@ class DecodeLoop:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the executor run the model, and record memory statistics at the end.
+        """Let the host run the model, and record memory statistics at the end.
 
         Ends the call of a kept cache, however the context ends: blocks outside its tree are freed.
         """
         try:
-            with self.call.executor.running(self.cache):
+            with self.call.host.running(self.cache):
                 yield
         finally:
             if self.call.past_key_values is not None and isinstance(self.cache, SharedPrefixCache):
@@ -166,10 +166,10 @@ class DecodeLoop:
     def _may_stand(self, rows: Sequence[Row]) -> bool:
         """Whether nothing in the run needs to see each token of rows; see `Standing`."""
         is_watched = self.replayer is not None or self.draft is not None or self._pass_log is not None
-        executor = self.call.executor
-        if is_watched or self.streamer is not None or not executor.decodes:
+        host = self.call.host
+        if is_watched or self.streamer is not None or not host.decodes:
             return False
-        if executor.is_shared and not self.sampler.can_join:
+        if host.is_shared and not self.sampler.can_join:
             return False
         return self.sampler.can_stand and all(type(row) is Row for row in rows)
 
@@ -189,7 +189,7 @@ class DecodeLoop:
         self.stats.forward_passes += 1
         self.stats.decoded_tokens += len(tokens)
         self.call.record.passes += 1
-        self.call.executor.add_tokens(output_rows, tokens)
+        self.call.host.add_tokens(output_rows, tokens)
 
     def _settle(self, standing: Standing) -> None:
         """Record what rows have got while they stood."""
@@ -246,7 +246,7 @@ class DecodeLoop:
         if self._pass_log is not None:
             for row, token in zip(rows, tokens, strict=True):
                 self._pass_log.add_sample(row.output_row, token, row.last_segment, row.view)
-        self.call.executor.add_tokens(output_rows, tokens)
+        self.call.host.add_tokens(output_rows, tokens)
         if self._text_tokenizer is not None:
             for row, token, end in zip(rows, tokens, ended, strict=True):
                 self.show(row, token, end)
@@ -310,7 +310,7 @@ class DecodeLoop:
         numbers = [fork.output_row for fork in forks]
         for collector in self.sampler.top_log_probs:
             collector.fork(row.output_row, numbers)
-        self.call.executor.fork(row.output_row, numbers)
+        self.call.host.fork(row.output_row, numbers)
         text = self._texts.get(row)
         if text is not None:
             for fork in forks:
@@ -374,7 +374,7 @@ class DecodeLoop:
         began = time.perf_counter()
         active = {row.index: row for row in rows}
         indices = list(active)
-        executor = self.call.executor
+        host = self.call.host
         while True:
             while indices := self.replayer.replayable(indices):
                 replayed = [active.pop(index) for index in indices]
@@ -383,14 +383,14 @@ class DecodeLoop:
                 indices = [row.index for row in rest]
                 active |= zip(indices, rest, strict=True)
             has_waited = False
-            if executor.is_shared and may_wait:
+            if host.is_shared and may_wait:
                 has_waited = yield from self._wait_for_others(self.replayer, list(active))
             if not has_waited:
                 break
             indices = list(active)
         if active:
-            if executor.is_shared:
-                self.replayer.cursors.start_computing(active, executor)
+            if host.is_shared:
+                self.replayer.cursors.start_computing(active, host)
             self.replayer.start_prefetch()
         self.stats.decode_seconds += time.perf_counter() - began
         return [active[index] for index in sorted(active)]
@@ -398,8 +398,8 @@ class DecodeLoop:
     def _wait_for_others(self, replayer: Replayer, rows: Sequence[int]) -> Steps[bool]:
         """Wait while other calls compute the next logits of all rows. Return whether it has waited."""
         has_waited = False
-        executor = self.call.executor
-        while rows and all(replayer.is_computed_by_other(row, executor) for row in rows):
+        host = self.call.host
+        while rows and all(replayer.is_computed_by_other(row, host) for row in rows):
             yield Wait()
             has_waited = True
         return has_waited
@@ -419,7 +419,7 @@ class DecodeLoop:
 
     def _can_overlap(self, rows: Sequence[Row]) -> bool:
         """Return whether the next pass may be queued before its tokens have been copied to the CPU."""
-        if not self.call.executor.runs_ahead or self.replayer is not None:
+        if not self.call.host.runs_ahead or self.replayer is not None:
             return False
         if self.call.streamer is not None and not self.call.record.passes:
             return (
@@ -487,7 +487,7 @@ class DecodeLoop:
         record = self.call.record
         scores = self.sampler.scores
         logits = self.sampler.logits
-        is_new = self.call.past_key_values is None and not self.call.executor.is_shared
+        is_new = self.call.past_key_values is None and not self.call.host.is_shared
         if is_new and isinstance(self.cache, SharedPrefixCache):
             self.cache.record_weights(self.call.model, self.call.fingerprint)
         indices = None if rows is None else [row.index for row in rows]

@@ -25,12 +25,11 @@ class Runner:
     """Runs the passes of a call over one of its caches, and counts them in the call's `stats`."""
 
     def __init__(self, call: GenerationCall, cache: BlockCache) -> None:
-        self.executor = call.executor
         self.cache = cache
         self.stats = call.stats
         self.device = call.input_ids.device
         self.placeholder = call.placeholder
-        self.chunk_size = call.executor.prefill_chunk(call.generation_config.prefill_chunk_size)
+        self.chunk_size = call.host.prefill_chunk(call.generation_config.prefill_chunk_size)
         """Maximum number of new tokens in a pass of a prefill."""
         self.sampled: tuple[list[int], Part] = [], Part(torch.empty(0, dtype=torch.int64))
         """Tokens that `DecodeLoop.sample` got last, which often are the next inputs: on the host, and on the device."""

@@ -1,7 +1,7 @@
 """What a run wants from whoever drives it.
 
 A run of a mode is a generator: it yields a want, and is sent the result. It never calls the model. So a call that has
-the model to itself and an engine that serves many callers drive the same code: `Executor.drive`, `Engine`.
+the model to itself and an engine that serves many callers drive the same code: `LocalHost.drive`, `Engine`.
 """
 
 from __future__ import annotations

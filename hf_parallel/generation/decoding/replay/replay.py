@@ -106,10 +106,10 @@ class Replayer:
                 self._tracked.add(row)
         return self.lookup(rows)
 
-    def is_computed_by_other(self, row: int, executor: Host) -> bool:
+    def is_computed_by_other(self, row: int, host: Host) -> bool:
         """Return whether another call computes the next logits of a row now."""
         other = self.cursors.computed_by(row)
-        return other is not None and other is not executor and not (other.preempted or other.is_done)
+        return other is not None and other is not host and not (other.preempted or other.is_done)
 
     def start_prefetch(self) -> None:
         """Start the prefetcher, if there is one."""

@@ -53,12 +53,12 @@ class SpeculativeDecoder:
         """Verify drafts until no row has one. Return the active rows, with their pending tokens."""
         active = list(rows)
         node_of = self.replayer.cursors.node
-        executor = self.loop.call.executor
+        host = self.loop.call.host
         for row in active:
             self._drafter.observe(row.index, node_of(row.index))
         while active:
             nodes = [node_of(row.index) for row in active]
-            num_rows = max(len(active), executor.batch_rows)
+            num_rows = max(len(active), host.batch_rows)
             drafts = [
                 self._drafter.draft(row.index, node, num_rows, self.loop.num_tokens_left(row) - 1)
                 for row, node in zip(active, nodes, strict=True)

@@ -175,7 +175,7 @@ class HogwildSession:
             self._call.streamer.end()
         self._ended_by = "closed"
         self._run.active = []
-        self._call.executor.release()
+        self._call.host.release()
         self._run.cache.reset()
 
     def inject(self, to: str, text: str) -> None:
