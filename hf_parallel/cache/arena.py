@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 import torch
 
 from hf_parallel.kernels import (
-    COMPACT,
+    FIRST_QUANTIZED,
     AttentionPlan,
-    CompactStorage,
     LayerStorage,
+    QuantizedStorage,
     RotarySpec,
     Storage,
     TokenRange,
-    compact_dtype,
+    quantized_dtype,
     rotate_by,
     to_device,
 )
@@ -40,9 +40,9 @@ class Extent:
     owners: int = 1
 
     @property
-    def is_compact(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether its tokens are stored in 8 bits."""
-        return self.origin >= COMPACT
+        return self.origin >= FIRST_QUANTIZED
 
     def range(self, start: int, length: int) -> TokenRange:
         """Return `length` tokens from index `start`."""
@@ -76,7 +76,7 @@ class Arena:
     """Called after each change of the storage that is not a write of the model, with the method and its arguments."""
 
     def __init__(self) -> None:
-        self.compact: CompactArena | None = None
+        self.quantized: QuantizedArena | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -84,22 +84,22 @@ class Arena:
         self.num_slots = 0
         self.layers: dict[int, Any] = {}  # of `Storage`
         self._free: list[tuple[int, int]] = []  # (origin, size), ascending, coalesced
-        if self.compact is not None:
-            self.compact.clear()
+        if self.quantized is not None:
+            self.quantized.clear()
 
     @property
     def cache_dtype(self) -> str | None:
         """Dtype of blocks that no row writes any more, "int8" or "fp8"; None: that of the model."""
-        return None if self.compact is None else self.compact.name
+        return None if self.quantized is None else self.quantized.name
 
     @cache_dtype.setter
     def cache_dtype(self, name: str | None) -> None:
         """Choose the dtype of an arena without layers. Raises `ValueError` if it is unknown, or another is in use."""
-        dtype = compact_dtype(name)
+        dtype = quantized_dtype(name)
         if name != self.cache_dtype and self.layers:
             raise ValueError(f"cache_dtype={name!r}, but the cache holds blocks with cache_dtype={self.cache_dtype!r}")
         if name != self.cache_dtype:
-            self.compact = None if name is None or dtype is None else CompactArena(name, dtype)
+            self.quantized = None if name is None or dtype is None else QuantizedArena(name, dtype)
 
     @property
     def bytes_per_token(self) -> int:
@@ -110,7 +110,7 @@ class Arena:
     def reserved_bytes(self) -> int:
         """Bytes of storage held, used or not."""
         own = sum(tensor.nbytes for layer in list(self.layers.values()) for tensor in layer.tensors)
-        return own if self.compact is None else own + self.compact.reserved_bytes
+        return own if self.quantized is None else own + self.quantized.reserved_bytes
 
     @property
     def used_slots(self) -> int:
@@ -129,11 +129,11 @@ class Arena:
         return [Extent(origin, capacity) for origin, capacity in zip(origins, capacities, strict=False)]
 
     def release(self, extent: Extent) -> None:
-        """Remove one owner of an extent, which may be compact; its slots are freed with the last one."""
+        """Remove one owner of an extent, which may be quantized; its slots are freed with the last one."""
         extent.owners -= 1
         if extent.owners == 0 and extent.capacity:
-            arena = self.compact if extent.is_compact and self.compact is not None else self
-            arena._free_slots(extent.origin % COMPACT, extent.capacity)
+            arena = self.quantized if extent.is_quantized and self.quantized is not None else self
+            arena._free_slots(extent.origin % FIRST_QUANTIZED, extent.capacity)
 
     @_reported
     def grow(self) -> None:
@@ -147,7 +147,7 @@ class Arena:
 
         The new extents may overlap the old ones, so that growth leaves no holes. If memory runs out, nothing changes.
         """
-        assert all(e.is_compact == (self.first_slot > 0) for e, _, _ in tokens), "blocks in 8 bits are not written"
+        assert all(e.is_quantized == (self.first_slot > 0) for e, _, _ in tokens), "blocks in 8 bits are not written"
         before = self.num_slots, list(self._free)
         sources = [extent.range(start, length) for extent, start, length in tokens]
         for extent, _, _ in tokens:
@@ -179,8 +179,8 @@ class Arena:
             with torch.inference_mode(False):  # the cache may later be written outside of inference mode
                 keys, values = (states.new_zeros(0, states.shape[-1]) for states in (key, value))
                 layer = LayerStorage(keys, values, heads)
-                if self.compact is not None:
-                    layer.compact = self.compact.layers[layer_idx] = self.compact.storage_of(layer)
+                if self.quantized is not None:
+                    layer.quantized = self.quantized.layers[layer_idx] = self.quantized.storage_of(layer)
                 self.layers[layer_idx] = layer
         held = layer.num_kv_heads, layer.keys.shape[-1], layer.keys.dtype, layer.keys.device
         if held != (heads, head_dim, key.dtype, key.device):
@@ -196,12 +196,12 @@ class Arena:
     def copy(
         self, source: TokenRange, target: TokenRange, delta: int = 0, rotary: dict[int, RotarySpec | None] | None = None
     ) -> None:
-        """Copy tokens, which may be compact, to another extent and rotate their keys by `delta` positions."""
+        """Copy tokens, which may be quantized, to another extent and rotate their keys by `delta` positions."""
         self.grow()
         for layer_idx, layer in self.layers.items():
             spec = rotary[layer_idx] if delta and rotary is not None else None
             stored = (layer.values, layer.keys) if spec is not None and spec.of_values else (layer.keys, layer.values)
-            if source.origin < COMPACT:
+            if source.origin < FIRST_QUANTIZED:
                 layer.backend.move(*stored, layer.num_kv_heads, source, target, delta, spec)
                 continue
             rows = layer.rows(target)
@@ -210,12 +210,12 @@ class Arena:
                 stored[0][rows] = rotate_by(stored[0][rows], delta, spec)
 
     @_reported
-    def compress(self, source: TokenRange, target: TokenRange) -> None:
-        """Copy tokens to a compact extent."""
-        assert self.compact is not None, "no dtype was chosen for compact slots"
-        self.compact.grow()
+    def quantize(self, source: TokenRange, target: TokenRange) -> None:
+        """Copy tokens to a quantized extent."""
+        assert self.quantized is not None, "no dtype was chosen for quantized slots"
+        self.quantized.grow()
         for layer in self.layers.values():
-            layer.compact.write(layer.rows(target), *layer.read(source))
+            layer.quantized.write(layer.rows(target), *layer.read(source))
 
     @_reported
     def clear_unused(self, used: Sequence[TokenRange]) -> None:
@@ -275,20 +275,20 @@ class Arena:
             self.num_slots = self._free.pop()[0]
 
 
-class CompactArena(Arena):
-    """Arena of the slots from `COMPACT` on, whose keys and values have 8 bits."""
+class QuantizedArena(Arena):
+    """Arena of the slots from `FIRST_QUANTIZED` on, whose keys and values have 8 bits."""
 
-    first_slot = COMPACT
+    first_slot = FIRST_QUANTIZED
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.name = name
         self._dtype = dtype
 
-    def storage_of(self, layer: LayerStorage) -> CompactStorage:
+    def storage_of(self, layer: LayerStorage) -> QuantizedStorage:
         """Return empty storage for blocks of a layer."""
         keys, values = (t.new_zeros(0, t.shape[-1], dtype=self._dtype) for t in (layer.keys, layer.values))
-        return CompactStorage(keys, values, layer.num_kv_heads, keys.new_zeros(0, 2, dtype=torch.float32))
+        return QuantizedStorage(keys, values, layer.num_kv_heads, keys.new_zeros(0, 2, dtype=torch.float32))
 
 
 def _storage_rows(ranges: Sequence[TokenRange], num_kv_heads: int, device: torch.device) -> torch.Tensor:

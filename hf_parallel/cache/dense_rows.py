@@ -17,7 +17,7 @@ from hf_parallel.cache.batch import ForwardPass, Segment, View, ranges, view_len
 from hf_parallel.cache.pool import Pool
 from hf_parallel.cache.state_plan import StateCall, StatePlan
 from hf_parallel.kernels import (
-    COMPACT,
+    FIRST_QUANTIZED,
     AttentionPlan,
     LayerStorage,
     RotarySpec,
@@ -58,9 +58,9 @@ class DenseBatch:
         if (heads, device) not in self._made:
             origin, capacity, index = self.places[:, :, None]
             stored = storage_row(origin, capacity, index, heads, np.arange(heads)[:, None])
-            packed = np.broadcast_to(origin >= COMPACT, stored.shape).reshape(-1)
-            is_packed = to_device(packed, device, torch.bool) if packed.any() else None
-            self._made[heads, device] = to_device(stored.reshape(-1), device), is_packed
+            in_8_bits = np.broadcast_to(origin >= FIRST_QUANTIZED, stored.shape).reshape(-1)
+            is_quantized = to_device(in_8_bits, device, torch.bool) if in_8_bits.any() else None
+            self._made[heads, device] = to_device(stored.reshape(-1), device), is_quantized
         shape = len(self.delta), heads, self.delta.shape[1], -1
         keys, values = (states.view(shape) for states in layer.gather(*self._made[heads, device]))
         if spec is None or not self.delta.any():

@@ -62,21 +62,21 @@ class Budget:
     bytes: int
     token_bytes: int
     state_bytes: int
-    compact_bytes: int = 0  # of a token in 8 bits
+    quantized_bytes: int = 0  # of a token in 8 bits
 
-    def cost(self, tokens: int, states: int, compact: int = 0) -> int:
+    def cost(self, tokens: int, states: int, quantized: int = 0) -> int:
         """Return the bytes of the keys and values of some tokens, of some states, and of tokens in 8 bits."""
-        return tokens * self.token_bytes + states * self.state_bytes + compact * self.compact_bytes
+        return tokens * self.token_bytes + states * self.state_bytes + quantized * self.quantized_bytes
 
     def held(self, blocks: Collection[Block]) -> int:
         """Return the bytes of the keys, values and states of blocks."""
-        compact = sum(block.length for block in blocks if block.extent.is_compact)
-        tokens = sum(block.length for block in blocks) - compact
-        return self.cost(tokens, sum(block.state >= 0 for block in blocks), compact)
+        quantized = sum(block.length for block in blocks if block.extent.is_quantized)
+        tokens = sum(block.length for block in blocks) - quantized
+        return self.cost(tokens, sum(block.state >= 0 for block in blocks), quantized)
 
-    def max_tokens(self, states: int, compact: int = 0) -> int:
+    def max_tokens(self, states: int, quantized: int = 0) -> int:
         """Return how many tokens fit beside some states and tokens in 8 bits."""
-        return (self.bytes - self.cost(0, states, compact)) // self.token_bytes if self.token_bytes else sys.maxsize
+        return (self.bytes - self.cost(0, states, quantized)) // self.token_bytes if self.token_bytes else sys.maxsize
 
 
 class Pool:
@@ -153,22 +153,22 @@ class Pool:
         self.arena.release(block.extent)
         self.forget_state(block)
 
-    def compress(self, block: Block) -> bool:
+    def quantize(self, block: Block) -> bool:
         """Round a block that no row writes any more to 8 bits. Return whether there was memory in the budget for it."""
         arena = self.arena
-        compact = self.arena.compact
+        quantized = self.arena.quantized
         size = block.length
-        assert compact is not None, "no dtype was chosen"
-        if self.budget is not None and not compact.fits(size):
-            slots = compact.num_slots + max(size, compact.num_slots // 2)
+        assert quantized is not None, "no dtype was chosen"
+        if self.budget is not None and not quantized.fits(size):
+            slots = quantized.num_slots + max(size, quantized.num_slots // 2)
             limit = self.budget.max_tokens(self.states.max_slots or 0, slots)
             if limit < arena.num_slots:
                 return False
             arena.limit(limit)
-            compact.max_slots = slots
-        (extent,) = compact.allocate([size])
+            quantized.max_slots = slots
+        (extent,) = quantized.allocate([size])
         try:
-            arena.compress(block.tokens, extent.range(0, size))
+            arena.quantize(block.tokens, extent.range(0, size))
         except BaseException:
             arena.release(extent)
             raise
@@ -355,38 +355,38 @@ class Pool:
         return sum(block.state < 0 for block, _ in wanted) if self.states.in_use else 0
 
     def set_budget(self, budget: Budget) -> None:
-        """Limit the memory of an empty pool. All of it is for keys and values, until `pack` divides it."""
+        """Limit the memory of an empty pool. All of it is for keys and values, until `defragment` divides it."""
         self.budget = budget
         self.states.limit(0)
         self.arena.limit(budget.max_tokens(states=0))
-        if self.arena.compact is not None:
-            self.arena.compact.max_slots = 0
+        if self.arena.quantized is not None:
+            self.arena.quantized.max_slots = 0
 
     @property
     def free_bytes(self) -> int:
         """Bytes of the budget that are not allocated, contiguous or not."""
         assert self.budget is not None
-        compact = 0 if self.arena.compact is None else self.arena.compact.used_slots
-        return self.budget.bytes - self.budget.cost(self.arena.used_slots, self.states.num_used, compact)
+        quantized = 0 if self.arena.quantized is None else self.arena.quantized.used_slots
+        return self.budget.bytes - self.budget.cost(self.arena.used_slots, self.states.num_used, quantized)
 
     def exceed(self, wanted: Wanted, slots: int) -> None:
-        """Allow `slots` more slots, and new states, than the budget has; `pack` divides the budget again."""
+        """Allow `slots` more slots, and new states, than the budget has; `defragment` divides the budget again."""
         assert self.arena.max_slots is not None, "there is a budget"
         self.arena.limit(self.arena.num_slots + slots)
         if self.states.in_use:
             needed = self.states.num_used + self.new_states(wanted)
             self.states.limit(max(self.states.num_slots, needed))
 
-    def pack(self, wanted: Wanted) -> bool:
+    def defragment(self, wanted: Wanted) -> bool:
         """Remove all holes and unused capacity, and reserve the wanted lengths; return whether they fit.
 
         Divides the rest of the budget between states, and keys and values.
         """
         lengths = dict(wanted)
         budget = self.budget
-        compact = self.arena.compact
+        quantized = self.arena.quantized
         ordered = sorted((b for b in self.blocks if b.length), key=lambda b: (b.extent.origin, b.first))
-        rounded = [b for b in ordered if b.extent.is_compact]
+        rounded = [b for b in ordered if b.extent.is_quantized]
         held = ordered[: len(ordered) - len(rounded)]
         blocks = [*held, *(block for block in lengths if not block.length)]
         needed = sum(lengths.get(block, block.length) for block in blocks)
@@ -397,12 +397,12 @@ class Pool:
         for block in self.blocks - {*blocks, *rounded}:
             self.release(block)
         if rounded:
-            self._grow(rounded, [b.length for b in rounded], compact)
-        if compact is not None:
-            compact.limit(tokens)
+            self._grow(rounded, [b.length for b in rounded], quantized)
+        if quantized is not None:
+            quantized.limit(tokens)
         if self.states.in_use:
             states += left // 2 // budget.state_bytes
-            moved = self.states.compact([block.state for block in self.blocks if block.state >= 0])
+            moved = self.states.defragment([block.state for block in self.blocks if block.state >= 0])
             for block in self.blocks:
                 block.state = moved.get(block.state, block.state)
             self.states.limit(states)
@@ -422,9 +422,9 @@ class Pool:
 
     def clear_unused(self) -> None:
         """Overwrite all unused memory with zeros: attention may read it with weight 0, which does not hide a NaN."""
-        for arena in filter(None, (self.arena, self.arena.compact)):
-            is_compact = arena is not self.arena
-            arena.clear_unused([block.tokens for block in self.blocks if block.extent.is_compact == is_compact])
+        for arena in filter(None, (self.arena, self.arena.quantized)):
+            is_quantized = arena is not self.arena
+            arena.clear_unused([block.tokens for block in self.blocks if block.extent.is_quantized == is_quantized])
 
     @property
     def kv_bytes(self) -> int:
@@ -433,8 +433,8 @@ class Pool:
 
     def bytes_of(self, block: Block) -> int:
         """Return the bytes of the keys and values of a block."""
-        compact = self.arena.compact if block.extent.is_compact else None
-        return block.length * (compact or self.arena).bytes_per_token
+        quantized = self.arena.quantized if block.extent.is_quantized else None
+        return block.length * (quantized or self.arena).bytes_per_token
 
     def check_owned(self, block: Block) -> None:
         """Raise `ValueError` unless a block is one of this pool, or of its parent."""
@@ -451,7 +451,7 @@ def _grown(block: Block, length: int) -> int:
 
 
 def _outgrows(block: Block, length: int) -> bool:
-    is_shared = (block.extent.owners > 1 or block.extent.is_compact) and length > block.length
+    is_shared = (block.extent.owners > 1 or block.extent.is_quantized) and length > block.length
     return block.first + length > block.extent.capacity or is_shared
 
 

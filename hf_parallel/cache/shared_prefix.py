@@ -98,7 +98,7 @@ class SharedPrefixCache(BlockCache):
             )
         self.filled_by = key
         self.tree.clock += 1
-        self._compress()  # completions of the last call
+        self._quantize()  # completions of the last call
         self._evict()
 
     def record_weights(self, model: PreTrainedModel, weights: str) -> None:
@@ -106,16 +106,16 @@ class SharedPrefixCache(BlockCache):
         self.filled_by = weights, str(execution_device(model))
 
     def commit(self) -> None:
-        """Confirm that the prepared pass has been computed. With `cache_dtype`, compress what it has completed."""
+        """Confirm that the prepared pass has been computed. With `cache_dtype`, quantize what it has completed."""
         completes = self._pass is not None and not self._pass.is_decode_step  # decode steps complete no node
         super().commit()
         if completes:
-            self._compress()
+            self._quantize()
 
-    def _compress(self) -> None:
-        if self.pool.arena.compact is not None:
+    def _quantize(self) -> None:
+        if self.pool.arena.quantized is not None:
             with suppress(torch.OutOfMemoryError):  # blocks stay as they are
-                self.tree.compress()
+                self.tree.quantize()
 
     def insert(self, tokens: np.ndarray, root: Node | None = None, gap: int = 0) -> Node:
         """Insert tokens, int64 `[length]`, after `root` (default: the root of the tree). Return the last token's node.

@@ -91,7 +91,7 @@ class StateArena:
         for key, held in self.storage.items():
             self.storage[key] = with_rows(held, slots)
 
-    def compact(self, used: Sequence[int]) -> dict[int, int]:
+    def defragment(self, used: Sequence[int]) -> dict[int, int]:
         """Move the states in slots `used` to the first slots. Return the new slot of each that moved, by the old."""
         holes = sorted(set(range(len(used))) - set(used))
         moved = dict(zip([slot for slot in used if slot >= len(used)], holes, strict=True))

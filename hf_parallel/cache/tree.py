@@ -147,7 +147,7 @@ class PrefixTree:
         self.pins: dict[Node, set[Owner]] = {}  # owners that use a node, by node
         self.leaves: dict[Owner, list[Node]] = {}  # nodes at which the rows of an owner begin or end, by owner
         self.computing: dict[Node, Owner] = {}  # the owner that computes the uncached tokens of a node
-        self._uncompressed: dict[Node, None] = {}  # with blocks to be rounded to 8 bits, in order; with `cache_dtype`
+        self._unquantized: dict[Node, None] = {}  # with blocks to be rounded to 8 bits, in order; with `cache_dtype`
         self.observer.on_reset()
 
     # Nodes
@@ -193,8 +193,8 @@ class PrefixTree:
         held = tokens if block is None else tokens[: block.length]
         node = Node(np.asarray(held, np.int64), parent, block, last_used=self.clock)
         node.shift = self.pool.images.shift(node.tokens)
-        if self.pool.arena.compact is not None:
-            self._uncompressed[node] = None
+        if self.pool.arena.quantized is not None:
+            self._unquantized[node] = None
         parent.children.setdefault(int(node.tokens[0]), []).append(node)
         return node
 
@@ -250,8 +250,8 @@ class PrefixTree:
         """Return nodes with uncached tokens, parents before children, and allocate their blocks."""
         nodes = [node for node in self._nodes_of(owner) if len(node.uncached)]
         for node in nodes:
-            if self.pool.arena.compact is not None:
-                self._uncompressed[node] = None  # again, if it was evicted
+            if self.pool.arena.quantized is not None:
+                self._unquantized[node] = None  # again, if it was evicted
             if node.block is None:
                 capacity = len(node.tokens) if owner is None else 0
                 assert node.parent is not None, "the root has no tokens"
@@ -260,12 +260,12 @@ class PrefixTree:
                 node.block.shift = node.shift
         return nodes
 
-    def compress(self) -> None:
+    def quantize(self) -> None:
         """Round the blocks of complete nodes to 8 bits, as long as there is memory for it."""
-        for node in [node for node in self._uncompressed if node.num_cached == len(node.tokens)]:
-            if not self.pool.compress(node.block):  # type: ignore[arg-type]
+        for node in [node for node in self._unquantized if node.num_cached == len(node.tokens)]:
+            if not self.pool.quantize(node.block):  # type: ignore[arg-type]
                 return
-            del self._uncompressed[node]
+            del self._unquantized[node]
 
     def discard_uncached(self, owner: Owner | None = None) -> None:
         """Remove uncached tokens from the tree after a failed prefill; with an owner, only tokens of its own."""
@@ -457,7 +457,7 @@ class PrefixTree:
         if node.block is not None:
             self.pool.free(node.block)
         node.siblings.remove(node)
-        self._uncompressed.pop(node, None)
+        self._unquantized.pop(node, None)
         if node.parent is not None and node.parent.parent is None:
             self._forget(node.parent)
 
@@ -499,8 +499,8 @@ class PrefixTree:
         node.siblings[node.siblings.index(node)] = head
         if node.block is not None:
             head.block, node.block = self.pool.divide(node.block, at)
-        if node in self._uncompressed:
-            self._uncompressed[head] = None
+        if node in self._unquantized:
+            self._unquantized[head] = None
         node.tokens = node.tokens[at:]
         node.parent = head
         if node in self.pins:

@@ -42,7 +42,7 @@ class Ranks:
         """Record the changes of an arena, whose storage is equal in all processes, from now on."""
         self._changes = []
         self._last = None
-        for one in filter(None, (arena, arena.compact)) if self.are_several and self.leads else ():
+        for one in filter(None, (arena, arena.quantized)) if self.are_several and self.leads else ():
             one.on_change = self._add
 
     def _add(self, arena: Arena, name: str, arguments: tuple[Any, ...]) -> None:
@@ -75,8 +75,8 @@ class Ranks:
                 open_storage()
                 continue
             changes, forward, ids, *others = received
-            for is_compact, name, given, *slots in changes:
-                arena: Any = cache.pool.arena.compact if is_compact else cache.pool.arena
+            for is_quantized, name, given, *slots in changes:
+                arena: Any = cache.pool.arena.quantized if is_quantized else cache.pool.arena
                 arena.num_slots, arena.max_slots = slots
                 getattr(arena, name)(*given)
             self._last = self._last.next_step() if forward is None and self._last is not None else forward

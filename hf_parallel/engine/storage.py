@@ -119,11 +119,11 @@ class KVStorage:
             if self.max_bytes < bytes_per_token + state_bytes:
                 needed = f"{bytes_per_token} bytes" + (f", and its state {state_bytes}" if state_bytes else "")
                 raise ValueError(f"max_kv_bytes={self.max_bytes} is less than one token needs: {needed}")
-            compact_bytes = 0 if self.arena.compact is None else self.arena.compact.bytes_per_token
-            self.pool.set_budget(Budget(self.max_bytes, bytes_per_token, state_bytes, compact_bytes))
+            quantized_bytes = 0 if self.arena.quantized is None else self.arena.quantized.bytes_per_token
+            self.pool.set_budget(Budget(self.max_bytes, bytes_per_token, state_bytes, quantized_bytes))
 
     def _make_room(self, wanted: Wanted, slots: int) -> None:
-        """Free memory for blocks that grow by packing, evicting or preempting; raise `KVBudgetError` if that fails."""
+        """Free memory for blocks that grow by moving, evicting or preempting; raise `KVBudgetError` if that fails."""
         pool = self.pool
         budget = self.pool.budget
         assert budget is not None, "memory is full only under a budget"
@@ -131,7 +131,7 @@ class KVStorage:
         if self.has_exceeded:
             pool.exceed(wanted, slots)
             return
-        if pool.pack(wanted) or self.evict(needed - pool.free_bytes):
+        if pool.defragment(wanted) or self.evict(needed - pool.free_bytes):
             return
         if self._drop_states(wanted, needed - pool.free_bytes) or self.free_memory():
             return

@@ -30,7 +30,7 @@ from hf_parallel.generation.presets import Preset
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import NOT_REMOTE, Arguments, Settings
 from hf_parallel.generation.validation import check_bool, is_int, names_hint, suggestion
-from hf_parallel.kernels import compact_dtype
+from hf_parallel.kernels import quantized_dtype
 from hf_parallel.transcript.sections import TranscriptStyle
 
 OutputT = TypeVar("OutputT", default=Any, covariant=True)
@@ -218,7 +218,7 @@ class ParallelConfig(Settings, Generic[OutputT]):
         check_bool("cuda_graph", self.cuda_graph)
         if self.compile is not None:
             check_bool("compile", self.compile)
-        compact_dtype(self.cache_dtype)
+        quantized_dtype(self.cache_dtype)
 
     def prepare(self, kwargs: Arguments) -> None:
         """Check and modify `kwargs`, the arguments of `generate`, in place, before transformers reads them."""

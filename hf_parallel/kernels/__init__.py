@@ -4,16 +4,23 @@ from hf_parallel.kernels.dispatch import BACKEND_VARIABLE, Backend, backends, bl
 from hf_parallel.kernels.layer import LayerStorage
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan, DeviceBuffers, Increments, LatentHeads
 from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by, table_dtype
-from hf_parallel.kernels.storage import COMPACT, CompactStorage, Storage, TokenRange, compact_dtype, storage_row
+from hf_parallel.kernels.storage import (
+    FIRST_QUANTIZED,
+    QuantizedStorage,
+    Storage,
+    TokenRange,
+    quantized_dtype,
+    storage_row,
+)
 from hf_parallel.kernels.transfer import HostCopy, to_device
 
 __all__ = [
     "BACKEND_VARIABLE",
-    "COMPACT",
+    "FIRST_QUANTIZED",
     "AttentionParams",
     "AttentionPlan",
     "Backend",
-    "CompactStorage",
+    "QuantizedStorage",
     "DeviceBuffers",
     "HostCopy",
     "Increments",
@@ -24,7 +31,7 @@ __all__ = [
     "TokenRange",
     "backends",
     "block_attention",
-    "compact_dtype",
+    "quantized_dtype",
     "rotate",
     "rotate_by",
     "select_backend",

@@ -337,7 +337,7 @@ typedef struct {
     const float *cos, *sin;                          /* [N * M][half] rotations, NULL: none */
     int64_t half, interleaved;
     int64_t repeats;                                 /* whether a query is at several positions */
-    int64_t compact;                                 /* whether keys and values are in 8 bits */
+    int64_t quantized;                               /* whether keys and values are in 8 bits */
 } DenseCall;
 
 /* Arguments shared by all calls of a layer. Initial result of a query: lse -inf, or its sink and out 0.
@@ -346,7 +346,7 @@ typedef struct {
     const void *query;                               /* [T][heads][lead + dim] in the format of the keys, by strides */
     int64_t query_token, query_head;
     float *out, *lse;                                /* [T][heads][dim], [T][heads] */
-    Storage storage, compact;
+    Storage storage, quantized;
     int64_t heads, kv_heads, lead, dim;
     float scale;
 } Layer;
@@ -354,7 +354,7 @@ typedef struct {
 /* A KV head of a block of a call. */
 INLINE Block block_of(const Layer *layer, const DenseCall *call, int64_t block, int64_t head) {
     const int64_t at = call->key_offset + block * call->key_block + head * call->key_head;
-    return (Block){call->compact ? &layer->compact : &layer->storage, at / layer->dim, layer->lead, layer->dim};
+    return (Block){call->quantized ? &layer->quantized : &layer->storage, at / layer->dim, layer->lead, layer->dim};
 }
 
 INLINE int64_t token_at(const DenseCall *call, int64_t position) {

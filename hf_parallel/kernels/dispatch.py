@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from hf_parallel.kernels.dense import BACKEND_VARIABLE, FLASH, flash_package
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
-from hf_parallel.kernels.storage import CompactStorage
+from hf_parallel.kernels.storage import QuantizedStorage
 from hf_parallel.kernels.torch_attention import TorchBackend
 
 _NAMES = ("flash", "torch", "triton")
@@ -131,7 +131,7 @@ def block_attention(
     values: Tensor,
     plan: AttentionPlan,
     params: AttentionParams,
-    compact: CompactStorage | None = None,
+    quantized: QuantizedStorage | None = None,
 ) -> Tensor:
     """Attention of packed rows to the blocks they see: `merge over b of softmax(rotate(q, delta_b) K_b) V_b`.
 
@@ -145,8 +145,8 @@ def block_attention(
         Blocks that each query attends to, its rotation for each of them, and the keys it sees.
     params : AttentionParams
         Parameters of the layer.
-    compact : CompactStorage, optional
-        Blocks in 8 bits of the layer, which the plan locates from slot `COMPACT` on.
+    quantized : QuantizedStorage, optional
+        Blocks in 8 bits of the layer, which the plan locates from slot `FIRST_QUANTIZED` on.
 
     Returns
     -------
@@ -159,4 +159,4 @@ def block_attention(
     results are merged by their log-sum-exp (Hydragen, eq. 5). The layers of a model call `attend` of the backend that
     their storage has chosen once (`LayerStorage`).
     """
-    return backend_for(keys, values).attend(query, keys, values, plan, params, compact)
+    return backend_for(keys, values).attend(query, keys, values, plan, params, quantized)

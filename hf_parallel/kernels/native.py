@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from hf_parallel.files import cache_folder
 from hf_parallel.kernels.library import compiled, load
-from hf_parallel.kernels.storage import CompactStorage
+from hf_parallel.kernels.storage import QuantizedStorage
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 MAX_ROWS = 1024  # query rows per KV head up to which attention was measured to be faster than PyTorch without AVX2
@@ -53,7 +53,7 @@ class _DenseCallStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("blocks", "queries", "num_keys", "key_offset", "key_block", "key_head")),
         *((name, ctypes.c_void_p) for name in ("query_index", "lo", "hi", "cos", "sin")),
-        *((name, ctypes.c_int64) for name in ("half", "interleaved", "repeats", "compact")),
+        *((name, ctypes.c_int64) for name in ("half", "interleaved", "repeats", "quantized")),
     )
 
 
@@ -70,7 +70,7 @@ class _Layer(ctypes.Structure):
         ("query", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("query_token", "query_head")),
         *((name, ctypes.c_void_p) for name in ("out", "lse")),
-        *(("storage", _StorageStruct), ("compact", _StorageStruct)),
+        *(("storage", _StorageStruct), ("quantized", _StorageStruct)),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "lead", "dim")),
         ("scale", ctypes.c_float),
     )
@@ -116,13 +116,13 @@ def attend(
     scale: float,
     sinks: Tensor | None,
     leads: Tensor | None = None,
-    compact: CompactStorage | None = None,
+    quantized: QuantizedStorage | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries `[T, heads, head_dim]` to the blocks of all calls, merged; sums are in float32.
 
     `keys` and `values` `[slots * kv_heads, head_dim]` are the storage of one layer, of the query's dtype, `sinks`
     `[heads]` the logits of its attention sinks. `leads` `[slots, lead]`, with one KV head: the first dimensions of the
-    keys, to which `keys` are the others; queries have `lead + head_dim`. `compact` are the blocks of the layer in 8
+    keys, to which `keys` are the others; queries have `lead + head_dim`. `quantized` are the blocks of the layer in 8
     bits. Returns `(out, lse)`: `[T, heads, head_dim]` of the query's dtype and float32 `[T, heads]`.
     """
     library = _library()
@@ -133,13 +133,13 @@ def attend(
     dim = values.shape[1]
     out, lse = (query.new_empty(*size, dtype=torch.float32) for size in ((tokens, heads, dim), (tokens, heads)))
     storage = keys.data_ptr(), (values if leads is None else leads).data_ptr(), 0, FORMATS.index(query.dtype)
-    packed: tuple[int, ...] = (0,) * 4
-    if compact is not None:
-        pointers = map(Tensor.data_ptr, (compact.keys, compact.values, compact.scales))
-        packed = *pointers, FORMATS.index(compact.keys.dtype)
+    fields: tuple[int, ...] = (0,) * 4
+    if quantized is not None:
+        pointers = map(Tensor.data_ptr, (quantized.keys, quantized.values, quantized.scales))
+        fields = *pointers, FORMATS.index(quantized.keys.dtype)
     layer = _Layer(
         *(query.data_ptr(), query.stride(0), query.stride(1), out.data_ptr(), lse.data_ptr()),
-        *(storage, packed, heads, kv_heads, lead, dim, scale),
+        *(storage, fields, heads, kv_heads, lead, dim, scale),
     )
     sinks = None if sinks is None else sinks.float().contiguous()
     call_array = calls.array, len(calls.array)

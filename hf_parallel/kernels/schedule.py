@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hf_parallel.kernels.plan import AttentionPlan, Derived
-from hf_parallel.kernels.storage import COMPACT
+from hf_parallel.kernels.storage import FIRST_QUANTIZED
 
 CAUSAL_RUN = 16  # new tokens of one row from which a causal call of its own is cheaper than a mask
 MASK_TILE = 256  # queries per masked call, so that under a sliding window a call reads a band of keys, not all
@@ -45,9 +45,9 @@ class DenseCall:
     increments: tuple[int, int] | None = None  # of the key range's start and end per decode step; None if pairs differ
 
     @property
-    def is_compact(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether its keys and values are in 8 bits."""
-        return self.origin >= COMPACT
+        return self.origin >= FIRST_QUANTIZED
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +164,7 @@ def _call(
 def _batch(calls: list[DenseCall]) -> list[DenseCall]:
     shapes: dict[tuple[int, int, bool], list[DenseCall]] = {}
     for call in calls:
-        shapes.setdefault((call.num_queries, call.capacity, call.is_compact), []).append(call)
+        shapes.setdefault((call.num_queries, call.capacity, call.is_quantized), []).append(call)
     out: list[DenseCall] = []
     for alike in shapes.values():
         alike.sort(key=lambda call: call.origin)

@@ -1,7 +1,7 @@
 """Layout of a layer's storage: the row of `[slots * kv_heads, head_dim]` that holds a token's key or value.
 
 An extent of `capacity` slots at slot `origin` is a contiguous `[kv_heads, capacity, head_dim]` in every layer. Slots
-from `COMPACT` on are in another storage, which holds keys and values in 8 bits.
+from `FIRST_QUANTIZED` on are in another storage, which holds keys and values in 8 bits.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import ClassVar, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-COMPACT = 1 << 30
-"""First slot of compact storage."""
+FIRST_QUANTIZED = 1 << 30
+"""First slot of quantized storage."""
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _FP8_CAPABILITY = (8, 9)
@@ -22,8 +22,8 @@ Slot = int | np.ndarray
 Index = TypeVar("Index", int, np.ndarray, torch.Tensor)
 
 
-def compact_dtype(name: object) -> torch.dtype | None:
-    """Return the dtype of compact storage that `cache_dtype` names; raise `ValueError` for an unknown name."""
+def quantized_dtype(name: object) -> torch.dtype | None:
+    """Return the dtype of quantized storage that `cache_dtype` names; raise `ValueError` for an unknown name."""
     if name is None or (isinstance(name, str) and name in _DTYPES):
         return None if name is None else _DTYPES[name]
     raise ValueError(f"cache_dtype must be one of {list(_DTYPES)} or None, got {name!r}")
@@ -45,7 +45,7 @@ def with_rows(old: torch.Tensor, rows: int) -> torch.Tensor:
 
 def storage_row(origin: Slot, capacity: Slot, index: Index, num_kv_heads: int, head: Index | int = 0) -> Index:
     """Return the row of the token at `index` of an extent, for KV head `head`."""
-    return origin % COMPACT * num_kv_heads + head * capacity + index  # type: ignore[return-value]
+    return origin % FIRST_QUANTIZED * num_kv_heads + head * capacity + index  # type: ignore[return-value]
 
 
 class TokenRange(NamedTuple):
@@ -97,7 +97,7 @@ class Storage:
 
 
 @dataclass(eq=False)
-class CompactStorage(Storage):
+class QuantizedStorage(Storage):
     """Keys and values of one layer in 8 bits, each vector of a token and head with a scale of its own.
 
     A scale per vector fits tokens of any size and moves with its token: a block can be split anywhere.
@@ -128,10 +128,10 @@ class CompactStorage(Storage):
     def read(self, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values at `rows`, int64 `[..]`: `[.., head_dim]` each."""
         scales = self.scales[rows]
-        return unpack(self.keys[rows], scales[..., 0], dtype), unpack(self.values[rows], scales[..., 1], dtype)
+        return dequantize(self.keys[rows], scales[..., 0], dtype), dequantize(self.values[rows], scales[..., 1], dtype)
 
 
-def unpack(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(quantized: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return vectors in 8 bits `[.., head_dim]` times their scales `[..]`."""
     wide = dtype if dtype == torch.float64 else torch.float32
-    return (packed.to(wide) * scales[..., None].to(wide)).to(dtype)
+    return (quantized.to(wide) * scales[..., None].to(wide)).to(dtype)

@@ -20,7 +20,7 @@ from hf_parallel.kernels.dense import dense_attention
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan, Derived, LatentHeads
 from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by, table_dtype
 from hf_parallel.kernels.schedule import DenseCall, Schedule, make_schedule
-from hf_parallel.kernels.storage import CompactStorage, TokenRange, storage_row, unpack
+from hf_parallel.kernels.storage import QuantizedStorage, TokenRange, dequantize, storage_row
 from hf_parallel.kernels.transfer import to_device
 
 UNPACKED_QUERIES = 32  # queries per block from which packing grouped heads is not faster than one product per head
@@ -115,7 +115,7 @@ class TorchBackend:
         values: Tensor,
         plan: AttentionPlan,
         params: AttentionParams,
-        compact: CompactStorage | None = None,
+        quantized: QuantizedStorage | None = None,
     ) -> Tensor:
         """Return the attention of packed queries; see `hf_parallel.kernels.block_attention`."""
         plan = plan.windowed(params.window, params.chunk)
@@ -132,19 +132,19 @@ class TorchBackend:
         if calls.native is not None:
             settings = calls.native, params.num_kv_heads, params.scale, params.sinks
             if latent is None:
-                return native.attend(query, keys, values, *settings, compact=compact)[0]
+                return native.attend(query, keys, values, *settings, quantized=quantized)[0]
             absorbed = latent.absorb(query)
-            return latent.project(native.attend(absorbed, keys, keys, *settings, leads=values, compact=compact)[0])
+            return latent.project(native.attend(absorbed, keys, keys, *settings, leads=values, quantized=quantized)[0])
         outs = []
         lses = []
         for call in calls.dense:
             q = query if call.queries is None else query[call.queries]
             if call.tables is not None and rotary is not None:
                 q = rotate(q, *call.tables, rotary)
-            if compact is not None and call.call.is_compact:
-                scales = compact.scales.as_strided(*_strided_view(call.call, params.num_kv_heads, 2))
-                k = unpack(compact.keys.as_strided(*call.key_view), scales[..., 0], query.dtype)
-                v = unpack(compact.values.as_strided(*call.value_view), scales[..., 1], query.dtype)
+            if quantized is not None and call.call.is_quantized:
+                scales = quantized.scales.as_strided(*_strided_view(call.call, params.num_kv_heads, 2))
+                k = dequantize(quantized.keys.as_strided(*call.key_view), scales[..., 0], query.dtype)
+                v = dequantize(quantized.values.as_strided(*call.value_view), scales[..., 1], query.dtype)
             else:
                 k = keys.as_strided(*call.key_view)
                 v = values.as_strided(*call.value_view)
@@ -245,7 +245,7 @@ def _expands_from(latent: LatentHeads) -> int:
 def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _DenseShape) -> native.NativeCall:
     _, (block_stride, head_stride, _, _), offset = _strided_view(call, shape.kv_heads, shape.key_dim)
     fields: native.NativeCall = {"blocks": call.num_blocks, "queries": call.num_queries, "num_keys": call.num_keys}
-    fields["compact"] = int(call.is_compact)
+    fields["quantized"] = int(call.is_quantized)
     fields |= {"key_offset": offset, "key_block": block_stride, "key_head": head_stride}
     index = np.where(call.pairs < 0, -1, plan.pair_query[call.pairs])
     if not np.array_equal(index, np.arange(plan.num_queries)):

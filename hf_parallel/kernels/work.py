@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_parallel.kernels.plan import AttentionPlan
-from hf_parallel.kernels.storage import COMPACT
+from hf_parallel.kernels.storage import FIRST_QUANTIZED
 
 ITEM_FIELDS = ("origin", "capacity", "first", "start", "stop", "first_pair", "num_pairs", "first_slot", "rotated")
 ITEM_COST = 1  # of starting a tile (reading and rotating its queries, writing its results), in steps over keys
@@ -27,7 +27,7 @@ class Partition:
     pairs_per_tile: int  # rows of a tile, divided by the query heads per KV head that it holds
     block_n: int  # keys per step
     max_programs: int  # per KV head
-    packed: bool = False  # whether it is for blocks in 8 bits
+    quantized: bool = False  # whether it is for blocks in 8 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +68,11 @@ def make_work(
     counts = np.bincount(block, minlength=plan.num_blocks)
     per_tile = np.array([partition.pairs_per_tile for partition in partitions])
     partition_of_block = np.zeros(plan.num_blocks, np.int64)
-    packed = plan.block_origin >= COMPACT
-    for kind in {partition.packed for partition in partitions}:
-        numbers = np.array([i for i, partition in enumerate(partitions) if partition.packed == kind])
+    quantized = plan.block_origin >= FIRST_QUANTIZED
+    for kind in {partition.quantized for partition in partitions}:
+        numbers = np.array([i for i, partition in enumerate(partitions) if partition.quantized == kind])
         chosen = np.minimum(np.searchsorted(per_tile[numbers], counts), len(numbers) - 1)
-        partition_of_block[packed == kind] = numbers[chosen][packed == kind]
+        partition_of_block[quantized == kind] = numbers[chosen][quantized == kind]
     per_tile = per_tile[partition_of_block]
 
     tile_block, tile_index = _expand(-(-counts // per_tile))

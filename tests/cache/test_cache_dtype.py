@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 import hf_parallel
 from hf_parallel import SharedPrefixCache
-from hf_parallel.cache.arena import CompactArena
+from hf_parallel.cache.arena import QuantizedArena
 from hf_parallel.cache.pool import Block, Pool
-from hf_parallel.kernels import CompactStorage, LayerStorage, compact_dtype
+from hf_parallel.kernels import LayerStorage, QuantizedStorage, quantized_dtype
 
 IDS = tiny.make_prompts([30], seed=2)[0][None]
 
@@ -34,29 +34,29 @@ def generate(model: Any, ids: torch.Tensor = IDS, **settings: Any) -> Any:
 
 
 def round_in_place(pool: Pool, block: Block) -> bool:
-    """Replaces `Pool.compress`: round the keys and values of a block, and leave them in the model's dtype."""
-    assert pool.arena.compact is not None
+    """Replaces `Pool.quantize`: round the keys and values of a block, and leave them in the model's dtype."""
+    assert pool.arena.quantized is not None
     for layer in pool.arena.layers.values():
-        rows, compact = layer.rows(block.tokens), pool.arena.compact.storage_of(layer)
-        compact.resize(len(layer.keys) // layer.num_kv_heads)
-        compact.write(rows, layer.keys[rows], layer.values[rows])
-        layer.keys[rows], layer.values[rows] = compact.read(rows, layer.keys.dtype)
+        rows, quantized = layer.rows(block.tokens), pool.arena.quantized.storage_of(layer)
+        quantized.resize(len(layer.keys) // layer.num_kv_heads)
+        quantized.write(rows, layer.keys[rows], layer.values[rows])
+        layer.keys[rows], layer.values[rows] = quantized.read(rows, layer.keys.dtype)
     return True
 
 
 def assert_equals_rounding_in_place(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compressed: list[Block] = []
-    compress = Pool.compress
+    quantized_blocks: list[Block] = []
+    quantize = Pool.quantize
 
     def count(pool: Pool, block: Block) -> bool:
-        compressed.append(block)
-        return compress(pool, block)
+        quantized_blocks.append(block)
+        return quantize(pool, block)
 
-    monkeypatch.setattr(Pool, "compress", count)
+    monkeypatch.setattr(Pool, "quantize", count)
     actual = run()
-    assert all(block.extent.is_compact or not block.length for block in compressed)
-    assert compressed
-    monkeypatch.setattr(Pool, "compress", round_in_place)
+    assert all(block.extent.is_quantized or not block.length for block in quantized_blocks)
+    assert quantized_blocks
+    monkeypatch.setattr(Pool, "quantize", round_in_place)
     assert actual == run()
 
 
@@ -82,18 +82,18 @@ def test_latents_windows_sinks_and_own_attention_read_blocks_in_8_bits(
 
 @given(st.sampled_from(["int8", "fp8"]), st.integers(0, 1000), st.sampled_from([1e-20, 1e-3, 1.0, 1e4]))
 def test_rounding_is_within_half_a_step(name: str, seed: int, size: float) -> None:
-    dtype = compact_dtype(name)
+    dtype = quantized_dtype(name)
     assert dtype is not None
     x = size * torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(seed))
     x[0, 0] = 0
-    compact = CompactArena(name, dtype).storage_of(LayerStorage(x.new_zeros(0, 8), x.new_zeros(0, 8), 2))
-    assert isinstance(compact, CompactStorage)
-    compact.resize(5)
+    quantized = QuantizedArena(name, dtype).storage_of(LayerStorage(x.new_zeros(0, 8), x.new_zeros(0, 8), 2))
+    assert isinstance(quantized, QuantizedStorage)
+    quantized.resize(5)
     rows = torch.arange(10).reshape(2, 5)
-    compact.write(rows, x, -x)
+    quantized.write(rows, x, -x)
     largest = x.abs().amax(-1, keepdim=True)
-    step = x.abs() / 16 + largest / 448 / 512 if compact.is_float else largest / 127 / 2
-    keys, values = compact.read(rows, torch.float32)
+    step = x.abs() / 16 + largest / 448 / 512 if quantized.is_float else largest / 127 / 2
+    keys, values = quantized.read(rows, torch.float32)
     assert ((keys - x).abs() <= step * 1.001).all()
     assert torch.equal(values, -keys)
 

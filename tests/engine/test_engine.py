@@ -130,15 +130,15 @@ def test_prompts_that_are_prefixes_of_each_other_get_their_tokens_at_once(name: 
 def test_random_requests_get_their_tokens_from_blocks_in_other_storage(
     exact_int8: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compress, compressed = Pool.compress, list[bool]()
+    quantize, quantized_blocks = Pool.quantize, list[bool]()
 
     def count(pool: Pool, block: Block) -> bool:
-        compressed.append(compress(pool, block))
-        return compressed[-1]
+        quantized_blocks.append(quantize(pool, block))
+        return quantized_blocks[-1]
 
-    monkeypatch.setattr(Pool, "compress", count)
+    monkeypatch.setattr(Pool, "quantize", count)
     check_random_requests("llama", 7, exact_int8)
-    assert set(compressed) == {True, False}  # with and without memory for them
+    assert set(quantized_blocks) == {True, False}  # with and without memory for them
 
 
 @pytest.mark.parametrize("mode", ["fork_join", *filter(None, MODES)])

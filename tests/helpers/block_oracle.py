@@ -10,7 +10,7 @@ import torch
 
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import rotate_by
-from hf_parallel.kernels.storage import COMPACT, CompactStorage, TokenRange
+from hf_parallel.kernels.storage import FIRST_QUANTIZED, QuantizedStorage, TokenRange
 
 
 def exact_attention(
@@ -19,7 +19,7 @@ def exact_attention(
     values: torch.Tensor,
     plan: AttentionPlan,
     params: AttentionParams,
-    compact: CompactStorage | None = None,
+    quantized: QuantizedStorage | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """Return what `hf_parallel.kernels.block_attention` computes, in `dtype`."""
@@ -41,8 +41,8 @@ def exact_attention(
             start = int(plan.block_first[block]) + lo
             tokens = TokenRange(int(plan.block_origin[block]), int(plan.block_capacity[block]), start, hi - lo)
             rows = tokens.rows(params.num_kv_heads, keys.device)
-            if compact is not None and tokens.origin >= COMPACT:
-                k, v = compact.read(rows, dtype)
+            if quantized is not None and tokens.origin >= FIRST_QUANTIZED:
+                k, v = quantized.read(rows, dtype)
             else:
                 k, v = k_all[rows], v_all[rows]  # [kv_heads, n, head_dim]
             if heads is not None:

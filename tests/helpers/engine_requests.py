@@ -264,8 +264,8 @@ def assert_nothing_is_held(engine: Engine) -> None:
     assert all(len(node.tokens) == node.block.length > 0 for node in nodes)
     for layer in storage.arena.layers.values():
         assert all(tensor.isfinite().all() for node in nodes for tensor in layer.read(node.block.tokens))
-    sizes = [storage.arena, storage.arena.compact]
-    held = sum(len(node.tokens) * sizes[node.block.extent.is_compact].bytes_per_token for node in nodes)
+    sizes = [storage.arena, storage.arena.quantized]
+    held = sum(len(node.tokens) * sizes[node.block.extent.is_quantized].bytes_per_token for node in nodes)
     assert engine.stats.kv_bytes == held
     states = storage.pool.states
     kept = [node.block.state for node in nodes if node.block.has_state]

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from hf_parallel.cache import Block, BlockCache, ForwardPass, Segment, view_length
-from hf_parallel.kernels import AttentionParams, CompactStorage, LatentHeads, RotarySpec
+from hf_parallel.kernels import AttentionParams, LatentHeads, QuantizedStorage, RotarySpec
 
 STALE = 50.0
 """Value of unwritten slots: memory is not cleared when it is reused."""
@@ -97,9 +97,9 @@ class Scene:
         self.raw[target] = torch.cat((self.content(target), self.content(source)), dim=1)
         self.raw.pop(source, None)
 
-    def compress(self, block: Block) -> None:
+    def quantize(self, block: Block) -> None:
         """Store a block in 8 bits; from now on, its keys and values are the rounded ones."""
-        self.cache.pool.compress(block)
+        self.cache.pool.quantize(block)
         read = self.cache.pool.arena.layers[0].read(block.tokens)
         keys, rest = read if self.heads is None else read[::-1]
         unrotated = rotate_to(keys, -torch.arange(block.base, block.base + block.length), self.features.rotary)
@@ -109,27 +109,27 @@ class Scene:
         """Output of a backend for the last pass, in `dtype`."""
         f, layer = self.features, self.cache.pool.arena.layers[0]
         keys, values = layer.keys.clone(), layer.values.clone()
-        compact = layer.compact and replace(layer.compact, scales=layer.compact.scales.clone())
+        quantized = layer.quantized and replace(layer.quantized, scales=layer.quantized.scales.clone())
         if poison:
-            self._poison(keys, values, compact)
+            self._poison(keys, values, quantized)
         query = (
             rotate_to(self.queries.transpose(0, 1), self.forward.position_ids, f.rotary).transpose(0, 1).contiguous()
         )
         sinks = None if self.sinks is None else self.sinks.to(dtype)
         heads = self.heads and self.heads._replace(weight=self.heads.weight.to(dtype))
         params = AttentionParams(f.kv_heads, f.head_dim**-0.5, f.rotary, f.softcap, sinks, f.window, f.chunk, heads)
-        return backend(query.to(dtype), keys.to(dtype), values.to(dtype), self.forward.plan, params, compact)
+        return backend(query.to(dtype), keys.to(dtype), values.to(dtype), self.forward.plan, params, quantized)
 
-    def _poison(self, keys: torch.Tensor, values: torch.Tensor, compact: CompactStorage | None) -> None:
+    def _poison(self, keys: torch.Tensor, values: torch.Tensor, quantized: QuantizedStorage | None) -> None:
         """Write NaN outside the extents of visible blocks, and `STALE` into the unwritten slots of those extents."""
         layer = self.cache.pool.arena.layers[0]
         seen = {block for segment in self.forward.segments for block in segment.view if block.length}
-        if compact is not None:
-            packed = [layer.rows(block.tokens).reshape(-1) for block in seen if block.extent.is_compact]
-            outside = torch.ones(len(compact.scales), dtype=torch.bool)
+        if quantized is not None:
+            packed = [layer.rows(block.tokens).reshape(-1) for block in seen if block.extent.is_quantized]
+            outside = torch.ones(len(quantized.scales), dtype=torch.bool)
             outside[torch.cat([*packed, torch.empty(0, dtype=torch.int64)])] = False
-            compact.scales[outside] = math.nan
-            seen = {block for block in seen if not block.extent.is_compact}
+            quantized.scales[outside] = math.nan
+            seen = {block for block in seen if not block.extent.is_quantized}
         inside = torch.zeros(len(keys), dtype=torch.bool)
         written = torch.zeros(len(keys), dtype=torch.bool)
         for block in seen:
@@ -219,7 +219,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         written = {view[-1] for rows in passes for view in rows}
         for block in [block for block in dict.fromkeys(b for view in views for b in view) if block.length]:
             if block not in written and draw(st.integers(0, 3)):
-                scene.compress(block)
+                scene.quantize(block)
     for rows in passes:
         scene.step([Segment(view, 1) if in_step else _segment(draw, view) for view in rows])
     return scene

@@ -155,10 +155,10 @@ def attend(case: Case) -> None:
     blocks, other = scene.cache.pool.new_blocks(2, 4), scene.cache.pool.new_block(4)
     scene.step([*(Segment([blocks[1 - i], blocks[i]], 1) for i in range(2)), Segment([other], 1)])
     if case.cache_dtype is not None:
-        scene.compress(other)
+        scene.quantize(other)
     scene.step([Segment([blocks[1 - i], other, blocks[i]], 1) for i in range(2)])
     layer, plan = scene.cache.pool.arena.layers[0], scene.forward.plan
-    compact = layer.compact
+    quantized = layer.quantized
     layer = LayerStorage(layer.keys.to(case.dtype), layer.values.to(case.dtype), kv_heads)
     new = [layer.keys.new_zeros(kv_heads, 2, stored.shape[1]) for stored in (layer.keys, layer.values)]
     triton_attention.TritonBackend().append(layer.keys, layer.values, *new, plan)
@@ -168,7 +168,7 @@ def attend(case: Case) -> None:
     heads = scene.heads and scene.heads._replace(weight=scene.heads.weight.to(case.dtype))
     sinks = query.new_zeros(4 * kv_heads)
     params = AttentionParams(kv_heads, 0.1, rotary, case.softcap, sinks, chunk=case.chunk, latent=heads)
-    triton_attention.TritonBackend().attend(query, layer.keys, layer.values, plan, params, compact)
+    triton_attention.TritonBackend().attend(query, layer.keys, layer.values, plan, params, quantized)
 
 
 @pytest.mark.parametrize(

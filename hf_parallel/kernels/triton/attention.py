@@ -12,7 +12,7 @@ from triton import knobs
 
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec
-from hf_parallel.kernels.storage import CompactStorage, TokenRange, storage_row
+from hf_parallel.kernels.storage import QuantizedStorage, TokenRange, storage_row
 from hf_parallel.kernels.torch_attention import TorchBackend
 from hf_parallel.kernels.triton.kernels import attend_kernel, merge_heads_kernel, merge_kernel
 from hf_parallel.kernels.triton.launch import (
@@ -65,13 +65,13 @@ class TritonBackend(TorchBackend):
         values: Tensor,
         plan: AttentionPlan,
         params: AttentionParams,
-        compact: CompactStorage | None = None,
+        quantized: QuantizedStorage | None = None,
     ) -> Tensor:
         """Queries after the plan's are padding, whose output is zero."""
         # FlashAttention, which has no soft-capping, computes long runs of new tokens faster.
         is_fused = params.softcap is None and (keys.shape == values.shape or params.latent is not None)
         if not self.is_chosen and is_fused and plan.longest_run > MAX_RUN:
-            return super().attend(query, keys, values, plan, params, compact)
+            return super().attend(query, keys, values, plan, params, quantized)
         latent = params.latent
         leads = keys
         lead = 0
@@ -81,8 +81,8 @@ class TritonBackend(TorchBackend):
             leads = values
             values = keys
         stored = keys, values, leads, keys
-        if compact is not None:
-            packed = compact.keys, compact.values, compact.values, compact.scales
+        if quantized is not None:
+            in_8_bits = quantized.keys, quantized.values, quantized.values, quantized.scales
         tokens, heads, dim = query.shape
         sizes = heads // params.num_kv_heads, params.num_kv_heads, dim - lead, values.shape[-1]
         shape = LayerShape(*sizes, query.dtype, query.device, params.window, params.rotary, lead, params.chunk)
@@ -95,7 +95,7 @@ class TritonBackend(TorchBackend):
         with on_device(query.device):
             for grid, tensors, constants in launch.calls:
                 attend_kernel[grid](
-                    query, *(packed if constants["PACKED"] else stored), *tensors, *query.stride()[:2], *scalars,
+                    query, *(in_8_bits if constants["QUANTIZED"] else stored), *tensors, *query.stride()[:2], *scalars,
                     SOFTCAP=params.softcap is not None, **constants,
                 )  # fmt: skip
             partial = launch.part_out, launch.part_lse, launch.buffers["merge_start"], launch.buffers["merge_slot"]

@@ -13,7 +13,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(1 << 30)
-COMPACT = tl.constexpr(1 << 30)  # `COMPACT` of `hf_parallel.kernels.storage`
+FIRST_QUANTIZED = tl.constexpr(1 << 30)  # `FIRST_QUANTIZED` of `hf_parallel.kernels.storage`
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def _fold_tile(
     keys,  # pointer to the block's first key
     values,
     leads,
-    scales,  # float32 [.., 2], of keys and values (or leads) in 8 bits, if `PACKED`
+    scales,  # float32 [.., 2], of keys and values (or leads) in 8 bits, if `QUANTIZED`
     first,  # first key of the tile, relative to the block
     end,  # end of the visible keys
     lo,  # int32 [BLOCK_M]
@@ -119,7 +119,7 @@ def _fold_tile(
     scale, softcap,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     LEAD: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys and values to the running sums (online softmax). With leads, the keys are the values.
 
@@ -128,13 +128,13 @@ def _fold_tile(
     n = first + tl.arange(0, BLOCK_N)
     k = _load_tile(keys, n, end, DIM, BLOCK_D, MASKED).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if PACKED:
+    if QUANTIZED:
         scale_k = tl.load(scales + 2 * n, mask=n < end, other=0.0)
         scale_v = tl.load(scales + 2 * n + 1, mask=n < end, other=0.0)
         scores *= scale_k[None, :]
     if LEAD > 0:
         lead = _load_tile(leads, n, end, LEAD, BLOCK_L, MASKED).to(q.dtype)
-        if PACKED:
+        if QUANTIZED:
             scores += tl.dot(q_lead, tl.trans(lead), input_precision=PRECISION) * scale_v[None, :]
             scale_v = scale_k
         else:
@@ -157,9 +157,9 @@ def _fold_tile(
     weights = tl.exp2(scores * factor - anchor[:, None])
     decay = tl.exp2(best - anchor)
     total = total * decay + tl.sum(weights, 1)
-    if PACKED and q.dtype == tl.float16:  # which has no exponents for small weights times scales
+    if QUANTIZED and q.dtype == tl.float16:  # which has no exponents for small weights times scales
         v = (v.to(tl.float32) * scale_v[:, None]).to(tl.float16)
-    elif PACKED:
+    elif QUANTIZED:
         weights *= scale_v[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
     return new_best, total, acc
@@ -171,7 +171,7 @@ def attend_kernel(
     keys,  # [slots * kv_heads, DIM]
     values,  # [slots * kv_heads, DIM_V]; not read if there are leads
     leads,  # [slots, LEAD], the first dimensions of the keys; with them, there is one KV head
-    scales,  # float32 [slots * kv_heads, 2], of keys and values (or leads) in 8 bits; not read unless `PACKED`
+    scales,  # float32 [slots * kv_heads, 2], of keys and values (or leads) in 8 bits; not read unless `QUANTIZED`
     items,  # int32 [W, 9], see work.ITEM_FIELDS
     item_offsets,  # int32 [programs + 1]
     pair_query,  # int32 [P]
@@ -191,7 +191,7 @@ def attend_kernel(
     CHUNKED: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, LEAD: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """Attention of work items for one KV head: each key and value of an item is read once, for all rows of its tile.
 
@@ -241,7 +241,7 @@ def attend_kernel(
             q = _rotated_query(q_at, load_mask, pair, rotated, cos, sin, DIM, BLOCK_M, BLOCK_D, HALF, INTERLEAVED)
             q_lead = q
 
-        block = _storage_row(origin % COMPACT, capacity, block_first, num_kv_heads, kv_head)
+        block = _storage_row(origin % FIRST_QUANTIZED, capacity, block_first, num_kv_heads, kv_head)
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.full([BLOCK_M], 0.0, tl.float32)
         acc = tl.full([BLOCK_M, BLOCK_V], 0.0, tl.float32)
@@ -253,13 +253,15 @@ def attend_kernel(
         for tile in range(0, num_full):
             best, total, acc = _fold_tile(
                 q, q_lead, k_base, v_base, lead_base, scale_base, full + tile * BLOCK_N, end, lo, hi, best, total, acc,
-                scale, softcap, DIM, DIM_V, BLOCK_D, BLOCK_V, LEAD, BLOCK_L, BLOCK_N, False, SOFTCAP, PRECISION, PACKED,
+                scale, softcap, DIM, DIM_V, BLOCK_D, BLOCK_V, LEAD, BLOCK_L, BLOCK_N, False,
+                SOFTCAP, PRECISION, QUANTIZED,
             )  # fmt: skip
         for edge in range(0, num_tiles - num_full):
             tile = tl.where(edge < first_full, edge, edge + num_full)
             best, total, acc = _fold_tile(
                 q, q_lead, k_base, v_base, lead_base, scale_base, begin + tile * BLOCK_N, end, lo, hi, best, total, acc,
-                scale, softcap, DIM, DIM_V, BLOCK_D, BLOCK_V, LEAD, BLOCK_L, BLOCK_N, True, SOFTCAP, PRECISION, PACKED,
+                scale, softcap, DIM, DIM_V, BLOCK_D, BLOCK_V, LEAD, BLOCK_L, BLOCK_N, True,
+                SOFTCAP, PRECISION, QUANTIZED,
             )  # fmt: skip
 
         empty = total == 0.0

@@ -18,7 +18,7 @@ import torch
 
 from hf_parallel.kernels.plan import AttentionPlan, DeviceBuffers, Increments
 from hf_parallel.kernels.rope import RotarySpec
-from hf_parallel.kernels.storage import COMPACT
+from hf_parallel.kernels.storage import FIRST_QUANTIZED
 from hf_parallel.kernels.triton.kernels import advance_kernel
 from hf_parallel.kernels.work import ITEM_FIELDS, Partition, Work, make_work
 
@@ -47,7 +47,7 @@ class LayerShape(NamedTuple):
 class Tiling(NamedTuple):
     """Configuration of the attention kernel: rows and keys per tile, warps, stages, programs per processor.
 
-    Blocks in 8 bits (`packed`) have launches of their own.
+    Blocks in 8 bits (`quantized`) have launches of their own.
     """
 
     block_m: int
@@ -55,12 +55,12 @@ class Tiling(NamedTuple):
     num_warps: int
     num_stages: int
     programs: int
-    packed: bool = False
+    quantized: bool = False
 
-    def for_packed(self) -> Tiling:
+    def for_quantized(self) -> Tiling:
         """Return the tiling for blocks in 8 bits, whose conversion takes registers: with these, none is spilled."""
         stages = self.num_stages if self.block_n < self.block_m else min(self.num_stages, 2)
-        return self._replace(num_stages=stages, programs=min(self.programs, 2), packed=True)
+        return self._replace(num_stages=stages, programs=min(self.programs, 2), quantized=True)
 
     def group_tile(self, groups: int) -> int:
         """Return the number of heads of a group that a tile holds: all of them, if they fit."""
@@ -206,7 +206,7 @@ class AttendLaunch(Launch):
             "BLOCK_N": tiling.block_n,
             "HALF": self.cos.shape[-1],
             "INTERLEAVED": shape.rotary is not None and shape.rotary.interleaved,
-            "PACKED": tiling.packed,
+            "QUANTIZED": tiling.quantized,
             "PRECISION": "ieee" if shape.dtype == torch.float32 else "tf32",
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
@@ -225,11 +225,11 @@ class AttendLaunch(Launch):
         """Select the tilings for blocks in the dtype of the queries, and for blocks in 8 bits."""
         rows = np.diff(plan.block_pairs) * self.shape.groups
         keys = np.maximum.reduceat(plan.pair_hi, plan.block_pairs[:-1])
-        packed = plan.block_origin >= COMPACT
-        if not packed.any():
+        quantized = plan.block_origin >= FIRST_QUANTIZED
+        if not quantized.any():
             return self._select_for(rows, keys)
-        own = self._select_for(rows[~packed], keys[~packed]) if not packed.all() else ()
-        return *own, *(one.for_packed() for one in self._select_for(rows[packed], keys[packed]))
+        own = self._select_for(rows[~quantized], keys[~quantized]) if not quantized.all() else ()
+        return *own, *(one.for_quantized() for one in self._select_for(rows[quantized], keys[quantized]))
 
     def _select_for(self, rows: np.ndarray, keys: np.ndarray) -> tuple[Tiling, ...]:
         """Select one tiling for blocks with few rows and one for blocks with many, or one for all if that is faster.
@@ -255,7 +255,7 @@ class AttendLaunch(Launch):
     def _work(self, plan: AttentionPlan) -> Work:
         groups = self.shape.groups
         partitions = [
-            Partition(one.block_m // one.group_tile(groups), one.block_n, self._max_programs(one), one.packed)
+            Partition(one.block_m // one.group_tile(groups), one.block_n, self._max_programs(one), one.quantized)
             for one in self._tilings
         ]
         horizon = 0 if plan.increments is None else self.horizon

@@ -185,7 +185,7 @@ def attend_blocks(
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
         packed = query[0].transpose(0, 1).to(layer.keys.dtype)
         stored = layer.keys, layer.values
-        return layer.backend.attend(packed, *stored, plan, params, layer.compact).unsqueeze(0)
+        return layer.backend.attend(packed, *stored, plan, params, layer.quantized).unsqueeze(0)
 
 
 @torch.library.custom_op(
