@@ -23,7 +23,7 @@ from hf_parallel.kernels.schedule import DenseCall, Schedule, make_schedule
 from hf_parallel.kernels.storage import QuantizedStorage, TokenRange, dequantize, storage_row
 from hf_parallel.kernels.transfer import to_device
 
-UNPACKED_QUERIES = 32  # queries per block from which packing grouped heads is not faster than one product per head
+UNFOLDED_QUERIES = 32  # queries per block from which folding grouped heads is not faster than one product per head
 MASK_ALIGNMENT = 16  # elements; alignment of a mask's rows that PyTorch's memory-efficient attention requires on a GPU
 
 StridedView = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides and offset for `torch.as_strided`
@@ -52,7 +52,7 @@ class _PreparedCall:
     call: DenseCall
     queries: slice | Tensor | None  # None: all of them, in order
     tables: Tables
-    packs: bool  # whether the heads of a group are packed into the row dimension
+    folds: bool  # whether the heads of a group are folded into the row dimension
     mask: Tensor | None
     key_view: StridedView  # [N, kv_heads, L, head_dim]
     value_view: StridedView
@@ -150,7 +150,7 @@ class TorchBackend:
                 v = values.as_strided(*call.value_view)
             if latent is None:
                 out, lse = _attend(q, k, v, call, params.scale, params.softcap)
-            elif call.packs:
+            elif call.folds:
                 out, lse = _attend(latent.absorb(q), torch.cat((v, k), -1), k, call, params.scale, params.softcap)
                 out = latent.project(out)
             else:
@@ -266,16 +266,16 @@ def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _D
 
 
 def _prepare(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _DenseShape) -> _PreparedCall:
-    packs = not call.causal and call.num_queries < (shape.expands_from or UNPACKED_QUERIES)
+    folds = not call.causal and call.num_queries < (shape.expands_from or UNFOLDED_QUERIES)
     index = plan.pair_query[call.pairs]
     queries: slice | Tensor | None
     if (call.pairs >= 0).all() and (np.diff(index) == 1).all():
         queries = None if len(index) == plan.num_queries else slice(int(index[0]), int(index[-1]) + 1)
     else:
         queries = torch.from_numpy(index).to(shape.device)
-    mask = _mask(call, shape.heads // shape.kv_heads if packs else 1, shape)
+    mask = _mask(call, shape.heads // shape.kv_heads if folds else 1, shape)
     views = [_strided_view(call, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim)]
-    return _PreparedCall(call, queries, tables, packs, mask, *views)
+    return _PreparedCall(call, queries, tables, folds, mask, *views)
 
 
 def _rotation_tables(plan: AttentionPlan, calls: Sequence[DenseCall], shape: _DenseShape) -> list[Tables]:
@@ -318,8 +318,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """One dense call of queries `[N * M, heads, head_dim]` to keys and values `[N, kv_heads, L, head_dim]`.
 
-    Heads that share a KV head are packed with the queries into one row dimension, so that keys are read once per KV
-    head. They are not packed in a causal call, or from `UNPACKED_QUERIES` queries per block. Returns the output
+    Heads that share a KV head are folded with the queries into one row dimension, so that keys are read once per KV
+    head. They are not folded in a causal call, or from `UNFOLDED_QUERIES` queries per block. Returns the output
     `[N * M, heads, head_dim]` and the log-sum-exp `[N * M, heads]`.
     """
     n = len(k)
@@ -329,14 +329,14 @@ def _attend(
     mask = call.mask
     total, heads, dim = q.shape
     groups = heads // kv_heads
-    if not call.packs:
+    if not call.folds:
         out, lse = dense_attention(q.view(n, m, heads, dim).transpose(1, 2), k, v, mask, causal, scale, softcap)
         return out.transpose(1, 2).reshape(total, heads, -1), lse.transpose(1, 2).reshape(total, heads)
     if m == 1:
         out, lse = dense_attention(q.view(n, kv_heads, groups, dim), k, v, mask, False, scale, softcap)
         return out.reshape(n, heads, -1), lse.reshape(n, heads)
-    packed = q.view(n, m, kv_heads, groups, dim).transpose(1, 2).reshape(n, kv_heads, m * groups, dim)
-    out, lse = dense_attention(packed, k, v, mask, False, scale, softcap)
+    folded = q.view(n, m, kv_heads, groups, dim).transpose(1, 2).reshape(n, kv_heads, m * groups, dim)
+    out, lse = dense_attention(folded, k, v, mask, False, scale, softcap)
     out = out.view(n, kv_heads, m, groups, -1).transpose(1, 2).reshape(total, heads, -1)
     return out, lse.view(n, kv_heads, m, groups).transpose(1, 2).reshape(total, heads)
 
