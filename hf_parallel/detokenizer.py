@@ -46,6 +46,7 @@ class IncrementalDetokenizer:
         self.visible: list[int] = [token for token in continued if token not in hidden]
         self.text = ""
         self._num_decoded = len(self.visible)  # visible tokens that `text` covers, and those before
+        self._decoded = 0, 0, ""  # text of visible tokens, from a first to a last one
         self._starts = [0]  # where decoding may begin: within a character of several byte tokens it would fail
 
     def add(self, tokens: Sequence[int]) -> str:
@@ -54,7 +55,7 @@ class IncrementalDetokenizer:
         self.visible += [token for token in tokens if token not in self.hidden]
         start = self._start()
         oldest = len(self.visible) - _MAX_INCOMPLETE
-        before = _decode(self.tokenizer, self.visible[start : self._num_decoded])
+        before = self._before(start)
         for end in range(len(self.visible), self._num_decoded, -1):
             added = self._added(before, start, end)
             complete = not added.endswith(_REPLACEMENT)
@@ -75,15 +76,22 @@ class IncrementalDetokenizer:
     def flush(self) -> str:
         """Return the text of the tokens that are held back, as no others follow."""
         start = self._start()
-        before = _decode(self.tokenizer, self.visible[start : self._num_decoded])
-        added = self._added(before, start, len(self.visible))
+        added = self._added(self._before(start), start, len(self.visible))
         self._num_decoded = len(self.visible)
         self.text += added
         return added
 
+    def _before(self, start: int) -> str:
+        """Return the text of the visible tokens from `start` to the last that `text` covers."""
+        first, last, text = self._decoded
+        if (first, last) == (start, self._num_decoded):  # as in most steps, decoded by the last one
+            return text
+        return _decode(self.tokenizer, self.visible[start : self._num_decoded])
+
     def _added(self, before: str, start: int, end: int) -> str:
         """Return the text that tokens add before index `end`; `before` is the text from `start` to the last of them."""
         after = _decode(self.tokenizer, self.visible[start:end])
+        self._decoded = start, end, after
         if after.startswith(before) and not after.endswith(_REPLACEMENT):
             return after[len(before) :]
         # An invalid byte makes a whole run of byte tokens unreadable, with the characters before it.
@@ -155,7 +163,8 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: Any, **options: bool) -> 
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    return decode(tokenizer, tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    ids: Any = tokens
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)  # type: ignore[return-value]
 
 
 def _fragment(tokenizer: Any, token: int, text: str) -> bytes:

@@ -510,25 +510,26 @@ class Engine:
         began = time.perf_counter()
         table = self._table
         members = table.members
-        results: Sequence[bool | BaseException]
         try:
-            results = table.advance(logits)
+            happened = table.advance(logits)
         except CannotDrawError:  # each by itself, to find out which
             for request, member, part in zip(requests, members, table.parts(logits), strict=True):
                 request.take_logits(member.task, part)
             return
         except Exception as error:  # generators may have advanced, so that nothing can be repeated
-            results = [error] * len(requests)
+            happened = [(index, error) for index in range(len(requests))]
         finally:
             self._known_seconds += time.perf_counter() - began
         self._scheduler.charge_all(requests, [len(member.rows) for member in members])
         for request in requests:
-            request.handle.notify()
-        for request, member, result in zip(requests, members, results, strict=True):
-            if isinstance(result, BaseException):
-                self._call(request, request.fail, result)
-            elif result:
-                self._call(request, request.resume, member)
+            if request.handle.waiting:
+                request.handle.notify()
+        for index, cause in happened:
+            request = requests[index]
+            if cause is None:
+                self._call(request, request.resume, members[index])
+            else:
+                self._call(request, request.fail, cause)
 
     def _sample_waiting(self) -> bool:
         """Sample the next tokens of all requests that wait for them; continue each. Return whether there were any."""

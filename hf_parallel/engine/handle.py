@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import IncrementalDetokenizer
+from hf_parallel.generation.decoding.standing import TokenSink
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.streaming import RowText
 
@@ -94,9 +95,10 @@ class RequestHandle:
         self._check_wait = check_wait
         self._decoder = decoder
         self._lock = threading.Lock()
-        self._waiting: list[tuple[Callable[[], bool], Future[None]]] = []
-        self._tokens: list[int] = []
-        self._rows: list[int] = []  # of the tokens
+        self.waiting: list[tuple[Callable[[], bool], Future[None]]] = []
+        """Conditions, with the futures that end once they hold; see `notify`."""
+        self.sink = TokenSink([], [])
+        """Its tokens."""
         self._texts: list[RowText] = []
         self._output: Any = None
 
@@ -126,11 +128,11 @@ class RequestHandle:
 
     def __iter__(self) -> Iterator[StreamedToken]:
         """Yield tokens as they are generated, those of all rows."""
-        return self._read(self._tokens, self._token)
+        return self._read(self.sink.tokens, self._token)
 
     def __aiter__(self) -> AsyncIterator[StreamedToken]:
         """Yield tokens in asyncio."""
-        return self._read_async(self._tokens, self._token)
+        return self._read_async(self.sink.tokens, self._token)
 
     def texts(self) -> Iterator[RowText]:
         """Yield text as it is generated, with its row and event; see `ParallelStreamer.write_row`."""
@@ -156,7 +158,7 @@ class RequestHandle:
             yield text
 
     def _token(self, index: int) -> StreamedToken:
-        return StreamedToken(self._tokens[index], self._rows[index])
+        return StreamedToken(self.sink.tokens[index], self.sink.rows[index])
 
     def _read(self, items: Sized, item: Callable[[int], T]) -> Iterator[T]:
         for index in count():
@@ -197,7 +199,7 @@ class RequestHandle:
         self._check_wait()
         future: Future[None] = Future()
         with self._lock:
-            self._waiting.append((condition, future))
+            self.waiting.append((condition, future))
         self.notify()  # it may hold already
         return future
 
@@ -212,15 +214,15 @@ class RequestHandle:
         """Append a token of each row."""
         if self.times.first_token is None:
             self.times.first_token = time.perf_counter()
-        self._rows += rows
-        self._tokens += tokens
+        self.sink.rows.extend(rows)
+        self.sink.tokens.extend(tokens)
 
     def fork(self, row: int, forks: Sequence[int]) -> None:
         """Append the tokens of a row as those of the rows `forks`, which continue it."""
-        tokens = [token for token, owner in zip(self._tokens, self._rows, strict=True) if owner == row]
+        tokens = [token for token, owner in zip(self.sink.tokens, self.sink.rows, strict=True) if owner == row]
         for fork in forks:
-            self._rows += [fork] * len(tokens)
-            self._tokens += tokens
+            self.sink.rows.extend([fork] * len(tokens))
+            self.sink.tokens.extend(tokens)
 
     def add_text(self, row: int, text: str, event: str) -> None:
         """Append text."""
@@ -228,11 +230,11 @@ class RequestHandle:
 
     def notify(self) -> None:
         """End the futures whose conditions hold."""
-        if not self._waiting:
+        if not self.waiting:
             return
         with self._lock:
-            ready = [one for one in self._waiting if one[0]() or one[1].cancelled()]
-            self._waiting = [one for one in self._waiting if one not in ready]
+            ready = [one for one in self.waiting if one[0]() or one[1].cancelled()]
+            self.waiting = [one for one in self.waiting if one not in ready]
         for _, future in ready:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)

@@ -91,6 +91,7 @@ class Request(Host):
         self.identity = self if self.is_private else cache_salt if adapter is None else (adapter, cache_salt)
         self.call = replace(call, host=self)  # instead of the call's own
         handle.stats = call.stats
+        self.sink = handle.sink
         self.chunk_size = self.batch_rows = 0
         self.number = -1  # in the order of submission
         self.account: Any = None  # its submitter's, see `Scheduler`

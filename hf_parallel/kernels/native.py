@@ -76,14 +76,6 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Address(ctypes.c_void_p):
-    """Type of arguments that are addresses: a call takes the tensor, and holds it until it returns. None is NULL."""
-
-    @classmethod
-    def from_param(cls, tensor: Tensor | None) -> ctypes.c_void_p:  # type: ignore[override] # of tensors only
-        return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
 class NativeCalls:
     """Calls of a schedule as an array of C structs, shared by all layers of one shape.
 
@@ -131,19 +123,38 @@ def attend(
     tokens, heads, _ = query.shape
     lead = 0 if leads is None else leads.shape[1]
     dim = values.shape[1]
-    out, lse = (query.new_empty(*size, dtype=torch.float32) for size in ((tokens, heads, dim), (tokens, heads)))
-    storage = keys.data_ptr(), (values if leads is None else leads).data_ptr(), 0, FORMATS.index(query.dtype)
-    fields: tuple[int, ...] = (0,) * 4
-    if quantized is not None:
-        pointers = map(Tensor.data_ptr, (quantized.keys, quantized.values, quantized.scales))
-        fields = *pointers, FORMATS.index(quantized.keys.dtype)
+    out = query.new_empty(tokens, heads, dim, dtype=torch.float32)
+    lse = query.new_empty(tokens, heads, dtype=torch.float32)
     layer = _Layer(
-        *(query.data_ptr(), query.stride(0), query.stride(1), out.data_ptr(), lse.data_ptr()),
-        *(storage, fields, heads, kv_heads, lead, dim, scale),
+        query=query.data_ptr(),
+        query_token=query.stride(0),
+        query_head=query.stride(1),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        storage=_StorageStruct(
+            keys=keys.data_ptr(),
+            values=values.data_ptr() if leads is None else leads.data_ptr(),
+            format=FORMATS.index(query.dtype),
+        ),
+        heads=heads,
+        kv_heads=kv_heads,
+        lead=lead,
+        dim=dim,
+        scale=scale,
     )
-    sinks = None if sinks is None else sinks.float().contiguous()
-    call_array = calls.array, len(calls.array)
-    if library.attend(ctypes.byref(layer), sinks, tokens, *call_array, torch.get_num_threads()):
+    if quantized is not None:
+        layer.quantized = _StorageStruct(
+            keys=quantized.keys.data_ptr(),
+            values=quantized.values.data_ptr(),
+            scales=quantized.scales.data_ptr(),
+            format=FORMATS.index(quantized.keys.dtype),
+        )
+    sinks_address = None
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+        sinks_address = sinks.data_ptr()
+    num_threads = torch.get_num_threads()
+    if library.attend(ctypes.byref(layer), sinks_address, tokens, calls.array, len(calls.array), num_threads):
         raise MemoryError(f"attention of {tokens} tokens x {heads} heads cannot allocate its partial sums")
     return out.to(query.dtype), lse
 
@@ -170,9 +181,20 @@ def linear(
     inputs = x.shape[-1]
     out = x.new_empty(*x.shape[:-1], outputs)
     row_bytes = weight.stride(0) * weight.element_size()
-    sizes = x.numel() // inputs, inputs, outputs, torch.get_num_threads()
     compute = library.linear_int8 if int8 else library.linear
-    if compute(_NUMBERS[packing], x, weight, row_bytes, bias, out, *sizes):
+    has_failed = compute(
+        _NUMBERS[packing],
+        x.data_ptr(),
+        weight.data_ptr(),
+        row_bytes,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.numel() // inputs,
+        inputs,
+        outputs,
+        torch.get_num_threads(),
+    )
+    if has_failed:
         raise MemoryError(f"a layer of {inputs} inputs cannot allocate memory for a few rows of its weights")
     return out
 
@@ -184,9 +206,11 @@ def unpack(packed: Tensor, packing: str) -> Tensor:
     if library is None or packed.device.type != "cpu":
         raise RuntimeError(f"packed weights need C kernels on a CPU: {unavailable_reason() or f'got {packed.device}'}")
     row_bytes = packed.shape[1] * packed.element_size()
-    (size, count) = PACKINGS[packing]
-    out = packed.new_empty(len(packed), row_bytes // size * count, dtype=torch.float32)
-    library.unpack(_NUMBERS[packing], packed, row_bytes, out, *out.shape, torch.get_num_threads())
+    block_bytes, block_weights = PACKINGS[packing]
+    inputs = row_bytes // block_bytes * block_weights
+    out = packed.new_empty(len(packed), inputs, dtype=torch.float32)
+    number = _NUMBERS[packing]
+    library.unpack(number, packed.data_ptr(), row_bytes, out.data_ptr(), len(packed), inputs, torch.get_num_threads())
     return out
 
 
@@ -197,7 +221,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Ten
     x = x.contiguous()
     out = torch.empty_like(x)
     size = x.shape[-1]
-    library.rms_norm(x, weight, out, x.numel() // size, size, eps, offset, torch.get_num_threads())
+    weight_address = None if weight is None else weight.data_ptr()
+    num_threads = torch.get_num_threads()
+    library.rms_norm(x.data_ptr(), weight_address, out.data_ptr(), x.numel() // size, size, eps, offset, num_threads)
     return out
 
 
@@ -205,17 +231,22 @@ def rotate_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleav
     """Rotate float32 queries and keys `[1, heads, T, head_dim]` by contiguous `cos` and `sin` `[1, T, rotary_dim]`."""
     library = _library()
     assert library is not None, "is_available() was not checked"
-    rotated: list[Tensor] = []
-    arguments: list[Tensor | int] = []
+    _, _, tokens, dim = query.shape
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    arguments: list[int] = []
     for x in (query, key):
-        x = x if x.stride(3) == 1 else x.contiguous()
-        _, heads, tokens, dim = x.shape
+        if x.stride(3) != 1:
+            x = x.contiguous()
+        heads = x.shape[1]
         out = x.new_empty(1, tokens, heads, dim)
-        arguments += [x, out, heads, x.stride(2), x.stride(1)]
-        rotated.append(out.transpose(1, 2))
-    sizes = tokens, dim, cos.shape[2], interleaved, torch.get_num_threads()
-    library.rotate_heads(*arguments, cos, sin, *sizes)
-    return rotated[0], rotated[1]
+        inputs.append(x)  # keeps a copy until the call has returned
+        outputs.append(out)
+        arguments += [x.data_ptr(), out.data_ptr(), heads, x.stride(2), x.stride(1)]
+    rotary_dim = cos.shape[2]
+    num_threads = torch.get_num_threads()
+    library.rotate_heads(*arguments, cos.data_ptr(), sin.data_ptr(), tokens, dim, rotary_dim, interleaved, num_threads)
+    return outputs[0].transpose(1, 2), outputs[1].transpose(1, 2)
 
 
 def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tensor | None:
@@ -225,12 +256,12 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
     """
     library = _library()
     assert library is not None, "is_available() was not checked"
-    if not library.are_probabilities(probs, *probs.shape):
+    if not library.are_probabilities(probs.data_ptr(), *probs.shape):
         return None
     words = torch.empty(probs.shape, dtype=torch.int64, device="cpu")
     words.random_(torch.iinfo(torch.int64).min, None, generator=generator)
     tokens = probs.new_empty(len(probs), dtype=torch.int64)
-    library.multinomial(probs, words, *probs.shape, tokens)
+    library.multinomial(probs.data_ptr(), words.data_ptr(), *probs.shape, tokens.data_ptr())
     return tokens
 
 
@@ -243,7 +274,8 @@ def row_sums(words: Tensor, multipliers: Tensor, out: Tensor) -> None:
     """Write sums of rows; see `hf_parallel.kernels.checksum`."""
     library = _library()
     assert library is not None, "is_available() was not checked"
-    library.row_sums(words, multipliers, out, len(words), torch.get_num_threads())
+    num_threads = torch.get_num_threads()
+    library.row_sums(words.data_ptr(), multipliers.data_ptr(), out.data_ptr(), len(words), num_threads)
 
 
 def release_threads() -> None:
@@ -280,9 +312,15 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return None, str(error)
     size = ctypes.c_int64
-    pointer = _Address
-    calls = ctypes.POINTER(_DenseCallStruct)
-    library.attend.argtypes = [ctypes.POINTER(_Layer), pointer, size, calls, size, ctypes.c_int]
+    pointer = ctypes.c_void_p
+    library.attend.argtypes = [
+        ctypes.POINTER(_Layer),
+        pointer,
+        size,
+        ctypes.POINTER(_DenseCallStruct),
+        size,
+        ctypes.c_int,
+    ]
     library.attend.restype = ctypes.c_int
     for function in (library.linear, library.linear_int8):
         function.argtypes = [ctypes.c_int, pointer, pointer, size, pointer, pointer, *[size] * 3, ctypes.c_int]

@@ -8,6 +8,7 @@ keys before it and a causal call, so that no mask is built for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -164,16 +165,23 @@ def _call(
 def _batch(calls: list[DenseCall]) -> list[DenseCall]:
     shapes: dict[tuple[int, int, bool], list[DenseCall]] = {}
     for call in calls:
-        shapes.setdefault((call.num_queries, call.capacity, call.is_quantized), []).append(call)
+        is_quantized = call.origin >= FIRST_QUANTIZED
+        shapes.setdefault((call.num_queries, call.capacity, is_quantized), []).append(call)
     out: list[DenseCall] = []
     for alike in shapes.values():
-        alike.sort(key=lambda call: call.origin)
-        bounds = np.array([(call.origin, call.first, call.first + call.num_keys) for call in alike]).T
-        start = 0
-        while start < len(alike):
-            count, spacing = _evenly_spaced(*bounds[:, start:])
-            out.append(_join(alike[start : start + count], spacing) if count > 1 else alike[start])
-            start += count
+        alike.sort(key=attrgetter("origin"))
+        origins, starts, ends = np.array([(call.origin, call.first, call.first + call.num_keys) for call in alike]).T
+        begin = 0
+        while begin < len(alike):
+            count, spacing = _evenly_spaced(origins[begin:], starts[begin:], ends[begin:])
+            if count > 1:
+                joined = slice(begin, begin + count)
+                first = int(starts[joined].min())
+                num_keys = int(ends[joined].max()) - first
+                out.append(_join(alike[joined], spacing, first, num_keys))
+            else:
+                out.append(alike[begin])
+            begin += count
     return out
 
 
@@ -195,9 +203,8 @@ def _evenly_spaced(origins: np.ndarray, starts: np.ndarray, ends: np.ndarray) ->
     return (int(joined[-1]) + 2, spacing) if len(joined) else (1, 0)
 
 
-def _join(calls: list[DenseCall], spacing: int) -> DenseCall:
-    first = min(call.first for call in calls)
-    num_keys = max(call.first + call.num_keys for call in calls) - first
+def _join(calls: list[DenseCall], spacing: int, first: int, num_keys: int) -> DenseCall:
+    """One batched call in place of calls over evenly spaced blocks, which reads the same range of keys in each."""
     origin = calls[0].origin
     width = calls[0].num_queries
     num_blocks = (calls[-1].origin - origin) // spacing + 1

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 import hf_parallel
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.decoding.host import LocalHost
-from hf_parallel.generation.decoding.wants import Draw, Want
 from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
+from hf_parallel.generation.sampling.sampler import SamplingTask
 from hf_parallel.models.intercept.attention import UnsupportedModelError
 from hf_parallel.training import (
     DataCollatorForParallel,
@@ -57,15 +57,14 @@ def enabled(name: str = "llama") -> Any:
 def computed_logits() -> Iterator[list[torch.Tensor]]:
     """Collect the logits from which tokens are sampled, in the model's dtype, unlike `output.logits`."""
     computed: list[torch.Tensor] = []
-    plain = LocalHost.compute
+    plain = LocalHost._sample
 
-    def spy(host: LocalHost, want: Want) -> Any:
-        if isinstance(want, Draw):
-            computed.append(want.logits)
-        return plain(host, want)
+    def spy(executor: LocalHost, task: SamplingTask, logits: torch.Tensor) -> Any:
+        computed.append(logits)
+        return plain(executor, task, logits)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalHost, "compute", spy)
+        patch.setattr(LocalHost, "_sample", spy)
         yield computed
 
 

@@ -18,11 +18,11 @@ from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
-from hf_parallel.generation.decoding.standing import Standing
+from hf_parallel.generation.decoding.standing import Standing, TokenSink
 from hf_parallel.generation.decoding.table import DecodeTable
 from hf_parallel.generation.decoding.wants import Draw, Pass, Prefix, Steps, Wait, Want
 from hf_parallel.generation.sampling.parts import Part
-from hf_parallel.generation.sampling.sampler import SamplingBatch
+from hf_parallel.generation.sampling.sampler import Sampled, SamplingBatch, SamplingTask
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.cpu.elementwise import fast_layers
@@ -52,6 +52,9 @@ class Host:
     """Whether the call has lost its keys and values, and continues later."""
     is_done = False
     """Whether the call has ended."""
+
+    sink: TokenSink | None = None
+    """Where tokens of rows that stand go, step by step."""
 
     def running(self, cache: BlockCache) -> AbstractContextManager[None]:
         """Return a context in which the call runs the model over a cache."""
@@ -104,6 +107,7 @@ class LocalHost(Host):
         self._compile = compile
         self._steps = steps
         self._cached_model: CachedModel | None = None  # over the cache of the last pass
+        self._batch: SamplingBatch | None = None  # of the last rows that were sampled
 
     @contextmanager
     def running(self, cache: BlockCache) -> Iterator[None]:
@@ -130,6 +134,7 @@ class LocalHost(Host):
 
     def release(self) -> None:
         self._cached_model = None
+        self._batch = None
 
     def drive(self, steps: Steps[T]) -> T:
         """Run to the end of a run, and return its result."""
@@ -152,11 +157,11 @@ class LocalHost(Host):
     def compute(self, want: Want) -> Any:
         """Return what a run wants."""
         match want:
-            case Pass():
-                return self._forward(want)
+            case Pass(sampling=task):
+                logits = self._forward(want)
+                return logits if task is None else self._sample(task, logits)
             case Draw(task, logits):
-                (sampled,) = SamplingBatch([task]).sample([Part(logits)])
-                return sampled
+                return self._sample(task, logits)
             case Standing():
                 return self._decode(want)
             case Prefix() | Wait():
@@ -166,13 +171,19 @@ class LocalHost(Host):
         """Decode rows that stand, until something happens to one of them."""
         table = DecodeTable(standing.cache)
         table.choose([standing])
-        has_happened = False
-        while not has_happened:
+        while True:
             logits = self._forward(table.next_pass())
-            (result,) = table.advance(Part(logits))
-            if isinstance(result, BaseException):
-                raise result
-            has_happened = result
+            for _, error in table.advance(Part(logits)):
+                if error is not None:
+                    raise error
+                return
+
+    def _sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
+        """Sample the next tokens of rows, in most steps of the same rows as before."""
+        if self._batch is None or self._batch.tasks[0] != task:
+            self._batch = SamplingBatch([task])
+        (sampled,) = self._batch.sample([Part(logits)])
+        return sampled
 
     def _forward(self, want: Pass) -> torch.Tensor:
         """Run a forward pass."""

@@ -130,7 +130,7 @@ class DecodeLoop:
         while active:
             ahead: PassAhead | None = None
             if next_tokens is not None:
-                if runs_ahead and self._can_overlap(active):
+                if runs_ahead and self._can_overlap(active, next_tokens):
                     # Queues the copy of the tokens before the pass.
                     next_tokens = yield from self._sampled(active, next_tokens)
                     ahead = PassAhead(self.runner, active, next_tokens.tokens)
@@ -144,7 +144,8 @@ class DecodeLoop:
             if self.draft is not None and is_plain:
                 active = yield from self.draft(active)
             if may_stand and active and (num_steps := self._steps_to_stand(active)) > 1:
-                standing = Standing(self.cache, self.sampler, active, num_steps, self._count)
+                sink = self.call.host.sink
+                standing = Standing(self.cache, self.sampler, active, num_steps, self.stats, sink)
                 try:
                     next_tokens = yield standing
                 finally:
@@ -184,16 +185,10 @@ class DecodeLoop:
             steps = min([steps, *kept])
         return steps
 
-    def _count(self, output_rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Count a step of rows that stand, and give their tokens to the caller."""
-        self.stats.forward_passes += 1
-        self.stats.decoded_tokens += len(tokens)
-        self.call.record.passes += 1
-        self.call.host.add_tokens(output_rows, tokens)
-
     def _settle(self, standing: Standing) -> None:
         """Record what rows have got while they stood."""
         num_steps, log_probs = standing.settle()
+        self.call.record.passes += num_steps
         if num_steps and self.call.generation_config.return_dict_in_generate:
             self.call.record.log_probs.append((tuple(standing.output_rows) * num_steps, log_probs))
 
@@ -417,18 +412,18 @@ class DecodeLoop:
         sampled: Sampled = yield Draw(SamplingTask(self.sampler, [row.index for row in rows]), next_tokens)
         return sampled
 
-    def _can_overlap(self, rows: Sequence[Row]) -> bool:
-        """Return whether the next pass may be queued before its tokens have been copied to the CPU."""
+    def _can_overlap(self, rows: Sequence[Row], next_tokens: NextTokens) -> bool:
+        """Return whether the next pass may be queued before its tokens, `next_tokens`, have been copied to the CPU."""
         if not self.call.host.runs_ahead or self.replayer is not None:
             return False
         if self.call.streamer is not None and not self.call.record.passes:
-            return (
-                False  # the first decode pass may compile layers and capture a CUDA graph: the first token goes first
-            )
+            # The first decode pass may compile layers and capture a CUDA graph: the first token goes first.
+            return False
         is_rarely_void = VOID_COST * self._num_void <= self._num_kept + VOID_COST
         if not is_rarely_void and self.call.record.passes % RETRY:
             return False
-        return self.sampler.stays_on_device and any(self.num_tokens_left(row) > 1 for row in rows)
+        num_unsampled = 0 if isinstance(next_tokens, Sampled) else 1
+        return self.sampler.stays_on_device and any(self.num_tokens_left(row) > num_unsampled for row in rows)
 
     def _confirmed(self, ahead: PassAhead, rows: Sequence[Row]) -> torch.Tensor | None:
         """Return the logits of a pass that was queued ahead, unless it is void."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -11,87 +11,145 @@ from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.generation.decoding.rows import Row
 from hf_parallel.generation.sampling.log_probs import LogProbs, LogProbSteps
 from hf_parallel.generation.sampling.sampler import Sampler, SamplingTask
-
-OnTokens = Callable[[Sequence[int], Sequence[int]], None]
-"""(rows, tokens) of a step."""
+from hf_parallel.generation.stats import GenerationStats
 
 
-@dataclass
-class _Span:
-    """Consecutive steps of a table in which rows stood, and their place among its rows."""
+class TokenSink(NamedTuple):
+    """Where tokens go as they are sampled: row `rows[i]`, numbered as streamers number rows, has got `tokens[i]`.
 
-    steps: LogProbSteps
+    Rows are appended before their tokens, so that another thread may read while the lists grow.
+    """
+
+    rows: list[int]
+    tokens: list[int]
+
+
+class TableSteps:
+    """What the rows of a table have got while it had the same members, step by step."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+        """A token of each row, by step."""
+        self.log_probs = LogProbSteps()
+
+
+class _Span(NamedTuple):
+    """Consecutive steps in which rows stood, and their place among the rows of the table."""
+
+    steps: TableSteps
     rows: slice
-    count: int = 0  # of steps, from the first one on
 
 
 class Standing:
-    """Rows of a call that stand, until one of them ends or for `steps` tokens: a want of its run.
+    """Rows of a call that stand, until one of them ends or for `num_steps` tokens: a want of its run.
 
-    In each step, a row appends its last token to the last block of its view, and samples the next. `on_tokens` receives
-    the rows, as `ParallelStreamer.write_row` numbers them, and their tokens, after each step. The rows have them after
-    `settle`.
+    In each step, a row appends its last token to the last block of its view, and samples the next. The table in which
+    they stand counts the steps in `stats`, and writes the tokens to `sink`, if there is one. The rows, and the table of
+    their sampler, have the tokens after `settle`; the latter at once if `reads_tokens`.
     """
 
     def __init__(
-        self, cache: BlockCache, sampler: Sampler, rows: Sequence[Row], steps: int, on_tokens: OnTokens
+        self,
+        cache: BlockCache,
+        sampler: Sampler,
+        rows: Sequence[Row],
+        num_steps: int,
+        stats: GenerationStats,
+        sink: TokenSink | None,
     ) -> None:
         self.cache = cache
         self.rows = rows
+        self.num_steps = num_steps
+        self.stats = stats
+        self.sink = sink
         self.task = SamplingTask(sampler, [row.index for row in rows])
         self.segments = [Segment(row.current_view(), 1) for row in rows]
-        self.tokens = [row.pending[0] for row in rows]
-        """The last token of each row, which the next pass appends."""
         self.ended = [False] * len(rows)
         """Whether each row has ended."""
-        self.left = steps
-        """Number of steps after which the run is resumed."""
         self.output_rows = [row.output_row for row in rows]
-        self._on_tokens = on_tokens
-        self._num_steps = 0  # since the rows were settled
-        self._spans: list[_Span] = []
+        self.reads_tokens = False
+        """Whether processors or stop texts read the tokens of each step in the sampler's table."""
+        self._first_tokens = [row.pending[0] for row in rows]
+        self._spans: list[_Span] = []  # all but the last one have steps, and get no more
+        self._steps_before = 0  # steps of all spans but the last one
+        self._written_spans = 0  # spans whose steps the sampler's table has
+        self._written_steps = 0  # steps that it has of the next span
 
     @property
     def passes(self) -> list[list[Segment]]:
         """The next forward pass, as `Pass.passes`."""
         return [self.segments]
 
-    def enter(self, steps: LogProbSteps, rows: slice) -> None:
-        """Enter a new table: the log-probabilities of the next tokens will be those of `rows` in its steps."""
-        self._spans.append(_Span(steps, rows))
+    @property
+    def tokens(self) -> list[int]:
+        """The last token of each row, which the next pass appends."""
+        for steps, rows in self._spans[:-3:-1]:
+            if steps.tokens:
+                return steps.tokens[-1][rows]
+        return self._first_tokens
 
-    def append(self, tokens: list[int]) -> bool:
-        """Append a sampled token to each row. Return whether something has happened, so that the run continues."""
+    @property
+    def steps_done(self) -> int:
+        """Number of tokens that each row has got."""
+        return self._steps_before + (len(self._spans[-1].steps.tokens) if self._spans else 0)
+
+    def enter(self, steps: TableSteps, rows: slice, is_fused: bool) -> None:
+        """Enter a new table, as its `rows`. `is_fused`: the table applies the last warpers as it draws."""
+        if self._spans:
+            num_steps = len(self._spans[-1].steps.tokens)
+            self._steps_before += num_steps
+            if not num_steps:
+                self._spans.pop()
+        self._spans.append(_Span(steps, rows))
+        self.reads_tokens = self.task.sampler.reads_tokens(is_fused)
+        if self.reads_tokens:
+            self._write_tokens()
+
+    def end_step(self) -> bool:
+        """Return whether something has happened to a row in the last step, so that the run continues.
+
+        Must be called in each step if `reads_tokens`, else where a row may have ended.
+        """
+        is_last = self.steps_done == self.num_steps
+        if self.reads_tokens or is_last:
+            self._write_tokens()
         sampler, indices = self.task
-        sampler.table.append_known(indices, tokens)
-        self.tokens = tokens
-        self.left -= 1
-        self._num_steps += 1
-        self._spans[-1].count += 1
-        self._on_tokens(self.output_rows, tokens)
-        self.ended = sampler.row_criteria.ended_by(indices, tokens)
-        if self.left:
-            return True in self.ended
-        for place in sampler.row_criteria.full(indices):
-            self.ended[place] = True
-        return True
+        self.ended = sampler.row_criteria.ended_by(indices, self.tokens)
+        if is_last:
+            for index in sampler.row_criteria.full(indices):
+                self.ended[index] = True
+        return is_last or True in self.ended
 
     def settle(self) -> tuple[int, LogProbs | None]:
-        """Give the rows their last tokens, and the sampler the log-probabilities of all tokens since they entered.
+        """Give the rows their last tokens, and the sampler all tokens, with their log-probabilities if requested.
 
-        Return the number of steps, and the log-probabilities `[steps x rows]`, step by step, if they are requested.
+        Return the number of steps, and the log-probabilities `[steps x rows]`, step by step.
         """
         for row, token, segment in zip(self.rows, self.tokens, self.segments, strict=True):
             row.pending = [token]
             row.last_segment = segment
-        spans = [span for span in self._spans if span.count]
-        num_steps = self._num_steps
-        self._num_steps = 0
+        self._write_tokens()
+        num_steps = self.steps_done
+        spans = [span for span in self._spans if span.steps.tokens]
         self._spans = []
         sampler, indices = self.task
         sampler.count_draws(indices, num_steps)
         if not num_steps or not sampler.returns_log_probs:
             return num_steps, None
-        log_probs = LogProbs(*torch.cat([span.steps.of_rows(span.rows, span.count) for span in spans], dim=1))
+        of_spans = [steps.log_probs.of_rows(rows, len(steps.tokens)) for steps, rows in spans]
+        log_probs = LogProbs(*torch.cat(of_spans, dim=1))
         sampler.add_drawn(indices, self.output_rows, log_probs, num_steps)
         return num_steps, log_probs
+
+    def _write_tokens(self) -> None:
+        """Write the tokens of steps that the sampler's table does not have yet."""
+        sampler, indices = self.task
+        while self._written_spans < len(self._spans):
+            steps, rows = self._spans[self._written_spans]
+            new_steps = [tokens[rows] for tokens in steps.tokens[self._written_steps :]]
+            sampler.table.append_known(indices, new_steps)
+            if self._written_spans == len(self._spans) - 1:
+                self._written_steps = len(steps.tokens)
+                return
+            self._written_spans += 1
+            self._written_steps = 0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.pass_log import LoggedSteps
-from hf_parallel.generation.decoding.standing import Standing
+from hf_parallel.generation.decoding.standing import Standing, TableSteps
 from hf_parallel.generation.decoding.wants import Pass
-from hf_parallel.generation.sampling.log_probs import LogProbSteps
 from hf_parallel.generation.sampling.parts import Part
 from hf_parallel.generation.sampling.sampler import SamplingBatch, cannot_draw
 from hf_parallel.kernels import HostCopy, to_device
@@ -27,7 +26,11 @@ class DecodeTable:
         self._batch: SamplingBatch
         self._segments: list[Segment] = []
         self._ids = Part(torch.empty(0, dtype=torch.int64))
-        self._log_probs = LogProbSteps()
+        self._steps = TableSteps()
+        self._end_tokens: list[Collection[int]] = []  # by row
+        self._member_of: list[int] = []  # by row
+        self._readers: set[int] = set()  # members that read the tokens of each step
+        self._steps_left = 0  # until the first member has had all of its steps
 
     def choose(self, members: Sequence[Standing]) -> None:
         """Choose the members of the next step."""
@@ -39,11 +42,18 @@ class DecodeTable:
             return
         self._batch = SamplingBatch([member.task for member in members])
         self._segments = [segment for member in members for segment in member.segments]
-        self._log_probs = LogProbSteps()
-        for member, rows in zip(members, self._batch.parts, strict=True):
-            member.enter(self._log_probs, rows)
-        tokens = [token for member in members for token in member.tokens]
-        self._ids = Part(to_device(tokens, self._cache.device))
+        self._ids = Part(to_device([token for member in members for token in member.tokens], self._cache.device))
+        self._steps = TableSteps()
+        self._end_tokens = []
+        self._member_of = []
+        self._readers = set()
+        self._steps_left = min(member.num_steps - member.steps_done for member in members)
+        for index, (member, rows) in enumerate(zip(members, self._batch.parts, strict=True)):
+            member.enter(self._steps, rows, self._batch.fuses)
+            self._end_tokens += [member.task.sampler.row_criteria.end_tokens] * len(member.rows)
+            self._member_of += [index] * len(member.rows)
+            if member.reads_tokens:
+                self._readers.add(index)
 
     def next_pass(self) -> Pass:
         """Return the pass that appends the last token of each row."""
@@ -54,30 +64,60 @@ class DecodeTable:
         first = logits.rows.start
         return [Part(logits.whole, slice(first + part.start, first + part.stop)) for part in self._batch.parts]
 
-    def advance(self, logits: Part) -> list[bool | BaseException]:
+    def advance(self, logits: Part) -> list[tuple[int, BaseException | None]]:
         """Sample and append a token of each row, given the logits of the pass, `[rows, vocabulary]`.
 
-        Return for each member whether its run continues, or an error that ends it. Raises `CannotDrawError` if rows
-        cannot be drawn together; then none has got a token.
+        Return the indices of members to which something has happened, so that their runs continue, each with the error
+        that ends it, or None. Raises `CannotDrawError` if rows cannot be drawn together; then none has got a token.
         """
         draws = self._batch.draw([logits])
-        known = self._batch.known(draws)
-        if known is not None:
-            self._log_probs.append(*known)
+        log_probs = self._batch.known(draws)
+        if log_probs is not None:
+            self._steps.log_probs.append(*log_probs)
         self._ids = Part(draws.tokens)
-        host = HostCopy(draws.tokens if draws.marks is None else torch.stack((draws.tokens, draws.marks)))
-        tokens = host.values
-        invalid = set[int]()
-        if draws.marks is not None:
-            tokens, marks = tokens
-            invalid = {row for row, mark in enumerate(marks) if mark}
-        results: list[bool | BaseException] = []
-        for member, part in zip(self.members, self._batch.parts, strict=True):
-            if invalid and (rows := invalid.intersection(range(part.start, part.stop))):
-                results.append(cannot_draw([row - part.start for row in sorted(rows)]))
+        if draws.marks is None:
+            tokens = HostCopy(draws.tokens).values
+            failed: dict[int, BaseException | None] = {}
+        else:
+            tokens, marks = HostCopy(torch.stack((draws.tokens, draws.marks))).values
+            failed = self._cannot_draw(marks)
+        self._steps.tokens.append(tokens)
+        self._steps_left -= 1
+        for index, (member, rows) in enumerate(zip(self.members, self._batch.parts, strict=True)):
+            if index in failed:
                 continue
-            try:
-                results.append(member.append(tokens[part]))
-            except Exception as error:  # of a criterion
-                results.append(error)
-        return results
+            member.stats.forward_passes += 1
+            member.stats.decoded_tokens += rows.stop - rows.start
+            if member.sink is not None:
+                member.sink.rows.extend(member.output_rows)
+                member.sink.tokens.extend(tokens[rows])
+        happened = failed
+        for index in self._touched(tokens):
+            if index not in failed:
+                try:
+                    if self.members[index].end_step():
+                        happened[index] = None
+                except Exception as error:  # of a criterion
+                    happened[index] = error
+        return sorted(happened.items())
+
+    def _touched(self, tokens: Sequence[int]) -> Iterable[int]:
+        """Return the members to which something may have happened in a step of `tokens`."""
+        if not self._steps_left:
+            return range(len(self.members))
+        ended = {
+            member
+            for member, token, end_tokens in zip(self._member_of, tokens, self._end_tokens, strict=True)
+            if token in end_tokens
+        }
+        return ended | self._readers
+
+    def _cannot_draw(self, marks: Sequence[int]) -> dict[int, BaseException | None]:
+        """Return the error of each member with rows whose token cannot be drawn."""
+        errors: dict[int, BaseException | None] = {}
+        if any(marks):
+            for index, rows in enumerate(self._batch.parts):
+                invalid = [row for row, mark in enumerate(marks[rows]) if mark]
+                if invalid:
+                    errors[index] = cannot_draw(invalid)
+        return errors

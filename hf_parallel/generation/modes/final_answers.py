@@ -83,12 +83,13 @@ class AnswerSearch:
         if not self.pattern:
             return None
         try:
-            return _last_answer(list(regex.finditer(self.pattern, text, timeout=PATTERN_SECONDS)))
+            matches = list(regex.finditer(self.pattern, text, timeout=PATTERN_SECONDS))
         except TimeoutError:
             message = "the regular expression %r was stopped after %s s on one text: no further answer is searched for"
             _logger.warning(message, self.pattern, PATTERN_SECONDS)
             self.pattern = ""
             return None
+        return _last_answer(matches) if matches else None
 
 
 def _last_answer(matches: Sequence[regex.Match[str]]) -> str | None:

@@ -217,6 +217,11 @@ class RowCriteria:
         self.is_row_wise = not self._others
         self.needs_batch = any(needs_batch(criterion) for criterion in self._others)
 
+    @property
+    def has_stops(self) -> bool:
+        """Whether rows end at stop texts."""
+        return bool(self._stops)
+
     def full(self, rows: Sequence[int]) -> list[int]:
         """Return the indices of rows that have the maximum length."""
         found = []

@@ -85,15 +85,19 @@ class TokenTable:
         else:
             self._ids[self.index(rows), columns[0]] = tokens.tensor
 
-    def append_known(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Append one token to each of `rows`, known on the host; those of the same `rows` are written at once."""
+    def append_known(self, rows: Sequence[int], steps: Sequence[Sequence[int]]) -> None:
+        """Append a token to each of `rows` in each step, known on the host.
+
+        Those of the same `rows` are written at once.
+        """
         if rows is not self._known_rows:
             self._write()
             self._known_rows = rows
             self._known_columns = [self.lengths[row] for row in rows]
-        self._known += tokens
+        for tokens in steps:
+            self._known += tokens
         for row in rows:
-            self.lengths[row] += 1
+            self.lengths[row] += len(steps)
 
     def _write_known(self) -> None:
         """Write what `append_known` has appended."""

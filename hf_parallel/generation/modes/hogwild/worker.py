@@ -93,7 +93,7 @@ class Worker(Row):
         group = self.group
         self.stopped = True
         self._record(finished)
-        self._show("", "end")
+        self.group.call.show(self.index, "", "end")
         if finished and group.config.has_steps:
             separator = group.config.separator
             self._join_history([] if self.current.text.endswith(separator) else group.encode(separator))
@@ -137,17 +137,14 @@ class Worker(Row):
     def _record(self, finished: bool) -> None:
         self.group.history.append(self.current_step(finished))
         if finished:
-            self._show("", "step")
+            self.group.call.show(self.index, "", "step")
 
     def _write(self, tokens: Sequence[int], event: str) -> str:
         added = self.current.add(tokens)
         self.text += added
         self.group.num_tokens += len(tokens)
-        self._show(added, event)
+        self.group.call.show(self.index, added, event)
         return added
-
-    def _show(self, text: str, event: str) -> None:
-        self.group.call.show(self.index, text, event)
 
 
 def ends_step(text: str, added: str, separator: str, sentence_ends: Sequence[str], code_fence: str) -> bool:
