@@ -16,7 +16,7 @@ from hf_parallel.agents import Chat, Runtime, agent
 from hf_parallel.engine import Engine
 from hf_parallel.engine.server.limits import Limits
 from hf_parallel.engine.server.openai.schema import ChatBody, CompletionBody
-from hf_parallel.engine.server.openai.submission import Translator
+from hf_parallel.engine.server.openai.translator import Translator
 from hf_parallel.evaluation import Run
 from hf_parallel.evaluation.sweep import sweep
 from hf_parallel.evaluation.tasks.base import Problem

@@ -26,8 +26,8 @@ from hf_parallel.engine.server.openai.answers import Answers, Delta
 from hf_parallel.engine.server.openai.responses import ScoreWriter, Writer, usage_of
 from hf_parallel.engine.server.openai.responses_api import Conversations, ResponseBody, ResponseWriter
 from hf_parallel.engine.server.openai.schema import Body, ChatBody, CompletionBody, ScoreBody, read_body
-from hf_parallel.engine.server.openai.submission import Translator
 from hf_parallel.engine.server.openai.tokenization import DetokenizeBody, TokenizeBody
+from hf_parallel.engine.server.openai.translator import Translator
 from hf_parallel.engine.server.page import page
 from hf_parallel.models.intercept.adapters import BASE_MODEL, check_adapter
 
@@ -111,12 +111,13 @@ def create_app(
     @app.get("/v1/responses/{name}")
     @app.delete("/v1/responses/{name}")
     async def kept(name: str, request: Request) -> Response:
-        if request.query_params:
-            raise APIError(400, "kept responses are returned whole, without options", next(iter(request.query_params)))
+        for parameter in request.query_params:
+            raise APIError(400, "kept responses are returned whole, without options", parameter)
         is_read = request.method == "GET"
-        found, _ = server.conversations.find(request.scope["cache_salt"], name, keep=is_read)
-        deleted = to_json({"id": name, "object": "response", "deleted": True})
-        return Response(found if is_read else deleted, media_type="application/json")
+        response, _ = server.conversations.find(request.scope["cache_salt"], name, keep=is_read)
+        if not is_read:
+            response = to_json({"id": name, "object": "response", "deleted": True})
+        return Response(response, media_type="application/json")
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -135,8 +136,9 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Response:
-        error = engine.error
-        return json_response({"status": "ok" if error is None else "stopped"}, 200 if error is None else 503)
+        if engine.error is not None:
+            return json_response({"status": "stopped"}, 503)
+        return json_response({"status": "ok"}, 200)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -155,8 +157,15 @@ class _Server:
         self.metrics = metrics
         self.translator = Translator(engine, limits, processor)
         self.conversations = Conversations()
-        card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf_parallel"}
-        self.model_cards: dict[str, dict[str, object]] = {model: card | {"root": model, "parent": None}}
+        card = {
+            "id": model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "hf_parallel",
+            "root": model,
+            "parent": None,
+        }
+        self.model_cards: dict[str, dict[str, object]] = {model: card}
         self.adapters: dict[str, str | None] = {model: None}  # by name of the model
         # Large bodies take seconds to read and tokenize, in which others and small ones are served.
         self.small = FairPool(POOL_THREADS)
@@ -165,12 +174,14 @@ class _Server:
 
     def add_adapters(self, paths: Mapping[str, str]) -> None:
         """Serve adapters of the engine's model under their names, and the base model under its own."""
+        base_card = self.model_cards[self.model]
         for name, path in paths.items():
             check_adapter(self.engine.model, name)
             if name in self.adapters:
                 raise ValueError(f"an adapter must have another name than the model, got {name!r}")
-            self.adapters |= {name: name, self.model: BASE_MODEL}
-            self.model_cards[name] = self.model_cards[self.model] | {"id": name, "root": path, "parent": self.model}
+            self.adapters[name] = name
+            self.adapters[self.model] = BASE_MODEL
+            self.model_cards[name] = base_card | {"id": name, "root": path, "parent": self.model}
 
     def check_model(self, name: str) -> None:
         """Raise an error unless the server has a model of this name."""
@@ -236,14 +247,22 @@ class _Server:
             prompts = body.prompts
             # Prompts whose log-probabilities are wanted are one request, which computes what they share once.
             groups = [prompts] if body.prompt_logprobs_wanted is not None else [[prompt] for prompt in prompts]
+            num_choices = 0
             for submission in self.translator.translate_groups(body, groups, body.prompt_field):
-                given = {"parallel_config": submission.config, "agent_hints": submission.hints, **submission.arguments}
-                given["adapter"] = self.adapters[body.model]
-                handle = self.engine.submit(submission.prompt, submitter=scope["submitter"], cache_salt=salt, **given)
-                answers.append(Answers(submission, handle, sum(one.submission.choices for one in answers)))
+                handle = self.engine.submit(
+                    submission.prompt,
+                    submitter=scope["submitter"],
+                    cache_salt=salt,
+                    parallel_config=submission.config,
+                    agent_hints=submission.hints,
+                    adapter=self.adapters[body.model],
+                    **submission.arguments,
+                )
+                answers.append(Answers(submission, handle, num_choices))
+                num_choices += submission.choices
         except Exception as error:
-            for one in answers:
-                one.handle.cancel()
+            for answer in answers:
+                answer.handle.cancel()
             raise self._translated(error, body) from error
         return body, answers
 
@@ -270,10 +289,13 @@ class _Server:
         return api_error(error, [name for name in fields if name != "model"]) or error
 
     async def _whole(self, request: Request, answers: Sequence[Answers], writer: Writer) -> Response:
-        outputs = [await one.handle.result_async() for one in answers]
+        """Return a response that is not streamed. A long one is encoded and sent in parts."""
+        outputs = [await answer.handle.result_async() for answer in answers]
 
         def begin() -> tuple[Iterator[bytes], bytes, bytes | None]:
-            choices = [choice for one, output in zip(answers, outputs, strict=True) for choice in one.final(output)]
+            choices = []
+            for answer, output in zip(answers, outputs, strict=True):
+                choices += answer.final(output)
             parts = _parts(writer.whole(choices, usage_of(answers)))
             return parts, next(parts), next(parts, None)
 
@@ -290,7 +312,11 @@ class _Server:
         return StreamingResponse(content(), media_type="application/json")
 
     async def _each(self, request: Request, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-        while (part := await self._encode(request, lambda: next(parts, None))) is not None:
+        """Yield the parts of a body, each encoded in a thread."""
+        while True:
+            part = await self._encode(request, lambda: next(parts, None))
+            if part is None:
+                return
             yield part
 
     async def _encode(self, request: Request, job: Callable[[], T]) -> T:
@@ -299,7 +325,7 @@ class _Server:
 
     async def _stream(self, body: Body, request: Request, answers: Sequence[Answers], writer: Writer) -> Response:
         """Return the stream of a response, once there is something to send: errors until then have a status."""
-        deltas = _merged([one.deltas() for one in answers])
+        deltas = _merged([answer.deltas() for answer in answers])
         close = partial(self._close, answers)
         try:
             first = await _unless_disconnected(request, anext(deltas))
@@ -330,18 +356,20 @@ class _Server:
                     yield await self._encode(request, lambda: _event(writer.usage_chunk(usage_of(answers))))
                 yield "data: [DONE]\n\n"
             except Exception as error:
-                known = self._translated(error, body, answers)
-                if not isinstance(known, APIError) or known.status == 500:  # no handler sees it: the status is sent
+                translated = self._translated(error, body, answers)
+                if not isinstance(translated, APIError):
+                    translated = APIError(500, "the request failed")
+                if translated.status == 500:  # no handler sees it: the status is sent
                     _logger.error("a request failed while its answer was sent", exc_info=error)
-                yield _event((known if isinstance(known, APIError) else APIError(500, "the request failed")).to_dict())
+                yield _event(translated.to_dict())
 
         return _EventStream(events(), close)
 
     def _close(self, answers: Sequence[Answers]) -> None:
         """Cancel what still runs, and record the times of what has ended."""
-        for one in answers:
-            one.handle.cancel()
-            self.metrics.add_request(one.handle, one.submission.choices)
+        for answer in answers:
+            answer.handle.cancel()
+            self.metrics.add_request(answer.handle, answer.submission.choices)
 
     async def error_response(self, request: Request, error: Exception) -> Response:
         """Return an error in OpenAI's form."""
@@ -381,9 +409,11 @@ class FairPool:
 
 
 def _cancel_submitted(submission: Future[tuple[Body, list[Answers]]]) -> None:
-    if not submission.cancelled() and submission.exception() is None:
-        for one in submission.result()[1]:
-            one.handle.cancel()
+    if submission.cancelled() or submission.exception() is not None:
+        return
+    _, answers = submission.result()
+    for answer in answers:
+        answer.handle.cancel()
 
 
 class _EventStream(StreamingResponse):

@@ -40,10 +40,16 @@ class APIError(Exception):
 
     def to_dict(self) -> dict[str, object]:
         """Return the body of the response."""
-        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        message = str(self)[:MAX_MESSAGE]
-        param = None if self.param is None else self.param[:MAX_MESSAGE]
-        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+        kind = TYPES.get(self.status)
+        if kind is None:
+            kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {
+            "message": str(self)[:MAX_MESSAGE],
+            "type": kind,
+            "param": None if self.param is None else self.param[:MAX_MESSAGE],
+            "code": self.code,
+        }
+        return {"error": error}
 
     def response(self) -> Response:
         """Return the response."""
@@ -102,6 +108,15 @@ def api_error(error: BaseException, fields: Iterable[str] = ()) -> APIError | No
         return APIError(400, str(error), code="context_length_exceeded")
     if isinstance(error, ValueError | TypeError | UnsupportedModelError):
         message = str(error).replace("do_sample=True", "a temperature above 0")  # the field that sets it
-        found = {name: at.start() for name in fields if (at := re.search(rf"\b{re.escape(name)}\b", message))}
-        return APIError(400, message, min(found, key=found.__getitem__, default=None))
+        return APIError(400, message, _first_named(fields, message))
     return None
+
+
+def _first_named(fields: Iterable[str], message: str) -> str | None:
+    """Return the field that a message names first."""
+    positions = {}
+    for name in fields:
+        match = re.search(rf"\b{re.escape(name)}\b", message)
+        if match is not None:
+            positions[name] = match.start()
+    return min(positions, key=positions.__getitem__, default=None)

@@ -47,7 +47,7 @@ class Limits:
     """Open connections, with or without requests; fewer if the process may open fewer files. Above the limit, the one
     that was idle longest is closed."""
     unread_seconds: float = 60.0
-    """Time after which an answer ends of which the client reads nothing."""
+    """Seconds after which an answer is cancelled if its client reads nothing."""
     rows: int = 64
     """Rows of a request: answers times rows of the mode per answer."""
     tokens: int | None = None
@@ -119,12 +119,15 @@ class Gate:
 
         A proxy's header may name the client's address, which can then be any text.
         """
-        client = quote((scope.get("client") or ("-",))[0], safe=":")[:MAX_LOGGED]
+        address = (scope.get("client") or ("-",))[0]
+        client = quote(address, safe=":")[:MAX_LOGGED]
         if self._keys:
             client += f" key {scope['submitter']}" if "submitter" in scope else " without key"
-        usage = scope["usage"]() if "usage" in scope else {}
-        tokens = f", {usage['prompt_tokens']} + {usage['completion_tokens']} tokens" if usage else ""
         request = f"{scope['method']} {quote(scope['path'])[:MAX_LOGGED]}"
+        tokens = ""
+        usage = scope["usage"]() if "usage" in scope else {}
+        if usage:
+            tokens = f", {usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
         request_logger.info("%s %s %s, %.3f s%s", client, request, status or "disconnected", seconds, tokens)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,11 +164,13 @@ class Gate:
         if not self._keys:
             return (scope.get("client") or ("",))[0]
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-        given = sha256(key.strip()).digest()
-        equal = [hmac.compare_digest(given, known) for known in self._keys]  # constant time: compare with all keys
-        if kind.lower() != b"bearer" or not any(equal):
+        digest = sha256(key.strip()).digest()
+        matches = [
+            hmac.compare_digest(digest, accepted) for accepted in self._keys
+        ]  # constant time: compare with all keys
+        if kind.lower() != b"bearer" or not any(matches):
             raise APIError(401, "a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
-        return equal.index(True)
+        return matches.index(True)
 
     async def _with_body(
         self, submitter: Hashable, headers: dict[bytes, bytes], receive: Receive

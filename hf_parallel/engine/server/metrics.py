@@ -58,13 +58,14 @@ class Metrics:
         times = handle.times
         if times.started is not None:
             self._histograms["queue"].observe(times.started - times.submitted)
-        if times.first_token is not None and times.ended is not None:
+        if times.ended is None:
+            return
+        if times.first_token is not None:
             self._histograms["time_to_first_token"].observe(times.first_token - times.submitted)
             steps = handle.stats.decoded_tokens / max(num_rows, 1) - 1
             if steps > 0:
                 self._histograms["time_per_token"].observe((times.ended - times.first_token) / steps)
-        if times.ended is not None:
-            self._histograms["request"].observe(times.ended - times.submitted)
+        self._histograms["request"].observe(times.ended - times.submitted)
 
     def text(self) -> bytes:
         """Return the metrics in the text format of Prometheus."""
@@ -78,7 +79,8 @@ class Metrics:
         for name, words in _COUNTERS.items():
             yield CounterMetricFamily(f"hf_parallel_{name}", words, stats[name])
         words = "Fraction of prompt tokens whose keys and values were cached"
-        rate = stats["reused_tokens"] / max(stats["reused_tokens"] + stats["prefilled_tokens"], 1)
+        prompt_tokens = stats["reused_tokens"] + stats["prefilled_tokens"]
+        rate = stats["reused_tokens"] / max(prompt_tokens, 1)
         yield GaugeMetricFamily("hf_parallel_hit_rate", words, rate)
         if self.max_kv_bytes is not None:
             yield GaugeMetricFamily("hf_parallel_max_kv_bytes", "Budget of keys and values", self.max_kv_bytes)

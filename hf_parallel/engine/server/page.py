@@ -15,7 +15,7 @@ from pathlib import Path
 
 from starlette.responses import HTMLResponse
 
-from hf_parallel.engine.server.openai.submission import COMMON
+from hf_parallel.engine.server.openai.mode_settings import COMMON
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.registry import MODES
 from hf_parallel.transcript.page import HUES, fill
@@ -29,37 +29,57 @@ def page() -> HTMLResponse:
     """Return the page for the modes that are registered now."""
     modes = [describe(cls) for cls in MODES.values() if not cls.traits.needs_logits_cache]
     text = fill(Path(__file__).with_name("page.html"), schema={"hues": HUES, "modes": modes})
-    own = {tag: hashlib.sha256(code.encode()).digest() for tag, code in _CODE.findall(text)}
-    allowed = [f"{tag}-src 'sha256-{base64.b64encode(own[tag]).decode()}'" for tag in ("script", "style")]
-    closed = [f"{name} 'none'" for name in ("default-src", "base-uri", "form-action", "frame-ancestors")]
-    policy = "; ".join([*closed, *allowed, "connect-src 'self'", "img-src data:"])
-    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-    return HTMLResponse(text, headers=headers | {"Cache-Control": "no-cache"})
+    policy = [f"{name} 'none'" for name in ("default-src", "base-uri", "form-action", "frame-ancestors")]
+    code = dict(_CODE.findall(text))
+    for tag in ("script", "style"):
+        digest = hashlib.sha256(code[tag].encode()).digest()
+        policy.append(f"{tag}-src 'sha256-{base64.b64encode(digest).decode()}'")
+    policy += ["connect-src 'self'", "img-src data:"]
+    headers = {
+        "Content-Security-Policy": "; ".join(policy),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return HTMLResponse(text, headers=headers)
 
 
 def describe(cls: type[ParallelConfig]) -> dict[str, object]:
     """Return a mode as plain data: the settings that a request can give, and what the page needs to draw its rows."""
     config = cls()
-    about: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        for names, text in _PARAMETER.findall(inspect.cleandoc(vars(base).get("__doc__") or "")):
-            about |= dict.fromkeys(names.split(", "), " ".join(text.split()))
     hidden = {*COMMON, *cls.not_remote()}
-    shown = [field for field in dataclasses.fields(cls) if field.init and field.name not in hidden]
-    places = [config.rows.place(row, 1) for row in range(-1, config.max_rows_per_prompt + 2)]
+    fields = [field for field in dataclasses.fields(cls) if field.init and field.name not in hidden]
+    descriptions = _parameter_descriptions(cls)
+    settings = []
+    for field in fields:
+        default = getattr(config, field.name)
+        settings.append(
+            {
+                "name": field.name,
+                "type": str(field.type),
+                "about": descriptions.get(field.name, ""),
+                "default": default if is_plain(default) else None,
+            }
+        )
+    positions = [config.rows.place(row, 1) for row in range(-1, config.max_rows_per_prompt + 2)]
+    across = {config.rows.name(position.index) for position in positions if position.column is None}
     return {
         "name": cls.mode,
         "about": inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0],
         "answers": cls.traits.rows_continue_prompts,  # whether each row is a choice
-        "across": sorted({config.rows.name(place.index) for place in places if place.column is None}),
+        "across": sorted(across),
         "reads": config.rows.style.visibility != "never",
-        "settings": [
-            {
-                "name": field.name,
-                "type": str(field.type),
-                "about": about.get(field.name, ""),
-                "default": default if is_plain(default := getattr(config, field.name)) else None,
-            }
-            for field in shown
-        ],
+        "settings": settings,
     }
+
+
+def _parameter_descriptions(cls: type[ParallelConfig]) -> dict[str, str]:
+    """Return the descriptions of the settings of a mode, from the docstrings of its class and of its bases."""
+    descriptions: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        docstring = inspect.cleandoc(vars(base).get("__doc__") or "")
+        for names, text in _PARAMETER.findall(docstring):
+            description = " ".join(text.split())
+            for name in names.split(", "):
+                descriptions[name] = description
+    return descriptions

@@ -58,7 +58,8 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Accept no more connections, and wait for the running requests."""
-        if running := self._engine.stats.running + self._engine.stats.waiting:
+        running = self._engine.stats.running + self._engine.stats.waiting
+        if running:
             words = f"Stopping: {running} requests may finish within {self._drain_seconds:g} s; Ctrl-C cancels them"
             print(words, file=sys.stderr, flush=True)
         timer = threading.Timer(self._drain_seconds, self._cancel)

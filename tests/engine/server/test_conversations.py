@@ -25,9 +25,9 @@ from hf_parallel.engine.server.openai.replies import Reply, ReplySpec, ToolCall 
 from hf_parallel.engine.server.openai.reply_formats import reply_format  # noqa: E402
 from hf_parallel.engine.server.openai.responses_api import ResponseBody  # noqa: E402
 from hf_parallel.engine.server.openai.schema import ChatBody, read_body  # noqa: E402
-from hf_parallel.engine.server.openai.submission import Translator  # noqa: E402
 from hf_parallel.engine.server.openai.tokenization import TokenizeBody  # noqa: E402
 from hf_parallel.engine.server.openai.tool_messages import ToolMessages  # noqa: E402
+from hf_parallel.engine.server.openai.translator import Translator  # noqa: E402
 
 READS_TOOLS = {"Llama 3", "Qwen 3", "Mistral"}
 WRITES_CALLS = {*READS_TOOLS, "DeepSeek V3.1"}
@@ -164,7 +164,7 @@ def check(seeds: range) -> Counter[str]:
         for family, template in TEMPLATES.items():
             tokenizer.chat_template = template
             translator = Translator(engine, Limits(tokens=None))
-            translator.max_tokens = 1 << 20  # the random model's context is short
+            translator.prompts.max_tokens = 1 << 20  # the random model's context is short
             for seed in seeds:
                 try:
                     found[compare(translator, family, conversation(random.Random(seed)))] += 1
@@ -216,7 +216,7 @@ def test_results_in_any_order_follow_their_calls() -> None:
         for family, template in templates.items():
             tokenizer.chat_template = template
             translator = Translator(engine, Limits(tokens=None))
-            translator.max_tokens = 1 << 20
+            translator.prompts.max_tokens = 1 << 20
             prompts[family] = set()
             for order in permutations(results):
                 outputs = [

@@ -24,9 +24,9 @@ from serving import MODEL, Served, check_error, served, small_model  # noqa: E40
 
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
+from hf_parallel.engine.server.openai.mode_settings import COMMON, UNSUPPORTED  # noqa: E402
 from hf_parallel.engine.server.openai.responses_api import ResponseBody  # noqa: E402
 from hf_parallel.engine.server.openai.schema import ChatBody, CompletionBody, ScoreBody  # noqa: E402
-from hf_parallel.engine.server.openai.submission import COMMON, UNSUPPORTED  # noqa: E402
 from hf_parallel.generation import MODES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -25,7 +25,7 @@ class LoggedToken:
 
     token: int
     begin: int  # number of characters before it in the text of its choice
-    found: TokenLogProbs | None  # None: the first token of a prompt has none
+    log_probs: TokenLogProbs | None  # None: the first token of a prompt has none
     is_first: bool  # whether the text begins with it, so that decoders drop its leading space
 
 
@@ -102,7 +102,9 @@ class Answers:
     def final(self, output: ParallelOutput) -> list[Delta]:
         """Return the whole choices of a request that has ended. Decoding many tokens takes seconds."""
         has_log_probs = self.submission.log_probs is not None
-        choices = [Delta(self.first + index, has_log_probs=has_log_probs) for index in range(self.submission.choices)]
+        choices = []
+        for index in range(self.submission.choices):
+            choices.append(Delta(self.first + index, has_log_probs=has_log_probs))
         for delta in self._all(output):
             choices[delta.index - self.first].append(delta)
         return choices
@@ -116,63 +118,80 @@ class Answers:
         yield from self._ends(output)
 
     def _token_delta(self, row: int, token: int) -> Delta | None:
+        """Return what a new token adds to the answer of its row, or None."""
         text, logged = self._texts[row].add(token)
         name = self.submission.row_name(row) if self.submission.has_mode else None
         delta = Delta(self.first + row, text, name, logged=logged)
-        if (reply := self._replies[row]) is not None:
+        reply = self._replies[row]
+        if reply is not None:
             delta.show(reply.add(text))
-        return delta if delta.text or delta.reasoning or delta.calls or logged else None
+        has_news = delta.text or delta.reasoning or delta.calls or logged
+        return delta if has_news else None
 
     def _ends(self, output: ParallelOutput) -> Iterator[Delta]:
+        """Yield the last delta of each choice."""
         submission = self.submission
+        continues = submission.config.traits.rows_continue_prompts
         record = output.record
-        records: list[dict[str, object] | None] = [None] * submission.choices
-        if submission.has_mode:
-            records = [{n: v for n, v in found.items() if n != "stats"} for found in output.to_records()]
-        cut = set(record.answers_of(record.truncated, submission.choice).values())
-        answers = record.answers_of(record.errors, submission.choice)
-        errors = {answer: record.errors[row] for row, answer in answers.items()}
-        texts = (
-            [] if submission.config.traits.rows_continue_prompts else output.answer_texts(submission.engine.tokenizer)
-        )
+        truncated = set(record.answers_of(record.truncated, submission.choice).values())
+        failed_rows = record.answers_of(record.errors, submission.choice)
+        errors = {answer: record.errors[row] for row, answer in failed_rows.items()}
+        texts = [] if continues else output.answer_texts(submission.engine.tokenizer)
+        records = self._mode_records(output)
         for index in range(submission.choices):
-            reason = "length" if index in cut or submission.is_empty else "stop"
-            delta = Delta(self.first + index, finish_reason=reason)
-            if submission.config.traits.rows_continue_prompts:
+            delta = Delta(self.first + index)
+            reason = "length" if index in truncated or submission.is_empty else "stop"
+            if continues:
                 delta.text, delta.logged = self._texts[index].flush()
-                reason = "stop" if self._texts[index].stopped else reason
-                delta.row = submission.row_name(index) if submission.has_mode else None
+                if self._texts[index].stopped:
+                    reason = "stop"
+                if submission.has_mode:
+                    delta.row = submission.row_name(index)
             else:
                 stops = StopFilter(submission.stops)
-                delta.text = stops.add(texts[index]) + stops.flush()
-            if (reply := self._replies[index]) is not None:
+                delta.text = stops.add(texts[index])
+                delta.text += stops.flush()
+            reply = self._replies[index]
+            if reply is not None:
                 delta.show(reply.add(delta.text, ends=True))
-                reason = "tool_calls" if reply.calls and reason == "stop" else reason
+                if reply.calls and reason == "stop":
+                    reason = "tool_calls"
             delta.error = errors.get(index)
             delta.finish_reason = reason if delta.error is None else "error"
             delta.record = records[index]
-            if submission.has_transcript and index + 1 == submission.choices:
+            is_last = index + 1 == submission.choices
+            if submission.has_transcript and is_last:
                 delta.transcript = output.to_html(submission.engine.tokenizer)
             if submission.prompt_log_probs is not None:
-                found = submission.prompt_log_probs.prompts[index]
-                delta.prompt = list(zip(submission.prompt_of(index)[1:], found, strict=True))
+                log_probs = submission.prompt_log_probs.prompts[index]
+                delta.prompt = list(zip(submission.prompt_of(index)[1:], log_probs, strict=True))
             yield delta
+
+    def _mode_records(self, output: ParallelOutput) -> list[dict[str, object] | None]:
+        """Return the fields of the mode's output for each choice, if the request names a mode."""
+        if not self.submission.has_mode:
+            return [None] * self.submission.choices
+        records: list[dict[str, object] | None] = []
+        for record in output.to_records():
+            records.append({name: value for name, value in record.items() if name != "stats"})
+        return records
 
 
 class _ChoiceText:
     """Text of a row that grows token by token, without hidden tokens and up to the first stop text."""
 
     def __init__(self, submission: Submission, row: int, end_tokens: Collection[int]) -> None:
-        hidden = submission.hidden.union(end_tokens) - submission.marks
         self._submission = submission
-        self._prompt = submission.prompt_of(row) if submission.echo else []
         self._log_probs = submission.log_probs
-        continued = submission.prompt_of(row) if submission.continues and not submission.echo else []
-        self._detokenizer = IncrementalDetokenizer(submission.engine.tokenizer, hidden, continued)
-        self._text = StoppedText(self._detokenizer, submission.stops, submission.marks)
         self._row = row
+        prompt = submission.prompt_of(row) if submission.echo or submission.continues else []
+        self._prompt = prompt if submission.echo else []  # tokens whose text has not been returned
+        context = [] if submission.echo else prompt
+        hidden = submission.hidden.union(end_tokens) - submission.marks
+        self._detokenizer = IncrementalDetokenizer(submission.engine.tokenizer, hidden, context)
+        self._text = StoppedText(self._detokenizer, submission.stops, submission.marks)
         self._count = 0  # number of tokens
-        self._shown = 0
+        self._shown = 0  # number of characters
         self._waiting: list[LoggedToken] = []
 
     @property
@@ -187,25 +206,30 @@ class _ChoiceText:
 
     def add(self, token: int) -> tuple[str, list[LoggedToken]]:
         """Append a token. Return the text, and the tokens with log-probabilities, that can be shown now."""
-        echo, logged = self._echo() if self._prompt else ("", [])
+        echo = ""
+        echoed: list[LoggedToken] = []
+        if self._prompt:
+            echo, echoed = self._echo()
         if self._submission.is_empty:
-            return echo, logged
+            return echo, echoed
         is_first = not self._detokenizer.visible
         if self._log_probs is not None and not self.stopped:
-            found = self._log_probs.get(self._row, self._count)
-            self._waiting.append(LoggedToken(token, self._text.length, found, is_first))
+            log_probs = self._log_probs.get(self._row, self._count)
+            self._waiting.append(LoggedToken(token, self._text.length, log_probs, is_first))
         self._count += 1
-        shown, more = self._show(self._text.add(token))
-        return echo + shown, logged + more
+        text, logged = self._show(self._text.add(token))
+        return echo + text, echoed + logged
 
     def _echo(self) -> tuple[str, list[LoggedToken]]:
         """Return the text of the prompt, and its tokens if their log-probabilities are wanted."""
         collector = self._submission.prompt_log_probs
-        scores = [] if collector is None or self._log_probs is None else [None, *collector.prompts[self._row]]
+        scores: list[TokenLogProbs | None] = []
+        if collector is not None and self._log_probs is not None:
+            scores = [None, *collector.prompts[self._row]]
         text = ""
         for index, token in enumerate(self._prompt):
             if scores:
-                self._waiting.append(LoggedToken(token, len(text), scores[index], index == 0))
+                self._waiting.append(LoggedToken(token, len(text), scores[index], is_first=index == 0))
             text += self._detokenizer.add([token])
         self._prompt = []
         self._text.length = len(text)
@@ -216,6 +240,7 @@ class _ChoiceText:
         return self._show(self._text.flush(), everything=not self.stopped)
 
     def _show(self, text: str, everything: bool = False) -> tuple[str, list[LoggedToken]]:
+        """Return a text with the waiting tokens that begin in it, or with all of them."""
         self._shown += len(text)
         ready = [logged for logged in self._waiting if logged.begin < self._shown or everything]
         self._waiting = self._waiting[len(ready) :]

@@ -46,9 +46,9 @@ class ForcedCalls:
 
     def _open_call(self) -> None:
         """Begin to read arguments if the text of the call so far is what stands before them."""
-        before = self._between if self.calls else ""
-        for name, (begin, _) in self._marks.items():
-            if self._held == before + begin:
+        separator = self._between if self.calls else ""
+        for name, (opening, _) in self._marks.items():
+            if self._held == separator + opening:
                 self._open = name
                 self._scanner = JSONScanner()
                 self._begin = len(self._held)
@@ -57,8 +57,10 @@ class ForcedCalls:
     def _close_call(self, parsed: Parsed) -> None:
         """Add the call if its text is complete."""
         assert self._open is not None
-        if self._held[self._end :] == self._marks[self._open][1]:
-            parsed.calls.append(ToolCall(self.calls, self._open, self._held[self._begin : self._end]))
+        _, closing = self._marks[self._open]
+        if self._held[self._end :] == closing:
+            arguments = self._held[self._begin : self._end]
+            parsed.calls.append(ToolCall(self.calls, self._open, arguments))
             self.calls += 1
             self._open = None
             self._held = ""

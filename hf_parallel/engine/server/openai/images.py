@@ -24,7 +24,12 @@ def chat_texts(chat: Chat) -> Iterator[str]:
     """Yield the texts that a chat template may write: contents (texts, or lists of parts), names, calls and others."""
     for message in chat:
         content = message["content"]
-        yield from [content] if isinstance(content, str) else (part["text"] for part in content if "text" in part)
+        if isinstance(content, str):
+            yield content
+        else:
+            for part in content:
+                if "text" in part:
+                    yield part["text"]
         for key, value in message.items():
             if key != "content":
                 yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -32,10 +37,7 @@ def chat_texts(chat: Chat) -> Iterator[str]:
 
 def encode_chat(processor: Any, config: ParallelConfig, chat: Chat, template: Any, limits: Limits) -> dict[str, Any]:
     """Return the inputs of `generate` for a chat with URLs of images, and with the instructions of a mode."""
-    placeholders = [x for of in (processor, processor.tokenizer) if (x := getattr(of, "image_token", None))]
-    for text in (*chat_texts(chat), json.dumps(template, ensure_ascii=False)):
-        if found := [token for token in placeholders if token in text]:
-            raise _error(f"a text must not hold {found[0]!r}, the placeholder of images")
+    _check_placeholders(processor, chat, template)
     images: list[Any] = []
 
     def parts(content: Any) -> list[dict[str, object]]:
@@ -48,24 +50,40 @@ def encode_chat(processor: Any, config: ParallelConfig, chat: Chat, template: An
 
     chat = [{**message, "content": parts(message["content"])} for message in chat]
     text = render_prompt(config.prompt, chat, processor, template)
-    begin = processor.tokenizer.bos_token
-    settings = {"add_special_tokens": False} if begin and text.startswith(begin) else {}  # as apply_chat_template
+    settings = {}
+    bos_token = processor.tokenizer.bos_token
+    if bos_token and text.startswith(bos_token):  # as apply_chat_template
+        settings["add_special_tokens"] = False
     try:
         return dict(processor(text=text, images=[images] if images else None, return_tensors="pt", **settings))
     except Exception as error:  # of many kinds, such as for an image that is too small
         raise _error(f"the model's processor cannot read them: {type(error).__name__}: {error}") from error
 
 
-def _decode(url: str, before: list[Any], limits: Limits) -> Any:
-    """Decode an image of a request after those before it; of an animation, the first image."""
+def _check_placeholders(processor: Any, chat: Chat, template: Any) -> None:
+    """Raise an error for a text that the processor would take for an image."""
+    placeholders = []
+    for owner in (processor, processor.tokenizer):
+        token = getattr(owner, "image_token", None)
+        if token:
+            placeholders.append(token)
+    for text in (*chat_texts(chat), json.dumps(template, ensure_ascii=False)):
+        for token in placeholders:
+            if token in text:
+                raise _error(f"a text must not hold {token!r}, the placeholder of images")
+
+
+def _decode(url: str, earlier: list[Any], limits: Limits) -> Any:
+    """Decode an image of a request after the earlier ones; of an animation, the first image."""
     from PIL import Image
 
-    if len(before) == limits.images:
+    if len(earlier) == limits.images:
         raise _error(f"a request may have at most {limits.images} images")
     content = _content(url, limits.image_bytes)
+    decoded_pixels = sum(image.width * image.height for image in earlier)
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:  # reads the size, decodes nothing
-            if image.width * image.height + sum(one.width * one.height for one in before) > limits.image_pixels:
+            if image.width * image.height + decoded_pixels > limits.image_pixels:
                 message = f"a request may have images of at most {limits.image_pixels} pixels together"
                 raise _error(f"{message}, got one of {image.width} x {image.height}")
             return load_image(image)
@@ -86,7 +104,8 @@ def _content(url: str, limit: int) -> bytes:
     if media_type not in TYPES or parameters[-1:] != ["base64"]:
         allowed = f"data:TYPE;base64, with a TYPE of {', '.join(TYPES)}"
         raise _error(f"the URL of an image must begin with {allowed}; got {_shortened(head)}")
-    if (size := len(data) // 4 * 3 - data[-2:].count("=")) > limit:
+    size = len(data) // 4 * 3 - data[-2:].count("=")
+    if size > limit:
         raise _error(f"an image may have at most {limit} bytes, got {size}")
     try:
         return base64.b64decode(data, validate=True)

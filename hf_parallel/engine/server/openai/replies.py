@@ -55,9 +55,9 @@ class ReplySpec:
 
     def marks(self, names: Mapping[int, str]) -> set[int]:
         """Return the special tokens, given with their names, that the format needs in the text."""
-        text = json.dumps(self.format.fields, ensure_ascii=False).replace("\\", "")
-        text += self.format.call + self.format.between
-        return {token for token, name in names.items() if name and name in text}
+        syntax = json.dumps(self.format.fields, ensure_ascii=False).replace("\\", "")
+        syntax += self.format.call + self.format.between
+        return {token for token, name in names.items() if name and name in syntax}
 
 
 class Reply:
@@ -147,7 +147,8 @@ class Reply:
 
     def _take(self, value: Any, parsed: Parsed) -> bool:
         """Add one call, or a list of them, if they are well-formed."""
-        functions = [one["function"] for one in (value if isinstance(value, list) else [value])]
+        calls = value if isinstance(value, list) else [value]
+        functions = [call["function"] for call in calls]
         for function in functions:
             if function["name"] not in self._names or not isinstance(function["arguments"], dict):
                 return False

@@ -59,8 +59,9 @@ class ReplyFormat:
 
     @property
     def _has_plain_content(self) -> bool:
-        others = [field for name, field in self.fields.items() if name not in REASONING]
-        return any(field.keys().isdisjoint(OPENING) for field in others)
+        """Whether a field other than reasoning begins without a mark."""
+        unmarked = {name for name, field in self.fields.items() if field.keys().isdisjoint(OPENING)}
+        return bool(unmarked - REASONING)
 
     @property
     def has_json_calls(self) -> bool:
@@ -81,25 +82,31 @@ class ReplyFormat:
     @property
     def thinking_marks(self) -> list[str]:
         """The first text that opens reasoning, and the first that closes it; less if there is none."""
-        (field,) = [self.fields[name] for name in self.fields.keys() & REASONING] or [{}]
-        marks = [field.get(name) for name in ("open", "close")]
-        return [mark if isinstance(mark, str) else mark[0] for mark in marks if mark]
+        marks = []
+        for field_name in self.fields.keys() & REASONING:
+            for side in ("open", "close"):
+                mark = self.fields[field_name].get(side)
+                if mark:
+                    marks.append(mark if isinstance(mark, str) else mark[0])
+        return marks
 
 
 def around_arguments(call: str, name: str) -> tuple[str, str]:
     """Return the texts before and after the arguments of a call of a function; `call` as in `ReplyFormat`."""
-    before, after = call.split("ARGUMENTS")
-    return before.replace("NAME", name), after
+    opening, closing = call.split("ARGUMENTS")
+    return opening.replace("NAME", name), closing
 
 
 def _at_beginning(field: dict[str, Any]) -> dict[str, Any]:
     """Return a field that only the beginning of a text opens."""
-    rest = {key: value for key, value in field.items() if key not in OPENING}
     pattern = field.get("open_pattern")
     if pattern is None:
         marks = field["open"]
-        pattern = "|".join(map(re.escape, [marks] if isinstance(marks, str) else marks))
-    return {**rest, "open_pattern": rf"\A\s{{0,64}}(?:{pattern})"}
+        alternatives = [marks] if isinstance(marks, str) else marks
+        pattern = "|".join(map(re.escape, alternatives))
+    anchored = {key: value for key, value in field.items() if key not in OPENING}
+    anchored["open_pattern"] = rf"\A\s{{0,64}}(?:{pattern})"
+    return anchored
 
 
 _DATA: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -112,13 +119,18 @@ TEXT = FORMATS.pop("")
 def reply_format(tokenizer: Any) -> ReplyFormat:
     """Return the format in which a model replies."""
     source = str(getattr(tokenizer, "chat_template", None) or "")
-    found = next((known for mark, known in FORMATS.items() if mark in source and "tool" in source), TEXT)
-    own = getattr(tokenizer, "response_template", None)
-    fields = found.fields
-    anchor = found.anchor
-    if own is not None:
-        fields = own["fields"]
-        anchor = own.get("start_anchor_pattern") or re.escape(own["start_anchor"])
-    elif THINK in source and not found.thinks:
+    known_format = TEXT
+    if "tool" in source:
+        for mark, candidate in FORMATS.items():
+            if mark in source:
+                known_format = candidate
+                break
+    fields = known_format.fields
+    anchor = known_format.anchor
+    template = getattr(tokenizer, "response_template", None)
+    if template is not None:
+        fields = template["fields"]
+        anchor = template.get("start_anchor_pattern") or re.escape(template["start_anchor"])
+    elif THINK in source and not known_format.thinks:
         fields = {"thinking": {"open": THINK, "close": END_THINK}} | fields
-    return replace(found, fields=fields, anchor=anchor)
+    return replace(known_format, fields=fields, anchor=anchor)

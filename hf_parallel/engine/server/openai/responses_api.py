@@ -66,33 +66,40 @@ class Item(schema.Message):
 
     @model_validator(mode="after")
     def _check_content(self) -> Item:
-        given = self.model_dump(exclude_unset=True, exclude_none=True)
-        if missing := [name for name in NEEDED[self.type] if name not in given]:
-            raise ValueError(f"an item of the type {self.type} needs the field {missing[0]}")
+        fields = self.model_dump(exclude_unset=True, exclude_none=True)
+        for name in NEEDED[self.type]:
+            if name not in fields:
+                raise ValueError(f"an item of the type {self.type} needs the field {name}")
         return self
 
     @field_validator("content", "output", mode="before")
     @classmethod
     def _as_in_chats(cls, content: object) -> object:
         """Give parts the types and the form that they have in chats."""
+        if not isinstance(content, list):
+            return content
         parts = []
-        for part in content if isinstance(content, list) else []:
-            given = part if isinstance(part, dict) else {}
-            kind = PARTS.get(str(given.get("type")))
-            url = {"image_url": {"url": given["image_url"]}} if "image_url" in given else {}
-            parts.append({**given, "type": kind, **url} if kind else part)
-        return parts or None if isinstance(content, list) else content
+        for part in content:
+            kind = PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
+            if kind:
+                part = {**part, "type": kind}
+                if "image_url" in part:
+                    part["image_url"] = {"url": part["image_url"]}
+            parts.append(part)
+        return parts or None
 
     def to_chat(self) -> JSONObject:
         """See `Message.to_chat`."""
-        chat = super().to_chat()
-        own = {"role": "assistant", "content": ""}
-        if self.type == "function_call":
-            function = {"name": self.name, "arguments": self.arguments}
-            return {**own, "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
         if self.type == "function_call_output":
             return schema.Message(role="tool", content=self.output, tool_call_id=self.call_id).to_chat()
-        return {**own, "reasoning_content": chat["content"]} if self.type == "reasoning" else chat
+        chat = super().to_chat()
+        if self.type == "function_call":
+            function = {"name": self.name, "arguments": self.arguments}
+            call = {"id": self.call_id, "type": "function", "function": function}
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        if self.type == "reasoning":
+            return {"role": "assistant", "content": "", "reasoning_content": chat["content"]}
+        return chat
 
 
 class FlatTool(schema.Function):
@@ -147,19 +154,18 @@ class ResponseBody(schema.ConversationBody):
 
         Reasoning, text and calls that follow each other are one message of the assistant; two texts are two.
         """
-        given = self.input
         messages = list(self._history)
-        own = [{"role": "user", "content": given}] if isinstance(given, str) else [item.to_chat() for item in given]
-        before = messages[-1] if messages else {"role": ""}
-        for new in own:
-            joins = before["role"] == new["role"] == "assistant"
-            joins = joins and (before.keys() | new.keys()) - {"name"} > {"role", "content"}
-            if joins and type((last := messages[-1])["content"]) is type(new["content"]):
-                common = last.keys() & new.keys() - {"role", "name"}
-                messages[-1] = {**last, **new, **{key: last[key] + new[key] for key in common}}
+        if isinstance(self.input, str):
+            added: list[JSONObject] = [{"role": "user", "content": self.input}]
+        else:
+            added = [item.to_chat() for item in self.input]
+        previous: JSONObject = messages[-1] if messages else {"role": ""}
+        for message in added:
+            if _continues(previous, message) and type(messages[-1]["content"]) is type(message["content"]):
+                messages[-1] = _merged(messages[-1], message)
             else:
-                messages.append(new)
-            before = new
+                messages.append(message)
+            previous = message
         return messages
 
     @property
@@ -176,6 +182,22 @@ class ResponseBody(schema.ConversationBody):
                 hint = f": use {other}" if other else ""
                 raise ValueError(f"{name} is no field of /v1/responses{hint}")
         return self.max_output_tokens
+
+
+def _continues(previous: JSONObject, message: JSONObject) -> bool:
+    """Whether two messages are of one reply: both of the assistant, and not both plain text."""
+    if previous["role"] != "assistant" or message["role"] != "assistant":
+        return False
+    fields = (previous.keys() | message.keys()) - {"name"}
+    return fields > {"role", "content"}
+
+
+def _merged(first: JSONObject, second: JSONObject) -> JSONObject:
+    """Return one message with the fields of two; fields of both are joined."""
+    message = {**first, **second}
+    for name in first.keys() & second.keys() - {"role", "name"}:
+        message[name] = first[name] + second[name]
+    return message
 
 
 class Conversations:
@@ -196,16 +218,19 @@ class Conversations:
         with self._lock:
             self._put(salt, response["id"], entry)
             while sum(map(len, self._kept.values())) > MAX_KEPT:
-                self._drop_oldest(max(self._kept, key=lambda other: len(self._kept[other])))
+                longest = max(self._kept, key=lambda other: len(self._kept[other]))
+                self._drop_oldest(longest)
             while self._characters.total() > MAX_CHARACTERS:
-                self._drop_oldest(max(self._characters, key=self._characters.__getitem__))
+                largest = max(self._characters, key=self._characters.__getitem__)
+                self._drop_oldest(largest)
 
     def find(self, salt: str, name: str, field: str | None = None, keep: bool = True) -> tuple[str, str]:
         """Return a response and its conversation, as JSON. Raises an error of `field` if it is not kept."""
         with self._lock:
             if name not in self._kept.get(salt, ()):
                 message = f"there is no response {name[:200]!r}: the server keeps the last {MAX_KEPT} of all clients"
-                raise APIError(404, message, field, f"{'previous_' if field else ''}response_not_found")
+                code = "previous_response_not_found" if field else "response_not_found"
+                raise APIError(404, message, field, code)
             entry = self._take(salt, name)
             if keep:
                 self._put(salt, name, entry)  # as the one used last
@@ -243,32 +268,52 @@ class ResponseWriter(Writer):
         self._open = dict[int, JSONObject]()  # by choice, the item that it writes
         self._id = str(self.head["id"]).replace("chatcmpl-", "resp_")
         self._body = {"id": self._id, "object": "response", "created_at": self.head["created"], "model": model}
-        given = body.model_dump(include={*ECHOED}, by_alias=True)
-        self._body |= {name: ECHOED[name] if value is None else value for name, value in given.items()}
+        for name, value in body.model_dump(include={*ECHOED}, by_alias=True).items():
+            self._body[name] = ECHOED[name] if value is None else value
         self._body |= {"error": None, "incomplete_details": None, "output": [], "usage": None}
 
     def whole(self, choices: Sequence[Delta], usage: JSONObject) -> JSONObject:
         """Return the body of a response. `choices`: the choices that `events` has not received."""
         for choice in choices:
-            list(self._write(choice))
+            for _ in self._write(choice):
+                pass
         answers = [self._answers[index] for index in sorted(self._answers)]
-        errors = [{"code": "server_error", "message": answer.error} for answer in answers if answer.error is not None]
+        errors = [answer.error for answer in answers if answer.error is not None]
         is_cut = any(answer.finish_reason == "length" for answer in answers)
-        thought = sum(len(encode(self.tokenizer, answer.reasoning)) for answer in answers if answer.reasoning)
-        counts = {"input_tokens": usage["prompt_tokens"], "input_tokens_details": usage["prompt_tokens_details"]}
-        counts |= {"output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": thought}}
-        counts["total_tokens"] = usage["total_tokens"]
-        response = {**self._body, "output": self._items, "usage": counts, "error": errors[0] if errors else None}
-        response["status"] = "failed" if errors else "incomplete" if is_cut else "completed"
-        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        response = {
+            **self._body,
+            "output": self._items,
+            "usage": self._usage(answers, usage),
+            "error": {"code": "server_error", "message": errors[0]} if errors else None,
+            "status": "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        }
+        if errors:
+            response["status"] = "failed"
+        elif is_cut:
+            response["status"] = "incomplete"
         self._keep(response, _as_message(answers[0]))
         return response
 
+    def _usage(self, answers: Sequence[Delta], usage: JSONObject) -> JSONObject:
+        """Return the numbers of tokens under the names of this API."""
+        reasoning_tokens = sum(len(encode(self.tokenizer, answer.reasoning)) for answer in answers if answer.reasoning)
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        }
+
     def events(self, delta: Delta, is_first: bool) -> list[JSONObject]:
         """Return the events for new text and calls of a choice; the first ones also begin the response."""
-        kinds = () if self._answers else ("created", "in_progress")
-        begun = [{"type": f"response.{kind}", "response": {**self._body, "status": "in_progress"}} for kind in kinds]
-        return [{**event, "sequence_number": next(self._numbers)} for event in [*begun, *self._write(delta)]]
+        events: list[JSONObject] = []
+        if not self._answers:
+            for kind in ("created", "in_progress"):
+                events.append({"type": f"response.{kind}", "response": {**self._body, "status": "in_progress"}})
+        events += self._write(delta)
+        return [{**event, "sequence_number": next(self._numbers)} for event in events]
 
     def usage_chunk(self, usage: JSONObject) -> JSONObject:
         """Return the last event, which holds the whole response."""
@@ -286,10 +331,12 @@ class ResponseWriter(Writer):
         if delta.text or is_empty:
             yield from self._add(delta.index, "message", delta.text, role="assistant", content=[])
         for call in delta.calls:
-            own = {"call_id": call.id, "name": call.name, "arguments": ""}
-            yield from self._add(delta.index, "function_call", call.arguments, **own)
+            yield from self._add(
+                delta.index, "function_call", call.arguments, call_id=call.id, name=call.name, arguments=""
+            )
         if delta.finish_reason is not None:
-            yield from self._close(delta.index, "incomplete" if delta.finish_reason in CUT else "completed")
+            status = "incomplete" if delta.finish_reason in CUT else "completed"
+            yield from self._close(delta.index, status)
 
     def _add(self, choice: int, kind: str, text: str, **fields: object) -> Iterator[JSONObject]:
         """Append text to the item that a choice writes, or to a new one: of another kind, or a call."""
@@ -303,32 +350,48 @@ class ResponseWriter(Writer):
             yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": {**item}}
             if part:
                 item["content"] = [{**part}]
-                yield {"type": "response.content_part.added", "part": part, **self._place(item)}
+                yield {"type": "response.content_part.added", "part": part, **self._location(item)}
         item = self._open[choice]
-        holder, name = (item["content"][0], "text") if part else (item, "arguments")
-        holder[name] += text
+        if part:
+            item["content"][0]["text"] += text
+        else:
+            item["arguments"] += text
         if text:
-            yield {"type": f"response.{streamed}.delta", "delta": text, **self._place(item)}
+            yield {"type": f"response.{streamed}.delta", "delta": text, **self._location(item)}
 
     def _close(self, choice: int, status: str = "completed") -> Iterator[JSONObject]:
         """End the item that a choice writes."""
-        if (item := self._open.pop(choice, None)) is not None:
-            item["status"], (_, streamed, _), place = status, ITEMS[item["type"]], self._place(item)
-            for part in item.get("content", ()):
-                yield {"type": f"response.{streamed}.done", "text": part["text"], **place}
-                yield {"type": "response.content_part.done", "part": part, **place}
-            if "arguments" in item:
-                own = {"name": item["name"], "arguments": item["arguments"]}
-                yield {"type": f"response.{streamed}.done", **own, **place}
-            yield {"type": "response.output_item.done", "output_index": place["output_index"], "item": item}
+        item = self._open.pop(choice, None)
+        if item is None:
+            return
+        item["status"] = status
+        _, streamed, _ = ITEMS[item["type"]]
+        location = self._location(item)
+        for part in item.get("content", ()):
+            yield {"type": f"response.{streamed}.done", "text": part["text"], **location}
+            yield {"type": "response.content_part.done", "part": part, **location}
+        if "arguments" in item:
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": f"response.{streamed}.done", **call, **location}
+        yield {"type": "response.output_item.done", "output_index": location["output_index"], "item": item}
 
-    def _place(self, item: JSONObject) -> JSONObject:
-        place = {"output_index": self._items.index(item), "item_id": item["id"]}
-        return place | ({"content_index": 0, "logprobs": []} if "content" in item else {})
+    def _location(self, item: JSONObject) -> JSONObject:
+        """Return the fields of an event that say which item it is about."""
+        location: JSONObject = {"output_index": self._items.index(item), "item_id": item["id"]}
+        if "content" in item:
+            location |= {"content_index": 0, "logprobs": []}
+        return location
 
 
 def _as_message(answer: Delta) -> JSONObject:
     """Return an answer as a message of a chat."""
-    calls = [{**x.to_dict(), "function": {"name": x.name, "arguments": json.loads(x.arguments)}} for x in answer.calls]
-    more = {"reasoning_content": answer.reasoning, "tool_calls": calls}
-    return {"role": "assistant", "content": answer.text} | {name: value for name, value in more.items() if value}
+    message: JSONObject = {"role": "assistant", "content": answer.text}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    calls = []
+    for call in answer.calls:
+        function = {"name": call.name, "arguments": json.loads(call.arguments)}
+        calls.append({**call.to_dict(), "function": function})
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -48,8 +48,9 @@ def _at_most(limit: int, words: str, size: Callable[[Any], int]) -> Callable[[T]
     """Return a validator that raises `ValueError` for a value of a larger size."""
 
     def check(value: T) -> T:
-        if (found := size(value)) > limit:
-            raise ValueError(f"at most {limit} {words} are accepted, this one has {found}")
+        measured = size(value)
+        if measured > limit:
+            raise ValueError(f"at most {limit} {words} are accepted, this one has {measured}")
         return value
 
     return check
@@ -97,15 +98,18 @@ class BodyObject(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_others(cls, given: object) -> object:
-        known = {field.alias or name: field for name, field in cls.model_fields.items()}
-        kinds = get_args(known["type"].annotation) if "type" in known else ()
-        if kinds and isinstance(given, dict) and given.get("type", kinds[0]) not in kinds:
-            raise ValueError(f"type {_shortened(given['type'])} is not supported, only {', '.join(kinds)}")
-        for name, value in given.items() if isinstance(given, dict) else ():
-            if name not in known and not _is_empty(value):
+    def _check_others(cls, body: object) -> object:
+        """Raise an error for fields that the object does not have, unless they are empty."""
+        if not isinstance(body, dict):
+            return body
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        kinds = get_args(fields["type"].annotation) if "type" in fields else ()
+        if kinds and body.get("type", kinds[0]) not in kinds:
+            raise ValueError(f"type {_shortened(body['type'])} is not supported, only {', '.join(kinds)}")
+        for name, value in body.items():
+            if name not in fields and not _is_empty(value):
                 raise ValueError(f"{name} is not supported")
-        return given
+        return body
 
 
 class TextPart(BodyObject):
@@ -201,14 +205,28 @@ class Message(BodyObject):
 
     def to_chat(self) -> dict[str, Any]:
         """Return the message as a chat template receives it, with URLs for images."""
-        content: Any = self.content or ""
-        if not isinstance(content, str):
-            texts = [part.text for part in content if isinstance(part, TextPart)]
-            parts = [{"text": x.text} if isinstance(x, TextPart) else {"image": x.image_url.url} for x in content]
-            typed = [{"type": kind, kind: value} for part in parts for kind, value in part.items()]
-            content = "".join(texts) if len(texts) == len(parts) else typed
-        given = self.model_dump(include={"name", "tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content, **given}
+        role = "system" if self.role == "developer" else self.role
+        message = {"role": role, "content": self._chat_content()}
+        message |= self.model_dump(
+            include={"name", "tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True
+        )
+        return message
+
+    def _chat_content(self) -> Any:
+        """Return the content as one text, or with images as a list of typed parts."""
+        content = self.content or ""
+        if isinstance(content, str):
+            return content
+        texts = [part.text for part in content if isinstance(part, TextPart)]
+        if len(texts) == len(content):
+            return "".join(texts)
+        parts = []
+        for part in content:
+            if isinstance(part, TextPart):
+                parts.append({"type": "text", "text": part.text})
+            else:
+                parts.append({"type": "image", "image": part.image_url.url})
+        return parts
 
 
 class StreamOptions(BodyObject):
@@ -286,18 +304,22 @@ class Body(BaseModel):
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts: chats, texts or token ids."""
-        given: Any = getattr(self, self.prompt_field)
-        if isinstance(given, str) or isinstance(given[0], int):
-            return [given]
-        return [[message.to_chat() for message in given]] if isinstance(given[0], Message) else list(given)
+        value: Any = getattr(self, self.prompt_field)
+        if isinstance(value, str) or isinstance(value[0], int):
+            return [value]
+        if isinstance(value[0], Message):
+            return [[message.to_chat() for message in value]]
+        return list(value)
 
     @property
     def prompt_sizes(self) -> list[int]:
         """Characters or token ids of each of the `prompts`, without building them; 0 for chats."""
-        given: Any = getattr(self, self.prompt_field)
-        if isinstance(given, str) or isinstance(given[0], int):
-            return [len(given)]
-        return [0] if isinstance(given[0], Message) else [len(prompt) for prompt in given]
+        value: Any = getattr(self, self.prompt_field)
+        if isinstance(value, str) or isinstance(value[0], int):
+            return [len(value)]
+        if isinstance(value[0], Message):
+            return [0]
+        return [len(prompt) for prompt in value]
 
     @property
     def answers(self) -> int:
@@ -307,8 +329,8 @@ class Body(BaseModel):
     @property
     def answer_format(self) -> Any:
         """Format of an answer, with the fields of `ResponseFormat`; None: any text."""
-        given = getattr(self, self.format_field)
-        return getattr(given, "format", given)
+        value = getattr(self, self.format_field)
+        return getattr(value, "format", value)
 
     @property
     def budget(self) -> int | None:
@@ -343,20 +365,22 @@ class ConversationBody(Body):
     @property
     def effort(self) -> Any:
         """Effort of the reasoning, if it is given."""
-        given = getattr(self, self.effort_field)
-        return getattr(given, "effort", given)
+        value = getattr(self, self.effort_field)
+        return getattr(value, "effort", value)
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """Tools that the answer may call. Raises `ValueError` for a choice of tools that were not given."""
-        choice = self.tool_choice
-        functions = [getattr(one, "function", one) for one in self.tools or ()]
+        functions = [getattr(tool, "function", tool) for tool in self.tools or ()]
         names = [function.name for function in functions]
+        choice = self.tool_choice
         if not isinstance(choice, str | None):
             choice = getattr(choice, "function", choice).name
             functions = [function for function in functions if function.name == choice]
-        own = [function.model_dump(exclude={"type"}, exclude_none=True) for function in functions]
-        tools = [{"type": "function", "function": function} for function in own]
+        tools = []
+        for function in functions:
+            definition = function.model_dump(exclude={"type"}, exclude_none=True)
+            tools.append({"type": "function", "function": definition})
         if self.must_call and not tools:
             raise ValueError(f"tool_choice={choice!r:.200} needs a tool to call, tools has {names!r:.200}")
         return [] if choice == "none" else tools
@@ -439,9 +463,12 @@ class ScoreBody(Body):
     def prompts(self) -> list[Prompt]:
         """The query with each of the items."""
         items = self._items
-        if any(isinstance(item, str) != isinstance(self.query, str) for item in items):
-            raise ValueError("items must be texts if query is a text, else lists of token ids")
-        return [item + self.query if self.item_first else self.query + item for item in items]  # type: ignore[operator]
+        for item in items:
+            if isinstance(item, str) != isinstance(self.query, str):
+                raise ValueError("items must be texts if query is a text, else lists of token ids")
+        if self.item_first:
+            return [item + self.query for item in items]  # type: ignore[operator]
+        return [self.query + item for item in items]  # type: ignore[operator]
 
     @property
     def label_tokens(self) -> list[int]:
@@ -451,9 +478,10 @@ class ScoreBody(Body):
     @property
     def top_logprobs_wanted(self) -> int | None:
         """See `Body.top_logprobs_wanted`. Raises `ValueError` for fields of other requests."""
-        own = {*type(self).model_fields.keys() - Body.model_fields.keys(), "model", "user", "cache_salt"}
-        if others := sorted(self.model_fields_set - own):
-            raise ValueError(f"{others[0]} is no field of a request for scores")
+        own_fields = type(self).model_fields.keys() - Body.model_fields.keys()
+        unsupported = self.model_fields_set - own_fields - {"model", "user", "cache_salt"}
+        if unsupported:
+            raise ValueError(f"{min(unsupported)} is no field of a request for scores")
         return len(self.label_token_ids)
 
 
@@ -461,14 +489,16 @@ def read_body(kind: type[M], content: bytes) -> M:
     """Return the body of a request. Raises `APIError` that names the field, its value and what is allowed."""
     try:
         return kind.model_validate_json(content)
-    except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        if found["type"] == "json_invalid" and not found["loc"]:
-            raise APIError(400, f"the body is not valid JSON: {found['msg']}") from error
-        places = [str(place) for place in found["loc"] if str(place).isidentifier() or isinstance(place, int)]
-        if not places:
-            raise APIError(400, f"the body must be a JSON object, got {_shortened(found['input'])}") from error
-        given = "" if found["type"] == "missing" else f", got {_shortened(found['input'])}"
-        name = next((place for place in places if place.isidentifier()), None)
-        message = found["msg"].removeprefix("Value error, ")
-        raise APIError(400, f"{'.'.join(places)}: {message}{given}", name) from error
+    except ValidationError as validation_error:
+        error = validation_error.errors(include_url=False)[0]
+        if error["type"] == "json_invalid" and not error["loc"]:
+            raise APIError(400, f"the body is not valid JSON: {error['msg']}") from validation_error
+        path = [str(key) for key in error["loc"] if isinstance(key, int) or str(key).isidentifier()]
+        if not path:
+            message = f"the body must be a JSON object, got {_shortened(error['input'])}"
+            raise APIError(400, message) from validation_error
+        message = error["msg"].removeprefix("Value error, ")
+        if error["type"] != "missing":
+            message += f", got {_shortened(error['input'])}"
+        field = next((key for key in path if key.isidentifier()), None)
+        raise APIError(400, f"{'.'.join(path)}: {message}", field) from validation_error

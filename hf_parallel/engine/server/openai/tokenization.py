@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from hf_parallel.detokenizer import decode
 from hf_parallel.engine.server.errors import APIError
 from hf_parallel.engine.server.openai.schema import Flag, Items, Message, Text, Token, Tool, Tools
-from hf_parallel.engine.server.openai.submission import Translator
+from hf_parallel.engine.server.openai.translator import Translator
 from hf_parallel.generation.prompts import apply_template, check_template_kwargs
 from hf_parallel.generation.validation import check_text
 
@@ -27,6 +27,7 @@ class TokenizeBody(BaseModel):
 
     def answer(self, translator: Translator) -> dict[str, object]:
         """Return the body of the response."""
+        prompts = translator.prompts
         tokenizer = translator.engine.tokenizer
         text = self.prompt
         if (text is None) == (self.messages is None):
@@ -34,16 +35,18 @@ class TokenizeBody(BaseModel):
         if self.messages is None and self.tools:
             raise APIError(400, "tools need messages", "tools")
         if self.messages is not None:
-            chat = translator.checked_chat([message.to_chat() for message in self.messages], "messages")
+            chat = prompts.checked_chat([message.to_chat() for message in self.messages], "messages")
             tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-            chat, template = translator.with_tools(chat, tools, check_template_kwargs(self.chat_template_kwargs))
+            chat, template = prompts.with_tools(chat, tools, check_template_kwargs(self.chat_template_kwargs))
             text = apply_template(chat, tokenizer, add_generation_prompt=self.add_generation_prompt, **template)
         assert text is not None
-        translator.check_length("prompt", len(text))
+        prompts.check_length("prompt", len(text))
         check_text("prompt", text)
-        special = self.messages is None if self.add_special_tokens is None else self.add_special_tokens
-        tokens = tokenizer(text, add_special_tokens=special)["input_ids"]
-        return {"count": len(tokens), "max_model_len": translator.max_tokens, "tokens": tokens}
+        adds_special_tokens = self.add_special_tokens
+        if adds_special_tokens is None:
+            adds_special_tokens = self.messages is None
+        tokens = tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"]
+        return {"count": len(tokens), "max_model_len": prompts.max_tokens, "tokens": tokens}
 
 
 class DetokenizeBody(BaseModel):
@@ -56,6 +59,6 @@ class DetokenizeBody(BaseModel):
 
     def answer(self, translator: Translator) -> dict[str, object]:
         """Return the body of the response."""
-        translator.check_length("tokens", len(self.tokens))
-        translator.check_ids("tokens", self.tokens)
+        translator.prompts.check_length("tokens", len(self.tokens))
+        translator.prompts.check_ids("tokens", self.tokens)
         return {"prompt": decode(translator.engine.tokenizer, self.tokens)}

@@ -96,14 +96,15 @@ class ToolMessages:
 
     def _called(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message with its calls in its content."""
-        rest = dict(message)
-        calls = []
-        for call in rest.pop("tool_calls", ()):
+        answer = dict(message)
+        texts = []
+        for call in answer.pop("tool_calls", ()):
             function = call["function"]
             arguments = json.dumps(function["arguments"], ensure_ascii=False)
             arguments = arguments.replace(END_THINK, ESCAPED)
-            calls.append(self._write(function["name"], arguments))
-        return {**rest, "content": _joined(message["content"], "", self.format.between.join(calls))}
+            texts.append(self._write(function["name"], arguments))
+        answer["content"] = _joined(message["content"], "", self.format.between.join(texts))
+        return answer
 
     def _result(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result of a call as a message of the user."""
@@ -121,18 +122,22 @@ def with_ordered_results(chat: Chat, name: str) -> list[Message]:
     Raises `APIError`, which names the field `name`, for the result of a call that the chat does not have.
     """
     ordered: list[Message] = []
-    known: set[object] = set()
+    call_ids: set[object] = set()
     for is_result, group in groupby(chat, lambda message: message["role"] == "tool"):
         messages = list(group)
         if is_result:
-            results = {message.get("tool_call_id") for message in messages}
-            if unknown := results - known - {None}:
+            result_ids = {message.get("tool_call_id") for message in messages}
+            unknown = result_ids - call_ids - {None}
+            if unknown:
                 raise APIError(400, f"{name}: there is no call before its result {unknown.pop()!r}", name)
-            calls = [call.get("id") for call in ordered[-1].get("tool_calls", ())] if ordered else []
-            if results <= set(calls):
-                messages.sort(key=lambda message: calls.index(message.get("tool_call_id")))
+            order: list[object] = []
+            if ordered:
+                order = [call.get("id") for call in ordered[-1].get("tool_calls", ())]
+            if result_ids <= set(order):
+                messages.sort(key=lambda message: order.index(message.get("tool_call_id")))
         else:
-            known |= {call.get("id") for message in messages for call in message.get("tool_calls", ())}
+            for message in messages:
+                call_ids |= {call.get("id") for call in message.get("tool_calls", ())}
         ordered += messages
     return ordered
 
@@ -149,8 +154,11 @@ def _joined(first: str | list[Any], between: str, second: str | list[Any]) -> st
         return f"{first}{between}{second}"
     parts: list[Any] = []
     for content in (first, between, second):
-        if content:
-            parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if isinstance(content, str):
+            if content:
+                parts.append({"type": "text", "text": content})
+        else:
+            parts += content
     return parts
 
 
@@ -164,10 +172,15 @@ def _render(renderer: Any, chat: Sequence[Mapping[str, Any]], **template: Any) -
 
 def _writes_tools(renderer: Any) -> bool:
     """Whether a chat template writes the tools of a request."""
-    parameters = {"type": "object", "properties": {KEY: {"type": "string", "description": VALUE}}, "required": [KEY]}
+    parameters = {
+        "type": "object",
+        "properties": {KEY: {"type": "string", "description": VALUE}},
+        "required": [KEY],
+    }
     function = {"name": NAME, "description": VALUE, "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
     chat = [{"role": "user", "content": "Hello"}]
-    return NAME in _render(renderer, chat, tools=[{"type": "function", "function": function}])
+    return NAME in _render(renderer, chat, tools=tools)
 
 
 def _writes_call(renderer: Any, arguments: object) -> bool:

@@ -47,14 +47,16 @@ class JSONProcessor(LogitsProcessor):
             grammar = LLMatcher.grammar_from_lark(schema)
         else:
             text = json.dumps(schema)
-            if (found := first_error([text])) is not None:
-                raise ValueError(f"{field} holds a schema that is not supported: {found.reason}")
+            error = first_error([text])
+            if error is not None:
+                raise ValueError(f"{field} holds a schema that is not supported: {error.reason}")
             grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
         self._field = field
         self.begin = begin
         self.ends = [token for token in eos_token_ids if token < vocabulary]
         # Without log: it would print a line for each row whose answer exceeds a limit of llguidance.
-        self._first = LLMatcher(_grammar_tokenizer(tokenizer, vocabulary, tuple(eos_token_ids)), grammar, log_level=0)
+        grammar_tokenizer = _grammar_tokenizer(tokenizer, vocabulary, tuple(eos_token_ids))
+        self._first = LLMatcher(grammar_tokenizer, grammar, log_level=0)
         self._matchers: dict[tuple[int, ...], Any] = {}  # by the new tokens of a row
         self._errors: dict[tuple[int, ...], str] = {}  # by the new tokens of a row that ended with an error
 
@@ -70,10 +72,15 @@ class JSONProcessor(LogitsProcessor):
         """Return scores `[rows, vocabulary]`, -inf for tokens that do not match."""
         rows = [tuple(row) for row in input_ids[:, self.begin :].tolist()]
         if len(self._matchers) > 4 * max(len(rows), 64):
-            self._matchers = {row: self._matchers[row[:-1]] for row in rows if row[:-1] in self._matchers}
+            parents = {row: row[:-1] for row in rows}
+            self._matchers = {
+                row: self._matchers[parent] for row, parent in parents.items() if parent in self._matchers
+            }
         allowed = np.stack([self._allowed(row, scores.shape[1]) for row in rows])
-        masked = scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
-        for index in (masked.amax(-1) == -torch.inf).nonzero()[:, 0].tolist():
+        is_excluded = ~torch.from_numpy(allowed).to(scores.device)
+        masked = scores.masked_fill(is_excluded, -torch.inf)
+        has_no_token = masked.amax(-1) == -torch.inf
+        for index in has_no_token.nonzero()[:, 0].tolist():
             self._errors.setdefault(rows[index], "other settings exclude all tokens that the schema allows")
             masked[index, self.ends] = 0.0
         return masked
@@ -82,32 +89,40 @@ class JSONProcessor(LogitsProcessor):
         """Return why a row with these tokens, prompt included, ended before its text matched; None: it did not."""
         if not self._errors:
             return None
-        new = tuple(tokens[self.begin :])
-        return next((error for end in range(len(new)) if (error := self._errors.get(new[:end]))), None)
+        new_tokens = tuple(tokens[self.begin :])
+        for end in range(len(new_tokens)):
+            error = self._errors.get(new_tokens[:end])
+            if error:
+                return error
+        return None
 
     def _allowed(self, row: tuple[int, ...], vocabulary: int) -> np.ndarray:
         """Return the tokens that may follow the new tokens of a row, bool `[vocabulary]`."""
         if row not in self._matchers:
-            before = self._matchers.get(row[:-1])
-            new = row[-1:]
-            if before is None:
-                before = self._first
-                new = row
-            matcher = before
-            if not before.is_stopped():  # else it ends, or has ended
-                matcher = before.deep_copy()
-                matcher.consume_tokens(list(new))
-            self._matchers[row] = matcher
+            self._matchers[row] = self._matcher(row)
         matcher = self._matchers[row]
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[:vocabulary].astype(bool)
-        goes_on = allowed.sum() > allowed[self.ends].sum()
-        if matcher.is_error() or not (goes_on or matcher.is_accepting()):
+        can_continue = allowed.sum() > allowed[self.ends].sum()
+        if matcher.is_error() or not (can_continue or matcher.is_accepting()):
             reason = matcher.get_error().partition("\n")[0] or "no further token matches"
             self._errors[row] = f"the answer cannot match the schema of {self._field}: {reason}"
             allowed[:] = False
             allowed[self.ends] = True
         return allowed
+
+    def _matcher(self, row: tuple[int, ...]) -> Any:
+        """Return the matcher after the new tokens of a row: a copy of its parent's, a token further."""
+        new_tokens = row[-1:]
+        parent = self._matchers.get(row[:-1])
+        if parent is None:
+            new_tokens = row
+            parent = self._first
+        if parent.is_stopped():  # it ends, or has ended
+            return parent
+        matcher = parent.deep_copy()
+        matcher.consume_tokens(list(new_tokens))
+        return matcher
 
 
 def call_grammar(
@@ -119,17 +134,19 @@ def call_grammar(
     are no supported JSON schema or too costly.
     """
     specials = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    more = "" if between is None else f" ({_literal(between, specials)} call)*"
-    rules = [f"start: call{more}", "call: " + " | ".join(f"tool{i}" for i in range(len(tools)))]
     functions = [tool["function"] for tool in tools]
     schemas = [arguments_schema(function) for function in functions]
-    if (found := first_error([json.dumps(schema) for schema in schemas])) is not None:
-        name = functions[found.index]["name"]
-        raise ValueError(f"tools: the parameters of {name!r} are not supported: {found.reason}")
+    error = first_error([json.dumps(schema) for schema in schemas])
+    if error is not None:
+        name = functions[error.index]["name"]
+        raise ValueError(f"tools: the parameters of {name!r} are not supported: {error.reason}")
+    further_calls = "" if between is None else f" ({_literal(between, specials)} call)*"
+    alternatives = " | ".join(f"tool{index}" for index in range(len(tools)))
+    rules = [f"start: call{further_calls}", f"call: {alternatives}"]
     for index, (function, parameters) in enumerate(zip(functions, schemas, strict=True)):
-        begin, end = around_arguments(call, function["name"])
+        opening, closing = around_arguments(call, function["name"])
         schema = json.dumps({**parameters, "x-guidance": {"whitespace_flexible": False}})
-        rules.append(f"tool{index}: {_literal(begin, specials)} %json {schema} {_literal(end, specials)}")
+        rules.append(f"tool{index}: {_literal(opening, specials)} %json {schema} {_literal(closing, specials)}")
     return "\n".join(rules)
 
 
@@ -137,10 +154,13 @@ def _literal(text: str, specials: Mapping[str, int]) -> str:
     """Return a text as a grammar writes it, with the ids of its special tokens."""
     marks = "|".join(map(re.escape, sorted(specials, key=len, reverse=True)))
     parts = re.split(f"({marks})", text) if marks else [text]
-    written = (
-        f"<[{specials[part]}]>" if part in specials else json.dumps(part, ensure_ascii=False) for part in parts if part
-    )
-    return " ".join(written)
+    literals = []
+    for part in parts:
+        if part in specials:
+            literals.append(f"<[{specials[part]}]>")
+        elif part:
+            literals.append(json.dumps(part, ensure_ascii=False))
+    return " ".join(literals)
 
 
 @lru_cache(maxsize=4)

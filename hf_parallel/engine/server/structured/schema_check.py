@@ -85,8 +85,10 @@ def _check(text: str) -> SchemaError | None:
             return SchemaError(index, reason)
     if is_complete:
         return None
-    others = ", with those before it" if errors else ""
-    return SchemaError(len(errors), f"it takes too long or too much memory{others}")
+    reason = "it takes too long or too much memory"
+    if errors:
+        reason += ", with those before it"
+    return SchemaError(len(errors), reason)
 
 
 def _main() -> None:

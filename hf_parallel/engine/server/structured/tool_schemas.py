@@ -31,21 +31,27 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 def _followed(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters with the definition that their `$ref` names in its place; recursive models consist of one."""
     schema = dict(parameters)
-    seen = set()
-    while (name := schema.get("$ref")) is not None and str(name) not in seen:
-        seen.add(str(name))
-        target = _definition(parameters, str(name))
+    followed: set[str] = set()
+    reference = schema.get("$ref")
+    while reference is not None and str(reference) not in followed:
+        followed.add(str(reference))
+        target = _definition(parameters, str(reference))
         if target is None or target.keys() & schema.keys() - {"$ref", "title", "description"}:
             break
         del schema["$ref"]
         schema = {**target, **schema}
+        reference = schema.get("$ref")
     return schema
 
 
 def _definition(root: Any, name: str) -> dict[str, Any] | None:
     """Return the part of a schema that a JSON pointer `#/...` names; None: there is none."""
     first, *keys = name.split("/")
-    found = root if first == "#" and keys else None
+    if first != "#" or not keys:
+        return None
+    definition = root
     for key in keys:
-        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return dict(found) if isinstance(found, Mapping) else None
+        if not isinstance(definition, Mapping):
+            return None
+        definition = definition.get(key.replace("~1", "/").replace("~0", "~"))
+    return dict(definition) if isinstance(definition, Mapping) else None
