@@ -59,26 +59,40 @@ def spawn(agent: Agent, *arguments: object, **named: object) -> AgentHandle:
 
 
 def _child_id(frame: Frame, agent: Agent) -> str:
+    """Return the id of the next agent that a frame spawns."""
     number = frame.num_spawned
-    frame.num_spawned = frame.num_spawned + 1
+    frame.num_spawned += 1
     state = frame.state
     name = f"{state.agent_id}/{agent.name}#{frame.prefix}{number}"
-    is_first = not state.id.replace(".", "").strip("0")
-    return name if is_first and frame.is_main else f"{name}@{state.id}"  # the main frame counts for all states
+    is_first_path = not state.id.replace(".", "").strip("0")
+    if is_first_path and frame.is_main:  # the main frame counts for all states
+        return name
+    return f"{name}@{state.id}"
 
 
 def _id_after(frame: Frame, before: Search) -> str:
     """Return the id of a resumed agent. Each path resumes its own copy; ids do not depend on the order of paths."""
     state = frame.state
-    owner = builtins.next((one for one in state.path if before in one.searches), None)
+    owner = builtins.next((ancestor for ancestor in state.path if before in ancestor.searches), None)
     origin = before.task.result()
-    others = [search for one in state.path for search in one.searches if search is not before]
-    number = sum(search.origin is origin for search in others)
-    if owner is not None and not number and not state.id[len(owner.id) :].replace(".", "").strip("0"):
-        return before.agent_id
-    place = state.id if owner is not None else f"{state.agent_id}.{state.id}".replace("/", ".")
+    number = 0  # of other resumptions from the same state on this path
+    for ancestor in state.path:
+        for search in ancestor.searches:
+            if search is not before and search.origin is origin:
+                number += 1
+    if owner is not None and not number:
+        path_since = state.id[len(owner.id) :]
+        if not path_since.replace(".", "").strip("0"):
+            return before.agent_id
+    if owner is not None:
+        branch = state.id
+    else:
+        branch = f"{state.agent_id}.{state.id}".replace("/", ".")
     parent, slash, name = before.agent_id.rpartition("/")
-    return f"{parent}{slash}{name.partition('@')[0]}@{place}" + (f"+{number}" if number else "")
+    resumed_id = f"{parent}{slash}{name.partition('@')[0]}@{branch}"
+    if number:
+        resumed_id += f"+{number}"
+    return resumed_id
 
 
 def _start(frame: Frame, origin: State, sent: object, agent_id: str | None = None) -> Search:
@@ -132,18 +146,18 @@ async def resume(handle: AgentHandle, value: object = None) -> None:
     if not handle._is_read:
         await next(handle)
     frame = current_frame()
-    before = handle._search
+    suspended = handle._search
 
     def start(key: str) -> Search | None:
-        state = before.task.result()
+        state = suspended.task.result()
         if state.status == END:
             return None
-        _trace(frame, "resume", child=before.agent_id)
-        return _start(frame, state, value, _id_after(frame, before))
+        _trace(frame, "resume", child=suspended.agent_id)
+        return _start(frame, state, value, _id_after(frame, suspended))
 
-    search = frame.once(f"resume {before.agent_id} {fingerprint(value)}", start)
+    search = frame.once(f"resume {suspended.agent_id} {fingerprint(value)}", start)
     if search is None:
-        raise AgentEndedError(f"agent {before.agent_id} has ended and cannot be resumed")
+        raise AgentEndedError(f"agent {suspended.agent_id} has ended and cannot be resumed")
     handle._search = search
     handle._is_read = False
 
@@ -209,16 +223,13 @@ async def tool(
         finally:
             task.cancel()
         if not done:
-            what = f"took more than {timeout} seconds"
-            cause = None
-        elif task.cancelled():
-            what = "it was cancelled"
-            cause = None
-        elif (cause := task.exception()) is None:
-            return task.result()
-        else:
-            what = repr(cause)
-        raise ToolError(f"tool {name} failed: {what}") from cause
+            raise ToolError(f"tool {name} failed: took more than {timeout} seconds")
+        if task.cancelled():
+            raise ToolError(f"tool {name} failed: it was cancelled")
+        cause = task.exception()
+        if cause is not None:
+            raise ToolError(f"tool {name} failed: {cause!r}") from cause
+        return task.result()
 
     async def run(key: str, is_choice: bool) -> T:
         frame = current_frame()
@@ -246,12 +257,12 @@ async def gather(*awaitables: Awaitable[T]) -> list[T]:
     Replaces `asyncio.gather`. Completions inside it are part of the running transition, not choices.
     """
     frame = current_frame()
-    place = frame.place
+    operation = frame.place
     frame.once(f"gather {len(awaitables)}", lambda key: None)
-    tasks = [
-        asyncio.get_running_loop().create_task(Frame(frame.execution, f"{place}.{index}.").run(awaitable))
-        for index, awaitable in enumerate(awaitables)
-    ]
+    tasks = []
+    for index, awaitable in enumerate(awaitables):
+        child = Frame(frame.execution, f"{operation}.{index}.")
+        tasks.append(asyncio.get_running_loop().create_task(child.run(awaitable)))
     try:
         return list(await asyncio.gather(*tasks))
     finally:

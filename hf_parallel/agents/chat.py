@@ -99,8 +99,9 @@ class Chat:
         check_int("n", n, at_least=1)
         messages = [dict(message) for message in self.messages]
         settings = {**self.settings, **settings}
-        if (given := settings.setdefault("num_return_sequences", n)) != n:
-            raise ValueError(f"num_return_sequences={given} differs from n={n}: give n alone")
+        num_return_sequences = settings.setdefault("num_return_sequences", n)
+        if num_return_sequences != n:
+            raise ValueError(f"num_return_sequences={num_return_sequences} differs from n={n}: give n alone")
 
         async def generate(key: str, is_choice: bool) -> list[str]:
             return list(await self._generate(key, messages, settings))
@@ -111,6 +112,6 @@ class Chat:
     async def _generate(key: str, messages: Sequence[Message], settings: Mapping[str, object]) -> tuple[str, ...]:
         execution = current_frame().execution
         assert execution.state is not None
-        found = await execution.search.runtime.generate(execution, key, messages, settings)
-        execution.state.tokens += found.tokens
-        return found.texts
+        completion = await execution.search.runtime.generate(execution, key, messages, settings)
+        execution.state.tokens += completion.tokens
+        return completion.texts

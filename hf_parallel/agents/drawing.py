@@ -43,29 +43,43 @@ def _transcript(trace: RunTrace) -> Mapping[str, Any]:
     """Return a run as the plain data of a transcript, whose passes are the order of events."""
     agents = list(dict.fromkeys(event.agent for event in trace.events if event.agent))
     spans = [(float(event.data.get("begin", event.time)), event) for event in trace.events]
-    ticks = {
-        time: tick for tick, time in enumerate(sorted({time for begin, one in spans for time in (begin, one.time)}))
-    }
+    spans.sort(key=lambda span: span[0])
+    times = set()
+    for begin, event in spans:
+        times |= {begin, event.time}
+    ticks = {time: tick for tick, time in enumerate(sorted(times))}
     columns: dict[str, int] = {}
     ends: dict[str, int] = {}  # last tick of each column
     cards = []
-    for begin, event in sorted(spans, key=lambda span: span[0]):
-        if not event.agent or (words := _words(event)) is None:
+    for begin, event in spans:
+        words = _words(event)
+        if not event.agent or words is None:
             continue
         first = ticks[begin]
         last = ticks[event.time]
         lanes = (event.agent if lane == 1 else f"{event.agent}, {lane}" for lane in count(1))
-        column = next(column for column in lanes if ends.get(column, -1) < first)
-        ends[column] = last
-        place = columns.setdefault(column, len(columns))
-        cards.append(Card(place, first, last, "end", words[0], [(last, words[1], COMPUTED)]))
-    gens = [event.data for event in trace.events if event.kind == "gen"]
-    facts = {"agents": len(agents), "generations": len(gens), "tokens": sum(data["tokens"] for data in gens)}
-    facts |= {name: sum(data[key] for data in gens) for name, key in _PROMPTS.items()}
+        lane = next(lane for lane in lanes if ends.get(lane, -1) < first)
+        ends[lane] = last
+        column = columns.setdefault(lane, len(columns))
+        heading, text = words
+        cards.append(Card(column, first, last, "end", heading, [(last, text, COMPUTED)]))
+    generations = [event.data for event in trace.events if event.kind == "gen"]
+    facts = {
+        "agents": len(agents),
+        "generations": len(generations),
+        "tokens": sum(data["tokens"] for data in generations),
+    }
+    for name, key in _PROMPTS.items():
+        facts[name] = sum(data[key] for data in generations)
     facts["seconds"] = round(max((event.time for event in trace.events), default=0.0), 3)
     return {
-        **{"format": FORMAT, "version": VERSION, "mode": f"run of {next(iter(agents), 'no agent')}", "settings": {}},
-        **{"passes": len(ticks), "style": TranscriptStyle("operation", visibility="")._asdict(), "stats": None},
+        "format": FORMAT,
+        "version": VERSION,
+        "mode": f"run of {next(iter(agents), 'no agent')}",
+        "settings": {},
+        "passes": len(ticks),
+        "style": TranscriptStyle("operation", visibility="")._asdict(),
+        "stats": None,
         "facts": [(number, unit) for unit, number in facts.items()],
         "sections": [asdict(Section(None, 0, [*columns], cards))],
     }
@@ -118,18 +132,25 @@ def _plot(trace: RunTrace) -> dict[str, object] | None:
     if not rounds:
         return None
     roles = list(dict.fromkeys(role for _, scores in rounds for role in scores))
-    begin = rounds[0][0]
-    end = rounds[-1][0]
+    begin, _ = rounds[0]
+    end, last_scores = rounds[-1]
+    duration = max(end - begin, 1e-9)
     curves = []
     for number, role in enumerate(roles):
-        points = [
-            (PLOT_WIDTH * (time - begin) / max(end - begin, 1e-9), PLOT_HEIGHT * (1 - scores[role]))
-            for time, scores in rounds
-            if role in scores
-        ]
-        curves.append({"role": role, "hue": page.HUES[number % len(page.HUES)], "last": rounds[-1][1].get(role)})
-        curves[-1]["points"] = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        curves[-1]["end"] = [round(value, 1) for value in points[-1]]
+        points = []
+        for time, scores in rounds:
+            if role in scores:
+                x = PLOT_WIDTH * (time - begin) / duration
+                y = PLOT_HEIGHT * (1 - scores[role])
+                points.append((x, y))
+        curve = {
+            "role": role,
+            "hue": page.HUES[number % len(page.HUES)],
+            "last": last_scores.get(role),
+            "points": " ".join(f"{x:.1f},{y:.1f}" for x, y in points),
+            "end": [round(value, 1) for value in points[-1]],
+        }
+        curves.append(curve)
     return {
         "width": PLOT_WIDTH,
         "height": PLOT_HEIGHT,

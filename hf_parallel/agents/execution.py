@@ -300,7 +300,8 @@ class Execution(Context):
         await self._continue(None)
         self.is_replaying = False
         status, operation, value = self._stopped.result()
-        if (status, operation) != (state.status, state.pending) or self.state is not None:
+        is_same = status == state.status and operation == state.pending
+        if not is_same or self.state is not None:
             error = self.frame.departure(f"{state.pending!r} was recorded, {operation or status!r} is reached")
             raise error from (value if status == ERROR else None)
         self._begin()

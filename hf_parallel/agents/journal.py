@@ -36,17 +36,17 @@ class Journal:
 
     def _read(self, seed: int) -> None:
         text, unfinished = read_lines(self.path)
-        lines = [
-            parse_json(line, f"{self.path}, line {number},") for number, line in enumerate(text.split("\n")[:-1], 1)
-        ]
-        header = lines[0] if lines else None
-        if not isinstance(header, dict) or (header.get("format"), header.get("version")) != (FORMAT, VERSION):
+        entries = []
+        for number, line in enumerate(text.split("\n")[:-1], 1):
+            entries.append(parse_json(line, f"{self.path}, line {number},"))
+        header = entries[0] if entries else None
+        if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != VERSION:
             raise ValueError(f"{self.path} must have the format {FORMAT!r} and version {VERSION}, got {header!r:.80}")
         if header.get("seed") != seed:
             raise ValueError(
                 f"{self.path} is of a run with the seed {header.get('seed')!r:.80}, this Runtime has {seed}"
             )
-        for number, entry in enumerate(lines[1:], 2):
+        for number, entry in enumerate(entries[1:], 2):
             if not isinstance(entry, dict) or not {"key", "operation", "value", "error"} <= entry.keys():
                 raise ValueError(f"{self.path}, line {number}, must be an entry of a journal, got {entry!r:.80}")
             self._entries[entry["key"]] = entry

@@ -74,15 +74,16 @@ class EngineModel:
         self, messages: Sequence[Message], settings: Settings, seed: int, hints: AgentHints
     ) -> Completion:
         """See `Model.generate`."""
-        given = dict(settings)
-        if given.get("do_sample") is not False:  # the model's generation config may set do_sample
-            given.setdefault("seed", seed)
-        if self.logits_cache is not None and given.get("generation_mode") is None and "parallel_config" not in given:
-            given.setdefault("logits_cache", self.logits_cache)
+        settings = dict(settings)
+        if settings.get("do_sample") is not False:  # the model's generation config may set do_sample
+            settings.setdefault("seed", seed)
+        has_mode = settings.get("generation_mode") is not None or "parallel_config" in settings
+        if self.logits_cache is not None and not has_mode:
+            settings.setdefault("logits_cache", self.logits_cache)
         prompt: str | list[Message] = list(messages)
         if not getattr(self.engine.tokenizer, "chat_template", None):
             prompt = joined_contents(messages)
-        handle = await self._submit(prompt, hints, given)
+        handle = await self._submit(prompt, hints, settings)
         try:
             output = await handle.result_async()
         except asyncio.CancelledError:

@@ -115,28 +115,31 @@ class AgentRun:
             return completion_to_json(completion)
 
         operation = f"completion of {state.agent.name} {digest(messages, settings)}"
-        found = completion_from_json(await self.journaled(agent_id, key, operation, compute))
-        stats.completions += len(found.texts)
-        for name in ("tokens", "prompt_tokens", "reused_tokens", "replayed_tokens"):
-            setattr(stats, name, getattr(stats, name) + getattr(found, name))
+        completion = completion_from_json(await self.journaled(agent_id, key, operation, compute))
+        stats.completions += len(completion.texts)
+        stats.tokens += completion.tokens
+        stats.prompt_tokens += completion.prompt_tokens
+        stats.reused_tokens += completion.reused_tokens
+        stats.replayed_tokens += completion.replayed_tokens
         self.trace.add(
             agent_id,
             "gen",
             state.id,
             begin=begin,
-            tokens=found.tokens,
-            prompt_tokens=found.prompt_tokens,
-            reused=found.reused_tokens,
-            text="\n\n".join(found.texts),
+            tokens=completion.tokens,
+            prompt_tokens=completion.prompt_tokens,
+            reused=completion.reused_tokens,
+            text="\n\n".join(completion.texts),
             settings={name: repr(value) for name, value in settings.items()},
         )
         if isinstance(model, EngineModel):
             self.trace.add(agent_id, "kv", bytes=model.engine.stats.kv_bytes)
-            scores = model.contributions
-            if scores and scores is not self._scores:
-                self.trace.add(agent_id, "scores", scores={name: one.score for name, one in scores.items()})
-                self._scores = scores
-        return found
+            contributions = model.contributions
+            if contributions and contributions is not self._scores:
+                scores = {name: contribution.score for name, contribution in contributions.items()}
+                self.trace.add(agent_id, "scores", scores=scores)
+                self._scores = contributions
+        return completion
 
     async def journaled(self, agent_id: str, key: str, operation: str, compute: Callable[[], Awaitable[Any]]) -> Any:
         """Return the result that the journal has, or compute it and add it to the journal."""

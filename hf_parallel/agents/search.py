@@ -126,9 +126,9 @@ class Search:
         supervisor = copy.copy(root.agent.supervisor)
         supervisor.init(root)
         running: deque[tuple[State, State, asyncio.Task[None]]] = deque()
-        names = ("max_tokens", "max_passes")
-        limits = {name: limit for name in names if (limit := getattr(supervisor, name)) is not None}
-        used = dict.fromkeys(names, 0.0)
+        limits = {"max_tokens": supervisor.max_tokens, "max_passes": supervisor.max_passes}
+        limits = {name: limit for name, limit in limits.items() if limit is not None}
+        used = {"max_tokens": 0.0, "max_passes": 0.0}
         passes = self.runtime.model.passes
         try:
             while True:
@@ -189,11 +189,14 @@ class Search:
 
 
 async def _value(supervisor: Supervisor, state: State) -> float:
+    """Return the value that a supervisor's function gives a state."""
     assert supervisor.value is not None
-    found = supervisor.value(state)
-    found = await found if inspect.isawaitable(found) else found
-    if not hasattr(found, "__float__"):
-        raise TypeError(f"the value function must return a number, got {found!r}")
-    if not math.isfinite(value := float(found)):
+    result = supervisor.value(state)
+    if inspect.isawaitable(result):
+        result = await result
+    if not hasattr(result, "__float__"):
+        raise TypeError(f"the value function must return a number, got {result!r}")
+    value = float(result)
+    if not math.isfinite(value):
         raise ValueError(f"the value of {state!r} must be a finite number, got {value!r}")
     return value

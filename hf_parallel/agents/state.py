@@ -94,8 +94,10 @@ class State:
     def path(self) -> list[State]:
         """The states from the start to this one."""
         states = [self]
-        while (parent := states[-1].parent) is not None:
+        parent = self.parent
+        while parent is not None:
             states.append(parent)
+            parent = parent.parent
         return states[::-1]
 
     @property
@@ -138,10 +140,12 @@ def digest(*values: object) -> str:
 def fingerprint(value: object) -> object:
     """Return plain data that is the same in every replay; an object becomes the name of its type."""
     if isinstance(value, Mapping):
-        return {str(name): fingerprint(one) for name, one in sorted(value.items(), key=str)}
+        return {str(name): fingerprint(item) for name, item in sorted(value.items(), key=str)}
     if isinstance(value, list | tuple):
-        return [fingerprint(one) for one in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else type(value).__name__
+        return [fingerprint(item) for item in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return type(value).__name__
 
 
 def check_awaited(value: object, what: str) -> None:

@@ -86,8 +86,7 @@ def evaluate(options: argparse.Namespace) -> int:
     problems = load_problems(options.task, options.source, options.count, options.seed, **of_task)
     if options.plot:
         check_matplotlib()
-    counts = {"samples": options.samples, "concurrent": options.concurrent}
-    check_sweep(problems, runs, budgets, common, options.seed, **counts)
+    check_sweep(problems, runs, budgets, common, options.seed, options.samples, options.concurrent)
     on_cpu = options.device == "cpu" or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
     if options.device is None and state.num_processes > 1 and not on_cpu:
@@ -95,9 +94,22 @@ def evaluate(options: argparse.Namespace) -> int:
     model, tokenizer = load(options)
     try:
         max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // 2
-        given = {"finisher": finisher, "max_kv_bytes": max_kv_bytes, "progress": True, **counts, **common}
-        given |= {"judge": judge, "seed": options.seed, "output": options.output}
-        results = sweep(model, tokenizer, problems, runs, budgets, **given)
+        results = sweep(
+            model,
+            tokenizer,
+            problems,
+            runs,
+            budgets,
+            samples=options.samples,
+            seed=options.seed,
+            output=options.output,
+            finisher=finisher,
+            judge=judge,
+            concurrent=options.concurrent,
+            max_kv_bytes=max_kv_bytes,
+            progress=True,
+            **common,
+        )
     except KeyboardInterrupt:
         print(f"hf-parallel: interrupted: give the same command again to resume from {options.output}", file=sys.stderr)
         raise
@@ -115,35 +127,40 @@ def evaluate(options: argparse.Namespace) -> int:
 def read_runs(options: argparse.Namespace) -> tuple[JSONObject, list[Run], JSONObject]:
     """Return the settings of `generate` for all runs, the runs, and the options of the task; check them."""
     modes = dict.fromkeys(options.mode)
-    given: dict[str, dict[str, list[object]]] = {}
+    settings: dict[str, dict[str, list[object]]] = {}  # values by name, by mode, TASK, or "" for all modes
     for text in options.set:
         name, separator, values = text.partition("=")
         if not separator:
             raise ValueError(f"--set must be NAME=VALUE, got {text!r}")
         owner, _, name = name.rpartition(".")
-        given.setdefault(owner, {})[name] = list(_values(owner, name, values))
-        modes |= {owner: None} if owner not in ("", TASK) else {}
+        settings.setdefault(owner, {})[name] = list(_values(owner, name, values))
+        if owner not in ("", TASK):
+            modes[owner] = None
+    names = [*MODES, NO_MODE]
     for mode in modes:
-        if mode not in (known := [*MODES, NO_MODE]):
-            raise ValueError(f"mode must be one of {', '.join(known)}, got {mode!r}{suggestion(mode, known)}")
+        if mode not in names:
+            raise ValueError(f"mode must be one of {', '.join(names)}, got {mode!r}{suggestion(mode, names)}")
         if mode != NO_MODE and options.preset in MODES[mode].traits.presets:
-            given.setdefault(mode, {}).setdefault("preset", [options.preset])
-    runs = [
-        Run(None if mode == NO_MODE else mode, dict(zip(given.get(mode, {}), values, strict=True)))
-        for mode in modes or {NO_MODE: None}
-        for values in product(*given.get(mode, {}).values())
-    ]
-    swept = given.get("", {})
-    common = {"do_sample": not options.greedy, **{name: values[0] for name, values in swept.items()}}
+            settings.setdefault(mode, {}).setdefault("preset", [options.preset])
+    runs = []
+    for mode in modes or [NO_MODE]:
+        of_mode = settings.get(mode, {})
+        for values in product(*of_mode.values()):
+            run_settings = dict(zip(of_mode, values, strict=True))
+            runs.append(Run(None if mode == NO_MODE else mode, run_settings))
+    of_all = settings.get("", {})
+    of_task = settings.get(TASK, {})
+    for name, values in [*of_all.items(), *of_task.items()]:
+        if len(values) > 1:
+            raise ValueError(f"only settings of a mode may have several values, got {name}: give MODE.{name}")
+    common: dict[str, object] = {"do_sample": not options.greedy}
+    common |= {name: values[0] for name, values in of_all.items()}
     if options.chat_template_kwargs:
         common[TEMPLATE] = options.chat_template_kwargs
-    several = [name for name, values in [*swept.items(), *given.get(TASK, {}).items()] if len(values) > 1]
-    if several:
-        raise ValueError(f"only settings of a mode may have several values, got {several[0]}: give MODE.{several[0]}")
-    of_all = Run(None, common)
+    generation = Run(None, common).generation()
     for run in runs:
-        check_generation({**of_all.generation(), **run.generation()})
-    return common, runs, {name: values[0] for name, values in given.get(TASK, {}).items()}
+        check_generation({**generation, **run.generation()})
+    return common, runs, {name: values[0] for name, values in of_task.items()}
 
 
 def _values(owner: str, name: str, text: str) -> Iterator[object]:

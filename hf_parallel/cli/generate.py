@@ -117,10 +117,12 @@ def generate(options: argparse.Namespace) -> int:
         for number, begin in enumerate(range(0, len(prompts), options.batch_size)):
             batch = prompts[begin : begin + options.batch_size]
             inputs = encode(batch, tokenizer, config, options, model.device)
-            mode = {} if config is None else {"parallel_config": _batch_config(config, number)}
-            call = partial(model.generate, **inputs, **settings, **mode)
+            if config is not None:
+                settings["parallel_config"] = _batch_config(config, number)
+            call = partial(model.generate, **inputs, **settings)
             output = _answer(options, call, tokenizer, batch, number, headed=len(prompts) > 1)
-            outputs += [output] if isinstance(output, ParallelOutput) else []
+            if isinstance(output, ParallelOutput):
+                outputs.append(output)
             if options.format == "jsonl":
                 ends = settings.get("eos_token_id", model.generation_config.eos_token_id)
                 length = inputs["input_ids"].shape[1]
@@ -179,15 +181,16 @@ def _answer(
 
 def _print_answers(printer: ConsoleStreamer, output: object, headings: Sequence[str]) -> None:
     """Print the final answers of an output that has `answers`."""
-    found = getattr(output, "answers", None) or ()
-    count = len(found) // len(headings)
+    all_answers = getattr(output, "answers", None) or ()
+    count = len(all_answers) // len(headings)
     for number, heading in enumerate(headings):
-        answers = found[number * count :][:count]
+        answers = all_answers[number * count :][:count]
         if len(headings) > 1 and any(answer is not None for answer in answers):
             printer.print_line(f"\n{heading}")
         for index, answer in enumerate(answers, start=1):
             if answer is not None:
-                printer.print_line(f"{f'[{index} of {count}] ' if count > 1 else ''}Answer: {answer}")
+                label = f"[{index} of {count}] " if count > 1 else ""
+                printer.print_line(f"{label}Answer: {answer}")
 
 
 def records(
@@ -212,11 +215,16 @@ def records(
         for index, of_answer in enumerate(fields):
             of_answer["truncated"] = index in answers.values()
     else:
-        hidden = hidden_tokens(tokenizer, ends if isinstance(ends, list) else [] if ends is None else [ends])
+        if ends is None:
+            ends = []
+        elif not isinstance(ends, list):
+            ends = [ends]
+        hidden = hidden_tokens(tokenizer, ends)
         texts = [visible_text(tokenizer, row[begin:].tolist(), hidden) for row in output.sequences]
         fields = [{} for _ in texts]
     for index, (text, of_answer) in enumerate(zip(texts, fields, strict=True)):
-        yield {"prompt": prompts[index * len(prompts) // len(texts)], "generated_text": text, **of_answer}
+        prompt = prompts[index * len(prompts) // len(texts)]
+        yield {"prompt": prompt, "generated_text": text, **of_answer}
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
@@ -286,14 +294,17 @@ def check_model_options(options: argparse.Namespace) -> None:
 
 
 def _check_writable(option: str, path: Path) -> None:
-    place = path if path.exists() else path.resolve().parent
-    if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+    target = path if path.exists() else path.resolve().parent
+    if path.is_dir() or not target.exists() or not os.access(target, os.W_OK):
         raise ValueError(f"{option} {path} must be a file that can be written, in a folder that exists")
 
 
 def load(options: argparse.Namespace) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the model and its tokenizer."""
-    device = options.device or ("cuda" if torch.cuda.is_available() and not options.weights else "cpu")
+    device = options.device
+    if not device:
+        uses_gpu = torch.cuda.is_available() and not options.weights
+        device = "cuda" if uses_gpu else "cpu"
     dtype = getattr(torch, options.dtype, None)
     return load_model(options.model, dtype, device, not options.no_preset, options.weights)
 

@@ -41,29 +41,30 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command (default: `sys.argv[1:]`) and return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
     if sys.stdout is None:  # closed by the caller, as by >&-
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    shown = warnings.showwarning
+    showwarning = warnings.showwarning
     warnings.showwarning = _show_warning
     try:
-        status = _run(given)
+        status = _run(list(arguments))
         sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
         status = 1
     except Exception as error:
-        if "--debug" in given:
+        if "--debug" in arguments:
             raise
         kind = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
         remedy = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
         print(f"hf-parallel: error: {kind}{_line(error)}{remedy}", file=sys.stderr)
         status = 2
     finally:
-        warnings.showwarning = shown
+        warnings.showwarning = showwarning
         try:
             sys.stdout.flush()
         except OSError:  # discard the output; otherwise the interpreter prints an error at exit

@@ -9,7 +9,9 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +19,9 @@ from hf_parallel.cli.generate import add_model_options, check_model_options, loa
 from hf_parallel.models.intercept.adapters import load_adapters
 from hf_parallel.models.loading import check_model_folder, load_processor
 from hf_parallel.models.loading.embedded import MODEL_NAME
+
+if TYPE_CHECKING:
+    from hf_parallel.engine.server import Limits
 
 KEY_VARIABLE = "HF_PARALLEL_API_KEY"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -49,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-log-probs", type=parse_bytes, default=2**20, metavar="N", help=words)
     words = "open connections (1024, or fewer if the process may open fewer files)"
     add("--max-connections", type=int, default=1024, metavar="N", help=words)
-    words = "seconds after which an answer ends of which the client reads nothing (60)"
+    words = "seconds after which an answer is cancelled if its client reads nothing (60)"
     add("--unread-seconds", type=float, default=60.0, metavar="N", help=words)
     add("--max-images", type=int, default=16, metavar="N", help="images of a request (16); 0: none")
     add("--max-image-bytes", type=parse_bytes, default=2**22, metavar="N", help="size of an image's file (4M)")
@@ -64,7 +69,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def parse_bytes(text: str) -> int:
     """Return a number of bytes from text such as `512M` or `2G`."""
-    number, unit = (text[:-1], text[-1].lower()) if text[-1:].isalpha() else (text, "")
+    number = text
+    unit = ""
+    if text[-1:].isalpha():
+        number = text[:-1]
+        unit = text[-1].lower()
     if not number.isdigit() or unit not in _UNITS or not int(number):
         raise argparse.ArgumentTypeError(f"must be a number of bytes such as 1000000, 512M or 2G, got {text!r}")
     return int(number) * _UNITS[unit]
@@ -88,32 +97,23 @@ def free_memory(device: torch.device) -> int:
 def serve(options: argparse.Namespace) -> int:
     """Run the command until SIGTERM or Ctrl-C; running requests finish first. Return the exit status."""
     from hf_parallel.engine import Engine
-    from hf_parallel.engine.server import DrainingServer, Limits, create_app
+    from hf_parallel.engine.server import DrainingServer, create_app
 
     check_model_options(options)
     name = options.served_model_name or _name(options.model)
-    adapters = dict(one.partition("=")[::2] for one in options.lora)
-    if len(adapters) < len(options.lora) or {"", name} & {*adapters} or "" in adapters.values():
-        raise ValueError(f"--lora must be NAME=PATH, with names that differ, also from {name!r}, got {options.lora}")
-    for adapter, path in adapters.items():
-        check_model_folder(f"--lora {adapter}:", path, ["adapter_config.json"])
-    keys = options.api_key or [*filter(None, map(str.strip, os.environ.get(KEY_VARIABLE, "").split(",")))]
+    adapters = _adapter_paths(options.lora, name)
+    keys = options.api_key or _keys_of_environment()
     is_local = _is_local(options.host)
     if not keys and not is_local:
         words = f"{options.host} can be reached by others, and no --api-key is given"
         print(f"hf-parallel: warning: {words}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises the signal again when it has ended
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     port = options.port
     if options.device == "tp" and os.environ.get("RANK", "0") != "0":  # it follows the first process, and ends with it
         port = 0
-        for one in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(one, signal.SIG_IGN)
-    try:
-        listening = socket.create_server((options.host, port), family=family)
-    except OSError as error:
-        raise OSError(f"cannot listen on {options.host} port {port}: {error.strerror}") from error
-    with listening:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with _listen(options.host, port) as listening:
         model, tokenizer = load(options)
         try:
             processor = load_processor(model, options.model)
@@ -122,23 +122,75 @@ def serve(options: argparse.Namespace) -> int:
             print(f"hf-parallel: warning: images are not accepted, as there is no processor: {error}", file=sys.stderr)
         if adapters:
             model = load_adapters(model, adapters)
-        names = ("rows", "tokens", "log_probs", "connections", "images", "image_bytes", "image_pixels")
-        given = {name: getattr(options, f"max_{name}") for name in names}
-        given |= {name: getattr(options, name) for name in ("default_tokens", "unread_seconds")}
-        limits = Limits(options.max_body_bytes or (2**20 if processor is None else 2**23), **given)
+        limits = _limits(options, reads_images=processor is not None)
         max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // 2
-        settings = {name: getattr(options, name) for name in ("max_rows", "max_waiting", "max_batch_tokens")}
-        with Engine(model, tokenizer, max_kv_bytes, **settings) as engine:
+        with Engine(
+            model,
+            tokenizer,
+            max_kv_bytes,
+            max_rows=options.max_rows,
+            max_waiting=options.max_waiting,
+            max_batch_tokens=options.max_batch_tokens,
+        ) as engine:
             if not engine.leads:
                 return 0  # when the engine has ended
             hosts = LOCAL_HOSTS if is_local and not keys else ()
             app = create_app(engine, name, limits, keys, max_kv_bytes, hosts, processor, adapters)
             host = f"[{options.host}]" if ":" in options.host else options.host
-            print(f"Serving {name} at http://{host}:{listening.getsockname()[1]}/v1", file=sys.stderr, flush=True)
+            _, listening_port, *_ = listening.getsockname()
+            print(f"Serving {name} at http://{host}:{listening_port}/v1", file=sys.stderr, flush=True)
             if options.log_requests:
                 log_requests()
             DrainingServer(app, engine, options.drain_seconds, limits).run(sockets=[listening])
             return int(engine.error is not None)
+
+
+def _adapter_paths(options: Sequence[str], model_name: str) -> dict[str, str]:
+    """Return the paths of adapters by name, from the values of `--lora`."""
+    paths = {}
+    for option in options:
+        name, _, path = option.partition("=")
+        paths[name] = path
+    is_unique = len(paths) == len(options) and model_name not in paths
+    if not is_unique or "" in paths or "" in paths.values():
+        raise ValueError(f"--lora must be NAME=PATH, with names that differ, also from {model_name!r}, got {options}")
+    for name, path in paths.items():
+        check_model_folder(f"--lora {name}:", path, ["adapter_config.json"])
+    return paths
+
+
+def _keys_of_environment() -> list[str]:
+    """Return the API keys of the environment variable, which separates them by commas."""
+    keys = [key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",")]
+    return [key for key in keys if key]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+
+
+def _limits(options: argparse.Namespace, reads_images: bool) -> Limits:
+    """Return the limits of the server; the bodies of requests with images are larger."""
+    from hf_parallel.engine.server import Limits
+
+    default_body_bytes = 2**23 if reads_images else 2**20
+    return Limits(
+        body_bytes=options.max_body_bytes or default_body_bytes,
+        connections=options.max_connections,
+        unread_seconds=options.unread_seconds,
+        rows=options.max_rows,
+        tokens=options.max_tokens,
+        default_tokens=options.default_tokens,
+        log_probs=options.max_log_probs,
+        images=options.max_images,
+        image_bytes=options.max_image_bytes,
+        image_pixels=options.max_image_pixels,
+    )
 
 
 def log_requests() -> None:
@@ -153,7 +205,11 @@ def log_requests() -> None:
 
 
 def _name(model: str | None) -> str:
-    return MODEL_NAME if model is None else Path(model).resolve().name if Path(model).is_dir() else model
+    """Return the name of a model: a folder's own name, or that of the demo model."""
+    if model is None:
+        return MODEL_NAME
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
 
 
 def _is_local(host: str) -> bool:

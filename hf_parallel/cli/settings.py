@@ -46,17 +46,23 @@ def describe(mode: str) -> str:
     if mode not in MODES:
         return "No mode: plain `generate` of transformers. Its settings: " + ", ".join(GENERATION_SETTINGS)
     cls = MODES[mode]
-    classes = [base for base in cls.__mro__ if dataclasses.is_dataclass(base)]
-    texts = [inspect.cleandoc(base.__doc__ or "") for base in classes]
-    defaults = [f"{name} = {getattr(cls(), name)!r}" for name in cls.fields()]
-    return "\n\n".join([*texts, "Defaults\n--------\n" + "\n".join(defaults)])
+    sections = []
+    for base in cls.__mro__:
+        if dataclasses.is_dataclass(base):
+            sections.append(inspect.cleandoc(base.__doc__ or ""))
+    config = cls()
+    defaults = [f"{name} = {getattr(config, name)!r}" for name in cls.fields()]
+    sections.append("Defaults\n--------\n" + "\n".join(defaults))
+    return "\n\n".join(sections)
 
 
 def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, dict[str, object]]:
     """Return the mode's config (None without a mode) and the arguments of `generate`; check them."""
     cls = MODES.get(options.mode)
-    given: dict[str, object] = {}
-    of_mode: dict[str, object] = {} if cls is None or options.seed is None else {"seed": options.seed}
+    of_generate: dict[str, object] = {}
+    of_mode: dict[str, object] = {}
+    if cls is not None and options.seed is not None:
+        of_mode["seed"] = options.seed
     for text in options.set:
         name, separator, value = text.partition("=")
         if not separator:
@@ -64,20 +70,23 @@ def read_settings(options: argparse.Namespace) -> tuple[ParallelConfig | None, d
         if name == "logits_cache":
             raise ValueError(f"--set cannot hold the object {name} (got {text!r}); use --logits-cache FILE")
         check_setting_names(cls, {name: value}, GENERATION_SETTINGS)
-        is_of_mode = cls is not None and name in cls.fields()
-        parsed = parse(value, getattr(cls if is_of_mode else GenerationConfig(), name, None))
-        (of_mode if is_of_mode else given)[name] = parsed
-    if any(given.get(name) is not None for name in SAMPLING_ONLY):
-        given.setdefault("do_sample", True)
-    if given.get("max_length") is None:
-        given.setdefault("max_new_tokens", 256)
-    check_generation(given)
+        if cls is not None and name in cls.fields():
+            of_mode[name] = parse(value, getattr(cls, name, None))
+        else:
+            of_generate[name] = parse(value, getattr(GenerationConfig(), name, None))
+    if any(of_generate.get(name) is not None for name in SAMPLING_ONLY):
+        of_generate.setdefault("do_sample", True)
+    if of_generate.get("max_length") is None:
+        of_generate.setdefault("max_new_tokens", 256)
+    check_generation(of_generate)
     if options.logits_cache is not None or (cls is not None and cls.traits.needs_logits_cache):
         if cls is None or "logits_cache" not in cls.fields():
             raise ValueError(f"--logits-cache needs a mode with logits_cache, got --mode {options.mode}")
         path = options.logits_cache
-        of_mode["logits_cache"] = LogitsCache.load(path) if path is not None and path.exists() else LogitsCache()
-    return None if cls is None else make_config(cls.mode, of_mode), given
+        is_stored = path is not None and path.exists()
+        of_mode["logits_cache"] = LogitsCache.load(path) if is_stored else LogitsCache()
+    config = None if cls is None else make_config(cls.mode, of_mode)
+    return config, of_generate
 
 
 def check_generation(settings: dict[str, object]) -> None:

@@ -55,27 +55,32 @@ def duplicated_work(rows: Sequence[Pieces], prompt: str = "") -> float:
 
     Phrases of the prompt do not count, because copying the question is no work. Ignores case and punctuation.
     """
-    known = {phrase for _, phrase in _phrases([(0, prompt)])}
-    written = sorted(
-        (at, index, phrase) for index, row in enumerate(rows) for at, phrase in _phrases(row) if phrase not in known
-    )
+    prompt_phrases = {phrase for _, phrase in _phrases([(0, prompt)])}
+    written = []
+    for index, row in enumerate(rows):
+        for at, phrase in _phrases(row):
+            if phrase not in prompt_phrases:
+                written.append((at, index, phrase))
+    written.sort()
     writers: dict[tuple[str, ...], set[int]] = {}
     duplicated = 0
     for _, index, phrase in written:
-        before = writers.setdefault(phrase, set())
-        duplicated += bool(before - {index})
-        before.add(index)
+        earlier_writers = writers.setdefault(phrase, set())
+        if earlier_writers - {index}:
+            duplicated += 1
+        earlier_writers.add(index)
     return duplicated / len(written) if written else 0.0
 
 
 def names_mentioned(rows: Sequence[Pieces], names: Sequence[str]) -> float:
     """Return how often rows write the name of another row, per 100 words."""
-    words = mentions = 0
-    for own, row in enumerate(rows):
+    words = 0
+    mentions = 0
+    for writer, row in enumerate(rows):
         text = _text(row)
         words += len(re.findall(r"\w+", text))
         for other, name in enumerate(names):
-            if other != own:
+            if other != writer:
                 mentions += len(re.findall(rf"\b{re.escape(name)}\b", text))
     return 100 * mentions / words if words else 0.0
 
@@ -86,21 +91,21 @@ def reused_results(rows: Sequence[Pieces], prompt: str = "") -> float | None:
     A result is a number of at least `DIGITS` digits after an equals sign that is neither in the prompt nor written
     before. Another row uses it if it writes the number at a later decode pass without having computed it itself.
     """
-    given = {_value(match) for match in _NUMBER.finditer(prompt)}
-    numbers = [
-        (at, index, value, is_result) for index, row in enumerate(rows) for at, value, is_result in _numbers(row)
-    ]
+    numbers = []
+    for index, row in enumerate(rows):
+        for at, value, is_result in _numbers(row):
+            numbers.append((at, index, value, is_result))
     numbers.sort(key=lambda number: number[:2])  # numbers of a row at one pass stay in order
     first: dict[str, tuple[int, int]] = {}  # pass and row that wrote the number as a result, if it was new
-    seen: set[str] = set(given)
+    seen = {_value(match) for match in _NUMBER.finditer(prompt)}
     computed: set[tuple[int, str]] = set()
     reused: set[str] = set()
     for at, index, value, is_result in numbers:
         if is_result and value not in seen:
             first[value] = (at, index)
         elif value in first and not is_result and (index, value) not in computed:
-            found_at, found_by = first[value]
-            if index != found_by and at > found_at:
+            first_pass, first_row = first[value]
+            if index != first_row and at > first_pass:
                 reused.add(value)
         if is_result:
             computed.add((index, value))
@@ -122,22 +127,28 @@ def _phrases(row: Pieces) -> list[tuple[int, tuple[str, ...]]]:
     """Return the phrases of a row, each with the decode pass of its last word."""
     words = list(re.finditer(r"\w+", _text(row).casefold()))
     passes = _passes(row, [word.end() for word in words])
-    return [
-        (passes[last], tuple(word.group() for word in words[last + 1 - NGRAM : last + 1]))
-        for last in range(NGRAM - 1, len(words))
-    ]
+    phrases = []
+    for end in range(NGRAM, len(words) + 1):
+        phrase = tuple(word.group() for word in words[end - NGRAM : end])
+        phrases.append((passes[end - 1], phrase))
+    return phrases
 
 
 def _numbers(row: Pieces) -> list[tuple[int, str, bool]]:
     """Return the numbers of a row that have enough digits: decode pass, value, and whether it is a result."""
     text = _text(row)
-    matches = [match for match in _NUMBER.finditer(text) if sum(map(str.isdigit, match.group())) >= DIGITS]
+    matches = []
+    for match in _NUMBER.finditer(text):
+        digits = sum(map(str.isdigit, match.group()))
+        if digits >= DIGITS:
+            matches.append(match)
     passes = _passes(row, [match.end() for match in matches])
-    found = []
+    numbers = []
     for match, at in zip(matches, passes, strict=True):
-        is_result = bool(_EQUALS.search(text, 0, match.start())) and not _OPERATOR.match(text, match.end())
-        found.append((at, _value(match), is_result))
-    return found
+        follows_equals = bool(_EQUALS.search(text, 0, match.start()))
+        is_result = follows_equals and not _OPERATOR.match(text, match.end())
+        numbers.append((at, _value(match), is_result))
+    return numbers
 
 
 def _value(match: re.Match[str]) -> str:

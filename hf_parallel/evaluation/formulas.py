@@ -41,7 +41,8 @@ class FormulaComparer:
         with self._lock:
             if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
                 self._start()
-            return self._ask({"gold": answer, "given": given, "tolerance": tolerance}, self.seconds) is True
+            request = {"gold": answer, "given": given, "tolerance": tolerance}
+            return self._ask(request, self.seconds) is True
 
     def _start(self) -> None:
         from hf_parallel.evaluation import sandbox
@@ -104,14 +105,17 @@ def _main() -> None:
 
     def close(gold: object, given: object, tolerance: float) -> bool:
         if isinstance(gold, FiniteSet | Tuple) and isinstance(given, FiniteSet | Tuple):
-            same = len(gold.args) == len(given.args)
-            return same and all(close(one, other, tolerance) for one, other in zip(gold.args, given.args, strict=True))
+            if len(gold.args) != len(given.args):
+                return False
+            pairs = zip(gold.args, given.args, strict=True)
+            return all(close(gold_item, given_item, tolerance) for gold_item, given_item in pairs)
         if not isinstance(gold, Basic) or not isinstance(given, Basic):
             return False
-        values = [complex(one.evalf()) for one in (gold, given) if one.is_number]
-        if len(values) < 2:
+        if not gold.is_number or not given.is_number:
             return False
-        return any(abs(values[0] * scale - values[1]) <= tolerance * 1.01 for scale in (1, 100, 0.01))
+        gold_value = complex(gold.evalf())
+        given_value = complex(given.evalf())
+        return any(abs(gold_value * scale - given_value) <= tolerance * 1.01 for scale in (1, 100, 0.01))
 
     read("1")  # loads the parser
     packages = [module for name, module in sys.modules.items() if "." not in name and hasattr(module, "__path__")]
@@ -123,10 +127,10 @@ def _main() -> None:
         signal.alarm(alarm)  # also ends this process if its parent was killed
         try:
             gold = read(request["gold"])
-            given = read(request["given"])
-            equal = verify(gold, given, timeout_seconds=None)
-            if not equal and request["tolerance"] and gold and given:
-                equal = close(gold[0], given[0], request["tolerance"])
+            answer = read(request["given"])
+            equal = verify(gold, answer, timeout_seconds=None)
+            if not equal and request["tolerance"] and gold and answer:
+                equal = close(gold[0], answer[0], request["tolerance"])
         except Exception:
             equal = False
         signal.alarm(0)

@@ -24,25 +24,33 @@ _SPACED_LIST = re.compile(r",\s")
 
 def boxed(text: str) -> list[str]:
     r"""Return the contents of all `\boxed{...}` with balanced braces, also nested ones, in the order of their ends."""
-    found = []
+    contents = []
     open_braces = []
     for match in _BRACES.finditer(text):
         token = match.group()
         if token[-1] == "{" and token != "\\{":
             open_braces.append(match.end() if len(token) > 1 else -1)
-        elif token == "}" and open_braces and (start := open_braces.pop()) >= 0:
-            content = text[start : match.start()] if match.start() - start <= MAX_ANSWER else ""
-            found.append(content.strip())
-    return found
+        elif token == "}" and open_braces:
+            start = open_braces.pop()
+            if start >= 0:
+                content = text[start : match.start()] if match.start() - start <= MAX_ANSWER else ""
+                contents.append(content.strip())
+    return contents
 
 
 def final_answer(text: str) -> str | None:
     r"""Return the last non-blank `\boxed{}`, else the rest of the line after the last `####` (GSM8K), or None."""
-    answers = [answer for answer in boxed(text) if answer] or [line.strip() for line in _HASHES.findall(text)]
+    answers = [answer for answer in boxed(text) if answer]
+    if not answers:
+        answers = [line.strip() for line in _HASHES.findall(text)]
     answer = next(filter(None, reversed(answers)), None)
-    while answer is not None and (inner := boxed(answer)) and inner[-1]:
+    if answer is None:
+        return None
+    inner = boxed(answer)
+    while inner and inner[-1]:
         answer = inner[-1]
-    return answer if answer is None or len(answer) <= MAX_ANSWER else None
+        inner = boxed(answer)
+    return answer if len(answer) <= MAX_ANSWER else None
 
 
 def numbers_equal(answer: str, given: str | None) -> bool:
@@ -59,12 +67,16 @@ def score_by_position(text: str, answers: Sequence[str], units: bool = False) ->
     `read_number`), and commas between digits are part of numbers if a comma and a space separate the answers.
     """
     boxes = [_items(box, units) for box in boxed(text) if box]
-    single = [box[0] for box in boxes if len(box) == 1]
-    given = boxes[-1] if boxes and len(boxes[-1]) > 1 else single[-len(answers) :]
-    if len(given) > len(answers):
+    if boxes and len(boxes[-1]) > 1:
+        given_answers = boxes[-1]
+    else:
+        single = [box[0] for box in boxes if len(box) == 1]
+        given_answers = single[-len(answers) :]
+    if len(given_answers) > len(answers):
         return 0.0
     equal = numbers_equal if units else _forms_equal
-    return sum(equal(answer, one) for one, answer in zip(given, answers, strict=False)) / len(answers)
+    correct = sum(equal(answer, given) for given, answer in zip(given_answers, answers, strict=False))
+    return correct / len(answers)
 
 
 def _items(box: str, units: bool) -> list[str]:
@@ -90,11 +102,13 @@ def formulas_equal(answer: str, given: str | None, tolerance: float = 0.0) -> bo
         return False
     if _forms_equal(answer, given):
         return True
-    values = read_number(answer, units=False), read_number(given, units=False)
-    if values[0] is not None and values[1] is not None:
-        if any(abs(values[0] * scale - values[1]) <= tolerance * 1.01 for scale in SCALES[: None if tolerance else 1]):
+    value = read_number(answer, units=False)
+    given_value = read_number(given, units=False)
+    if value is not None and given_value is not None:
+        scales = SCALES if tolerance else SCALES[:1]
+        if any(abs(value * scale - given_value) <= tolerance * 1.01 for scale in scales):
             return True
-        if values[0].denominator == values[1].denominator == 1:
+        if value.denominator == given_value.denominator == 1:
             return False
     return compare_formulas(answer.strip("$ \n"), given.strip("$ \n"), tolerance)
 
@@ -105,8 +119,11 @@ def outputs_equal(expected: str, given: str) -> bool:
     Stripped outputs must have the same number of lines. Stripped lines must be equal, or consist of equal decimal
     numbers.
     """
-    lines, others = ([line.strip() for line in text.strip().split("\n")] for text in (expected, given))
-    return len(lines) == len(others) and all(map(_lines_equal, lines, others))
+    expected_lines = [line.strip() for line in expected.strip().split("\n")]
+    given_lines = [line.strip() for line in given.strip().split("\n")]
+    if len(expected_lines) != len(given_lines):
+        return False
+    return all(map(_lines_equal, expected_lines, given_lines))
 
 
 def _lines_equal(line: str, other: str) -> bool:

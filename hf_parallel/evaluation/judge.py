@@ -98,18 +98,24 @@ class Judge:
 
     def rate(self, rows: Mapping[str, str], text: str, problem: Problem, own: Complete) -> float | None:
         """Return the rating of the texts of rows, or of the text as an answer; None if no reply has a score."""
-        complete, votes = (self._ask, 3) if self.model else (own, 1)
+        complete = own
+        votes = 1
+        if self.model:
+            complete = self._ask
+            votes = 3
         try:
             if self.kind == "answer":
-                return judge(text.strip() or "(empty)", complete, problem=problem).score
-            return judge({name: row.strip() or "(empty)" for name, row in rows.items()}, complete, votes=votes).score
+                answer = text.strip() or "(empty)"
+                return judge(answer, complete, problem=problem).score
+            texts = {name: row.strip() or "(empty)" for name, row in rows.items()}
+            return judge(texts, complete, votes=votes).score
         except UnreadableReplyError:
             return None
 
     def _ask(self, prompt: str) -> str:
-        given: Any = {"messages": [{"role": "user", "content": prompt}], "model": self.model}
-        given |= {"temperature": 0} if self.kind == "answer" else {}
-        reply = _client().chat.completions.create(**given)
+        messages: Any = [{"role": "user", "content": prompt}]
+        settings: Any = {"temperature": 0} if self.kind == "answer" else {}
+        reply = _client().chat.completions.create(messages=messages, model=self.model, **settings)
         return reply.choices[0].message.content or ""
 
 
@@ -126,19 +132,26 @@ def judge_prompt(transcript: Transcript, problem: Problem | None = None) -> str:
         raise ValueError(f"transcript must be a non-blank text, or texts by worker, got {transcript!r:.80}")
     if isinstance(transcript, Mapping):
         transcript = "\n\n".join(f"Text of {name}:\n{text.strip()}" for name, text in transcript.items())
-    prompt = (PROMPT if problem is None else ANSWER_PROMPT).read_text(encoding="utf-8")
+    file = PROMPT if problem is None else ANSWER_PROMPT
+    template = file.read_text(encoding="utf-8")
     digest = hashlib.sha256(transcript.encode("utf-8", "replace")).hexdigest()
-    return prompt.format(mark=f"===== {digest[:12]} =====", transcript=transcript, problem=problem)
+    return template.format(mark=f"===== {digest[:12]} =====", transcript=transcript, problem=problem)
 
 
 def read_reply(reply: str, most: int = 6) -> tuple[int, str] | None:
     """Return score and reason of a reply after `</think>`, or None unless it has one valid score, of 1 to `most`."""
-    text = reply.rpartition("</think>")[2]
+    _, _, text = reply.rpartition("</think>")
     scores = {int(digits) for digits in _SCORE.findall(text) if len(digits) < 3}
-    if len(scores) != 1 or not scores <= set(range(1, most + 1)):
+    if len(scores) != 1:
         return None
-    reason = _REASON.search(text)
-    return scores.pop(), " ".join(reason[1].split()).strip("\"'*_, ") if reason else ""
+    (score,) = scores
+    if not 1 <= score <= most:
+        return None
+    reason = ""
+    match = _REASON.search(text)
+    if match is not None:
+        reason = " ".join(match[1].split()).strip("\"'*_, ")
+    return score, reason
 
 
 def _rate(prompt: str, complete: Complete, attempts: int, most: int) -> tuple[int, str]:
@@ -148,8 +161,9 @@ def _rate(prompt: str, complete: Complete, attempts: int, most: int) -> tuple[in
         reply = complete(prompt + repeated)
         if not isinstance(reply, str):
             raise ValueError(f"complete must return a text, got {reply!r:.80}")
-        if (found := read_reply(reply, most)) is not None:
-            return found
+        rating = read_reply(reply, most)
+        if rating is not None:
+            return rating
     raise UnreadableReplyError(
         f"no score from 1 to {most} in {attempts} replies of the judge; the last one ends with {reply[-200:]!r}"
     )

@@ -118,7 +118,8 @@ class ParallelLM(HFLM):
         bar = progress_bar(total=len(rows), what="Scoring", unit="requests", is_hidden=is_hidden)
 
         def add(index: int, score: tuple[float, bool]) -> None:
-            if (key := requests[index][0]) is not None:
+            key, _, _ = requests[index]
+            if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, score)
             bar.update(1)
 

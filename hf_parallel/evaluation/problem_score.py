@@ -58,12 +58,14 @@ class ProblemScore(evaluate.Metric):
         )
 
     def _compute(self, predictions: Sequence[str], references: Sequence[int]) -> dict[str, float]:
-        scores: dict[int, list[float]] = {}
+        scores: dict[int, list[float]] = {}  # by problem
         for text, index in zip(predictions, references, strict=True):
             if not 0 <= index < len(self.problems):
                 raise ValueError(f"references must be indices of the {len(self.problems)} problems, got {index}")
-            scores.setdefault(index, []).append(float(self.problems[index].score(text)))
-        means = {"score": fmean(fmean(of_problem) for of_problem in scores.values())}
+            score = float(self.problems[index].score(text))
+            scores.setdefault(index, []).append(score)
+        problem_means = [fmean(of_problem) for of_problem in scores.values()]
+        means = {"score": fmean(problem_means)}
         for k in self.k:
             chances = [pass_at_k(len(of_problem), of_problem.count(1.0), k) for of_problem in scores.values()]
             means[f"pass@{k}"] = fmean(chances)

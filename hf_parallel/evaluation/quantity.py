@@ -69,18 +69,21 @@ def read_number(answer: str | None, units: bool = True) -> Fraction | None:
     match = _VALUE.match(plain)
     if match is None:
         return None
-    rest = plain[match.end() :]
-    if units and not _is_unit(rest):
-        return None
-    if not units and (match["whole"] is not None or not re.fullmatch(r"\s*\.?\s*", rest)):
+    suffix = plain[match.end() :]
+    if units:
+        if not _is_unit(suffix):
+            return None
+    elif match["whole"] is not None or not re.fullmatch(r"\s*\.?\s*", suffix):
         return None
     return _value(match)
 
 
 def _plain(answer: str) -> str:
     """Return an answer without Markdown and LaTeX around numbers and units."""
-    text = _WRAPPERS.sub(r" \1 ", _EMPHASIS.sub(r"\2", answer))
-    text = _SPACES.sub(" ", THOUSANDS.sub("", text))
+    text = _EMPHASIS.sub(r"\2", answer)
+    text = _WRAPPERS.sub(r" \1 ", text)
+    text = THOUSANDS.sub("", text)
+    text = _SPACES.sub(" ", text)
     text = _UNIT_FRACTION.sub(r" \1/\2 ", text)
     text = _DEGREE.sub("°", text)
     for written, symbol in _SYMBOLS.items():

@@ -57,16 +57,17 @@ class ResultStore:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"results.rank{rank}.jsonl"
         self._results = {key_of(result): result for result in _read(folder)}
-        described = json.loads(json.dumps(header))
+        header = json.loads(json.dumps(header))
         if self._results:
             stored = read_json(folder / "sweep.json")
-            for name, given in described.items():
-                if not isinstance(stored, dict) or stored.get(name) != given:
-                    raise ValueError(f"{folder} has results of another {name} than {given!r}: give another folder")
+            for name, value in header.items():
+                if not isinstance(stored, dict) or stored.get(name) != value:
+                    raise ValueError(f"{folder} has results of another {name} than {value!r}: give another folder")
         else:
-            write_atomically(folder / "sweep.json", json.dumps(described, indent=1) + "\n")
+            write_atomically(folder / "sweep.json", json.dumps(header, indent=1) + "\n")
         if self.path.exists():
-            os.truncate(self.path, len(read_lines(self.path)[0].encode()))
+            complete_lines, _ = read_lines(self.path)
+            os.truncate(self.path, len(complete_lines.encode()))
 
     def get(self, result: Result) -> Result | None:
         """Return the stored result with the same key, or None."""
@@ -83,28 +84,33 @@ def read_results(folder: str | Path) -> list[Result]:
 
     Raises `ValueError` if the folder holds no results, or a file is damaged.
     """
-    found = {key_of(result): result for result in _read(Path(folder))}
-    if not found:
+    results = {key_of(result): result for result in _read(Path(folder))}
+    if not results:
         raise ValueError(f"{folder} holds no results (results.rank*.jsonl)")
-    return sorted(found.values(), key=lambda result: (*group_of(result), result["index"], result["sample"]))
+    return sorted(results.values(), key=lambda result: (*group_of(result), result["index"], result["sample"]))
 
 
 def _read(folder: Path) -> Iterator[Result]:
     """Yield the results of all processes, without unfinished last lines, which a process may be writing."""
     for path in sorted(folder.glob("results.rank*.jsonl")):
-        for number, line in enumerate(read_lines(path)[0].split("\n")[:-1], start=1):
+        complete_lines, _ = read_lines(path)
+        for number, line in enumerate(complete_lines.split("\n")[:-1], start=1):
             where = f"{path}, line {number}"
             yield _checked(parse_json(line, where), where)
 
 
 def _checked(result: Any, where: str) -> Result:
     """Return a result that was read; raise `ValueError` that names the first field that is missing or invalid."""
-    for name, kind in (_KEY | _MEASURED | {"text": str} | dict.fromkeys(OPTIONAL, float)).items():
+    fields: dict[str, type] = _KEY | _MEASURED | {"text": str} | dict.fromkeys(OPTIONAL, float)
+    for name, kind in fields.items():
         value = result.get(name) if isinstance(result, dict) else None
-        is_valid = (
-            isinstance(value, int | float) and abs(value) <= MAX_NUMBER if kind is float else isinstance(value, kind)
-        )
-        if not is_valid and not (name in OPTIONAL and value is None):
+        if value is None and name in OPTIONAL:
+            continue
+        if kind is float:
+            is_valid = isinstance(value, int | float) and abs(value) <= MAX_NUMBER
+        else:
+            is_valid = isinstance(value, kind)
+        if not is_valid:
             raise ValueError(f"{where}: {name!r} must be a {kind.__name__}, got {reprlib.repr(value)}")
     return result
 
@@ -129,28 +135,44 @@ def table(results: Iterable[Result]) -> list[Result]:
     for result in results:
         groups.setdefault(group_of(result), []).append(result)
     rows = []
-    for (task, mode, settings, budget), found in groups.items():
-        of_problem: dict[tuple[object, ...], list[float]] = {}
-        for result in found:
-            of_problem.setdefault((result["index"], result["problem"]), []).append(result["score"])
-        means = [statistics.fmean(scores) for scores in of_problem.values()]
-        error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    for (task, mode, settings, budget), of_group in groups.items():
         row: Result = {"task": task, "mode": mode, "settings": json.loads(settings), "budget": budget}
-        row |= {"problems": len(means), "generations": len(found), "score": statistics.fmean(means), "error": error}
-        measured = [name for name in MEASURED if name != "score"]
-        if ratings := [result["rating"] for result in found if "rating" in result]:
+        row |= _scores(of_group)
+        ratings = [result["rating"] for result in of_group if "rating" in result]
+        if ratings:
             rated = [rating for rating in ratings if rating is not None]
             row["rating"] = statistics.fmean(rated) if rated else None
-        row |= {name: statistics.fmean(result[name] for result in found) for name in measured}
-        rows.append(row | _optional(found))
+        for name in MEASURED:
+            if name != "score":
+                row[name] = statistics.fmean(result[name] for result in of_group)
+        rows.append(row | _optional(of_group))
     return rows
+
+
+def _scores(results: Sequence[Result]) -> Result:
+    """Return the number of problems and generations, and the mean score with its standard error."""
+    scores: dict[tuple[object, ...], list[float]] = {}  # by problem
+    for result in results:
+        problem = (result["index"], result["problem"])
+        scores.setdefault(problem, []).append(result["score"])
+    means = [statistics.fmean(of_problem) for of_problem in scores.values()]
+    error = None
+    if len(means) > 1:
+        error = statistics.stdev(means) / math.sqrt(len(means))
+    return {
+        "problems": len(means),
+        "generations": len(results),
+        "score": statistics.fmean(means),
+        "error": error,
+    }
 
 
 def _optional(results: Sequence[Result]) -> Result:
     """Return the means of fields that only some results have, and tokens per second."""
     means: Result = {}
     for name in (*COSTS, *OF_SEVERAL_ROWS):
-        if values := [result[name] for result in results if result.get(name) is not None]:
+        values = [result[name] for result in results if result.get(name) is not None]
+        if values:
             means[name] = statistics.fmean(values)
     timed = [result for result in results if result.get("seconds")]
     if timed:
@@ -166,14 +188,18 @@ def settings_text(settings: Mapping[str, object]) -> str:
 
 def format_table(rows: Sequence[Result]) -> str:
     """Return the rows of `table` as plain text."""
-    columns = []
     optional = {*OPTIONAL, "tokens_per_second"}
-    for name in [name for name in COLUMNS if name not in optional or any(name in row for row in rows)]:
-        cells = ["+-" if name == "error" else name, *(_cell(name, row.get(name)) for row in rows)]
+    columns = []
+    for name in COLUMNS:
+        if name in optional and not any(name in row for row in rows):
+            continue
+        cells = ["+-" if name == "error" else name]
+        cells += [_cell(name, row.get(name)) for row in rows]
         width = max(map(len, cells))
-        sign = "<" if name in ("task", "mode", "settings") else ">"
-        columns.append([f"{cell:{sign}{width}}" for cell in cells])
-    return "".join("  ".join(line).rstrip() + "\n" for line in zip(*columns, strict=True))
+        alignment = "<" if name in ("task", "mode", "settings") else ">"
+        columns.append([f"{cell:{alignment}{width}}" for cell in cells])
+    lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _cell(name: str, value: Any) -> str:

@@ -59,7 +59,8 @@ class Run:
         for name, value in self.settings.items():
             if name in RESERVED:
                 raise ValueError(f"{name}={value!r} cannot be given: a sweep chooses {', '.join(RESERVED)} itself")
-            if reason := json_error(value):
+            reason = json_error(value)
+            if reason:
                 raise ValueError(f"{name}={value!r} cannot be stored in the results: {reason}")
         check_setting_names(cls, self.settings, (*GENERATION_SETTINGS, TEMPLATE, INSTRUCTION))
         check_template_kwargs(self.settings.get(TEMPLATE))
@@ -83,16 +84,18 @@ class Run:
     def generation(self) -> dict[str, object]:
         """Return the settings of `generate`."""
         config = self.config()
-        others = (TEMPLATE, INSTRUCTION, *(() if config is None else config.fields()))
-        return {name: value for name, value in self.settings.items() if name not in others}
+        excluded = {TEMPLATE, INSTRUCTION}
+        if config is not None:
+            excluded.update(config.fields())
+        return {name: value for name, value in self.settings.items() if name not in excluded}
 
     def task(self, prompt: str) -> str:
         """Return the prompt of a problem, followed by the instruction."""
         check_text(INSTRUCTION, self.settings.get(INSTRUCTION, ""))
-        given = str(self.settings.get(INSTRUCTION, ""))
-        text = INSTRUCTIONS.get(given, given)
+        setting = str(self.settings.get(INSTRUCTION, ""))
+        text = INSTRUCTIONS.get(setting, setting)
         if len(text.split()) == 1:
-            raise ValueError(f"instruction must be several words or one of {', '.join(INSTRUCTIONS)}, got {given!r}")
+            raise ValueError(f"instruction must be several words or one of {', '.join(INSTRUCTIONS)}, got {setting!r}")
         return f"{prompt}\n\n{text}" if text else prompt
 
 
@@ -150,17 +153,29 @@ def check_sweep(
     concurrent: int,
 ) -> None:
     """Raise `ValueError` for invalid arguments of `sweep`."""
-    for name, given in (("problems", problems), ("runs", runs), ("budgets", budgets)):
-        if not given:
+    arguments: dict[str, Sequence[object]] = {"problems": problems, "runs": runs, "budgets": budgets}
+    for name, values in arguments.items():
+        if not values:
             raise ValueError(f"{name} must not be empty")
-    for name, count in (("samples", samples), ("concurrent", concurrent), ("a budget", min(budgets))):
-        check_int(name, count, at_least=1)
+    check_int("samples", samples, at_least=1)
+    check_int("concurrent", concurrent, at_least=1)
+    check_int("a budget", min(budgets), at_least=1)
     check_int("seed", seed, at_least=0)
     Run(None, generation)  # checks the names
+    patterns = {problem.answer_pattern for problem in problems}
     for run in runs:
-        configs = [run.config(pattern) for pattern in {problem.answer_pattern for problem in problems}]
-        if {**generation, **run.settings}.get("do_sample") is False:
-            voting = any(one is not None and one.rows.vote and one.max_rows_per_prompt > 1 for one in configs)
-            if samples > 1 or voting:
-                several = "samples of a problem" if samples > 1 else "answers that vote"
-                raise ValueError(f"{several} would be equal with greedy decoding (do_sample=False): {run}")
+        configs = [run.config(pattern) for pattern in patterns]
+        if {**generation, **run.settings}.get("do_sample") is not False:
+            continue
+        equal = ""
+        if samples > 1:
+            equal = "samples of a problem"
+        elif any(map(_votes, configs)):
+            equal = "answers that vote"
+        if equal:
+            raise ValueError(f"{equal} would be equal with greedy decoding (do_sample=False): {run}")
+
+
+def _votes(config: ParallelConfig | None) -> bool:
+    """Whether the rows of a mode are several answers to a problem, which vote."""
+    return config is not None and config.rows.vote and config.max_rows_per_prompt > 1

@@ -162,9 +162,15 @@ def run_code(
 
 def limits(readable: list[str], seconds: int, memory: int, output: int) -> dict[str, Any]:
     """Return the arguments of `restrict`: readable paths and Python's, CPU seconds, bytes of memory and of output."""
-    own = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__)}
-    paths = {os.path.realpath(path) for path in (*readable, *(own - {"/usr", "/usr/local", "/"}))}
-    return {"readable": sorted({*paths, *READABLE}), "seconds": seconds, "memory": memory, "output": output}
+    installation = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__)}
+    installation -= {"/usr", "/usr/local", "/"}
+    paths = {os.path.realpath(path) for path in (*readable, *installation)}
+    return {
+        "readable": sorted({*paths, *READABLE}),
+        "seconds": seconds,
+        "memory": memory,
+        "output": output,
+    }
 
 
 def start_python(
@@ -198,15 +204,15 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def _started(status: int, errors: Path) -> bool:
     """Wait until a process has limited itself; return whether the kernel isolates it."""
-    found = os.read(status, 1) if is_readable(status, START_SECONDS) else b""
-    if not found:
+    reported = os.read(status, 1) if is_readable(status, START_SECONDS) else b""
+    if not reported:
         raise RuntimeError(f"the process could not be limited: {errors.read_text(errors='replace')[-500:]}")
-    if found == b"0" and os.environ.get(ALLOW) != "1":
+    if reported == b"0" and os.environ.get(ALLOW) != "1":
         raise RuntimeError(
             "code of a model is not run: this system cannot isolate it, which needs Linux 5.13 with Landlock and "
             f"libseccomp. Inside a container or virtual machine, set {ALLOW}=1 to run it with limits only"
         )
-    return found == b"1"
+    return reported == b"1"
 
 
 # In the process
@@ -243,8 +249,14 @@ def _check(result: int) -> int:
 def _restrict_files(libc: ctypes.CDLL, readable: list[str]) -> None:
     """Allow reading `readable` files and folders, and no other access (Landlock)."""
     version = _check(libc.syscall(444, None, 0, 1))
-    all_rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
-    rules = struct.pack("=QQQ", all_rights, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
+    num_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
+    all_rights = (1 << num_rights) - 1
+    size = 24
+    if version < 4:
+        size = 8
+    elif version < 6:
+        size = 16
+    rules = struct.pack("=QQQ", all_rights, 3, 3)[:size]
     ruleset = _check(libc.syscall(444, rules, ctypes.c_size_t(len(rules)), 0))
     for path in readable:
         with contextlib.suppress(FileNotFoundError):
@@ -262,8 +274,10 @@ def _filter_system_calls(seccomp: ctypes.CDLL) -> None:
     fail = 0x00050001  # EPERM
     absent = 0x00050026  # ENOSYS
     masked_equal = 7  # SCMP_CMP_MASKED_EQ
-    own = os.getpid()
-    checked = CHECKED_ARGUMENTS | {"tgkill": (0, ALL_BITS, (own,)), "sched_getaffinity": (0, ALL_BITS, (0, own))}
+    process = os.getpid()
+    checked = dict(CHECKED_ARGUMENTS)
+    checked["tgkill"] = (0, ALL_BITS, (process,))
+    checked["sched_getaffinity"] = (0, ALL_BITS, (0, process))
     seccomp.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(seccomp.seccomp_init(fail))
     actions = dict.fromkeys(SYSTEM_CALLS.split(), allow) | dict.fromkeys(ABSENT, absent)

@@ -133,23 +133,31 @@ def _make_rows(
     limit = enabled(model).capabilities.max_length
     rows = []
     for index, pair in enumerate(zip(contexts, continuations, strict=True)):
-        names = (f"contexts[{index}]", f"continuations[{index}]")
-        context, continuation = (_as_ids(name, ids, vocabulary) for name, ids in zip(names, pair, strict=True))
-        rows.append(_ScoredRow(index, np.concatenate((context, continuation)), len(context) - 1))
-        if limit is not None and len(rows[-1].inputs) > limit:
+        context_name = f"contexts[{index}]"
+        continuation_name = f"continuations[{index}]"
+        context = _as_ids(context_name, pair[0], vocabulary)
+        continuation = _as_ids(continuation_name, pair[1], vocabulary)
+        row = _ScoredRow(index, np.concatenate((context, continuation)), len(context) - 1)
+        if limit is not None and len(row.inputs) > limit:
             raise UnsupportedModelError(
                 f"{type(model).__name__} changes its RoPE frequencies after {limit} tokens, which would invalidate "
-                f"cached keys; {names[0]} and {names[1]} may have at most {limit + 1}, got {len(rows[-1].tokens)}"
+                f"cached keys; {context_name} and {continuation_name} may have at most {limit + 1}, "
+                f"got {len(row.tokens)}"
             )
+        rows.append(row)
     return rows
 
 
 def _as_ids(name: str, tokens: Sequence[int] | np.ndarray | torch.Tensor, vocabulary: int) -> np.ndarray:
-    ids = np.asarray(tokens.cpu() if isinstance(tokens, torch.Tensor) else tokens)
+    if isinstance(tokens, torch.Tensor):
+        tokens = tokens.cpu()
+    ids = np.asarray(tokens)
     if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
         raise ValueError(f"{name} must be a 1-D tensor or list of at least one token id, got {tokens!r}")
-    if ids.min() < 0 or ids.max() >= vocabulary:
-        token = ids.min() if ids.min() < 0 else ids.max()
+    least = ids.min()
+    most = ids.max()
+    if least < 0 or most >= vocabulary:
+        token = least if least < 0 else most
         raise ValueError(f"{name} holds {token}, outside the vocabulary of {vocabulary}")
     return ids.astype(np.int64)
 
@@ -188,15 +196,15 @@ class _Scorer:
 
     def _keep_shared(self, batch: Sequence[_ScoredRow]) -> None:
         """Keep the cached prefix of a batch up to the first token whose logits it needs, and nothing else."""
-        first = batch[0].inputs
-        shared = [row for row in batch if common_prefix(first, row.inputs) > row.first]
-        self.cache.tree.retain(first[: min(row.first for row in shared)])
+        inputs = batch[0].inputs
+        first_logits = [row.first for row in batch if common_prefix(inputs, row.inputs) > row.first]
+        self.cache.tree.retain(inputs[: min(first_logits)])
 
     def _score_batch(self, rows: Sequence[_ScoredRow], cached_model: CachedModel) -> list[Score]:
         began = time.perf_counter()
         stats = self.stats
         cache = self.cache
-        before = stats.prefilled_tokens
+        already_prefilled = stats.prefilled_tokens
 
         leaves = [cache.insert(row.inputs) for row in rows]
         asked = [(row.tokens, row.first) for row in rows]
@@ -208,7 +216,8 @@ class _Scorer:
             stats.forward_passes += 1
             stats.prefilled_tokens += len(tokens)
             scores.add(logits)
-        stats.reused_tokens += sum(len(row.inputs) for row in rows) - (stats.prefilled_tokens - before)
+        new_tokens = stats.prefilled_tokens - already_prefilled
+        stats.reused_tokens += sum(len(row.inputs) for row in rows) - new_tokens
         stats.kv_bytes = max(stats.kv_bytes, cache.kv_bytes)
         stats.reserved_bytes = max(stats.reserved_bytes, cache.pool.arena.reserved_bytes)
         stats.prefill_seconds += time.perf_counter() - began
@@ -227,16 +236,16 @@ class _Scorer:
 def _batches(rows: Sequence[_ScoredRow], max_tokens: int) -> Iterator[list[_ScoredRow]]:
     """Yield rows in the order of their tokens, in batches with at most `max_tokens` new tokens each, or one row."""
     batch: list[_ScoredRow] = []
-    held = 0
-    before = np.empty(0, np.int64)
+    batch_tokens = 0
+    previous = np.empty(0, np.int64)
     for row in sorted(rows, key=lambda row: row.inputs.astype(">u4").tobytes()):
-        new = len(row.inputs) - common_prefix(before, row.inputs)
-        if batch and held + new > max_tokens:
+        new_tokens = len(row.inputs) - common_prefix(previous, row.inputs)
+        if batch and batch_tokens + new_tokens > max_tokens:
             yield batch
             batch = []
-            held = 0
+            batch_tokens = 0
         batch.append(row)
-        held = held + new
-        before = row.inputs
+        batch_tokens += new_tokens
+        previous = row.inputs
     if batch:
         yield batch

@@ -61,8 +61,9 @@ class Generation:
     def texts(self, written: Written) -> list[str]:
         """Return the answers that vote, or the one text to score."""
         config = self.run.config()
-        votes = config is not None and config.rows.vote
-        return [row.rstrip() for row in written.rows] if votes else [written.text]
+        if config is not None and config.rows.vote:
+            return [row.rstrip() for row in written.rows]
+        return [written.text]
 
     def measured(self, written: Written) -> Result:
         """Return measures of several rows: their collaboration, and passes of two workers if rows are independent."""
@@ -70,27 +71,41 @@ class Generation:
         if config is None or config.max_rows_per_prompt == 1:
             return {}
         names = [config.rows.name(index) for index in range(len(written.generated))]
-        found: Result = measure(written.generated, names, self.problem.prompt)
+        measures: Result = measure(written.generated, names, self.problem.prompt)
         if config.rows.style.visibility == "never":
-            found["two_worker_passes"] = written.two_worker_passes
-        return found
+            measures["two_worker_passes"] = written.two_worker_passes
+        return measures
 
     def results(self, at_budgets: Sequence[Written], conclusions: Mapping[str, str]) -> list[Result]:
         """Score what was written within each budget, with the early finishers' conclusions by text; see `sweep`."""
         results = []
         scores = dict[str, float]()
-        pattern = self.problem.answer_pattern
         for budget, written in zip(self.budgets, at_budgets, strict=True):
             texts = self.texts(written)
             finished = [text + conclusions.get(text, "") for text in texts]
-            answers = [find_answer(pattern, text) for text in finished]
-            winner, _ = majority([None if answer is None else normal_form(answer) for answer in answers])
+            winner = self._winner(finished)
             text = finished[winner]
             if text not in scores:
                 scores[text] = self._score(text)
-            measured = {"passes": written.passes, "tokens": written.tokens, "score": scores[text], "text": text}
-            results.append({**self.key(budget), **measured, "answered": self.problem.has_answer(texts[winner])})
+            result = self.key(budget)
+            result |= {
+                "passes": written.passes,
+                "tokens": written.tokens,
+                "score": scores[text],
+                "text": text,
+                "answered": self.problem.has_answer(texts[winner]),
+            }
+            results.append(result)
         return results
+
+    def _winner(self, texts: Sequence[str]) -> int:
+        """Return the index of a text with the answer that most texts have."""
+        forms = []
+        for text in texts:
+            answer = find_answer(self.problem.answer_pattern, text)
+            forms.append(None if answer is None else normal_form(answer))
+        winner, _ = majority(forms)
+        return winner
 
     def _score(self, text: str) -> float:
         score = float(self.problem.score(text))
@@ -117,13 +132,19 @@ class Solver:
         """Yield the results of each generation; at most `concurrent` are generated together, all of one run."""
         if not generations:
             return
-        configs = [one.run.config() for one in generations]
-        rows = self.concurrent * max(1 if config is None else config.max_rows_per_prompt for config in configs)
-        waiting = rows * max(len(one.budgets) for one in generations)  # finishers
+        rows_per_problem = 1
+        for generation in generations:
+            config = generation.run.config()
+            if config is not None:
+                rows_per_problem = max(rows_per_problem, config.max_rows_per_prompt)
+        rows = self.concurrent * rows_per_problem
+        num_finishers = rows * max(len(generation.budgets) for generation in generations)
         with Engine(
-            self.model, self.tokenizer, self.max_kv_bytes, max_rows=max(rows, 64), max_waiting=waiting
+            self.model, self.tokenizer, self.max_kv_bytes, max_rows=max(rows, 64), max_waiting=num_finishers
         ) as engine:
-            for _, group in groupby(generations if engine.leads else (), key=lambda one: id(one.run)):
+            if not engine.leads:
+                return
+            for _, group in groupby(generations, key=lambda generation: id(generation.run)):
                 of_run = list(group)
                 for begin in range(0, len(of_run), self.concurrent):
                     yield from self._solve(engine, of_run[begin : begin + self.concurrent])
@@ -131,52 +152,59 @@ class Solver:
     def _solve(self, engine: Engine, batch: Sequence[Generation]) -> Iterator[list[Result]]:
         """Solve a batch: first all generations, then the early finishers, which would delay them."""
         clocks = [PassClock() for _ in batch]
-        submitted = [self._submit(engine, one, clock) for one, clock in zip(batch, clocks, strict=True)]
-        outputs = [handle.result() for handle in submitted]
+        handles = [self._submit(engine, generation, clock) for generation, clock in zip(batch, clocks, strict=True)]
+        outputs = [handle.result() for handle in handles]
         written = []
-        measured = []
-        finishing = []
-        for one, clock, handle, output in zip(batch, clocks, submitted, outputs, strict=True):
+        measures = []
+        finishers = []
+        for generation, clock, handle, output in zip(batch, clocks, handles, outputs, strict=True):
             transcript = output.to_dict(self.tokenizer)
-            has_conclusion = not self._always_finishes(one)
-            at_budgets = [written_until(transcript, budget, has_conclusion=has_conclusion) for budget in one.budgets]
+            has_conclusion = not self._always_finishes(generation)
+            at_budgets = []
+            of_budgets = []
+            for budget in generation.budgets:
+                at_budget = written_until(transcript, budget, has_conclusion=has_conclusion)
+                at_budgets.append(at_budget)
+                of_budgets.append({"seconds": clock.until(at_budget.passes, handle), **generation.measured(at_budget)})
+            if generation.budgets[-1] == self.largest:
+                of_budgets[-1]["kv_bytes"] = output.stats.kv_bytes
             written.append(at_budgets)
-            seconds = [clock.until(within.passes, handle) for within in at_budgets]
-            further = [
-                {"seconds": took, **one.measured(within)} for took, within in zip(seconds, at_budgets, strict=True)
-            ]
-            if one.budgets[-1] == self.largest:
-                further[-1]["kv_bytes"] = output.stats.kv_bytes
-            measured.append(further)
-            finishing.append(self._finish(engine, one, output.record.prompts[0], at_budgets))
-        for one, at_budgets, further, handles in zip(batch, written, measured, finishing, strict=True):
-            conclusions = {text: self._conclusion(one, handle) for text, handle in handles.items()}
-            results = one.results(at_budgets, conclusions)
-            for result, values in zip(results, further, strict=True):
-                result |= values
-            if self.judge is not None:
-                for at_budget, result in zip(at_budgets, results, strict=True):
-                    result["rating"] = self._rating(engine, self.judge, one, at_budget, result["text"])
+            measures.append(of_budgets)
+            finishers.append(self._finish(engine, generation, output.record.prompts[0], at_budgets))
+        for generation, at_budgets, of_budgets, finishing in zip(batch, written, measures, finishers, strict=True):
+            conclusions = {text: self._conclusion(generation, handle) for text, handle in finishing.items()}
+            results = generation.results(at_budgets, conclusions)
+            for at_budget, measured, result in zip(at_budgets, of_budgets, results, strict=True):
+                result |= measured
+                if self.judge is not None:
+                    result["rating"] = self._rating(engine, self.judge, generation, at_budget, result["text"])
             yield results
 
-    def _rating(self, engine: Engine, judge: Judge, one: Generation, written: Written, text: str) -> float | None:
-        def own(prompt: str) -> str:
+    def _rating(
+        self, engine: Engine, judge: Judge, generation: Generation, written: Written, text: str
+    ) -> float | None:
+        """Return the rating of what a generation wrote within a budget."""
+
+        def own_reply(prompt: str) -> str:
             task = encode_task(None, prompt, self.tokenizer, self.generation.get(TEMPLATE))
-            return engine.submit(task, do_sample=False, max_new_tokens=128).result().answer_texts(self.tokenizer)[0]
+            handle = engine.submit(task, do_sample=False, max_new_tokens=128)
+            return handle.result().answer_texts(self.tokenizer)[0]
 
-        rows = (one.run.config() or ParallelConfig()).rows
+        rows = (generation.run.config() or ParallelConfig()).rows
         texts = {rows.name(index): row for index, row in enumerate(written.rows)}
-        return judge.rate(texts, text, one.problem, own)
+        return judge.rate(texts, text, generation.problem, own_reply)
 
-    def _submit(self, engine: Engine, one: Generation, clock: PassClock) -> RequestHandle:
-        run = Run(one.run.mode, {**self.generation, **one.run.settings})
-        config = run.config(one.problem.answer_pattern)
+    def _submit(self, engine: Engine, generation: Generation, clock: PassClock) -> RequestHandle:
+        """Submit a generation up to the largest budget."""
+        run = Run(generation.run.mode, {**self.generation, **generation.run.settings})
+        config = run.config(generation.problem.answer_pattern)
         template = check_template_kwargs(run.settings.get(TEMPLATE))
-        settings: dict[str, Any] = {**run.generation(), "max_new_tokens": self.largest, "seed": one.seed}
-        settings["streamer"] = clock
-        task = run.task(one.problem.prompt)
+        settings: dict[str, Any] = run.generation()
+        settings |= {"max_new_tokens": self.largest, "seed": generation.seed, "streamer": clock}
+        task = run.task(generation.problem.prompt)
         if config is None:
-            return engine.submit(encode_task(None, task, self.tokenizer, template), **settings)
+            prompt = encode_task(None, task, self.tokenizer, template)
+            return engine.submit(prompt, **settings)
         prompt = build_prompt(type(config), task, self.tokenizer, config, chat_template_kwargs=template)
         return engine.submit(prompt, generation_mode=config.mode, parallel_config=config, **settings)
 
@@ -202,11 +230,15 @@ class Solver:
         config = one.run.config()
         return config is not None and config.rows.ends_with_finisher and bool(self.finisher.prompt_for(one.problem))
 
-    def _conclusion(self, one: Generation, handle: RequestHandle) -> str:
+    def _conclusion(self, generation: Generation, handle: RequestHandle) -> str:
         """Return the text of an early finisher up to the end of its answer, with its prompt."""
         (text,) = handle.result().answer_texts(self.tokenizer)
-        prompt = self.finisher.prompt_for(one.problem)
-        if not one.problem.answer_pattern:
-            return prompt + text
-        ends = [match.end() for match in find_matches(one.problem.answer_pattern, prompt + text)]
-        return (prompt + text)[: next((end for end in ends if end > len(prompt)), None)]
+        problem = generation.problem
+        prompt = self.finisher.prompt_for(problem)
+        conclusion = prompt + text
+        if not problem.answer_pattern:
+            return conclusion
+        for match in find_matches(problem.answer_pattern, conclusion):
+            if match.end() > len(prompt):
+                return conclusion[: match.end()]
+        return conclusion

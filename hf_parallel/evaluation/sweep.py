@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -114,37 +115,42 @@ def sweep(
     finisher = finisher or Finisher()
     device = execution_device(model)
     defaults = json.loads(model.generation_config.to_json_string())
-    header = {
+    header: dict[str, Any] = {
         "fingerprint": fingerprint(model, "a sweep"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "seed": seed,
         "largest_budget": budgets[-1],
-        "finisher": [finisher.tokens, finisher.prompt, *([finisher.preset] if finisher.preset else [])],
+        "finisher": [finisher.tokens, finisher.prompt],
         "defaults": {name: value for name, value in defaults.items() if name != "transformers_version"},
         "generation": generation,
-        **({} if judge is None else {"judge": [judge.kind, judge.model]}),
     }
+    if finisher.preset:
+        header["finisher"].append(finisher.preset)
+    if judge is not None:
+        header["judge"] = [judge.kind, judge.model]
     generations = [
         Generation(problem, index, run, sample, mix(mix(seed, index), sample), budgets)
         for run in runs
         for index, problem in enumerate(problems)
         for sample in range(samples)
     ]
-    keys = [key_of(one.key(budget)) for one in generations for budget in budgets]
+    keys = [key_of(each.key(budget)) for each in generations for budget in budgets]
+    share_model = num_ranks(model) > 1
     # without `cpu`, processes on a machine without accelerators would not find each other
-    are_one = num_ranks(model) > 1
     state = PartialState(cpu=device.type == "cpu", timeout=PROCESS_TIMEOUT)
-    with state.split_between_processes(list(range(len(problems)))) as part:
-        own = [one for one in generations if are_one or one.index in set(part)]
+    todo = generations
+    if not share_model:
+        with state.split_between_processes(list(range(len(problems)))) as part:
+            todo = [each for each in generations if each.index in set(part)]
     solver = Solver(model, tokenizer, budgets[-1], finisher, generation, concurrent, max_kv_bytes, judge)
     results: list[Result] = []
-    store = None if output is None or not leads(model) else ResultStore(output, header, state.process_index)
-    for one in own:
-        stored = {budget: None if store is None else store.get(one.key(budget)) for budget in budgets}
-        results += [result for result in stored.values() if result is not None]
-        one.budgets = [budget for budget, result in stored.items() if result is None]
-    todo = [one for one in own if one.budgets]
-    if are_one and not broadcast_object_list([len(todo)])[0]:
+    store = None
+    if output is not None and leads(model):
+        store = ResultStore(output, header, state.process_index)
+        for each in todo:
+            results += _take_stored(each, store)
+    todo = [each for each in todo if each.budgets]
+    if share_model and not broadcast_object_list([len(todo)])[0]:
         todo = []  # of the first process, which solves for all
     is_hidden = not progress or not state.is_main_process
     bar = progress_bar(total=len(todo), what="Evaluating", unit="generations", is_hidden=is_hidden)
@@ -156,5 +162,19 @@ def sweep(
                 store.add(solved)
             results += solved
             bar.update()
-    found = {key_of(result): result for result in gather_object(results)}
-    return [found[key] for key in keys]
+    by_key = {key_of(result): result for result in gather_object(results)}
+    return [by_key[key] for key in keys]
+
+
+def _take_stored(generation: Generation, store: ResultStore) -> list[Result]:
+    """Return the stored results of a generation, and leave it the budgets that have none."""
+    results = []
+    missing = []
+    for budget in generation.budgets:
+        result = store.get(generation.key(budget))
+        if result is None:
+            missing.append(budget)
+        else:
+            results.append(result)
+    generation.budgets = missing
+    return results

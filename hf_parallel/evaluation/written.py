@@ -54,23 +54,28 @@ def written_until(run: JSONObject, budget: int, *, has_conclusion: bool = True) 
     for card in section["cards"]:
         if card["begin"] >= budget or (card["column"] is None and not has_conclusion):
             continue
+        column = card["column"]
         pieces = [(at, text, origin) for at, text, origin in card["pieces"] if at <= budget]
-        is_whole = card["ended"] in final and len(pieces) == len(card["pieces"])
+        sampled = [(at, text) for at, text, origin in pieces if origin != GIVEN]
+        whole_text = card["given"] + "".join(text for _, text, _ in pieces)
         last = max((at for at, _, _ in pieces), default=card["begin"])
-        texts.append((last if is_whole else math.inf, card["given"] + "".join(text for _, text, _ in pieces)))
-        if card["column"] is not None:
-            rows.setdefault(card["column"], []).extend([card["given"], *(text for _, text, _ in pieces)])
-            own = generated_by.setdefault(card["column"], [])
-            own += [(at, text) for at, text, origin in pieces if origin != GIVEN]
-        generated |= {(card["column"], at) for at, _, origin in pieces if origin != GIVEN}
+        is_finished = card["ended"] in final and len(pieces) == len(card["pieces"])
+        texts.append((last if is_finished else math.inf, whole_text))
+        if column is not None:
+            rows.setdefault(column, []).append(whole_text)
+            generated_by.setdefault(column, []).extend(sampled)
+        generated |= {(column, at) for at, _ in sampled}
         passes = max(passes, last)
     ordered = [text.rstrip() for _, text in sorted(texts, key=lambda entry: entry[0])]
     active = Counter(at for _, at in generated)  # rows that generated a token, by pass
+    two_worker_passes = 0
+    for at in range(1, passes + 1):
+        two_worker_passes += max(1, math.ceil(active[at] / 2))
     return Written(
         text="\n\n".join(filter(None, ordered)),
         rows=["".join(rows[column]) for column in sorted(rows)],
         passes=passes,
         tokens=len(generated),
         generated=[generated_by[column] for column in sorted(rows)],
-        two_worker_passes=sum(max(1, math.ceil(active[at] / 2)) for at in range(1, passes + 1)),
+        two_worker_passes=two_worker_passes,
     )

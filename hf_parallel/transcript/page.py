@@ -91,18 +91,24 @@ def render(transcript: object, template: Path = PAGE, **values: object) -> str:
 
 
 def _render(run: JSONObject, template: Path, values: Mapping[str, object]) -> str:
-    texts = [name for name in TranscriptStyle._fields if name != "is_one_answer"]
-    style = {name: _DIRECTIONS.sub("", run["style"][name]) for name in texts}
-    origins = {piece[2] for section in run["sections"] for card in section["cards"] for piece in card["pieces"]}
+    """Return the page of a run, or of a run of agents, which has facts."""
+    is_of_agents = "facts" in run
+    style = {}
+    for name in TranscriptStyle._fields:
+        if name != "is_one_answer":
+            style[name] = _DIRECTIONS.sub("", run["style"][name])
     speed = _speed(run)
-    style["tick"] = "step" if "facts" in run or speed["passes"] != run["passes"] else "pass"
+    counts_steps = is_of_agents or speed["passes"] != run["passes"]
+    style["tick"] = "step" if counts_steps else "pass"
+    origins = {origin for card in _all_cards(run) for _, _, origin in card["pieces"]}
+    titles = [run["mode"] or "hf_parallel", str(run.get("model", ""))]
     return fill(
         template,
         script_of=PAGE,
-        title=" \u00b7 ".join(filter(None, [run["mode"] or "hf_parallel", str(run.get("model", ""))])),
+        title=" \u00b7 ".join(filter(None, titles)),
         style=style,
-        speed=None if "facts" in run else speed,
-        facts=run["facts"] if "facts" in run else _facts(run["stats"] or {}),
+        speed=None if is_of_agents else speed,
+        facts=run["facts"] if is_of_agents else _facts(run["stats"] or {}),
         visibility=_VISIBILITY.get(style["visibility"], ""),
         settings="\n".join(f"{name} = {value!r}" for name, value in run["settings"].items()),
         origins={origin: words for origin, words in _ORIGINS.items() if origin in origins},
@@ -116,46 +122,69 @@ def _speed(run: JSONObject) -> dict[str, float | None]:
 
     Only rows that are parts of one answer compare with it. Others have `rows`, their number.
     """
-    cards = [card for section in run["sections"] for card in section["cards"]]
-    generated = [piece for card in cards for piece in card["pieces"] if piece[2] != GIVEN]
-    replayed = {at for at, _, origin in generated if at and origin in _WITHOUT_PASS}
-    passes = run["passes"] - len(replayed - {at for at, _, origin in generated if origin not in _WITHOUT_PASS})
-    tokens = (run["stats"] or {}).get("decoded_tokens", len(generated))
-    found: dict[str, float | None] = {"tokens": tokens, "passes": passes, "rows": None, "ratio": None}
+    sampled_passes = []
+    replayed_passes = []
+    for card in _all_cards(run):
+        for at, _, origin in card["pieces"]:
+            if origin in _WITHOUT_PASS:
+                replayed_passes.append(at)
+            elif origin != GIVEN:
+                sampled_passes.append(at)
+    # Passes at which all tokens were replayed did not run the model.
+    passes = run["passes"] - len(set(replayed_passes) - set(sampled_passes) - {0})
+    num_generated = len(sampled_passes) + len(replayed_passes)
+    tokens = (run["stats"] or {}).get("decoded_tokens", num_generated)
+    speed: dict[str, float | None] = {"tokens": tokens, "passes": passes, "rows": None, "ratio": None}
     if not tokens or passes <= 0:
-        return found
-    if not run["style"]["is_one_answer"]:
-        return {**found, "rows": sum(len(section["columns"]) for section in run["sections"])}
-    alone = tokens / len(run["sections"])
-    return {**found, "alone": round(alone), "ratio": alone / passes}
+        return speed
+    if run["style"]["is_one_answer"]:
+        alone = tokens / len(run["sections"])
+        speed |= {"alone": round(alone), "ratio": alone / passes}
+    else:
+        speed["rows"] = sum(len(section["columns"]) for section in run["sections"])
+    return speed
+
+
+def _all_cards(run: JSONObject) -> list[JSONObject]:
+    """Return the cards of all sections of a run."""
+    cards = []
+    for section in run["sections"]:
+        cards += section["cards"]
+    return cards
 
 
 def _facts(stats: JSONObject) -> list[tuple[object, str]]:
-    counts = {name: stats.get(f"{name}_tokens", 0) for name in ("prefilled", "replayed")}
-    facts: list[tuple[object, str]] = [(count, f"tokens {name}") for name, count in counts.items() if count]
-    return [*facts, (f"{stats['kv_bytes'] / 1e6:.1f} MB", "KV cache")] if "kv_bytes" in stats else facts
+    """Return the numbers of a call that the page shows, each with its unit."""
+    facts: list[tuple[object, str]] = []
+    for name in ("prefilled", "replayed"):
+        tokens = stats.get(f"{name}_tokens", 0)
+        if tokens:
+            facts.append((tokens, f"tokens {name}"))
+    if "kv_bytes" in stats:
+        facts.append((f"{stats['kv_bytes'] / 1e6:.1f} MB", "KV cache"))
+    return facts
 
 
 def _section(section: JSONObject, style: Mapping[str, str]) -> dict[str, object]:
     """Return a section as the template needs it, with grid rows and the positions of the cards."""
-    ranking = section.get("ranking", ())
+    ranking = list(section.get("ranking", ()))
     order = [*ranking, *(column for column in range(len(section["columns"])) if column not in ranking)]
-    place = {column: index for index, column in enumerate(order)}
+    position = {column: index for index, column in enumerate(order)}
+    cards = [{**card, "column": position.get(card["column"])} for card in section["cards"]]
     section = {
         **section,
         "columns": [_DIRECTIONS.sub("", section["columns"][column]) for column in order],
-        "cards": [{**card, "column": place.get(card["column"])} for card in section["cards"]],
-        "chosen": [place[column] for column in section.get("chosen", ())],
+        "cards": cards,
+        "chosen": [position[column] for column in section.get("chosen", ())],
     }
-    cards = section["cards"]
     intervals = _intervals(cards)
     heights = [min(max(16, 3 * (end - begin)), 240) for begin, end in intervals]  # pixels
-    moved = {_end(card) for card in cards if style["history"] and card["ended"] == style["final_event"]}
+    moves_at = {_end(card) for card in cards if style["history"] and card["ended"] == style["final_event"]}
     return {
         **section,
         "intervals": intervals,
         "rows": " ".join(f"minmax({height}px,auto)" for height in heights),
-        "moves": [line for line, (begin, _) in enumerate(intervals, start=1) if begin in moved],
+        "moves": [line for line, (begin, _) in enumerate(intervals, start=1) if begin in moves_at],
         "cards": list(_cards(section, style, intervals)),
         "spans": any(card["column"] is None for card in cards),
     }
@@ -164,10 +193,18 @@ def _section(section: JSONObject, style: Mapping[str, str]) -> dict[str, object]
 def _intervals(cards: Sequence[JSONObject]) -> list[tuple[int, int]]:
     """Return the rows of the grid: intervals of passes in which no card begins or ends."""
     # Cards without a pass, such as given text, have a row of their own. The last row follows the last pass.
-    spans = [(card["begin"], _end(card)) for card in cards]
-    bounds = sorted({0, *(at for span in spans for at in span)})
-    empty = {begin for begin, end in spans if begin == end}
-    return sorted([*zip(bounds, bounds[1:], strict=False), *((at, at) for at in empty), (bounds[-1], bounds[-1] + 1)])
+    bounds = {0}
+    empty = set()
+    for card in cards:
+        begin = card["begin"]
+        end = _end(card)
+        bounds |= {begin, end}
+        if begin == end:
+            empty.add((begin, end))
+    ordered = sorted(bounds)
+    intervals = list(zip(ordered, ordered[1:], strict=False))
+    last_row = (ordered[-1], ordered[-1] + 1)
+    return sorted([*intervals, *empty, last_row])
 
 
 def _end(card: JSONObject) -> int:
@@ -181,51 +218,76 @@ def _cards(
     """Yield the cards in the order in which they began, each with the grid rows that it spans."""
     names = section["columns"]
     counts = [0] * len(names)
-    for card in sorted(section["cards"], key=lambda card: (card["begin"], card["column"] is not None, card["column"])):
+    spanning_first = sorted(
+        section["cards"], key=lambda card: (card["begin"], card["column"] is not None, card["column"])
+    )
+    for card in spanning_first:
         column = card["column"]
         begin = card["begin"]
         end = _end(card)
         top = 1 + bisect_left(intervals, (begin, min(begin + 1, end)))
         bottom = max(top + 1, 1 + bisect_left(intervals, (end, end)))
-        row_name = name = style["spanning"]
+        name = style["spanning"]
+        row_name = name
         if column is not None:
             counts[column] += 1
             row_name = names[column]
             name = f"{names[column]} {counts[column]}"
+        is_chosen = column in section.get("chosen", ())
+        notes = ["chosen"] if is_chosen else []
+        footer = _footer(card, style)
+        if footer:
+            notes.append(footer)
+        grid_column = "2 / -1" if column is None else column + 2
         yield {
             **card,
-            "place": f"grid-row:{top} / {bottom};grid-column:{'2 / -1' if column is None else column + 2}",
+            "place": f"grid-row:{top} / {bottom};grid-column:{grid_column}",
             "hue": HUES[(column or 0) % len(HUES)],
             "name": name,
             "row_name": row_name,
             "passes": _passes(card, style),
             "parts": _parts(card, style),
-            "is_chosen": column in section.get("chosen", ()),
-            "footer": ", ".join(filter(None, ["chosen" * (column in section.get("chosen", ())), _footer(card, style)])),
+            "is_chosen": is_chosen,
+            "footer": ", ".join(notes),
         }
 
 
 def _passes(card: JSONObject, style: Mapping[str, str]) -> str:
     """Return a description of the passes that computed a card's tokens, and of tokens replayed without a pass."""
-    replayed = sum(origin in _WITHOUT_PASS for _, _, origin in card["pieces"])
-    computed = [at for at, _, origin in card["pieces"] if origin not in (*_WITHOUT_PASS, GIVEN)]
+    replayed = 0
+    computed = []
+    for at, _, origin in card["pieces"]:
+        if origin in _WITHOUT_PASS:
+            replayed += 1
+        elif origin != GIVEN:
+            computed.append(at)
     words = []
     if computed:
         first = computed[0]
         last = computed[-1]
-        words = [f"{style['tick']} {first}" if first == last else f"{_TICKS[style['tick']]} {first}\u2013{last}"]
-    return ", ".join([*words, *([f"{replayed} replayed"] if replayed else [])])
+        if first == last:
+            words.append(f"{style['tick']} {first}")
+        else:
+            words.append(f"{_TICKS[style['tick']]} {first}\u2013{last}")
+    if replayed:
+        words.append(f"{replayed} replayed")
+    return ", ".join(words)
 
 
 def _parts(card: JSONObject, style: Mapping[str, str]) -> list[tuple[str, int | None, str, str]]:
     """Return the text of a card by token, without blank text around it: text, pass (None: given), origin, source."""
     parts: list[tuple[str, int | None, str, str]] = [(card["given"], None, GIVEN, _SOURCES[GIVEN])]
-    parts += [(text, at, origin, _source(at, origin, style)) for at, text, origin in card["pieces"]]
-    visible = [index for index, (text, *_) in enumerate(parts) if text.strip()]
-    parts = parts[visible[0] : visible[-1] + 1] if visible else []
+    for at, text, origin in card["pieces"]:
+        parts.append((text, at, origin, _source(at, origin, style)))
+    while parts and not parts[0][0].strip():
+        parts.pop(0)
+    while parts and not parts[-1][0].strip():
+        parts.pop()
     if parts:
-        parts[0] = (parts[0][0].lstrip(), *parts[0][1:])
-        parts[-1] = (parts[-1][0].rstrip(), *parts[-1][1:])
+        text, at, origin, source = parts[0]
+        parts[0] = (text.lstrip(), at, origin, source)
+        text, at, origin, source = parts[-1]
+        parts[-1] = (text.rstrip(), at, origin, source)
     return [part for part in parts if part[0]]
 
 
@@ -236,11 +298,16 @@ def _source(at: int, origin: str, style: Mapping[str, str]) -> str:
 
 
 def _footer(card: JSONObject, style: Mapping[str, str]) -> str:
-    done = card["ended"] in (style["final_event"], "join")
-    moved = [f"into the {style['history']} after {style['tick']} {_end(card)}"] if style["history"] else []
-    notes = moved if done else []
-    if reason := card.get("end_reason", "") or "truncated" * card.get("truncated", False):
+    """Return notes on how a card has ended."""
+    is_finished = card["ended"] in (style["final_event"], "join")
+    notes = []
+    if is_finished and style["history"]:
+        notes.append(f"into the {style['history']} after {style['tick']} {_end(card)}")
+    reason = card.get("end_reason", "")
+    if not reason and card.get("truncated", False):
+        reason = "truncated"
+    if reason:
         notes.append(reason)
-    elif not done:
+    elif not is_finished:
         notes.append("unfinished")
     return ", ".join(notes)

@@ -65,12 +65,21 @@ class Record:
 
     def place(self, row: int) -> tuple[int, int | None]:
         """Return the index of a row's prompt, and the row's column (None: it spans all columns)."""
-        prompt, _, column = self.config.rows.place(row, len(self.prompts))
-        returned = [self.config.rows.place(other, len(self.prompts)) for other in self.returned]
-        first = [place.column for place in returned if place.prompt == prompt and place.column is not None]
-        if column is not None:  # returned rows come first, in the order of the output
-            column = first.index(column) if column in first else column + sum(other > column for other in first)
-        return prompt, column
+        position = self.config.rows.place(row, len(self.prompts))
+        prompt = position.prompt
+        column = position.column
+        if column is None:
+            return prompt, None
+        # Returned rows come first, in the order of the output.
+        returned = []
+        for other in self.returned:
+            position = self.config.rows.place(other, len(self.prompts))
+            if position.prompt == prompt and position.column is not None:
+                returned.append(position.column)
+        if column in returned:
+            return prompt, returned.index(column)
+        later = sum(other > column for other in returned)
+        return prompt, column + later
 
     def images_of(self, prompts: Iterable[int]) -> list[str]:
         """Return the different thumbnails in prompts."""
@@ -78,9 +87,9 @@ class Record:
 
     def answers_of(self, rows: Iterable[int], answer_of: Callable[[int], int]) -> dict[int, int]:
         """Return the answer of each row that is returned; `answer_of` maps rows to answers where all are returned."""
-        if self.returned:
-            return {row: self.returned.index(row) for row in rows if row in self.returned}
-        return {row: answer_of(row) for row in rows}
+        if not self.returned:
+            return {row: answer_of(row) for row in rows}
+        return {row: self.returned.index(row) for row in rows if row in self.returned}
 
     def write(self, row: int, text: str, event: str) -> None:
         """Append an event at the current decode pass."""
@@ -93,15 +102,21 @@ class Record:
         `processed`: of the distributions that were sampled, after processors, temperature and the like, as importance
         ratios need them; NaN in calls with a `LogitsCache`, too.
         """
-        rows = [row for rows, _ in self.log_probs for row in rows]
-        values = [
-            [np.nan] * len(rows) if found is None else (found.sampling if processed else found.model).tolist()
-            for rows, found in self.log_probs
-        ]
-        return np.array(rows, np.int64), np.array([value for step in values for value in step], np.float32)
+        all_rows: list[int] = []
+        all_values: list[float] = []
+        for rows, log_probs in self.log_probs:
+            all_rows += rows
+            if log_probs is None:
+                all_values += [np.nan] * len(rows)
+            elif processed:
+                all_values += log_probs.sampling.tolist()
+            else:
+                all_values += log_probs.model.tolist()
+        return np.array(all_rows, np.int64), np.array(all_values, np.float32)
 
     def add_origins(self, origins: Mapping[int, Sequence[str]], rows: Mapping[int, int] | None = None) -> None:
         """Append the origins of new tokens by row; `rows` maps the keys to rows of the call where they differ."""
         for index, letters in origins.items():
             row = index if rows is None else rows[index]
-            self.origins[row] = self.origins.get(row, "") + "".join(letters)
+            earlier = self.origins.get(row, "")
+            self.origins[row] = earlier + "".join(letters)

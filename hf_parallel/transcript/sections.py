@@ -74,14 +74,15 @@ class Section:
 def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
     """Return the cards of each prompt from the events of a call."""
     origins = {row: iter(letters) for row, letters in record.origins.items()}
-    found: dict[int, list[Card]] = {}
+    cards_of: dict[int, list[Card]] = {}
     open_cards: dict[int, Card] = {}
     cards_by_row: dict[int, list[Card]] = {}
 
     def begin(row: int, at: int, text: str = "") -> Card:
         prompt, column = record.place(row)
-        card = open_cards[row] = Card(column, at, given=text)
-        found.setdefault(prompt, []).append(card)
+        card = Card(column, at, given=text)
+        open_cards[row] = card
+        cards_of.setdefault(prompt, []).append(card)
         cards_by_row.setdefault(row, []).append(card)
         return card
 
@@ -94,17 +95,25 @@ def cards_by_prompt(record: Record) -> dict[int, list[Card]]:
                 card.ended = event
                 del open_cards[row]
         else:
-            before = max(at - 1, 0) if event == "token" else at
-            card = card or begin(row, before)
-            generated = event == "token" and (at > 0 or row in record.origins)
-            card.pieces.append((at, text, next(origins.get(row, iter(())), COMPUTED) if generated else GIVEN))
-            card.begin = min(card.begin, before)
+            began = max(at - 1, 0) if event == "token" else at
+            if card is None:
+                card = begin(row, began)
+            origin = GIVEN
+            if event == "token" and (at > 0 or row in record.origins):
+                origin = next(origins.get(row, iter(())), COMPUTED)
+            card.pieces.append((at, text, origin))
+            card.begin = min(card.begin, began)
             card.end = at
     for row, cards in cards_by_row.items():
-        for card in [card for card in cards if card.given or card.pieces][-1:]:
-            card.truncated = row in record.truncated
-            card.end_reason = record.end_reasons.get(row, "")
-    return {prompt: [card for card in cards if card.given or card.pieces] for prompt, cards in found.items()}
+        written = _with_text(cards)
+        if written:
+            written[-1].truncated = row in record.truncated
+            written[-1].end_reason = record.end_reasons.get(row, "")
+    return {prompt: _with_text(cards) for prompt, cards in cards_of.items()}
+
+
+def _with_text(cards: Sequence[Card]) -> list[Card]:
+    return [card for card in cards if card.given or card.pieces]
 
 
 def column_names(record: Record, prompt: int, cards: Sequence[Card]) -> list[str]:
@@ -112,21 +121,30 @@ def column_names(record: Record, prompt: int, cards: Sequence[Card]) -> list[str
     config = record.config
     names = {}
     for row in {event.row for event in record.events}:
-        if (place := config.rows.place(row, len(record.prompts))).prompt == prompt:
-            names[record.place(row)[1]] = config.rows.name(place.index)
+        position = config.rows.place(row, len(record.prompts))
+        if position.prompt == prompt:
+            _, column = record.place(row)
+            names[column] = config.rows.name(position.index)
     count = 1 + max((card.column or 0 for card in cards), default=0)
-    return [names.get(column, f"{config.rows.style.unit} {column + 1}") for column in range(count)]
+    unit = config.rows.style.unit
+    return [names.get(column, f"{unit} {column + 1}") for column in range(count)]
 
 
 def separate_overlapping(cards: Sequence[Card], columns: list[str], name: str) -> None:
     """Move cards that span all columns to a column of their own if any of them overlaps another card in time."""
     spanning = [card for card in cards if card.column is None]
-    spans = [(card.begin, card.end) for card in cards if card.column is not None and card.end is not None]
-    ends = [(card, card.begin if card.end is None else card.end) for card in spanning]
-    if any(begin < last and card.begin < end for card, last in ends for begin, end in spans):
+    in_columns = [card for card in cards if card.column is not None and card.end is not None]
+    if any(_overlap(card, other) for card in spanning for other in in_columns):
         for card in spanning:
             card.column = len(columns)
         columns.append(name)
+
+
+def _overlap(card: Card, other: Card) -> bool:
+    """Whether a card, which may have no end yet, and one that has ended overlap in time."""
+    assert other.end is not None
+    end = card.begin if card.end is None else card.end
+    return other.begin < end and card.begin < other.end
 
 
 def completion_sections(
@@ -138,10 +156,11 @@ def completion_sections(
     single row, all rows share one.
     """
     drawn = record.returned or range(len(sequences))
-    places = [record.config.rows.place(row, len(record.prompts)) for row in drawn]
-    prompts = [record.prompts[place.prompt].tolist() for place in places]
-    images = [record.images_of([place.prompt]) for place in places]
-    groups = [list(rows) for _, rows in groupby(range(len(prompts)), key=lambda row: (prompts[row], images[row]))]
+    positions = [record.config.rows.place(row, len(record.prompts)) for row in drawn]
+    prompts = [record.prompts[position.prompt].tolist() for position in positions]
+    images = [record.images_of([position.prompt]) for position in positions]
+    by_prompt = groupby(range(len(prompts)), key=lambda row: (prompts[row], images[row]))
+    groups = [list(rows) for _, rows in by_prompt]
     if len(groups) == len(prompts) > 1:
         groups = [list(range(len(prompts)))]
     hidden = record.hidden_tokens(tokenizer)
@@ -152,16 +171,16 @@ def completion_sections(
         cards = []
         for column, row in enumerate(rows):
             tokens = sequences[row][record.begin : record.lengths[row]]
-            rest = decode(tokenizer, prompts[row][len(shared) :])
+            own_prompt = decode(tokenizer, prompts[row][len(shared) :])
             text = IncrementalDetokenizer(tokenizer, hidden)
-            card = _completion(column, rest, tokens, record.origins.get(drawn[row], ""), text)
+            card = _completion(column, own_prompt, tokens, record.origins.get(drawn[row], ""), text)
             card.truncated = drawn[row] in record.truncated
             card.end_reason = record.end_reasons.get(drawn[row], "")
             cards.append(card)
-        names = [record.config.rows.name(places[row].index) for row in rows]
+        names = [record.config.rows.name(positions[row].index) for row in rows]
         if record.config.rows_per_prompt == 1 or len(set(names)) < len(names):
             names = [f"completion {number}" for number in range(1, len(rows) + 1)]
-        shown = record.images_of(places[row].prompt for row in rows)
+        shown = record.images_of(positions[row].prompt for row in rows)
         sections.append(Section(prompt, len(shared), names, cards, images=shown))
     return sections
 

@@ -55,9 +55,11 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         for name in (*self.counts, "max_tokens", "max_passes"):
-            if getattr(self, name) is not None or name in self.counts:
-                check_int(name, getattr(self, name), at_least=1)
-        if not callable(self.value) and (self.value is not None or self.compares):
+            number = getattr(self, name)
+            if number is not None or name in self.counts:
+                check_int(name, number, at_least=1)
+        needs_value = self.value is not None or self.compares
+        if needs_value and not callable(self.value):
             raise ValueError(f"value must be a function of a state, got {self.value!r}")
 
     def init(self, root: State) -> None:

@@ -76,6 +76,9 @@ class SelfConsistency(BestOfN):
     def result(self) -> State | None:
         """Return the first path of the majority; without any answer, the first path."""
         ended = [state for state in self.states if state.is_final]
+        if not ended:
+            return None
         weights = None if self.value is None else [value_of(state) for state in ended]
-        winner, _ = majority([self.key(state.yielded) for state in ended], weights)
-        return ended[winner] if ended else None
+        keys = [self.key(state.yielded) for state in ended]
+        winner, _ = majority(keys, weights)
+        return ended[winner]

@@ -84,17 +84,25 @@ class TreeOfThoughts(Supervisor):
     def _choose(self, children: list[State]) -> list[State]:
         """Return the states to continue after a round, each once per completion."""
         threshold = -math.inf if self.threshold is None else self.threshold
-        goal = self.goal if self.goal is not None else threshold if self.search == "dfs" else math.inf
+        goal = math.inf
+        if self.goal is not None:
+            goal = self.goal
+        elif self.search == "dfs":
+            goal = threshold
         if any(state.is_final and value_of(state) >= goal for state in children):
             return []
-        kept = [state for state in children if state.is_choice and value_of(state) >= threshold]
+        promising = [state for state in children if state.is_choice and value_of(state) >= threshold]
         if self.search == "dfs":
-            self._stack.extend(reversed(best(kept, len(kept))))
+            self._stack.extend(reversed(best(promising, len(promising))))
             chosen = [self._stack.pop()] if self._stack else []
         else:
             ended = [state for state in self.states if state.is_final]
-            chosen = [state for state in best([*ended, *kept], self.breadth) if state.is_choice]
-        return [state for state in chosen for _ in range(self._num_completions(state))]
+            beam = best([*ended, *promising], self.breadth)
+            chosen = [state for state in beam if state.is_choice]
+        continued = []
+        for state in chosen:
+            continued += [state] * self._num_completions(state)
+        return continued
 
     def _num_completions(self, state: State) -> int:
         is_deep = self.max_depth is not None and state.depth - self.root.depth >= self.max_depth

@@ -73,31 +73,41 @@ def load_problems(
             raise ValueError(f"{task} is generated and has no source, got {os.fspath(source)!r}")
         make = GENERATED[task].make
         return [make(seed + index, **options) for index in range(count or GENERATED_COUNT)]
-    cls = TASKS[task]
-    if cls is NeedleProblem:
+    if TASKS[task] is NeedleProblem:
         if source is None:
             raise ValueError("needles needs a source: a text file, such as a book of Project Gutenberg")
         text = Path(source).read_text(encoding="utf-8", errors="replace")
         return [*NeedleProblem.from_text(text, count or GENERATED_COUNT, seed, **options)]
+    return _read_problems(task, source, count, options)
+
+
+def _read_problems(
+    task: str, source: str | os.PathLike[str] | None, count: int | None, options: dict[str, Any]
+) -> list[Problem]:
+    """Return problems of a task whose source has rows; see `load_problems`."""
+    cls = TASKS[task]
     source = os.fspath(source or cls.source)
     examples = options.pop("examples", None)
     selects = partial(cls.selects, **options)
     size = cls.rows_per_problem
     rows = filter(selects, _rows(source, cls))
     problems: list[Problem] = []
-    while len(problems) != count and (group := list(islice(rows, size))):
-        if len(group) < size and problems:
+    while len(problems) != count:
+        group = list(islice(rows, size))
+        if not group or (len(group) < size and problems):
             break
         try:
             problems.append(cls.from_rows(group))
         except ValueError as error:
             raise ValueError(f"row {len(problems) * size} of {source}, task {task}: {error}") from error
     if not problems:
-        raise ValueError(f"{source} has no rows{f' with {options}' if options else ''}")
+        condition = f" with {options}" if options else ""
+        raise ValueError(f"{source} has no rows{condition}")
     if count is not None and len(problems) < count:
         warn_caller(f"number of problems in {source}: {len(problems)}, fewer than count={count}")
     if examples is not None:
-        return APPSProblem.with_examples(problems, filter(selects, _rows(os.fspath(examples), cls)))
+        example_rows = filter(selects, _rows(os.fspath(examples), cls))
+        return APPSProblem.with_examples(problems, example_rows)
     return problems
 
 
@@ -106,9 +116,13 @@ def check_task(task: str, options: Mapping[str, object]) -> None:
     if task not in TASKS:
         raise ValueError(f"task must be one of {list(TASKS)}, got {task!r}{suggestion(task, TASKS)}")
     cls: Any = TASKS[task]
-    make = cls.from_text if cls is NeedleProblem else getattr(cls, "make", cls.selects)
+    if cls is NeedleProblem:
+        make = cls.from_text
+    else:
+        make = getattr(cls, "make", cls.selects)
     names = [name for name in inspect.signature(make).parameters if name not in ("text", "count", "seed", "row")]
-    names += ["examples"] if cls is APPSProblem else []
+    if cls is APPSProblem:
+        names.append("examples")
     for name, value in options.items():
         if name not in names:
             raise ValueError(f"{task} has no option {name!r} (got {value!r}){names_hint(name, names)}")
@@ -123,10 +137,11 @@ def _rows(source: str, cls: type[Problem]) -> Iterable[Mapping[str, object]]:
     from datasets import load_dataset
 
     name, config, split = (source.split(":") + ["", ""])[:3]
-    default = cls.source.split(":")
-    config = config or (default[1] if name == default[0] else "")
-    split = split or default[2]
-    if cls.hub_file and name == default[0]:
+    default_name, default_config, default_split, *_ = cls.source.split(":")
+    split = split or default_split
+    if name == default_name:
+        config = config or default_config
+    if cls.hub_file and name == default_name:
         return _json_lines(cls.hub_file.format(name=name, config=config, split=split))
     return load_dataset(name, config or None, split=split, streaming=True)
 

@@ -93,7 +93,8 @@ def text_column(row: Mapping[str, object], name: str) -> str:
     """Return a text of a row; numbers become texts. Raises `ValueError` for other types and blank texts."""
     value = column(row, name)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(int(value) if value == int(value) else value)
+        is_whole = value == int(value)
+        value = str(int(value) if is_whole else value)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"column {name!r} must be a non-blank text, got {value!r:.80}")
     return value.strip()

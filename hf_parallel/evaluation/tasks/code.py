@@ -83,14 +83,22 @@ class CodeProblem(Problem):
         """Return whether code passes a test."""
         run = partial(run_code, timeout=self.seconds, max_memory=self.max_memory)
         if not self.function:
-            found = run(PROGRAM.format(preamble=PREAMBLE, source=source), stdin=test.input)
-            return found.returncode == 0 and outputs_equal(test.output, found.stdout)
+            code = PROGRAM.format(preamble=PREAMBLE, source=source)
+            execution = run(code, stdin=test.input)
+            return execution.returncode == 0 and outputs_equal(test.output, execution.stdout)
         arguments = [json.loads(line) for line in test.input.split("\n")] if test.input else []
-        given = {"name": self.function, "arguments": repr(arguments), "nested": self.nested_tuples}
-        code = FUNCTION.format(preamble=PREAMBLE, source=source, **given)
-        found = run(code)
+        code = FUNCTION.format(
+            preamble=PREAMBLE,
+            source=source,
+            name=self.function,
+            arguments=repr(arguments),
+            nested=self.nested_tuples,
+        )
+        execution = run(code)
+        if execution.returncode != 0:
+            return False
         try:
-            return found.returncode == 0 and self.is_result(json.loads(found.stdout), json.loads(test.output))
+            return self.is_result(json.loads(execution.stdout), json.loads(test.output))
         except (ValueError, RecursionError):
             return False
 
@@ -112,13 +120,18 @@ class LiveCodeBenchProblem(CodeProblem):
         for name, bound in (("since", since), ("until", until)):
             if bound and not re.fullmatch(r"\d{4}(-\d\d){0,2}", str(bound)):
                 raise ValueError(f"{name} must be a date such as 2024-08 or 2024-08-15, got {bound!r}")
-        date = str(column(row, "contest_date")) if since or until else ""
-        return str(since) <= date and (not until or date[: len(str(until))] <= str(until))
+        if not since and not until:
+            return True
+        date = str(column(row, "contest_date"))
+        if date < str(since):
+            return False
+        return not until or date[: len(str(until))] <= str(until)
 
     @classmethod
     def from_row(cls, row: Mapping[str, object]) -> LiveCodeBenchProblem:
         """Read `question_content`, `starter_code`, `public_test_cases`, `private_test_cases` and `metadata`."""
-        cases = [*_test_cases(column(row, "public_test_cases")), *_test_cases(row.get("private_test_cases") or "[]")]
+        cases = _test_cases(column(row, "public_test_cases"))
+        cases = cases + _test_cases(row.get("private_test_cases") or "[]")
         tests = tuple(Test(case["input"], case["output"]) for case in cases)
         metadata = _json(row.get("metadata") or "{}", "metadata")
         function = metadata.get("func_name") or ""
@@ -148,12 +161,14 @@ class APPSProblem(CodeProblem):
     @classmethod
     def with_examples(cls, problems: Sequence[Problem], rows: Iterable[Mapping[str, object]]) -> list[Problem]:
         """Return problems after two solved ones of about 2,400 tokens (Hydragen, appendix D.4, names none)."""
-        texts = []
+        examples = []
         for row in islice(rows, 100):
+            question = cls.from_row(row).prompt.removeprefix(EXAMPLES)
             solutions = json.loads(text_column(row, "solutions"))
-            texts += [f"{cls.from_row(row).prompt.removeprefix(EXAMPLES)}```python\n{solutions[0].strip()}\n```\n\n"]
-        chosen = "".join(sorted(texts, key=lambda text: abs(len(text) - 4000))[:2])
-        return [replace(one, prompt=INSTRUCTION + chosen + one.prompt.removeprefix(EXAMPLES)) for one in problems]
+            examples.append(f"{question}```python\n{solutions[0].strip()}\n```\n\n")
+        examples.sort(key=lambda example: abs(len(example) - 4000))
+        opening = INSTRUCTION + "".join(examples[:2])
+        return [replace(problem, prompt=opening + problem.prompt.removeprefix(EXAMPLES)) for problem in problems]
 
     @classmethod
     def from_row(cls, row: Mapping[str, object]) -> APPSProblem:
@@ -164,12 +179,14 @@ class APPSProblem(CodeProblem):
         if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
             raise ValueError("column 'input_output' must have as many 'inputs' as 'outputs', and at least one")
         function = cases.get("fn_name") or ""
-        pairs = zip(inputs, outputs, strict=True)
-        if function:
-            tests = tuple(Test("\n".join(map(json.dumps, given)), json.dumps(output)) for given, output in pairs)
-        else:
-            tests = tuple(Test(_lines(given), _lines(output)) for given, output in pairs)
-        return _make(cls, text_column(row, "question"), tests, function, str(row.get("starter_code") or ""), EXAMPLES)
+        tests = []
+        for value, output in zip(inputs, outputs, strict=True):
+            if function:
+                tests.append(Test("\n".join(map(json.dumps, value)), json.dumps(output)))
+            else:
+                tests.append(Test(_lines(value), _lines(output)))
+        starter = str(row.get("starter_code") or "")
+        return _make(cls, text_column(row, "question"), tests, function, starter, EXAMPLES)
 
     def is_result(self, result: object, expected: object) -> bool:
         """Return whether a function's result is correct; the expected one may be in a list."""
@@ -190,9 +207,13 @@ P = TypeVar("P", bound=CodeProblem)
 
 
 def _make(cls: type[P], question: str, tests: Sequence[Test], function: str, starter: str, shared: str) -> P:
-    form = f"Complete this code:\n```python\n{starter}\n```" if starter else "Read from stdin, write to stdout."
-    if function and not starter:
+    """Return a problem; `shared` are the instructions and examples before its question."""
+    if starter:
+        form = f"Complete this code:\n```python\n{starter}\n```"
+    elif function:
         form = f"Define the function `{function}`."
+    else:
+        form = "Read from stdin, write to stdout."
     prompt = f"{shared}Question: {question}\n{form}\n\nAnswer:\n"
     return cls(prompt, "", tuple(tests), function)
 
@@ -217,12 +238,15 @@ def _test_cases(value: object) -> list[dict[str, str]]:
         cases = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         cases = _compressed(str(value))
-    keys = ("input", "output")
-    if not isinstance(cases, list) or not all(
-        isinstance(case, dict) and all(isinstance(case.get(key), str) for key in keys) for case in cases
-    ):
+    if not isinstance(cases, list) or not all(map(_is_test_case, cases)):
         raise ValueError(f"test cases must be a list of objects with the texts 'input' and 'output', got {cases!r:.80}")
     return cases
+
+
+def _is_test_case(case: object) -> bool:
+    if not isinstance(case, dict):
+        return False
+    return isinstance(case.get("input"), str) and isinstance(case.get("output"), str)
 
 
 def _compressed(value: str) -> object:
@@ -240,9 +264,13 @@ def _compressed(value: str) -> object:
 
 def _pickled_text(data: bytes) -> str:
     """Return the string in a pickle, without unpickling; raise `ValueError` for any other pickle."""
-    steps = list(pickletools.genops(data))
-    texts = [str(argument) for code, argument, _ in steps if code.name in TEXT_CODES]
-    others = {code.name for code, _, _ in steps} - {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
-    if len(texts) != 1 or not others <= TEXT_CODES:
+    allowed = TEXT_CODES | {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "STOP"}
+    texts = []
+    for code, argument, _ in pickletools.genops(data):
+        if code.name not in allowed:
+            raise ValueError("a pickle must hold one string")
+        if code.name in TEXT_CODES:
+            texts.append(str(argument))
+    if len(texts) != 1:
         raise ValueError("a pickle must hold one string")
     return texts[0]

@@ -42,8 +42,9 @@ class Game24Problem(Problem):
     def from_row(cls, row: Mapping[str, object]) -> Game24Problem:
         """Read `Puzzles`, such as `1 1 4 6` (the paper's `24.csv`), or `numbers`, a list (nlile/24-game)."""
         if "numbers" in row:
-            given = row["numbers"]
-            puzzle = " ".join(map(str, given)) if isinstance(given, Sequence) and not isinstance(given, str) else given
+            puzzle = row["numbers"]
+            if isinstance(puzzle, Sequence) and not isinstance(puzzle, str):
+                puzzle = " ".join(map(str, puzzle))
             name = "numbers"
         else:
             puzzle = column(row, "Puzzles")
@@ -59,10 +60,9 @@ class Game24Problem(Problem):
 
     def score(self, text: str) -> float:
         """Return 1.0 if the expression in the last box uses the numbers and equals 24, otherwise 0.0."""
-        given = final_answer(text)
-        if given is None or len(given) > MAX_EXPRESSION:
+        plain = final_answer(text)
+        if plain is None or len(plain) > MAX_EXPRESSION:
             return 0.0
-        plain = given
         for latex, sign in _LATEX.items():
             plain = plain.replace(latex, sign)
         while _FRAC.search(plain):

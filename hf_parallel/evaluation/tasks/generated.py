@@ -53,18 +53,19 @@ class RetrievalProblem(Problem):
             university = draw.choice(WORDS["universities"].split(", "))
             resume = f"{name} is {age} years old, studied at {university} and has a GPA of {gpa / 100:.2f}. "
             resumes.append(f"{resume}Interests: {first}, {second} and {third}.")
-        name, wanted = draw.choice(list(zip(names, hundredths, strict=True)))
+        students = list(zip(names, hundredths, strict=True))
+        name, wanted = draw.choice(students)
         below = max((gpa for gpa in hundredths if gpa < wanted), default=wanted - 30)
         above = min((gpa for gpa in hundredths if gpa > wanted), default=wanted + 30)
         low = draw.randint(below + 1, wanted - 1) / 100
         high = draw.randint(wanted + 1, above - 1) / 100
-        prompt = (
-            f"Here are the resumes of {num_students} students.\n\n"
-            + "\n\n".join(resumes)
-            + f"\n\nQuestion: Which student has a GPA between {low:.2f} and {high:.2f}? Go through all students, one "
-            "by one, and say for each whether the GPA lies in this range. Give your final answer in a last line of the "
-            'form "Name: full name of the student".'
+        question = (
+            f"Which student has a GPA between {low:.2f} and {high:.2f}? Go through all students, one by one, and say "
+            "for each whether the GPA lies in this range. Give your final answer in a last line of the form "
+            '"Name: full name of the student".'
         )
+        opening = f"Here are the resumes of {num_students} students."
+        prompt = "\n\n".join([opening, *resumes, f"Question: {question}"])
         return cls(prompt, name, tuple(names))
 
     def score(self, text: str) -> float:
@@ -72,8 +73,10 @@ class RetrievalProblem(Problem):
 
         Ignores case, bold type, quotes and final punctuation.
         """
-        given = find_answer(self.answer_pattern, text)
-        return float(given is not None and normal_form(given.strip(" .!\"'")) == normal_form(self.answer))
+        name = find_answer(self.answer_pattern, text)
+        if name is None:
+            return 0.0
+        return float(normal_form(name.strip(" .!\"'")) == normal_form(self.answer))
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,12 @@ class ArithmeticProblem(Problem):
         kinds = draw.sample(WORDS["word_problems"], num_questions)
         questions, answers = zip(*(_word_problem(draw, kind) for kind in kinds), strict=True)
         form = ",".join(f"answer{number}" for number in range(1, num_questions + 1))
-        prompt = (
+        numbered = [f"{number}. {question}" for number, question in enumerate(questions, start=1)]
+        instruction = (
             f"Solve these problems and give all answers in the end, separated by commas: \\boxed{{{form}}}. Each "
             "answer is a whole number without a unit.\n\n"
-            + "\n".join(f"{number}. {question}" for number, question in enumerate(questions, start=1))
         )
+        prompt = instruction + "\n".join(numbered)
         return cls(prompt, ",".join(map(str, answers)), answers)
 
     def score(self, text: str) -> float:
@@ -159,8 +163,10 @@ def _word_problem(draw: random.Random, kind: JSONObject) -> tuple[str, int]:
     """Return a question with its answer."""
     numbers: dict[str, int] = {}
     for name, bounds in kind["ranges"].items():
-        numbers[name] = draw.choice(range(*(_calculate(bound, numbers) for bound in bounds)))
-    return kind["question"].format(**numbers), _calculate(kind["answer"], numbers)
+        limits = [_calculate(bound, numbers) for bound in bounds]
+        numbers[name] = draw.choice(range(*limits))
+    question = kind["question"].format(**numbers)
+    return question, _calculate(kind["answer"], numbers)
 
 
 def _calculate(expression: str | int, numbers: Mapping[str, int]) -> int:

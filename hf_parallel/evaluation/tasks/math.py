@@ -58,8 +58,12 @@ class GSM8Kx5Problem(Problem):
         if len(rows) != cls.rows_per_problem:
             raise ValueError(f"{cls.name} needs {cls.rows_per_problem} rows for a problem, got {len(rows)}")
         answers = tuple(_gsm8k_answer(row) for row in rows)
-        form = ", ".join(f"answer{number}" for number in range(1, len(rows) + 1))
-        questions = (f"{number}. {text_column(row, 'question')}" for number, row in enumerate(rows, start=1))
+        names = []
+        questions = []
+        for number, row in enumerate(rows, start=1):
+            names.append(f"answer{number}")
+            questions.append(f"{number}. {text_column(row, 'question')}")
+        form = ", ".join(names)
         prompt = f"Solve these problems and give all answers in the end, separated by commas: \\boxed{{{form}}}.\n\n"
         return cls(prompt + "\n".join(questions), ",".join(answers), answers)
 
@@ -135,12 +139,15 @@ class OlympiadBenchProblem(FormulaProblem):
             raise ValueError(f"column 'final_answer' must be a list of texts, got {answers!r:.80}")
         form = "all answers, separated by commas" if row.get("is_multiple_answer") else "answer"
         unit = f" Give it without its unit ({row['unit']})." if row.get("unit") else ""
-        context = f"{row['context']}".strip() + "\n" if row.get("context") else ""
+        context = ""
+        if row.get("context"):
+            context = str(row["context"]).strip() + "\n"
         prompt = (
             "Solve this problem of an olympiad step by step. Write formulas in LaTeX. End with the sentence: So the "
             f"final answer is \\boxed{{{form}}}.{unit}\n\n{context}{text_column(row, 'question')}"
         )
-        return cls(prompt, ", ".join(one.strip("$ ") for one in answers), _tolerance(row.get("error")))
+        answer = ", ".join(part.strip("$ ") for part in answers)
+        return cls(prompt, answer, _tolerance(row.get("error")))
 
     def score(self, text: str) -> float:
         """Return 1.0 if the final answer has exactly the correct answers, otherwise 0.0."""

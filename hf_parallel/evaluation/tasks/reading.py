@@ -39,7 +39,7 @@ class DocumentsProblem(Problem):
     def from_row(cls, row: Mapping[str, object]) -> DocumentsProblem:
         """Read `context` (all documents), `input` (the question) and `answers` (a list)."""
         answers = column(row, "answers")
-        if not isinstance(answers, list) or not answers or not all(isinstance(one, str) and one for one in answers):
+        if not isinstance(answers, list) or not answers or not all(isinstance(text, str) and text for text in answers):
             raise ValueError(f"column 'answers' must be a list of texts, got {answers!r:.80}")
         prompt = (
             f"{text_column(row, 'context')}\n\nQuestion: {text_column(row, 'input')}\n\nGo through all passages, "
@@ -50,8 +50,10 @@ class DocumentsProblem(Problem):
 
     def score(self, text: str) -> float:
         """Return the F1 score of the words after the last `Answer:`, for the best of the answers (LongBench, qa_f1)."""
-        given = find_answer(self.answer_pattern, text)
-        return max(word_f1(answer, given) for answer in self.answers) if given else 0.0
+        answer = find_answer(self.answer_pattern, text)
+        if not answer:
+            return 0.0
+        return max(word_f1(reference, answer) for reference in self.answers)
 
 
 @dataclass(frozen=True)
@@ -93,28 +95,38 @@ class NeedleProblem(Problem):
             raise ValueError(f"num_facts must be between shots={shots} and {len(names)}, got {num_facts}")
         draw = random.Random(f"{cls.name} {seed}")
         facts = [(name, draw.choice(WORDS["colors"].split())) for name in draw.sample(names, num_facts)]
-        room = characters - sum(len(NEEDLE.format(name=name, color=color)) + 1 for name, color in facts)
-        sentences = re.split(r"(?<=[.!?])\s+", text[: max(room, 0)].strip())
-        places = sorted(draw.choices(range(len(sentences) + 1), k=num_facts), reverse=True)
-        for place, (name, color) in zip(places, facts, strict=True):
-            sentences.insert(place, NEEDLE.format(name=name, color=color))
+        needles = [NEEDLE.format(name=name, color=color) for name, color in facts]
+        free_characters = characters - sum(len(needle) + 1 for needle in needles)
+        sentences = re.split(r"(?<=[.!?])\s+", text[: max(free_characters, 0)].strip())
+        positions = sorted(draw.choices(range(len(sentences) + 1), k=num_facts), reverse=True)
+        for position, needle in zip(positions, needles, strict=True):
+            sentences.insert(position, needle)
         book = "Read this text.\n\n" + " ".join(sentences) + "\n\n"
         question = 'Question: Which color had the eyes of the cat of {}? End with a line of the form "Answer: color".'
         asked = draw.sample(facts, num_facts)
-        book += "".join(f"{question.format(name)}\nAnswer: {color}\n\n" for name, color in asked[:shots])
-        return [cls(book + question.format(name), color) for name, color in islice(cycle(asked[shots:]), count)]
+        for name, color in asked[:shots]:
+            book += f"{question.format(name)}\nAnswer: {color}\n\n"
+        problems = []
+        for name, color in islice(cycle(asked[shots:]), count):
+            problems.append(cls(book + question.format(name), color))
+        return problems
 
     def score(self, text: str) -> float:
         """Return 1.0 if the rest of the line after the last `Answer:` is the color, otherwise 0.0."""
-        given = find_answer(self.answer_pattern, text)
-        return float(given is not None and normal_form(given.strip(" .!\"'")) == self.answer)
+        color = find_answer(self.answer_pattern, text)
+        if color is None:
+            return 0.0
+        return float(normal_form(color.strip(" .!\"'")) == self.answer)
 
 
 def word_f1(answer: str, given: str) -> float:
     """Return the F1 score of the words of two answers, ignoring case, punctuation and articles (LongBench, qa_f1)."""
-    wanted, words = (_words(text) for text in (answer, given))
-    common = sum((Counter(wanted) & Counter(words)).values())
-    return 2 * common / (len(wanted) + len(words)) if common else 0.0
+    answer_words = _words(answer)
+    given_words = _words(given)
+    common = sum((Counter(answer_words) & Counter(given_words)).values())
+    if not common:
+        return 0.0
+    return 2 * common / (len(answer_words) + len(given_words))
 
 
 def _words(text: str) -> list[str]:
