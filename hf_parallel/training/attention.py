@@ -84,23 +84,27 @@ class LayoutBatch:
         if len(self.views) == 1 and params.softcap is None and params.sinks is None:
             return self._attend_once(query, key, value, params)
         dtype = table_dtype(query.dtype)
-        shape = (*query.shape[:2], self.length + 1)  # padded queries write to the last row
-        total = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=query.device)
+        num_rows, num_heads = query.shape[:2]
+        shape = (num_rows, num_heads, self.length + 1)  # padded queries write to the last row
+        total = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=query.device)  # log-sum-exp of all views
         parts = []
         for view in self.views:
             q, k, v = view.take(query, key, value, params.rotary)
             part, lse = self._attend_view(view, q, k, v, params)
             lse = lse.to(dtype)
             index = view.queries[:, None].expand(lse.shape)
-            total = total.scatter(2, index, torch.logaddexp(total.gather(2, index), lse))
+            merged = torch.logaddexp(total.gather(2, index), lse)
+            total = total.scatter(2, index, merged)
             parts.append((index, part.to(dtype), lse))
         if params.sinks is not None:
-            total = torch.logaddexp(total, params.sinks.to(dtype)[None, :, None])
+            sinks = params.sinks.to(dtype)[None, :, None]
+            total = torch.logaddexp(total, sinks)
         out = torch.zeros(*shape, value.shape[-1], dtype=dtype, device=query.device)
         for index, part, lse in parts:
-            weight = torch.exp(lse - total.gather(2, index))
-            out = out.scatter_add(2, index[..., None].expand(part.shape), part * weight[..., None])
-        return out[:, :, : self.length].transpose(1, 2).to(query.dtype)
+            weight = torch.exp(lse - total.gather(2, index))[..., None]
+            out = out.scatter_add(2, index[..., None].expand(part.shape), part * weight)
+        out = out[:, :, : self.length]  # without padded queries
+        return out.transpose(1, 2).to(query.dtype)
 
     def _attend_once(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
@@ -109,11 +113,12 @@ class LayoutBatch:
         view = self.views[0]
         q, k, v = view.take(query, key, value, params.rotary)
         if self._uses_flex(view, q):
-            return self._attend_view(view, q, k, v, params)[0].transpose(1, 2)
-        mask, _ = view.masks(params.window)
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, scale=params.scale, enable_gqa=q.shape[1] != k.shape[1]
-        ).transpose(1, 2)
+            out, _ = self._attend_view(view, q, k, v, params)
+        else:
+            mask, _ = view.masks(params.window)
+            is_grouped = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(q, k, v, mask, scale=params.scale, enable_gqa=is_grouped)
+        return out.transpose(1, 2)
 
     def _attend_view(
         self, view: _BatchView, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
@@ -121,11 +126,12 @@ class LayoutBatch:
         """Return output and log-sum-exp of one view, `[B, heads, Q, head_dim]` and `[B, heads, Q]`."""
         # The log-sum-exp of queries that see no key is -inf, without a gradient
         if self._uses_flex(view, q):
-            out, lse = flex(q, k, v, view.block_mask(params.window), params.scale, params.softcap)
+            block_mask = view.block_mask(params.window)
+            out, lse = flex(q, k, v, block_mask, params.scale, params.softcap)
             return out, lse.masked_fill(lse.isneginf(), float("-inf"))
         mask, is_blind = view.masks(params.window)
-        added = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
-        out, lse = matmul_attention(q, k, v, added, False, params.scale, params.softcap)
+        bias = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
+        out, lse = matmul_attention(q, k, v, bias, False, params.scale, params.softcap)
         return out, lse.masked_fill(is_blind, float("-inf"))
 
     def _uses_flex(self, view: _BatchView, q: torch.Tensor) -> bool:
@@ -159,20 +165,21 @@ class _BatchView:
     def __init__(self, examples: Sequence[ParallelExample], views: Sequence[LayoutView | None], length: int) -> None:
         self._views = views
         self._cached: dict[Hashable, Any] = {}  # tables and masks on the device
-        present = [
-            (row, example, view) for row, (example, view) in enumerate(zip(examples, views, strict=True)) if view
-        ]
-        queries = np.full((len(views), max(len(view.queries) for *_, view in present)), length)
-        keys = np.full((len(views), max(len(view.keys) for *_, view in present)), length)
+        max_queries = max(len(view.queries) for view in views if view is not None)
+        max_keys = max(len(view.keys) for view in views if view is not None)
+        queries = np.full((len(views), max_queries), length)
+        keys = np.full((len(views), max_keys), length)
         self.query_rotation = np.zeros_like(queries)
         self.key_rotation = np.zeros_like(keys)
-        for row, example, view in present:
-            q = len(view.queries)
-            k = len(view.keys)
-            queries[row, :q] = view.queries
-            keys[row, :k] = view.keys
-            self.query_rotation[row, :q] = view.query_positions - example.position_ids[view.queries]
-            self.key_rotation[row, :k] = view.key_positions - example.position_ids[view.keys]
+        for row, (example, view) in enumerate(zip(examples, views, strict=True)):
+            if view is None:
+                continue
+            num_queries = len(view.queries)
+            num_keys = len(view.keys)
+            queries[row, :num_queries] = view.queries
+            keys[row, :num_keys] = view.keys
+            self.query_rotation[row, :num_queries] = view.query_positions - example.position_ids[view.queries]
+            self.key_rotation[row, :num_keys] = view.key_positions - example.position_ids[view.keys]
         self.queries = torch.from_numpy(queries)
         self.keys = torch.from_numpy(keys)
 
@@ -188,7 +195,10 @@ class _BatchView:
         """Return the queries, keys and values of the view, rotated to its positions."""
         q = _take(query, self.queries)
         k = _take(key, self.keys)
-        return self._rotated(q, "query", rotary), self._rotated(k, "key", rotary), _take(value, self.keys)
+        v = _take(value, self.keys)
+        q = self._rotated(q, "query", rotary)
+        k = self._rotated(k, "key", rotary)
+        return q, k, v
 
     def masks(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return which keys each query sees, `bool [B, 1, Q, K]`, and which queries see none, `bool [B, 1, Q]`.
@@ -208,24 +218,31 @@ class _BatchView:
         return self._cached[key]
 
     def _make_masks(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mask `[B, 1, Q, K]`, and which queries see no key `[B, 1, Q]`; these attend to the first key."""
         seen = np.zeros((*self.queries.shape, self.keys.shape[1]), bool)
         for row, view in enumerate(self._views):
             if view is not None:
                 seen[row, : len(view.queries), : len(view.keys)] = view.mask(window)
         is_blind = ~seen.any(-1)
         seen[..., 0] |= is_blind
-        mask, blind = (torch.from_numpy(values).to(self.queries.device)[:, None] for values in (seen, is_blind))
-        return mask, blind
+        device = self.queries.device
+        mask = torch.from_numpy(seen).to(device)
+        blind = torch.from_numpy(is_blind).to(device)
+        return mask[:, None], blind[:, None]
 
     def _rotated(self, x: torch.Tensor, name: str, spec: RotarySpec | None) -> torch.Tensor:
+        """Return queries or keys, rotated to their positions in the view."""
         rotation = self.query_rotation if name == "query" else self.key_rotation
         if spec is None or not rotation.any():
             return x
         dtype = table_dtype(x.dtype)
-        shape = (len(rotation), 1, rotation.shape[1], -1)
-        cos, sin = self._get(
-            (spec, dtype, name), lambda: [t.view(shape) for t in spec.tables(rotation.flatten(), dtype, x.device)]
-        )
+
+        def make_tables() -> list[torch.Tensor]:
+            shape = (len(rotation), 1, rotation.shape[1], -1)
+            tables = spec.tables(rotation.flatten(), dtype, x.device)
+            return [table.view(shape) for table in tables]
+
+        cos, sin = self._get((spec, dtype, name), make_tables)
         return rotate(x, cos, sin, spec)
 
 
@@ -239,11 +256,12 @@ def _prepare_layout(layout: LayoutBatch, model: PreTrainedModel, capabilities: C
     """Move a layout to its model, and give it the rotary embeddings. Raises `ValueError` if they do not fit."""
     moves = any(view.query_rotation.any() or view.key_rotation.any() for view in layout.views)
     name = type(model).__name__
-    reads = capabilities.reads.values()
-    why = f"{name} scales its queries by their position" if capabilities.scaled else capabilities.why_no_rotation
-    if why and (moves or len(layout.views) > 1):
-        raise ValueError(f"the tokens of this batch move, but {why}")
-    if any(read.chunk or read.counts for read in reads):
+    reason = capabilities.why_no_rotation
+    if capabilities.scaled:
+        reason = f"{name} scales its queries by their position"
+    if reason and (moves or len(layout.views) > 1):
+        raise ValueError(f"the tokens of this batch move, but {reason}")
+    if any(read.chunk or read.counts for read in capabilities.reads.values()):
         raise ValueError(f"{name} attends in chunks, or scales queries by counted positions: batches support neither")
     check_positions(layout.num_positions, model.config)
     layout.rotary = capabilities.rotary
@@ -316,7 +334,8 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _deactivate(*_: object) -> None:
-    if (entered := _pass.get()) is not None:
+    entered = _pass.get()
+    if entered is not None:
         _pass.set(None)
         entered.close()
 
@@ -362,7 +381,9 @@ def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> t
     inner = require_enabled(model)
     capabilities = enabled(inner).capabilities
     layout = _prepare_layout(LayoutBatch([example]), inner, capabilities)
-    ids, positions = (torch.from_numpy(v)[None].to(inner.device) for v in (example.input_ids, example.position_ids))
+    input_ids = torch.from_numpy(example.input_ids)[None].to(inner.device)
+    position_ids = torch.from_numpy(example.position_ids)[None].to(inner.device)
     kwargs = {"block_cache": layout} if capabilities.keyword else {}
     with states_branched(inner, [example]), block_attention_enabled(inner, layout):
-        return model(input_ids=ids, position_ids=positions, use_cache=False, **kwargs).logits[0]
+        output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs)
+    return output.logits[0]

@@ -86,24 +86,36 @@ class DataCollatorForParallel:
         if self._row_length is not None:
             examples = [ParallelExample.pack(row) for row in _fill_rows(examples, self._row_length)]
         longest = max(map(len, examples))
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        batch = {
-            name: torch.full((len(examples), longest), fill)
-            for name, fill in (("input_ids", pad), ("position_ids", 0), ("attention_mask", 0), ("labels", IGNORED))
-        }
+        shape = (len(examples), longest)
+        input_ids = torch.full(shape, self.tokenizer.pad_token_id or 0)
+        position_ids = torch.full(shape, 0)
+        attention_mask = torch.full(shape, 0)
+        labels = torch.full(shape, IGNORED)
         for row, example in enumerate(examples):
-            batch["input_ids"][row, : len(example)] = torch.from_numpy(example.input_ids)
-            batch["position_ids"][row, : len(example)] = torch.from_numpy(example.position_ids)
-            batch["attention_mask"][row, : len(example)] = 1
-            batch["labels"][row, torch.from_numpy(example.target_queries)] = torch.from_numpy(example.target_ids)
-        return {**batch, "shift_labels": batch["labels"], "past_key_values": LayoutBatch(examples)}
+            length = len(example)
+            input_ids[row, :length] = torch.from_numpy(example.input_ids)
+            position_ids[row, :length] = torch.from_numpy(example.position_ids)
+            attention_mask[row, :length] = 1
+            labels[row, torch.from_numpy(example.target_queries)] = torch.from_numpy(example.target_ids)
+        return {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "attention_mask": attention_mask,
+            "labels": labels,
+            "shift_labels": labels,
+            "past_key_values": LayoutBatch(examples),
+        }
 
     def _example(self, index: int, feature: ParallelExample | Mapping[str, object]) -> ParallelExample:
+        """Return the example of a feature of a batch, with one target per token."""
         try:
             example = feature if isinstance(feature, ParallelExample) else self._read(feature)
         except (TypeError, ValueError) as error:
-            begins = repr(feature.get("completion", feature.get("text")))[:60] if isinstance(feature, Mapping) else ""
-            raise ValueError(f"feature {index} of the batch: {error}{begins and ', in ' + begins}") from error
+            text = ""
+            if isinstance(feature, Mapping):
+                text = repr(feature.get("completion", feature.get("text")))[:60]
+            context = f", in {text}" if text else ""
+            raise ValueError(f"feature {index} of the batch: {error}{context}") from error
         example = example.with_one_target_each()
         if self.max_length is not None and len(example) > self.max_length:
             raise ValueError(f"feature {index} of the batch has {len(example)} tokens, max_length is {self.max_length}")
@@ -129,8 +141,9 @@ class DataCollatorForParallel:
                 raise ValueError(f"{key} must be a text or one message of the assistant, got {text!r}")
             text = text[0]["content"]
         check_text(key, text)
-        if (eos := self.tokenizer.eos_token) and not text.endswith(eos):
-            text += eos
+        eos_token = self.tokenizer.eos_token
+        if eos_token and not text.endswith(eos_token):
+            text += eos_token
         return ParallelExample.from_text(
             text, self.tokenizer, self.dialect, feature.get("prompt", ""), self.train_on_forced
         )
@@ -140,9 +153,10 @@ def _fill_rows(examples: Sequence[ParallelExample], length: int) -> list[list[Pa
     """Distribute examples over rows of at most `length` tokens: the longest first, each to the first row it fits."""
     rows: list[list[ParallelExample]] = []
     for example in sorted(examples, key=len, reverse=True):
-        fitting = (row for row in rows if sum(map(len, row)) + len(example) <= length)
-        row = next(fitting, None)
-        if row is None:
-            rows.append(row := [])
-        row.append(example)
+        for row in rows:
+            if sum(map(len, row)) + len(example) <= length:
+                row.append(example)
+                break
+        else:
+            rows.append([example])
     return rows

@@ -32,12 +32,15 @@ def get_dialect(dialect: str | AnyDialect | ParallelConfig) -> AnyDialect:
         if dialect.traits.dialect is None:
             raise ValueError(f"the mode {dialect.mode!r} writes no annotated text: its settings are no dialect")
         return dialect.traits.dialect(dialect)
-    own = {name for name, cls in MODES.items() if cls.traits.dialect is not None}
     if isinstance(dialect, Dialect | SkeletonDialect):
         return dialect
-    if not isinstance(dialect, str) or dialect not in own.union(DIALECTS):
-        raise ValueError(f"dialect must be one of {sorted(own.union(DIALECTS))} or a Dialect, got {dialect!r}")
-    return get_dialect(MODES[dialect]()) if dialect in own else DIALECTS[dialect]
+    modes = {name for name, cls in MODES.items() if cls.traits.dialect is not None}
+    names = modes.union(DIALECTS)
+    if not isinstance(dialect, str) or dialect not in names:
+        raise ValueError(f"dialect must be one of {sorted(names)} or a Dialect, got {dialect!r}")
+    if dialect in modes:
+        return get_dialect(MODES[dialect]())
+    return DIALECTS[dialect]
 
 
 @dataclass
@@ -51,24 +54,22 @@ class Piece:
 def parse(text: str, dialect: Dialect) -> list[Piece]:
     """Return the pieces of a text. Raises `ValueError`, with line and tag, if its tags are not balanced."""
     opened_by = {closing: opening for opening, closing in (dialect.region, dialect.branch)}
-    patterns = [re.escape(tag) for tag in sorted(dialect.tags, key=len, reverse=True)]
-    patterns = [f"{p}(?:{re.escape(dialect.gap)})?" if p == re.escape(dialect.branch[1]) else p for p in patterns]
-    pattern = re.compile("|".join(patterns))
+    pattern = _tag_pattern(dialect)
     is_separate = dialect.is_separate
     opener = dialect.branch[0] if is_separate else dialect.region[0]
     pieces: list[Piece] = [Piece()]
     stack: list[tuple[str, int, list[Piece]]] = []  # open tags, with their line and the pieces around them
     begin = 0
-    for found in pattern.finditer(text):
-        tag = found[0].removesuffix(dialect.gap)
-        line = text.count("\n", 0, found.start()) + 1
+    for match in pattern.finditer(text):
+        tag = match[0].removesuffix(dialect.gap)
+        line = text.count("\n", 0, match.start()) + 1
         opens_branch = tag == dialect.branch[0]
         is_closing = tag in opened_by
         innermost = stack[-1][0] if stack else ""
         if is_separate and tag == dialect.region[0]:
             continue
         if is_separate:
-            if opens_branch and not text[begin : found.start()].rstrip().endswith(dialect.region[0]):
+            if opens_branch and not text[begin : match.start()].rstrip().endswith(dialect.region[0]):
                 raise ValueError(f"line {line}: {tag} must follow {dialect.region[0]}")
         elif opens_branch and innermost != dialect.region[0]:
             raise ValueError(f"line {line}: {tag} must be directly in {dialect.region[0]}, but is in {_open(stack)}")
@@ -78,7 +79,7 @@ def parse(text: str, dialect: Dialect) -> list[Piece]:
             raise ValueError(f"line {line}: {tag} must be in a branch, but is in {_open(stack)}")
         if tag == opener and stack and not dialect.is_nested:
             raise ValueError(f"line {line}: {tag} must not be in a branch, but is in {_open(stack)}")
-        cut = found.start() if opens_branch else found.end()
+        cut = match.start() if opens_branch else match.end()
         _append(pieces, text[begin:cut], is_separate)
         begin = cut
         if not is_closing:
@@ -86,16 +87,28 @@ def parse(text: str, dialect: Dialect) -> list[Piece]:
         if opens_branch:
             pieces = [Piece()]
         elif is_closing:
-            outer = stack.pop()[2]
+            _, _, outer = stack.pop()
             if tag == dialect.branch[1]:
                 if not outer[-1].branches:
                     outer.append(Piece())
                 outer[-1].branches.append(pieces)
                 pieces = outer
     if stack:
-        raise ValueError(f"line {stack[-1][1]}: {stack[-1][0]} is not closed")
+        tag, line, _ = stack[-1]
+        raise ValueError(f"line {line}: {tag} is not closed")
     _append(pieces, text[begin:], is_separate)
     return pieces
+
+
+def _tag_pattern(dialect: Dialect) -> re.Pattern[str]:
+    """Return the pattern of the tags of a dialect. The gap after the end of a branch belongs to its tag."""
+    patterns = []
+    for tag in sorted(dialect.tags, key=len, reverse=True):
+        pattern = re.escape(tag)
+        if tag == dialect.branch[1]:
+            pattern += f"(?:{re.escape(dialect.gap)})?"
+        patterns.append(pattern)
+    return re.compile("|".join(patterns))
 
 
 def _append(pieces: list[Piece], text: str, keep: bool) -> None:
@@ -138,17 +151,21 @@ class Builder:
         if not tokens:
             return at
         first = len(self.input_ids)
-        n = len(tokens)
+        num_tokens = len(tokens)
+        end = at.position + num_tokens
         self.input_ids += tokens
-        self.position_ids += range(at.position, at.position + n)
-        numbers = list(range(first, first + n))
-        view = [*at.view, (len(self.contents), at.position, n)]
-        self.contents.append(numbers)
-        self.segments.append((first, n, at.position, view))
+        self.position_ids += range(at.position, end)
+        indices = list(range(first, first + num_tokens))
+        block = (len(self.contents), at.position, num_tokens)
+        view = [*at.view, block]
+        self.contents.append(indices)
+        self.segments.append((first, num_tokens, at.position, view))
         if is_target:
-            queries = [at.last, *numbers[:-1]]
-            self.targets += [(q, token, row) for q, token in zip(queries, tokens, strict=True) if q is not None]
-        return Anchor(view, at.position + n, numbers[-1])
+            queries = [at.last, *indices[:-1]]
+            for query, token in zip(queries, tokens, strict=True):
+                if query is not None:
+                    self.targets.append((query, token, row))
+        return Anchor(view, end, indices[-1])
 
 
 def lay_out(
@@ -182,23 +199,28 @@ def _place_pieces(builder: Builder, dialect: Dialect, pieces: Sequence[Piece], a
             at = builder.append(at, builder.encode(piece.text), row)
             continue
         ends: list[Anchor] = []
-        for first, *others in piece.branches:
-            follows = dialect.positions == "concatenated" and ends
-            begin = Anchor(at.view, ends[-1].position if follows else at.position, at.last)
+        for first, *later in piece.branches:
+            position = at.position
+            if dialect.positions == "concatenated" and ends:
+                position = ends[-1].position
+            begin = Anchor(at.view, position, at.last)
             tag = dialect.opening_of(first.text)
             branch = builder.new_row()
             begin = builder.append(begin, builder.encode(tag), branch, builder.train_on_forced)
-            content = [Piece(first.text.removeprefix(tag)), *others]
+            content = [Piece(first.text.removeprefix(tag)), *later]
             ends.append(_place_pieces(builder, dialect, content, begin, branch))
         if dialect.is_separate:  # the text after it continues that before it
             continue
         if dialect.positions == "overlap":
             at = _moved(at, ends)
         elif dialect.positions == "reencode":  # the first branch follows the text before it
-            again = builder.append(ends[0], _tokens(builder, dialect, piece.branches[1:]), row, is_target=False)
-            at = Anchor(again.view, again.position)
+            tokens = _tokens(builder, dialect, piece.branches[1:])
+            reencoded = builder.append(ends[0], tokens, row, is_target=False)
+            at = Anchor(reencoded.view, reencoded.position)
         else:
-            view = [*at.view, *(block for end in ends for block in end.view[len(at.view) :])]
+            view = list(at.view)
+            for end in ends:
+                view += end.view[len(at.view) :]
             at = Anchor(view, max(end.position for end in ends))  # nothing predicts the token there
     return at
 
@@ -209,8 +231,10 @@ def _tokens(builder: Builder, dialect: Dialect, branches: Sequence[Sequence[Piec
     for branch in branches:
         tag = dialect.opening_of(branch[0].text)
         tokens += builder.encode(tag)
-        for index, piece in enumerate(branch):
-            tokens += builder.encode(piece.text if index else piece.text.removeprefix(tag))
+        texts = [piece.text for piece in branch]
+        texts[0] = texts[0].removeprefix(tag)
+        for piece, text in zip(branch, texts, strict=True):
+            tokens += builder.encode(text)
             tokens += _tokens(builder, dialect, piece.branches)
     return tokens
 
@@ -229,13 +253,17 @@ def _moved(at: Anchor, ends: Sequence[Anchor]) -> Anchor:
 def _place_answer(builder: Builder, fmt: SkeletonDialect, text: str, at: Anchor) -> None:
     """Append an answer: a skeleton, which is dropped, its parts, and the text after them, any number of times."""
     begin = 0
-    while (opened := text.find(fmt.branch_marker, begin)) >= 0:
+    while True:
+        opened = text.find(fmt.branch_marker, begin)
+        if opened < 0:
+            break
         line = text.count("\n", 0, opened) + 1
         closed = text.find(fmt.terminator, opened)
         if closed < 0:
             raise ValueError(f"line {line}: {fmt.branch_marker} opens a block that {fmt.terminator} does not close")
         at = builder.append(at, builder.encode(text[begin:opened]), 0)
-        at = _place_block(builder, fmt, _parts(fmt, text[opened:closed], line), at)
+        parts = _parts(fmt, text[opened:closed], line)
+        at = _place_block(builder, fmt, parts, at)
         begin = closed + len(fmt.terminator)
     builder.append(at, builder.encode(text[begin:]), 0)
 
@@ -257,6 +285,7 @@ def _parts(fmt: SkeletonDialect, text: str, line: int) -> list[tuple[str, str]]:
 
 
 def _place_block(builder: Builder, fmt: SkeletonDialect, parts: Sequence[tuple[str, str]], at: Anchor) -> Anchor:
+    """Append a skeleton, a branch for each of its parts (prefix, content), and their joined text."""
     _place_skeleton(builder, fmt, [prefix for prefix, _ in parts], at)
     marker = builder.encode(fmt.branch_marker)[0]
     ends: list[Anchor] = []
@@ -264,15 +293,18 @@ def _place_block(builder: Builder, fmt: SkeletonDialect, parts: Sequence[tuple[s
     for prefix, content in parts:
         row = builder.new_row()
         opening = builder.encode(prefix)
-        rest = builder.encode(content)
+        tokens = builder.encode(content)
         begin = builder.append(at, opening, row, builder.train_on_forced)
-        ends.append(builder.append(begin, rest, row))
-        builder.targets.append((ends[-1].last or 0, marker, row))
-        joined += [*opening, *rest]
+        end = builder.append(begin, tokens, row)
+        ends.append(end)
+        builder.targets.append((end.last or 0, marker, row))
+        joined += opening
+        joined += tokens
     if fmt.join == "rotate":
         at = _moved(at, ends)
         joined = []
-    return builder.append(at, [*joined, *builder.encode(fmt.terminator)], 0, is_target=False)
+    closing = builder.encode(fmt.terminator)
+    return builder.append(at, [*joined, *closing], 0, is_target=False)
 
 
 def _place_skeleton(builder: Builder, fmt: SkeletonDialect, prefixes: Sequence[str], at: Anchor) -> None:

@@ -60,26 +60,39 @@ class ParallelExample:
     target_rows: np.ndarray
 
     def __post_init__(self) -> None:
-        tokens = len(self)
-        blocks = len(self.block_lengths)
-        segments = len(self.segment_lengths)
+        num_tokens = len(self)
+        num_segments = len(self.segment_lengths)
+        num_view_blocks = len(self.view_blocks)
+        num_targets = len(self.target_queries)
         sizes = {
             "input_ids": self.segment_lengths.sum(),
-            "position_ids": tokens,
+            "position_ids": num_tokens,
             "block_tokens": self.block_lengths.sum(),
+            "segment_positions": num_segments,
+            "view_lengths": num_segments,
+            "view_blocks": self.view_lengths.sum(),
+            "view_starts": num_view_blocks,
+            "view_stops": num_view_blocks,
+            "target_ids": num_targets,
+            "target_rows": num_targets,
         }
-        sizes |= {"segment_positions": segments, "view_lengths": segments, "view_blocks": self.view_lengths.sum()}
-        sizes |= dict.fromkeys(("view_starts", "view_stops"), len(self.view_blocks))
-        sizes |= dict.fromkeys(("target_ids", "target_rows"), len(self.target_queries))
-        limits = {"block_tokens": tokens, "view_blocks": blocks, "target_queries": tokens}
         for name, size in sizes.items():
-            if len(getattr(self, name)) != size:
-                raise ValueError(f"{name} must have {size} integers, got {len(getattr(self, name))}: was it truncated?")
+            length = len(getattr(self, name))
+            if length != size:
+                raise ValueError(f"{name} must have {size} integers, got {length}: was it truncated?")
+        limits = {
+            "block_tokens": num_tokens,
+            "view_blocks": len(self.block_lengths),
+            "target_queries": num_tokens,
+        }
         for name, values in vars(self).items():
+            if not len(values):
+                continue
             limit = limits.get(name, 2**63 - 1)
-            if len(values) and not 0 <= values.min() <= values.max() < limit:
-                wrong = int(values.min() if values.min() < 0 else values.max())
-                raise ValueError(f"{name} must be between 0 and {limit - 1}, got {wrong}")
+            least = int(values.min())
+            most = int(values.max())
+            if least < 0 or most >= limit:
+                raise ValueError(f"{name} must be between 0 and {limit - 1}, got {least if least < 0 else most}")
         if (self.view_stops > self.block_lengths[self.view_blocks]).any():
             raise ValueError("view_stops must be at most the lengths of the blocks in view_blocks")
 
@@ -142,25 +155,31 @@ class ParallelExample:
         """
         if not completions or len(prompts) != len(completions):
             raise ValueError(f"each completion needs a prompt, got {len(prompts)} and {len(completions)} completions")
-        prompts, completions = ([as_ids(ids) for ids in group] for group in (prompts, completions))
+        prompts = [as_ids(prompt) for prompt in prompts]
+        completions = [as_ids(completion) for completion in completions]
         if not all(prompts):
             raise ValueError("prompts must have at least one token, from whose logits the first token is sampled")
-        tree = SharedPrefixCache()
+        cache = SharedPrefixCache()
         leaves = []
         for prompt, completion in zip(prompts, completions, strict=True):
             tokens = np.array([*prompt, *completion], np.int64)
-            leaves.append(tree.insert(tokens[: max(1, len(tokens) - 1)]))
-        nodes = list(tree.tree.nodes())
-        number = {node: i for i, node in enumerate(nodes)}
-        firsts = np.cumsum([0, *(len(node.tokens) for node in nodes)]).tolist()
-        contents = [range(first, end) for first, end in zip(firsts, firsts[1:], strict=False)]
+            leaves.append(cache.insert(tokens[: max(1, len(tokens) - 1)]))
+        nodes = list(cache.tree.nodes())
+        number = {node: index for index, node in enumerate(nodes)}
+        contents = []  # tokens of the example in each node
         segments = []
+        begin = 0
         for node in nodes:
+            length = len(node.tokens)
             view = [(number[part], part.start, len(part.tokens)) for part in node.path]
-            segments.append((firsts[number[node]], len(node.tokens), node.start, view))
+            segments.append((begin, length, node.start, view))
+            contents.append(range(begin, begin + length))
+            begin += length
         targets: list[tuple[int, int, int]] = []
         for row, (prompt, completion, leaf) in enumerate(zip(prompts, completions, leaves, strict=True)):
-            path = [token for node in leaf.path for token in contents[number[node]]]
+            path: list[int] = []
+            for node in leaf.path:
+                path += contents[number[node]]
             queries = path[len(prompt) - 1 :][: len(completion)]
             targets += zip(queries, completion, [row] * len(completion), strict=True)
         return cls._from_segments(
@@ -204,11 +223,11 @@ class ParallelExample:
             For an unknown dialect, a tokenizer that cannot encode its tags, tags that are not balanced (with the line
             and the tag), or neither text nor prompt.
         """
-        given = _encode_prompt(tokenizer, prompt)
-        found = lay_out(text, tokenizer, get_dialect(dialect), given, train_on_forced)
-        targets = np.array(found.targets, np.int64).reshape(-1, 3)
+        prompt_ids = _encode_prompt(tokenizer, prompt)
+        layout = lay_out(text, tokenizer, get_dialect(dialect), prompt_ids, train_on_forced)
+        targets = np.array(layout.targets, np.int64).reshape(-1, 3)
         return cls._from_segments(
-            np.array(found.input_ids), np.array(found.position_ids), found.contents, found.segments, *targets.T
+            np.array(layout.input_ids), np.array(layout.position_ids), layout.contents, layout.segments, *targets.T
         )
 
     @classmethod
@@ -220,11 +239,36 @@ class ParallelExample:
         segments: Sequence[tuple[int, int, int, Sequence[tuple[int, int, int]]]],
         *targets: np.ndarray,
     ) -> ParallelExample:
-        views = np.array([block for *_, view in segments for block in view], np.int64).reshape(-1, 3)
-        blocks = [len(content) for content in contents], [token for content in contents for token in content]
-        of_segments = zip(*((length, position, len(view)) for _, length, position, view in segments), strict=True)
-        integers = [input_ids, position_ids, *blocks, *of_segments, *views.T, *targets]
-        return cls(*(np.asarray(values, np.int64) for values in integers))
+        """Return an example of blocks and segments: first token, number of tokens, position, and view of each."""
+        block_lengths = [len(content) for content in contents]
+        block_tokens = [token for content in contents for token in content]
+        segment_lengths = []
+        segment_positions = []
+        view_lengths = []
+        seen_blocks: list[tuple[int, int, int]] = []
+        for _, length, position, view in segments:
+            segment_lengths.append(length)
+            segment_positions.append(position)
+            view_lengths.append(len(view))
+            seen_blocks += view
+        blocks, starts, stops = np.array(seen_blocks, np.int64).reshape(-1, 3).T
+        target_queries, target_ids, target_rows = targets
+        integers = {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "block_lengths": block_lengths,
+            "block_tokens": block_tokens,
+            "segment_lengths": segment_lengths,
+            "segment_positions": segment_positions,
+            "view_lengths": view_lengths,
+            "view_blocks": blocks,
+            "view_starts": starts,
+            "view_stops": stops,
+            "target_queries": target_queries,
+            "target_ids": target_ids,
+            "target_rows": target_rows,
+        }
+        return cls(**{name: np.asarray(values, np.int64) for name, values in integers.items()})
 
     def with_one_target_each(self) -> ParallelExample:
         """Return an example in which no token has more than one target.
@@ -241,17 +285,23 @@ class ParallelExample:
         firsts = np.cumsum(self.segment_lengths) - self.segment_lengths
         copied = self.target_queries[extra]
         segments = segment_of[copied]
+        positions = self.segment_positions[segments] + copied - firsts[segments]
         offsets = np.cumsum(self.view_lengths) - self.view_lengths
-        blocks = np.concatenate([offsets[s] + np.arange(self.view_lengths[s]) for s in segments])
+        blocks = np.concatenate([offsets[segment] + np.arange(self.view_lengths[segment]) for segment in segments])
         targets = self.target_queries.copy()
         targets[extra] = len(self) + np.arange(len(extra))
-        picked = {"input_ids": copied, "position_ids": copied, "view_lengths": segments}
-        picked |= dict.fromkeys(("view_blocks", "view_starts", "view_stops"), blocks)
-        more = {name: getattr(self, name)[index] for name, index in picked.items()}
-        more["segment_lengths"] = np.ones_like(copied)
-        more["segment_positions"] = self.segment_positions[segments] + copied - firsts[segments]
-        longer = {name: np.append(getattr(self, name), values) for name, values in more.items()}
-        return replace(self, **longer, target_queries=targets)
+        return replace(
+            self,
+            input_ids=np.append(self.input_ids, self.input_ids[copied]),
+            position_ids=np.append(self.position_ids, self.position_ids[copied]),
+            segment_lengths=np.append(self.segment_lengths, np.ones_like(copied)),
+            segment_positions=np.append(self.segment_positions, positions),
+            view_lengths=np.append(self.view_lengths, self.view_lengths[segments]),
+            view_blocks=np.append(self.view_blocks, self.view_blocks[blocks]),
+            view_starts=np.append(self.view_starts, self.view_starts[blocks]),
+            view_stops=np.append(self.view_stops, self.view_stops[blocks]),
+            target_queries=targets,
+        )
 
     def _segment_of(self) -> np.ndarray:
         """Return the segment of each token."""
@@ -263,20 +313,20 @@ class ParallelExample:
         segment_of = self._segment_of()
         seen_by = np.repeat(np.arange(len(self.view_lengths)), self.view_lengths)  # segment of each view block
         firsts = np.cumsum(self.block_lengths) - self.block_lengths
-        kept = np.zeros(len(self.segment_lengths), bool)
-        kept[segment_of[self.target_queries[is_target]]] = True
+        in_block = np.arange(len(self.block_tokens)) - np.repeat(firsts, self.block_lengths)
+        is_needed = np.zeros(len(self.segment_lengths), bool)  # segments
+        is_needed[segment_of[self.target_queries[is_target]]] = True
         while True:
+            is_view = is_needed[seen_by]
             stops = np.zeros_like(self.block_lengths)
-            np.maximum.at(stops, self.view_blocks[kept[seen_by]], self.view_stops[kept[seen_by]])
-            in_block = np.arange(len(self.block_tokens)) - np.repeat(firsts, self.block_lengths)
+            np.maximum.at(stops, self.view_blocks[is_view], self.view_stops[is_view])
             is_seen = in_block < np.repeat(stops, self.block_lengths)
-            before = kept.sum()
-            kept[segment_of[self.block_tokens[is_seen]]] = True
-            if kept.sum() == before:
+            num_needed = is_needed.sum()
+            is_needed[segment_of[self.block_tokens[is_seen]]] = True
+            if is_needed.sum() == num_needed:
                 break
-        is_token = kept[segment_of]
-        is_view = kept[seen_by]
-        # new numbers
+        is_token = is_needed[segment_of]
+        # New numbers of the tokens and of the blocks.
         token = np.cumsum(is_token) - 1
         block = np.cumsum(stops > 0) - 1
         return ParallelExample(
@@ -284,9 +334,9 @@ class ParallelExample:
             position_ids=self.position_ids[is_token],
             block_lengths=stops[stops > 0],
             block_tokens=token[self.block_tokens[is_seen]],
-            segment_lengths=self.segment_lengths[kept],
-            segment_positions=self.segment_positions[kept],
-            view_lengths=self.view_lengths[kept],
+            segment_lengths=self.segment_lengths[is_needed],
+            segment_positions=self.segment_positions[is_needed],
+            view_lengths=self.view_lengths[is_needed],
             view_blocks=block[self.view_blocks[is_view]],
             view_starts=self.view_starts[is_view],
             view_stops=self.view_stops[is_view],
@@ -333,14 +383,18 @@ class ParallelExample:
     @classmethod
     def from_dict(cls, values: Mapping[str, Sequence[int]]) -> ParallelExample:
         """Return the example of `to_dict`. Raises `ValueError` if it is incomplete."""
-        if missing := [field.name for field in fields(cls) if field.name not in values]:
+        names = [field.name for field in fields(cls)]
+        missing = [name for name in names if name not in values]
+        if missing:
             raise ValueError(f"an example needs the fields {missing}, got {sorted(values)}")
-        return cls(**{field.name: np.asarray(values[field.name], np.int64) for field in fields(cls)})
+        return cls(**{name: np.asarray(values[name], np.int64) for name in names})
 
 
 def as_ids(tokens: Iterable[int]) -> list[int]:
     """Return token ids as a list. Raises `ValueError` unless they are a 1-D tensor, array or list of integers."""
-    ids = np.asarray(tokens.cpu() if isinstance(tokens, torch.Tensor) else tokens)
+    if isinstance(tokens, torch.Tensor):
+        tokens = tokens.cpu()
+    ids = np.asarray(tokens)
     if ids.ndim != 1 or not (ids.dtype.kind in "iu" or len(ids) == 0):
         raise ValueError(f"prompts and completions must be 1-D tensors or lists of token ids, got shape {ids.shape}")
     return ids.tolist()
@@ -354,4 +408,7 @@ def _encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Chat | Iter
         return as_ids(prompt)  # type: ignore[arg-type]
     tokens = encode(tokenizer, prompt)
     bos = [tokenizer.bos_token_id]
-    return bos + tokens if tokens[:1] != bos and tokenizer(prompt)["input_ids"][:1] == bos else tokens
+    adds_bos = tokenizer(prompt)["input_ids"][:1] == bos
+    if adds_bos and tokens[:1] != bos:
+        return bos + tokens
+    return tokens

@@ -65,13 +65,18 @@ class SharedPrefixLossMixin:
         if compute_aux_loss:
             raise ValueError(f"{type(self).__name__} has no auxiliary loss of mixtures of experts")
         begin = input_ids.shape[1] - logits_to_keep
-        inputs = {name: x for name, x in inputs.items() if x is not None and name not in _COUNTS}
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
-        given = {name: x[:, :begin] if name in OF_TOKENS else x for name, x in inputs.items()}
+        prompt_inputs = {}
+        for name, value in inputs.items():
+            if value is not None and name not in _COUNTS:
+                prompt_inputs[name] = value[:, :begin] if name in OF_TOKENS else value
         with self.accelerator.autocast():
-            prompts, images = read_prompts(self._inner(model), given)
-        ends = zip(input_ids[:, begin:].cpu(), attention_mask[:, begin:].bool().cpu(), strict=True)
-        pairs = [(tuple(prompt), row[kept].tolist()) for prompt, (row, kept) in zip(prompts, ends, strict=True)]
+            prompts, images = read_prompts(self._inner(model), prompt_inputs)
+        completions = input_ids[:, begin:].cpu()
+        masks = attention_mask[:, begin:].bool().cpu()
+        pairs = []
+        for prompt, completion, mask in zip(prompts, completions, masks, strict=True):
+            pairs.append((tuple(prompt), completion[mask].tolist()))
         log_probs: list[torch.Tensor] = []
         entropies: list[torch.Tensor] = []
         size = batch_size or len(pairs)
@@ -79,12 +84,15 @@ class SharedPrefixLossMixin:
             batch, targets, trees = self._layout(model, pairs, images, slice(start, start + size))
             inner = self._inner(model)
             with self.accelerator.autocast(), states_branched(inner, trees), computing_targets(inner, targets):
-                labels = torch.tensor([[token for row in targets for token in row.ids]], device=input_ids.device)
-                found = model(**batch, shift_labels=labels, fused_lm_head=True)  # TRL's, which stores no logits
+                ids = [token for row in targets for token in row.ids]
+                labels = torch.tensor([ids], device=input_ids.device)
+                output = model(**batch, shift_labels=labels, fused_lm_head=True)  # TRL's, which stores no logits
             counts = [len(row.ids) for row in targets]
-            log_probs += found.log_probs[0].split(counts)
-            entropies += found.entropy[0].split(counts) if compute_entropy else []
-        return _padded(log_probs, logits_to_keep), _padded(entropies, logits_to_keep) if compute_entropy else None, None
+            log_probs += output.log_probs[0].split(counts)
+            if compute_entropy:
+                entropies += output.entropy[0].split(counts)
+        padded_entropies = _padded(entropies, logits_to_keep) if compute_entropy else None
+        return _padded(log_probs, logits_to_keep), padded_entropies, None
 
     def _inner(self, model: nn.Module) -> PreTrainedModel:
         return unwrap(self.accelerator.unwrap_model(model))
@@ -95,19 +103,23 @@ class SharedPrefixLossMixin:
         The trees are those of the batch, none if the model computes them by itself, as a prepared one does.
         """
         inner = self._inner(model)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, (prompt, _) in enumerate(rows[chosen]):
+        batch_rows = rows[chosen]
+        groups: dict[tuple[int, ...], list[int]] = {}  # rows by prompt
+        for index, (prompt, _) in enumerate(batch_rows):
             groups.setdefault(prompt, []).append(index)
         trees: list[ParallelExample] = []
         targets: dict[int, Targets] = {}
-        for members in groups.values():
-            tree = ParallelExample.from_tree(*zip(*(rows[chosen][index] for index in members), strict=True))
+        for prompt, members in groups.items():
+            completions = [batch_rows[index][1] for index in members]
+            tree = ParallelExample.from_tree([prompt] * len(members), completions)
             for row, index in enumerate(members):
-                own = tree.target_rows == row
-                targets[index] = Targets(len(trees), tree.target_queries[own].tolist(), tree.target_ids[own].tolist())
+                of_row = tree.target_rows == row
+                queries = tree.target_queries[of_row].tolist()
+                ids = tree.target_ids[of_row].tolist()
+                targets[index] = Targets(len(trees), queries, ids)
             trees.append(tree)
         batch = tree_batch(trees, inner.config, inner.dtype, inner.device, images)
-        return batch, [targets[i] for i in range(len(targets))], trees
+        return batch, [targets[index] for index in range(len(targets))], trees
 
 
 class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
@@ -123,26 +135,31 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
 
     def __init__(self, model: object, *args: object, **kwargs: object) -> None:
         super().__init__(model, *args, **kwargs)
-        given = self.args.generation_kwargs or {}  # type: ignore[attr-defined]
-        mode: str | None = given.get("generation_mode")
+        generation_kwargs = self.args.generation_kwargs or {}  # type: ignore[attr-defined]
+        mode: str | None = generation_kwargs.get("generation_mode")
         if mode is not None and mode in MODES and not MODES[mode].traits.rows_continue_prompts:
             func = f"rollout_func=make_rollout_func({mode!r})"
             raise ValueError(f"rows of {mode} do not continue their prompts: instead of generation_kwargs, pass {func}")
-        generates = (mode is not None and not self.use_vllm) or kwargs.get("rollout_func") is not None
-        if generates and isinstance(model, str):  # TRL has loaded it
+        uses_mode = mode is not None and not self.use_vllm
+        has_rollouts = kwargs.get("rollout_func") is not None
+        if (uses_mode or has_rollouts) and isinstance(model, str):  # TRL has loaded it
             enable(self._inner(self.model))
-        if mode is not None and not self.use_vllm:
+        if uses_mode:
             require_enabled(self.accelerator.unwrap_model(self.model))
         self._examples: list[ParallelExample] | None = None  # layouts of the rows that are computed next
 
     def _generate(self, prompts: list[str | Chat]) -> tuple[object, ...]:
-        prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest = super()._generate(prompts)
+        outputs = list(super()._generate(prompts))
+        fields = outputs[5]
         self._examples = fields.pop(EXAMPLES, None)
         if self._examples is not None:  # TRL has decoded the tokens of all rows in the order of sampling
             texts = fields.pop(TEXTS)
-            is_chat = isinstance(completions[0], list)
-            completions = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
-        return prompt_ids, completion_ids, tool_mask, completions, logprobs, fields, *rest
+            completions = outputs[3]
+            if isinstance(completions[0], list):
+                outputs[3] = [[{"role": "assistant", "content": text}] for text in texts]
+            else:
+                outputs[3] = texts
+        return tuple(outputs)
 
     def _generate_and_score_completions(self, inputs: list[Arguments]) -> Arguments:
         output = super()._generate_and_score_completions(inputs)

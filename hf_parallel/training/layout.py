@@ -7,7 +7,7 @@ to them. Attention over several views is merged by log-sum-exp, as for the block
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,34 +60,50 @@ def make_views(example: ParallelExample) -> list[LayoutView]:
     segments = list(_segments(example))
     fixed = _fixed_starts(segments)
     contents = np.split(example.block_tokens, np.cumsum(example.block_lengths)[:-1])
-    home = {int(t): fixed[b] + i for b in fixed for i, t in enumerate(contents[b].tolist())}
-    lengths = Counter(block for block, _ in {(seen.block, seen.stop) for view in segments for seen in view})
+    home: dict[int, int] = {}  # position of each token of a fixed block
+    for block, start in fixed.items():
+        for offset, token in enumerate(contents[block].tolist()):
+            home[token] = start + offset
+    stops_of: dict[int, set[int]] = defaultdict(set)  # lengths at which each block is seen
+    for view in segments:
+        for seen in view:
+            stops_of[seen.block].add(seen.stop)
     parts: dict[int, list[_ViewPart]] = defaultdict(list)  # by view
     colors: dict[int, int] = {}
     for index, view in enumerate(segments):
-        settled = [s for s in view if s.start == fixed.get(s.block, home.get(int(contents[s.block][0])))]
+        settled: list[_Seen] = []
+        moved: list[_Seen] = []
+        for seen in view:
+            first_token = int(contents[seen.block][0])
+            is_settled = seen.start == fixed.get(seen.block, home.get(first_token))
+            (settled if is_settled else moved).append(seen)
         parts[0].append(_ViewPart(index, 0, settled))
         pieces: list[list[_Seen]] = [[]]
-        for seen in (s for s in view if s not in settled):
+        for seen in moved:
             pieces[-1].append(seen)
-            if lengths[seen.block] > 1:  # it grows
+            if len(stops_of[seen.block]) > 1:  # it grows
                 pieces.append([])
         pieces = [piece for piece in pieces if piece]
-        for piece, color in zip(pieces, _choose(colors, [piece[-1].block for piece in pieces]), strict=True):
+        chosen = _choose(colors, [piece[-1].block for piece in pieces])
+        for piece, color in zip(pieces, chosen, strict=True):
             parts[color].append(_ViewPart(index, -piece[-1].start, piece))
-    return [
-        _make_view(example, contents, of_view)
-        for _, of_view in sorted(parts.items())
-        if any(part.blocks for part in of_view)
-    ]
+    views = []
+    for _, of_view in sorted(parts.items()):
+        if any(part.blocks for part in of_view):
+            views.append(_make_view(example, contents, of_view))
+    return views
 
 
 def _segments(example: ParallelExample) -> Iterator[list[_Seen]]:
-    offsets = np.cumsum([0, *example.view_lengths]).tolist()
-    columns = example.view_blocks.tolist(), example.view_starts.tolist(), example.view_stops.tolist()
-    blocks = [_Seen(*row) for row in zip(*columns, strict=True)]
-    for begin, end in zip(offsets, offsets[1:], strict=False):
-        yield blocks[begin:end]
+    """Yield the blocks that each segment sees."""
+    blocks = example.view_blocks.tolist()
+    starts = example.view_starts.tolist()
+    stops = example.view_stops.tolist()
+    seen = list(map(_Seen, blocks, starts, stops))
+    begin = 0
+    for length in example.view_lengths.tolist():
+        yield seen[begin : begin + length]
+        begin += length
 
 
 def _fixed_starts(segments: Sequence[Sequence[_Seen]]) -> dict[int, int]:
@@ -98,12 +114,13 @@ def _fixed_starts(segments: Sequence[Sequence[_Seen]]) -> dict[int, int]:
         for seen in view:
             seen_at[seen.block].append(seen)
     fixed = {}
-    for block, found in seen_at.items():
-        starts = {seen.start for seen in found}
-        length = max(seen.stop for seen in found)
-        final = [seen.start for seen in found if seen.stop == length]
-        if len(starts) == 1 or (len(final) > 1 and len(set(final)) == 1):
-            fixed[block] = final[0]
+    for block, uses in seen_at.items():
+        starts = {seen.start for seen in uses}
+        length = max(seen.stop for seen in uses)
+        final_starts = [seen.start for seen in uses if seen.stop == length]
+        is_history = len(final_starts) > 1 and len(set(final_starts)) == 1
+        if len(starts) == 1 or is_history:
+            fixed[block] = final_starts[0]
     return fixed
 
 
@@ -113,8 +130,9 @@ def _choose(colors: dict[int, int], blocks: Sequence[int]) -> list[int]:
     for block in blocks:
         color = colors.get(block)
         if color is None or color in chosen:
-            others = {colors.get(other) for other in blocks if other != block}
-            color = next(c for c in range(1, 2 + 2 * len(blocks)) if c not in chosen and c not in others)
+            taken = {colors.get(other) for other in blocks if other != block}
+            taken.update(chosen)
+            color = next(candidate for candidate in range(1, 2 + 2 * len(blocks)) if candidate not in taken)
             colors.setdefault(block, color)
         chosen.append(color)
     return chosen
@@ -135,22 +153,26 @@ def _make_view(example: ParallelExample, contents: Sequence[np.ndarray], parts: 
     positions = []
     rows = []
     for part in parts:
-        n = lengths[part.segment]
+        num_tokens = lengths[part.segment]
         start = starts[part.segment]
-        queries.append(firsts[part.segment] + np.arange(n))
-        positions.append(start + part.shift + np.arange(n))
-        rows.append(_intervals(part, start, n, begins))
-    table = np.zeros((2, sum(map(len, queries)), max(map(len, rows))), np.int64)
+        queries.append(firsts[part.segment] + np.arange(num_tokens))
+        positions.append(start + part.shift + np.arange(num_tokens))
+        rows.append(_intervals(part, start, num_tokens, begins))
+    shape = (sum(map(len, queries)), max(map(len, rows)))
+    first_keys = np.zeros(shape, np.int64)
+    end_keys = np.zeros(shape, np.int64)
     begin = 0
-    for query, row in zip(queries, rows, strict=True):
-        for slot, interval in enumerate(row):
-            table[0, begin : begin + len(query), slot], table[1, begin : begin + len(query), slot] = interval
-        begin += len(query)
+    for query, intervals in zip(queries, rows, strict=True):
+        end = begin + len(query)
+        for slot, (first_key, end_key) in enumerate(intervals):
+            first_keys[begin:end, slot] = first_key
+            end_keys[begin:end, slot] = end_key
+        begin = end
     return LayoutView(
         queries=np.concatenate(queries),
         query_positions=np.concatenate(positions),
-        begins=table[0],
-        ends=table[1],
+        begins=first_keys,
+        ends=end_keys,
         keys=np.concatenate([contents[block][:stop] for (block, _), stop in stops.items()]),
         key_positions=np.concatenate([start + np.arange(stop) for (_, start), stop in stops.items()]),
     )
@@ -163,13 +185,16 @@ def _intervals(
 
     Blocks whose keys follow each other make one interval. Blocks end at `start` or before, but for the segment's own.
     """
-    found: list[tuple[int, np.ndarray | int]] = []
+    intervals: list[tuple[int, np.ndarray | int]] = []
     for seen in part.blocks:
         begin = begins[seen.block, seen.start + part.shift]
         end: np.ndarray | int = begin + seen.stop
         if seen.start + seen.stop > start + 1:
             end = begin + np.minimum(seen.stop, start - seen.start + 1 + np.arange(n))
-        if found and isinstance(found[-1][1], int) and found[-1][1] == begin:
-            begin = found.pop()[0]
-        found.append((begin, end))
-    return found
+        if intervals:
+            previous_begin, previous_end = intervals[-1]
+            if isinstance(previous_end, int) and previous_end == begin:
+                begin = previous_begin
+                intervals.pop()
+        intervals.append((begin, end))
+    return intervals

@@ -58,7 +58,8 @@ def stock_mask(
         If the model has fewer positions than an example needs, keys move, the attention implementation takes no such
         mask (`flash_attention_2`), or the model has layers of another type, or with a state.
     """
-    if states := stateful_kinds(config):
+    states = stateful_kinds(config)
+    if states:
         raise ValueError(
             f"{config.model_type} has layers with a state ({', '.join(states)}), which read all tokens in order, "
             "whatever the mask: use tree_logprobs, SharedPrefixGRPOTrainer or prepare_model"
@@ -83,14 +84,19 @@ def make_masks(
     check_positions(1 + max(int(example.position_ids.max()) for example in batch), config)
     masks: dict[str, Mask] = {}
     for kind, window in windows(config).items():
-        seen = torch.from_numpy(_dense_masks(views, length, window))[:, None].to(device)
+        dense = _dense_masks(views, length, window)
+        seen = torch.from_numpy(dense)[:, None].to(device)
         masks[kind] = seen
         if implementation == "flex_attention":
             masks[kind] = create_block_mask(_reads(seen), len(batch), None, length, length, device)
         elif implementation == "eager":
-            added = torch.zeros(seen.shape, dtype=dtype, device=device)
-            masks[kind] = added.masked_fill(~seen, torch.finfo(dtype).min)
-    return masks | {kind: masks[own] for kind, of in _hybrids(config).items() for own in of if own in masks}
+            bias = torch.zeros(seen.shape, dtype=dtype, device=device)
+            masks[kind] = bias.masked_fill(~seen, torch.finfo(dtype).min)
+    for hybrid, parts in _hybrids(config).items():
+        for kind in parts:
+            if kind in masks:
+                masks[hybrid] = masks[kind]
+    return masks
 
 
 def _stock_view(example: ParallelExample) -> LayoutView:
@@ -137,10 +143,13 @@ def check_positions(num_positions: int, config: PretrainedConfig) -> None:
 def windows(config: PretrainedConfig) -> dict[str, int | None]:
     """Return the sliding window of each type of attention layer of a model's config; None: full attention."""
     text = config.get_text_config(decoder=True)
-    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    window = None
+    if getattr(text, "use_sliding_window", True):
+        window = getattr(text, "sliding_window", None)
     kinds = {kind for kind in _kinds(text) if not _has_state(kind)} - set(_WITHOUT_MASK)
-    if other := kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"{text.model_type} has layers of the type {sorted(other)}, for which there is no mask")
+    unsupported = kinds - {"full_attention", "sliding_attention"}
+    if unsupported:
+        raise ValueError(f"{text.model_type} has layers of the type {sorted(unsupported)}, for which there is no mask")
     if not getattr(text, "layer_types", None):
         return {"": window}
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
@@ -154,7 +163,10 @@ def stateful_kinds(config: PretrainedConfig) -> list[str]:
 def _kinds(text: PretrainedConfig) -> list[str]:
     """Return the types of layers of a config, and instead of hybrid ones what they consist of."""
     hybrids = _hybrids(text)
-    return sorted({own for kind in getattr(text, "layer_types", None) or () for own in hybrids.get(kind, [kind])})
+    kinds: set[str] = set()
+    for kind in getattr(text, "layer_types", None) or ():
+        kinds.update(hybrids.get(kind, [kind]))
+    return sorted(kinds)
 
 
 def _hybrids(config: PretrainedConfig) -> dict[str, list[str]]:
@@ -178,32 +190,46 @@ def block_mask(
 
     `shape`: numbers of queries and of keys, padded.
     """
-    rows = len(views)
-    width = max((view.begins.shape[1] for view in views if view is not None), default=1)
-    begins, ends = np.zeros((2, rows, shape[0], width), np.int64)
-    query_positions = np.zeros((rows, shape[0]), np.int64)
-    key_positions = np.zeros((rows, shape[1]), np.int64)
+    num_queries, num_keys = shape
+    num_rows = len(views)
+    max_intervals = max((view.begins.shape[1] for view in views if view is not None), default=1)
+    begins = np.zeros((num_rows, num_queries, max_intervals), np.int64)
+    ends = np.zeros_like(begins)
+    query_positions = np.zeros((num_rows, num_queries), np.int64)
+    key_positions = np.zeros((num_rows, num_keys), np.int64)
     for row, view in enumerate(views):
         if view is not None:
-            q, g = view.begins.shape
-            begins[row, :q, :g] = view.begins
-            ends[row, :q, :g] = view.ends
+            q, intervals = view.begins.shape
+            begins[row, :q, :intervals] = view.begins
+            ends[row, :q, :intervals] = view.ends
             query_positions[row, :q] = view.query_positions
             key_positions[row, : len(view.keys)] = view.key_positions
-    tables = (begins, ends, query_positions, key_positions)
-    return _make_block_mask(window, [torch.from_numpy(table).to(device) for table in tables])
+    return _make_block_mask(
+        window,
+        begins=torch.from_numpy(begins).to(device),
+        ends=torch.from_numpy(ends).to(device),
+        query_positions=torch.from_numpy(query_positions).to(device),
+        key_positions=torch.from_numpy(key_positions).to(device),
+    )
 
 
-def _make_block_mask(window: int | None, tables: Sequence[torch.Tensor]) -> BlockMask:
-    begins, ends, query_positions, key_positions = tables
+def _make_block_mask(
+    window: int | None,
+    begins: torch.Tensor,  # [B, Q, intervals]
+    ends: torch.Tensor,
+    query_positions: torch.Tensor,  # [B, Q]
+    key_positions: torch.Tensor,  # [B, K]
+) -> BlockMask:
+    """Return the mask of queries that see the keys in their intervals, and in a window of positions."""
 
     def is_seen(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         seen = (begins[b, q, 0] <= k) & (k < ends[b, q, 0])
-        for g in range(1, begins.shape[2]):
-            seen = seen | ((begins[b, q, g] <= k) & (k < ends[b, q, g]))
+        for interval in range(1, begins.shape[2]):
+            seen = seen | ((begins[b, q, interval] <= k) & (k < ends[b, q, interval]))
         if window is not None:
-            seen = seen & (query_positions[b, q] - key_positions[b, k] < window)
+            distance = query_positions[b, q] - key_positions[b, k]
+            seen = seen & (distance < window)
         return seen
 
-    rows, num_queries, _ = begins.shape
-    return create_block_mask(is_seen, rows, None, num_queries, key_positions.shape[1], begins.device)
+    num_rows, num_queries, _ = begins.shape
+    return create_block_mask(is_seen, num_rows, None, num_queries, key_positions.shape[1], begins.device)

@@ -64,29 +64,39 @@ def make_rollout_func(
     def rollout(prompts: Sequence[str | Chat], trainer: Any) -> dict[str, list[object]]:
         if not getattr(trainer, "computes_layouts", False):
             raise ValueError(f"runs of {config.mode} need a SharedPrefixGRPOTrainer, got {type(trainer).__name__}")
-        names = ("prompt_ids", "completion_ids", "logprobs", EXAMPLES, TEXTS)
-        rows = []
         tokenizer = trainer.processing_class
-        built = [encode_task(config, p, tokenizer, chat_template_kwargs)["input_ids"][0].tolist() for p in prompts]
+        prompt_ids = []
+        for prompt in prompts:
+            task = encode_task(config, prompt, tokenizer, chat_template_kwargs)
+            prompt_ids.append(task["input_ids"][0].tolist())
         bar = progress_bar(
             total=trainer.generation_config.max_new_tokens,
-            what=f"Rollout of {len(built)} prompts",
+            what=f"Rollout of {len(prompt_ids)} prompts",
             unit="passes",
             is_hidden=not trainer.accelerator.is_main_process,
         )
         with _generating(trainer) as generate, bar:
-            inputs = _inputs(built, tokenizer)
+            inputs = _inputs(prompt_ids, tokenizer)
             output = generate(**inputs, parallel_config=config, tokenizer=tokenizer, streamer=PassStreamer(bar.update))
-        texts = _texts(output, tokenizer)
         whole = ParallelExample.from_output(output)
         _, log_probs = output.record.sampled_log_probs(processed=True)  # as TRL has vLLM return them
-        of_prompts = np.array([output.record.place(row)[0] for row in whole.target_rows.tolist()])
-        for index, prompt_ids in enumerate(built):
-            is_own = of_prompts == index
-            example = whole.of_rows(whole.target_rows[is_own])
-            sampled = example.target_ids.tolist(), log_probs[is_own].tolist()
-            rows.append((prompt_ids, *sampled, example, texts[index]))
-        return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+        prompt_of = np.array([output.record.place(row)[0] for row in whole.target_rows.tolist()])  # of each target
+        examples: list[ParallelExample] = []
+        completion_ids = []
+        completion_log_probs = []
+        for index in range(len(prompt_ids)):
+            of_prompt = prompt_of == index
+            example = whole.of_rows(whole.target_rows[of_prompt])
+            examples.append(example)
+            completion_ids.append(example.target_ids.tolist())
+            completion_log_probs.append(log_probs[of_prompt].tolist())
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+            "logprobs": completion_log_probs,
+            EXAMPLES: examples,
+            TEXTS: _texts(output, tokenizer),
+        }
 
     return rollout
 
@@ -109,27 +119,35 @@ def _generating(trainer: Any) -> Iterator[Callable[..., ParallelOutput]]:
         generation_config = copy.deepcopy(trainer.generation_config)
         generation_config.return_dict_in_generate = True
 
-        def generate(**given: object) -> ParallelOutput:
-            given = {name: v.to(model.device) if isinstance(v, torch.Tensor) else v for name, v in given.items()}
-            return model.generate(**given, generation_config=generation_config)
+        def generate(**arguments: object) -> ParallelOutput:
+            for name, value in arguments.items():
+                if isinstance(value, torch.Tensor):
+                    arguments[name] = value.to(model.device)
+            return model.generate(**arguments, generation_config=generation_config)
 
         yield generate
 
 
 def _inputs(prompts: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, torch.Tensor]:
     """Return arguments of `generate`, padded on the left."""
-    length = max(map(len, prompts))
+    longest = max(map(len, prompts))
     pad = getattr(tokenizer, "tokenizer", tokenizer).pad_token_id  # of a processor
-    ids = [[pad] * (length - len(row)) + list(row) for row in prompts]
-    mask = [[0] * (length - len(row)) + [1] * len(row) for row in prompts]
+    ids = []
+    mask = []
+    for prompt in prompts:
+        padding = longest - len(prompt)
+        ids.append([pad] * padding + list(prompt))
+        mask.append([0] * padding + [1] * len(prompt))
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 def _texts(output: ParallelOutput, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the text of the run of each prompt."""
-    if transcripts := getattr(output, "transcripts", None):
+    transcripts = getattr(output, "transcripts", None)
+    if transcripts:
         return list(transcripts)
     first: dict[int, str] = {}
     for row, text in enumerate(output.answer_texts(tokenizer)):
-        first.setdefault(output.record.place(row)[0], text)
+        prompt, *_ = output.record.place(row)
+        first.setdefault(prompt, text)
     return [first[prompt] for prompt in sorted(first)]

@@ -68,8 +68,11 @@ def states_branched(model: PreTrainedModel, examples: Sequence[ParallelExample])
     Raises `UnsupportedModelError` if rows are mixed, or the model was enabled with its own attention.
     """
     model = unwrap(model)
-    if is_enabled(model) and (found := enabled(model).capabilities).dense:
-        raise UnsupportedModelError(f"packed rows cannot be trained over this model: {found.why_no_rotation}")
+    if is_enabled(model):
+        capabilities = enabled(model).capabilities
+        if capabilities.dense:
+            reason = capabilities.why_no_rotation
+            raise UnsupportedModelError(f"packed rows cannot be trained over this model: {reason}")
     mixers = mixers_of(model) if examples else ()
     if not mixers:
         yield
@@ -103,21 +106,26 @@ def _checkpoints_wrapped(model: nn.Module, context: Callable[[], Any]) -> Iterat
 
     def wrapped(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            def again(*given: Any, **named: Any) -> Any:
+            def in_context(*inputs: Any, **named_inputs: Any) -> Any:
                 with context():
-                    return function(*given, **named)
+                    return function(*inputs, **named_inputs)
 
-            return checkpoint(again, *args, **kwargs)
+            return checkpoint(in_context, *args, **kwargs)
 
         return run
 
-    found = [(vars(m), name, vars(m)[name]) for m in model.modules() for name in _CHECKPOINTING if name in vars(m)]
+    checkpoints = []
+    for module in model.modules():
+        attributes = vars(module)
+        for name in _CHECKPOINTING:
+            if name in attributes:
+                checkpoints.append((attributes, name, attributes[name]))
     try:
-        for attributes, name, checkpoint in found:
+        for attributes, name, checkpoint in checkpoints:
             attributes[name] = wrapped(checkpoint)
         yield
     finally:
-        for attributes, name, checkpoint in found:
+        for attributes, name, checkpoint in checkpoints:
             attributes[name] = checkpoint
 
 
@@ -151,8 +159,8 @@ class RowTree:
         length = max(map(len, examples))
         previous = np.full((len(examples), length), PADDING)
         for row, example in enumerate(examples):
-            found = previous_tokens(example)
-            previous[row, : len(example)] = np.where(found < 0, -1, found + row * length)
+            in_example = previous_tokens(example)
+            previous[row, : len(example)] = np.where(in_example < 0, -1, in_example + row * length)
         return cls(previous.ravel())
 
     @cached_property
@@ -161,15 +169,18 @@ class RowTree:
         children = np.bincount(self.previous[self.previous >= 0], minlength=len(self.previous)).tolist()
         nodes: list[tuple[list[int], int]] = []
         node_of: list[int] = []
-        for token, before in enumerate(self.previous.tolist()):
-            if before == PADDING:
+        for token, previous in enumerate(self.previous.tolist()):
+            if previous == PADDING:
                 node_of.append(PADDING)
-            elif before >= 0 and children[before] == 1:
-                node_of.append(node_of[before])
-                nodes[node_of[-1]][0].append(token)
+            elif previous >= 0 and children[previous] == 1:
+                node = node_of[previous]
+                tokens, _ = nodes[node]
+                tokens.append(token)
+                node_of.append(node)
             else:
+                parent = node_of[previous] if previous >= 0 else -1
                 node_of.append(len(nodes))
-                nodes.append(([token], node_of[before] if before >= 0 else -1))
+                nodes.append(([token], parent))
         return nodes
 
     def schedule(self, shortest: float, device: torch.device) -> _TreeSchedule:
@@ -183,9 +194,13 @@ class RowTree:
         trunks = {parent for _, parent in self._nodes}
         ends: list[tuple[list[int], int, int]] = []  # of nodes: tokens to compute again, trunk to continue, level
         batches: dict[tuple[int, bool, int], list[tuple[int, list[int], int]]] = {}
-        for node, (own, parent) in enumerate(self._nodes):
-            before, trunk, level = ends[parent] if parent >= 0 else ([], -1, 0)
-            tokens = before + own
+        for node, (of_node, parent) in enumerate(self._nodes):
+            again: list[int] = []
+            trunk = -1
+            level = 0
+            if parent >= 0:
+                again, trunk, level = ends[parent]
+            tokens = again + of_node
             is_last = node not in trunks
             if not is_last and len(tokens) < shortest:
                 ends.append((tokens, trunk, level))
@@ -195,23 +210,27 @@ class RowTree:
             batches.setdefault((level, is_last, size), []).append((node, tokens, trunk))
         levels: list[list[_SequenceBatch]] = []
         source = np.zeros(len(self.previous), np.int64)
-        place = 0
+        begin = 0  # of the next sequence in the joined results
         number: dict[int, int] = {}  # of trunks, among those of their level
         for (level, is_last, _), members in sorted(batches.items()):
             if len(levels) == level:
                 levels.append([])
                 count = 0
             # For one token and a state, many layers take a path without gradients.
-            length = max(1 + (level > 0), *(len(tokens) for _, tokens, _ in members))
+            length = 2 if level else 1
+            for _, tokens, _ in members:
+                length = max(length, len(tokens))
             table = [tokens + tokens[-1:] * (length - len(tokens)) for _, tokens, _ in members]
-            parents = torch.tensor([number[trunk] for *_, trunk in members], device=device) if level else None
+            parents = None
+            if level:
+                parents = torch.tensor([number[trunk] for _, _, trunk in members], device=device)
             levels[level].append(_SequenceBatch(torch.tensor(table, device=device), parents, not is_last))
             for node, tokens, _ in members:
-                source[tokens] = place + np.arange(len(tokens))
-                place += length
+                source[tokens] = begin + np.arange(len(tokens))
+                begin += length
                 if not is_last:
                     number[node] = count
-                    count = count + 1
+                    count += 1
         return _TreeSchedule(levels, torch.from_numpy(source).to(device))
 
 
@@ -222,19 +241,14 @@ PROBE = RowTree(np.array([-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 7, 12, 4]))
 def previous_tokens(example: ParallelExample) -> np.ndarray:
     """Return the previous token of each token in its row, or -1. Raises `ValueError` if tokens form no such rows."""
     contents = np.split(example.block_tokens, np.cumsum(example.block_lengths)[:-1])
-    ends = np.cumsum(example.view_lengths).tolist()
-    columns = example.view_blocks.tolist(), example.view_starts.tolist(), example.view_stops.tolist()
-    seen = list(zip(*columns, strict=True))
+    views = _past_views(example)
     previous = np.arange(-1, len(example) - 1)
     firsts = np.cumsum(example.segment_lengths) - example.segment_lengths
-    views = []
-    for end, size, first, position in zip(
-        ends, example.view_lengths.tolist(), firsts.tolist(), example.segment_positions.tolist(), strict=True
-    ):
-        ordered = sorted((start, block, min(stop, position - start)) for block, start, stop in seen[end - size : end])
-        view = [(block, stop) for _, block, stop in ordered if stop > 0]
-        previous[first] = contents[view[-1][0]][view[-1][1] - 1] if view else -1
-        views.append(view)
+    for first, view in zip(firsts.tolist(), views, strict=True):
+        previous[first] = -1
+        if view:
+            block, stop = view[-1]
+            previous[first] = contents[block][stop - 1]
     followed = []  # tokens at the beginning of each block that follow each other
     for content in contents:
         breaks = np.flatnonzero(previous[content[1:]] != content[:-1])
@@ -250,6 +264,23 @@ def previous_tokens(example: ParallelExample) -> np.ndarray:
     return previous
 
 
+def _past_views(example: ParallelExample) -> list[list[tuple[int, int]]]:
+    """Return for each segment the blocks before its first token, in order, and how many of their tokens it sees."""
+    blocks = example.view_blocks.tolist()
+    starts = example.view_starts.tolist()
+    stops = example.view_stops.tolist()
+    views = []
+    begin = 0
+    for length, position in zip(example.view_lengths.tolist(), example.segment_positions.tolist(), strict=True):
+        seen = []
+        for index in range(begin, begin + length):
+            start = starts[index]
+            seen.append((start, blocks[index], min(stops[index], position - start)))
+        begin += length
+        views.append([(block, stop) for _, block, stop in sorted(seen) if stop > 0])
+    return views
+
+
 class MixerPass:
     """One call of a layer over a padded batch of packed tokens."""
 
@@ -257,26 +288,28 @@ class MixerPass:
         self._mixer = mixer
         self._module = module
         names = list(inspect.signature(module.forward).parameters)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        given.pop(mixer.argument, None)
-        # A mask is one of padding, which rows do not have.
-        given = {name: None if name.endswith("mask") else value for name, value in given.items()}
-        given = {names[0]: given.pop(names[0]), **given}  # the hidden states first
-        self._shape = given[names[0]].shape[:2]  # rows of the batch, tokens
-        leaves, self._spec = tree_flatten(given)
+        named = dict(zip(names, args, strict=False)) | kwargs
+        hidden_states = named.pop(names[0])
+        arguments = {names[0]: hidden_states}  # the hidden states first
+        for name, value in named.items():
+            if name != mixer.argument:
+                # A mask is one of padding, which rows do not have.
+                arguments[name] = None if name.endswith("mask") else value
+        self._shape = hidden_states.shape[:2]  # rows of the batch, tokens
+        leaves, self._spec = tree_flatten(arguments)
         self._leaves = [_Flat.of(leaf, self._shape) for leaf in leaves]
 
     def over(self, rows: RowTree) -> Any:
         """Return the result for the rows of the batch, as the layer would compute each of them."""
-        known = _behaviors.setdefault(self._module, {})
+        behaviors = _behaviors.setdefault(self._module, {})
         dtype = self._leaves[0].value.dtype
-        if dtype not in known:
+        if dtype not in behaviors:
             if torch.is_inference_mode_enabled():
                 raise RuntimeError("layers that keep a state need torch.no_grad() here, not torch.inference_mode()")
             hidden = saved_tensors_hooks(lambda x: x, lambda x: x)  # from gradient checkpointing
             with torch.enable_grad(), hidden:
-                known[dtype] = self._probe()
-        behavior = known[dtype]
+                behaviors[dtype] = self._probe()
+        behavior = behaviors[dtype]
         shortest = SHORTEST if behavior.continues else WHOLE_ROWS
         results = self.compute(rows, shortest, is_per_token=behavior.is_per_token)
         return tree_map(lambda x: x if x is None else x.view(*self._shape, *x.shape[1:]), results)
@@ -290,11 +323,11 @@ class MixerPass:
         is_per_token = tuple(output is not None for output in tree_leaves(whole))
         expected = _with_gradient(whole, hidden.value)
         try:
-            found = _with_gradient(self.compute(PROBE, 2, [hidden, *leaves], is_per_token), hidden.value)
+            continued = self.compute(PROBE, 2, [hidden, *leaves], is_per_token)
+            results = _with_gradient(continued, hidden.value)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return _Behavior(continues=False, is_per_token=is_per_token)
-        pairs = zip(found, expected, strict=True)
-        is_close = all(bool((a - b).norm() <= TOLERANCE.get(b.dtype, 0.1) * b.norm()) for a, b in pairs)
+        is_close = all(map(_is_close, results, expected))
         return _Behavior(continues=is_close, is_per_token=is_per_token)
 
     def compute(
@@ -315,28 +348,31 @@ class MixerPass:
         shapes: list[torch.Size] = []  # of the tokens of each call
         states: list[MixerStates] = []  # of the continued calls of a level
         for level in schedule.levels:
-            before = states
+            previous = states
             states = []
             for call in level:
-                given = MixerStates(in_place=False)
+                state = MixerStates(in_place=False)
                 if call.parents is not None:
-                    conv = _take([of_call.conv for of_call in before], call.parents)
-                    recurrent = _take([of_call.recurrent for of_call in before], call.parents)
-                    given = MixerStates(conv, recurrent, in_place=False)
+                    conv = _take([of_call.conv for of_call in previous], call.parents)
+                    recurrent = _take([of_call.recurrent for of_call in previous], call.parents)
+                    state = MixerStates(conv, recurrent, in_place=False)
                 arguments = tree_unflatten([leaf[call.tokens] for leaf in leaves], self._spec)
-                arguments[self._mixer.argument] = None if shortest == WHOLE_ROWS else given
+                arguments[self._mixer.argument] = None if shortest == WHOLE_ROWS else state
                 output, spec = tree_flatten(self._module._call_impl(**arguments))
                 outputs.append(output)
                 shapes.append(call.tokens.shape)
                 if call.is_continued:
-                    states.append(given)
+                    states.append(state)
         columns = list(zip(*outputs, strict=True))
         if is_per_token is None:
             is_per_token = [_are_per_token(column, shapes) for column in columns]
-        joined = [
-            torch.cat([output.flatten(0, 1) for output in column])[schedule.source] if is_joined else None
-            for column, is_joined in zip(columns, is_per_token, strict=True)
-        ]
+        joined: list[torch.Tensor | None] = []
+        for column, is_joined in zip(columns, is_per_token, strict=True):
+            if is_joined:
+                outputs_in_order = torch.cat([output.flatten(0, 1) for output in column])
+                joined.append(outputs_in_order[schedule.source])
+            else:
+                joined.append(None)
         return tree_unflatten(joined, spec)
 
 
@@ -350,17 +386,28 @@ class _Flat:
     @classmethod
     def of(cls, value: Any, shape: torch.Size) -> _Flat:
         """Return an argument `[rows, tokens, ...]`, or `[1, tokens, ...]`, without the dimension of rows."""
-        if not isinstance(value, torch.Tensor) or value.shape[:2] not in (shape, (1, shape[1])):
+        is_per_token = isinstance(value, torch.Tensor) and value.shape[:2] in (shape, (1, shape[1]))
+        if not is_per_token:
             return cls(value, False)
-        return cls(value.expand(*shape, *value.shape[2:]).flatten(0, 1), True)
+        expanded = value.expand(*shape, *value.shape[2:])
+        return cls(expanded.flatten(0, 1), True)
 
     def __getitem__(self, tokens: Any) -> Any:
         return self.value[tokens] if self.is_per_token else self.value
 
 
+def _is_close(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    tolerance = TOLERANCE.get(expected.dtype, 0.1)
+    return bool((result - expected).norm() <= tolerance * expected.norm())
+
+
 def _take(states: Sequence[dict[int, torch.Tensor]], rows: torch.Tensor) -> dict[int, torch.Tensor]:
     """Return rows of the states of several calls."""
-    return {index: torch.cat([state[index] for state in states]).index_select(0, rows) for index in states[0]}
+    taken = {}
+    for index in states[0]:
+        joined = torch.cat([state[index] for state in states])
+        taken[index] = joined.index_select(0, rows)
+    return taken
 
 
 def _are_per_token(outputs: Sequence[Any], shapes: Sequence[torch.Size]) -> bool:

@@ -63,21 +63,26 @@ def tree_logprobs(
     images: Sequence[Image] = ()
     if isinstance(prompt_ids, Mapping):
         prompt_ids, images = read_prompts(model, prompt_ids)
-        prompt_ids = prompt_ids[0] if len(prompt_ids) == 1 else prompt_ids
+        if len(prompt_ids) == 1:
+            (prompt_ids,) = prompt_ids
     is_array = isinstance(prompt_ids, torch.Tensor | np.ndarray)
-    single = is_array or len(prompt_ids) == 0 or isinstance(prompt_ids[0], int)
-    prompts = [as_ids(prompt_ids)] * len(answers) if single else [as_ids(prompt) for prompt in prompt_ids]
+    is_one_prompt = is_array or len(prompt_ids) == 0 or isinstance(prompt_ids[0], int)
+    if is_one_prompt:
+        prompts = [as_ids(prompt_ids)] * len(answers)
+    else:
+        prompts = [as_ids(prompt) for prompt in prompt_ids]
     if not temperature > 0:
         raise ValueError(f"temperature must be greater than 0, got {temperature}")
     example = ParallelExample.from_tree(prompts, answers)
     parameter = next(model.parameters())
     batch = tree_batch([example], model.config, parameter.dtype, parameter.device, images)
-    queries, targets = (
-        torch.from_numpy(values).to(parameter.device) for values in (example.target_queries, example.target_ids)
-    )
+    queries = torch.from_numpy(example.target_queries).to(parameter.device)
+    targets = torch.from_numpy(example.target_ids).to(parameter.device)
     with states_branched(model, [example]):
         logits = model(**batch, use_cache=False, logits_to_keep=queries).logits[0]
-    logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    logits = logits / temperature
     log_probs = -F.cross_entropy(logits, targets, reduction="none")
     return list(log_probs.split([len(answer) for answer in answers]))
 
@@ -90,25 +95,36 @@ def tree_batch(
     images: Sequence[Image] = (),
 ) -> dict[str, Any]:
     """Return arguments of a model for examples in the form of `stock_mask`; layers with a state get no mask."""
-    shape = len(examples), max(map(len, examples))
-    batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "position_ids")}
+    shape = (len(examples), max(map(len, examples)))
+    input_ids = torch.zeros(shape, dtype=torch.int64)
+    position_ids = torch.zeros(shape, dtype=torch.int64)
     for row, example in enumerate(examples):
-        for name, values in batch.items():
-            values[row, : len(example)] = torch.from_numpy(getattr(example, name))
-    on_device: dict[str, Any] = {name: values.to(device) for name, values in batch.items()}
+        input_ids[row, : len(example)] = torch.from_numpy(example.input_ids)
+        position_ids[row, : len(example)] = torch.from_numpy(example.position_ids)
+    batch: dict[str, Any] = {"input_ids": input_ids.to(device), "position_ids": position_ids.to(device)}
     masks = make_masks(examples, config, dtype, device)
     if images:
-        on_device = add_images(on_device, masks, examples, images, config)
-    if states := stateful_kinds(config):
-        return {**on_device, "attention_mask": {**masks, **dict.fromkeys(states)} if masks else None}
-    return {**on_device, "attention_mask": masks if len(masks) > 1 else next(iter(masks.values()))}
+        batch = add_images(batch, masks, examples, images, config)
+    states = stateful_kinds(config)
+    if states:
+        batch["attention_mask"] = {**masks, **dict.fromkeys(states)} if masks else None
+    elif len(masks) > 1:
+        batch["attention_mask"] = masks
+    else:
+        (batch["attention_mask"],) = masks.values()
+    return batch
 
 
 @contextmanager
 def computing_targets(model: PreTrainedModel, targets: Sequence[Targets]) -> Iterator[None]:
     """Pass the hidden states of the targets alone, `[1, N, hidden_size]`, to the head of a model."""
-    rows = torch.tensor([row.row for row in targets for _ in row.queries], dtype=torch.int64)
-    queries = torch.tensor([query for row in targets for query in row.queries], dtype=torch.int64)
+    row_indices: list[int] = []
+    query_indices: list[int] = []
+    for row in targets:
+        row_indices += [row.row] * len(row.queries)
+        query_indices += row.queries
+    rows = torch.tensor(row_indices, dtype=torch.int64)
+    queries = torch.tensor(query_indices, dtype=torch.int64)
 
     def select(module: torch.nn.Module, args: object, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state[rows, queries][None]
