@@ -55,9 +55,9 @@ class IncrementalDetokenizer:
         self.visible += [token for token in tokens if token not in self.hidden]
         start = self._start()
         oldest = len(self.visible) - _MAX_INCOMPLETE
-        before = self._before(start)
+        prefix = self._before(start)
         for end in range(len(self.visible), self._num_decoded, -1):
-            added = self._added(before, start, end)
+            added = self._added(prefix, start, end)
             complete = not added.endswith(_REPLACEMENT)
             if complete or end <= oldest:
                 self._num_decoded = end
@@ -70,7 +70,9 @@ class IncrementalDetokenizer:
     def fork(self) -> IncrementalDetokenizer:
         """Return a copy, to which other tokens can be appended."""
         twin = copy.copy(self)
-        vars(twin).update((name, list(value)) for name, value in vars(self).items() if isinstance(value, list))
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                setattr(twin, name, list(value))
         return twin
 
     def flush(self) -> str:
@@ -88,15 +90,18 @@ class IncrementalDetokenizer:
             return text
         return _decode(self.tokenizer, self.visible[start : self._num_decoded])
 
-    def _added(self, before: str, start: int, end: int) -> str:
-        """Return the text that tokens add before index `end`; `before` is the text from `start` to the last of them."""
-        after = _decode(self.tokenizer, self.visible[start:end])
-        self._decoded = start, end, after
-        if after.startswith(before) and not after.endswith(_REPLACEMENT):
-            return after[len(before) :]
+    def _added(self, prefix: str, start: int, end: int) -> str:
+        """Return the text that tokens add before index `end`; `prefix` is the text from `start` to the last of them."""
+        text = _decode(self.tokenizer, self.visible[start:end])
+        self._decoded = start, end, text
+        continues = text.startswith(prefix)
+        if continues and not text.endswith(_REPLACEMENT):
+            return text[len(prefix) :]
         # An invalid byte makes a whole run of byte tokens unreadable, with the characters before it.
         alone = _decode(self.tokenizer, self.visible[self._num_decoded : end])
-        return alone if not after.startswith(before) or not alone.endswith(_REPLACEMENT) else after[len(before) :]
+        if continues and alone.endswith(_REPLACEMENT):
+            return text[len(prefix) :]
+        return alone
 
     def _start(self) -> int:
         """Return the last place at least `_CONTEXT` tokens back where a character begins, or 0."""
@@ -114,11 +119,11 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
         added = getattr(tokenizer, "added_tokens_decoder", {})
     except NotImplementedError:  # raised by tokenizers with named special tokens only
         added = {}
-    found = {token: str(how) for token, how in added.items() if how.special}
+    names = {token: str(added_token) for token, added_token in added.items() if added_token.special}
     for token in getattr(tokenizer, "all_special_ids", ()):
-        if token is not None and token not in found:
-            found[token] = _decode(tokenizer, [token])
-    return found
+        if token is not None and token not in names:
+            names[token] = _decode(tokenizer, [token])
+    return names
 
 
 def hidden_tokens(
@@ -128,8 +133,11 @@ def hidden_tokens(
 
     Special tokens that occur in `format_texts`, such as tags of the format in which a model writes, are kept.
     """
-    special = special_tokens(tokenizer).items()
-    return frozenset(ends).union(token for token, name in special if not name or name not in format_texts)
+    hidden = set(ends)
+    for token, name in special_tokens(tokenizer).items():
+        if not name or name not in format_texts:
+            hidden.add(token)
+    return frozenset(hidden)
 
 
 def visible_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], hidden: Collection[int]) -> str:
@@ -139,7 +147,9 @@ def visible_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], hidd
     if _REPLACEMENT not in text:
         return text
     detokenizer = IncrementalDetokenizer(tokenizer)
-    return "".join([*(detokenizer.add([token]) for token in visible), detokenizer.flush()])
+    parts = [detokenizer.add([token]) for token in visible]
+    parts.append(detokenizer.flush())
+    return "".join(parts)
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], before: Sequence[int]) -> list[bytes]:
@@ -147,14 +157,16 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], befor
 
     Decoders drop the leading space of a first token. A token that the tokenizer lacks has no bytes.
     """
-    tokens = list(tokens)
-    start = _decode(tokenizer, before)
-    decoded = [_decode(tokenizer, [*before, token]) for token in tokens]
-    added = [text[len(start) :] if text.startswith(start) else "" for text in decoded]
-    return [
-        _fragment(tokenizer, token, text) if _REPLACEMENT in text else text.encode(errors="ignore")
-        for token, text in zip(tokens, added, strict=True)
-    ]
+    prefix = _decode(tokenizer, before)
+    pieces = []
+    for token in tokens:
+        text = _decode(tokenizer, [*before, token])
+        added = text[len(prefix) :] if text.startswith(prefix) else ""
+        if _REPLACEMENT in added:
+            pieces.append(_fragment(tokenizer, token, added))
+        else:
+            pieces.append(added.encode(errors="ignore"))
+    return pieces
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Any, **options: bool) -> str:
@@ -169,13 +181,17 @@ def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 
 def _fragment(tokenizer: Any, token: int, text: str) -> bytes:
     """Return the bytes of a token that is part of a character, from its name in the vocabulary; `text` is decoded."""
-    name = tokenizer.convert_ids_to_tokens(token) if hasattr(tokenizer, "convert_ids_to_tokens") else ""
+    name = ""
+    if hasattr(tokenizer, "convert_ids_to_tokens"):
+        name = tokenizer.convert_ids_to_tokens(token)
     if isinstance(name, bytes):
         return name
     fallback = _BYTE_FALLBACK.fullmatch(name)
     if fallback:
         return bytes([int(fallback[1], 16)])
-    return bytes(_BYTE_LEVEL[c] for c in name) if all(c in _BYTE_LEVEL for c in name) else text.encode()
+    if all(character in _BYTE_LEVEL for character in name):
+        return bytes(_BYTE_LEVEL[character] for character in name)
+    return text.encode()
 
 
 def check_tokenizer(tokenizer: object) -> None:

@@ -33,8 +33,9 @@ def cache_folder() -> Path:
 
     As with Hugging Face's own cache, the default is `~/.cache` on every operating system.
     """
-    if own := os.environ.get("HF_PARALLEL_CACHE"):
-        return Path(own).expanduser()
+    folder = os.environ.get("HF_PARALLEL_CACHE")
+    if folder:
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hf_parallel"
 
 

@@ -145,9 +145,11 @@ def load(name: str | os.PathLike[str], **kwargs: Any) -> PreTrainedModel:
     OSError
         If there is no `generation_config.json`, or no model.
     """
-    known = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
-    stored = GenerationConfig.from_pretrained(name, **known)  # transformers would read the base model's file
-    return enable(AutoModelForCausalLM.from_pretrained(name, **{"generation_config": stored, **kwargs}))
+    hub_arguments = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
+    stored = GenerationConfig.from_pretrained(name, **hub_arguments)  # transformers would read the base model's file
+    kwargs.setdefault("generation_config", stored)
+    model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    return enable(model)
 
 
 def generate_as(
@@ -165,9 +167,9 @@ def generate_as(
             model.generation_config.generation_mode = mode
             model.generation_config.parallel_config = dict(settings)
         return model.generate(*inputs, **arguments)
-    given = arguments.pop("generation_mode", mode)
-    if given != mode:
-        raise ValueError(f"generation_mode must be {mode!r}, the mode of this custom_generate, got {given!r}")
+    called_mode = arguments.pop("generation_mode", mode)
+    if called_mode != mode:
+        raise ValueError(f"generation_mode must be {mode!r}, the mode of this custom_generate, got {called_mode!r}")
     config = make_config(mode, arguments.pop("parallel_config", None), settings)
     return model.generate(*inputs, parallel_config=config, **arguments)
 
@@ -184,7 +186,8 @@ def _mode_and_model(given: Any, tokenizer: Any) -> tuple[ParallelConfig, Any]:
                 f"set model.generation_config.generation_mode to one of {sorted(MODES)}, and optionally "
                 f"model.generation_config.parallel_config: this {type(given).__name__} names no mode to export"
             )
-        if (adapters := _adapters(model)) not in ([], ["default"]):
+        adapters = _adapters(model)
+        if adapters not in ([], ["default"]):
             raise ValueError(f"the model must have no adapter or one that is named 'default', got {adapters}")
     elif isinstance(given, ParallelConfig):
         config = given
@@ -244,5 +247,6 @@ def _check_folder(folder: Path) -> None:
     code = folder / GENERATE
     if code.is_file() and code.read_text(encoding="utf-8", errors="replace").startswith(MARK):
         return
-    if names := sorted(path.name for path in folder.iterdir()) if folder.exists() else []:
+    names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if names:
         raise FileExistsError(f"{folder} holds files of something else: {names}; pass a new or empty folder")

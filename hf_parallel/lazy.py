@@ -9,14 +9,25 @@ from pathlib import Path
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package, whose `__init__.pyi` lists its names with modules."""
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
-    modules = {name.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    modules = {}  # by name
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                modules[alias.name] = node.module
+    names = sorted(modules)
 
     def getattr_(name: str) -> object:
-        if (module := modules.get(name)) is None:
+        module = modules.get(name)
+        if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = import_module(f"{package}.{name}") if module == package else getattr(import_module(module), name)
+        if module == package:
+            value: object = import_module(f"{package}.{name}")
+        else:
+            value = getattr(import_module(module), name)
         vars(import_module(package))[name] = value
         return value
 
-    names = sorted(modules)
-    return getattr_, lambda: [*names], names
+    def dir_() -> list[str]:
+        return list(names)
+
+    return getattr_, dir_, names

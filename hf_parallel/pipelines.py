@@ -74,10 +74,10 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     def __init__(self, model: PreTrainedModel, *args: object, **kwargs: Any) -> None:
         enable(model)
         self._generation_config = kwargs.get("generation_config")
-        given = dict(kwargs)
+        arguments = dict(kwargs)
         config = take_parallel_config(model.generation_config, kwargs)
         self._mode = None if config is None else config.mode
-        self._settings = {name: given[name] for name in given.keys() - kwargs.keys()}
+        self._settings = {name: arguments[name] for name in arguments.keys() - kwargs.keys()}
         tokenizer = kwargs.get("tokenizer")
         if tokenizer is not None and tokenizer.pad_token_id is None:  # for padding; `generate` too defaults to eos
             tokenizer.pad_token = tokenizer.eos_token
@@ -141,9 +141,11 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
             prompt_text = Chat(prompt_text)  # type: ignore[arg-type] # from a dataset
         if not isinstance(prompt_text, str | Chat):
             raise _invalid_inputs(prompt_text)
-        config = parallel_config if prompt_helper else None
-        prompt = None if config is None else config.prompt
-        if (prompt is None or prompt.rules() is None) and isinstance(prompt_text, str):
+        prompt = None
+        if prompt_helper and parallel_config is not None:
+            prompt = parallel_config.prompt
+        has_rules = prompt is not None and prompt.rules() is not None
+        if not has_rules and isinstance(prompt_text, str):
             check_unused_template_kwargs(chat_template_kwargs, NOT_RENDERED)
             return super().preprocess(prompt_text, **kwargs)
         task: Any = prompt_text
@@ -151,11 +153,13 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         if isinstance(prompt_text, Chat):
             task = prompt_text.messages
             kwargs.pop("prefix", None)  # of texts
-            template = {name: kwargs.pop(name, None) for name in ("tools", "documents", "continue_final_message")}
+            for name in ("tools", "documents", "continue_final_message"):
+                template[name] = kwargs.pop(name, None)
         if getattr(self.tokenizer, "chat_template", None):
-            given = kwargs.pop("tokenizer_encode_kwargs", None) or {}
-            template |= {name: value for name, value in given.items() if name not in _OF_TOKENIZER}
-            kwargs["tokenizer_encode_kwargs"] = {name: given[name] for name in given.keys() & _OF_TOKENIZER}
+            encode_kwargs: dict[str, object] = {}
+            for name, value in (kwargs.pop("tokenizer_encode_kwargs", None) or {}).items():
+                (encode_kwargs if name in _OF_TOKENIZER else template)[name] = value
+            kwargs["tokenizer_encode_kwargs"] = encode_kwargs
             kwargs["add_special_tokens"] = False  # the template contains them
         text = render_prompt(prompt, task, self.tokenizer, chat_template_kwargs, **template)
         inputs = super().preprocess(text, **kwargs)
@@ -169,8 +173,9 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
             if log_probs:
                 raise ValueError("log_probs=True needs a generation_mode; plain generation has output_logits")
             return super()._forward(model_inputs, **generate_kwargs)
+        model = _OutputKeeper(self.model)
         proxy: Any = copy.copy(self)  # the base class drops all fields but tensors
-        proxy.model = model = _OutputKeeper(self.model)
+        proxy.model = model
         outputs = super(ParallelTextGenerationPipeline, proxy)._forward(model_inputs, **generate_kwargs)
         if not isinstance(model.output, ParallelOutput):
             return outputs
@@ -234,16 +239,19 @@ class _OutputKeeper:
         return getattr(self.model, name)
 
     def generate(self, **kwargs: Any) -> object:
-        config = kwargs["generation_config"] = copy.deepcopy(kwargs.get("generation_config"))
+        config = copy.deepcopy(kwargs.get("generation_config"))
+        kwargs["generation_config"] = config
         settings = kwargs if config is None else vars(config)
         as_dict = settings.get("return_dict_in_generate")
         settings["return_dict_in_generate"] = True
         self.output = self.model.generate(**kwargs)
-        return self.output if as_dict or isinstance(self.output, torch.Tensor) else self.output.sequences
+        if as_dict or isinstance(self.output, torch.Tensor):
+            return self.output
+        return self.output.sequences
 
 
 class _VisibleText:
-    """Wraps a tokenizer: a text without special tokens does not have the tokens either that end a row."""
+    """Tokenizer that treats the tokens that end a row as special: texts without special tokens leave them out."""
 
     def __init__(self, tokenizer: Any, end_tokens: Collection[int]) -> None:
         self.tokenizer = tokenizer
@@ -274,11 +282,13 @@ def _merged(
         return {"generated_text": text}
     if isinstance(prompt, str):
         return {"generated_text": prompt + text}
-    *before, last = prompt.messages
-    continued = last["role"] == "assistant" if continue_final_message is None else continue_final_message
-    if continued:
-        return {"generated_text": [*before, {**last, "content": last["content"] + text}]}
-    return {"generated_text": [*before, last, {"role": "assistant", "content": text}]}
+    *earlier, last = prompt.messages
+    if continue_final_message is None:
+        continue_final_message = last["role"] == "assistant"
+    if continue_final_message:
+        continued = {**last, "content": last["content"] + text}
+        return {"generated_text": [*earlier, continued]}
+    return {"generated_text": [*earlier, last, {"role": "assistant", "content": text}]}
 
 
 if __name__ == "hf_parallel.pipelines":  # not in the copy that `save_pretrained` makes

@@ -5,6 +5,7 @@ the module that has the registry.
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module, util
 from importlib.abc import Loader, MetaPathFinder
@@ -60,4 +61,10 @@ class _CallingLoader(Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._function()
+        try:
+            self._function()
+        except Exception as error:  # the module works without this package
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"hf_parallel is not registered with {module.__name__}: {reason}", RuntimeWarning, stacklevel=2
+            )

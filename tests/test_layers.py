@@ -248,6 +248,10 @@ def test_importing_the_package_registers_its_pipeline(imports: str) -> None:
     run(f"{imports}\nimport transformers\n{check}")
 
 
+def test_a_pipeline_that_cannot_be_registered_is_a_warning() -> None:
+    run(_PIPELINE_THAT_FAILS)
+
+
 @pytest.mark.slow
 def test_core_needs_torch_and_transformers_only() -> None:
     run(f"HIDDEN = set({OPTIONAL!r})" + _WITHOUT_EXTRAS)
@@ -265,6 +269,17 @@ from tiny import build, make_prompts
 model = build("llama")
 arguments = {"input_ids": make_prompts([6])[0][None], "max_new_tokens": 3, "do_sample": False}
 plain = model.generate(**arguments)
+"""
+
+_PIPELINE_THAT_FAILS = """
+import warnings
+import hf_parallel
+sys.modules["hf_parallel.pipelines"] = None  # importing it raises an error
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import transformers.pipelines
+texts = [str(warning.message) for warning in caught]
+assert any("hf_parallel is not registered with transformers.pipelines: " in text for text in texts), texts
 """
 
 _WITHOUT_EXTRAS = f"""

@@ -114,7 +114,7 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
 
     @property
     def log_probs_mask(self) -> torch.Tensor:
-        """Which tokens of `log_probs` were sampled, bool `[rows, new tokens]`."""
+        """Mask of the tokens of `log_probs` that were sampled, bool `[rows, new tokens]`."""
         return ~self.log_probs.isnan()
 
     def columns(self, prompt: int) -> list[str]:
