@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hf_parallel.cache.images import FIRST_ID, ImageSpan, ImageTable
+from hf_parallel.cache.images import ImageSpan, ImageTable, is_image
 from hf_parallel.cache.pool import Block, Pool
 from hf_parallel.kernels import AttentionPlan, Increments, to_device
 
@@ -89,10 +89,10 @@ def find_images(
     segment: Segment, tokens: Sequence[int], table: ImageTable, placeholder: int
 ) -> tuple[Segment, Sequence[int]]:
     """Return a segment with its image tokens, and its tokens with a placeholder for each of them."""
-    if max(tokens) < FIRST_ID:
+    if not is_image(max(tokens)):
         return segment, tokens
     found = replace(segment, images=tuple(table.spans(tokens)))
-    return found, [token if token < FIRST_ID else placeholder for token in tokens]
+    return found, [placeholder if is_image(token) else token for token in tokens]
 
 
 def view_length(view: View) -> int:

@@ -54,9 +54,14 @@ class Image:
         return FIRST_ID + (self.key << _PLACE_BITS) + np.arange(self.num_tokens)
 
 
+def is_image(ids: Any) -> Any:
+    """Return whether an id, or which ids of an array or tensor, are those of image tokens."""
+    return ids >= FIRST_ID
+
+
 def count_images(tokens: np.ndarray) -> int:
     """Return the number of images that begin in a prompt, int64 `[length]`."""
-    return int(((tokens >= FIRST_ID) & (tokens % MAX_TOKENS == 0)).sum())
+    return int((is_image(tokens) & (tokens % MAX_TOKENS == 0)).sum())
 
 
 class ImageSpan(NamedTuple):
@@ -86,7 +91,7 @@ class ImageTable(WeakValueDictionary[int, Image]):
     def spans(self, tokens: Sequence[int] | np.ndarray) -> Iterator[ImageSpan]:
         """Yield the spans of image tokens in a sequence."""
         ids = np.asarray(tokens, np.int64)
-        places = np.flatnonzero(ids >= FIRST_ID)
+        places = np.flatnonzero(is_image(ids))
         for successive in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1 if len(places) else []):
             while len(successive):
                 key, first = divmod(int(ids[successive[0]]) - FIRST_ID, MAX_TOKENS)
@@ -112,7 +117,7 @@ class ImageTable(WeakValueDictionary[int, Image]):
 
     def shift(self, tokens: np.ndarray) -> int:
         """Return by how much the positions after tokens, a part made by `split`, differ from their number."""
-        if not len(self) or tokens[-1] < FIRST_ID:
+        if not len(self) or not is_image(tokens[-1]):
             return 0
         *_, last = self.spans(tokens)
         return last.image.shift if last.stop == last.image.num_tokens else 0

@@ -272,7 +272,7 @@ class Cursors:
         self._owners: dict[int, object] = {}
 
     def start(self, row: int, key: str, tokens: Sequence[int]) -> None:
-        """Place a row's cursor on the node of its prompt, `tokens`; `key` identifies the model."""
+        """Place a row's cursor on the node of the steps of a `LogitsKey`, `tokens`; `key` identifies the model."""
         with self._cache.lock:
             node = self._cache.root(key)
             for token in tokens:
@@ -280,7 +280,7 @@ class Cursors:
             self._place(row, node)
 
     def advance(self, row: int, token: int) -> None:
-        """Move a row's cursor to the child with `token`, which is created if missing."""
+        """Move a row's cursor to the child with `token`, or another step, which is created if missing."""
         with self._cache.lock:
             self._place(row, self._cache.child(self._nodes[row], int(token)))
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_parallel.cache.images import FIRST_ID
+from hf_parallel.cache.logits_key import are_steps
 from hf_parallel.files import MAX_NUMBER
 
 NODE_BYTES = 400
@@ -112,9 +112,9 @@ class CachedDistribution:
 
 @dataclass(eq=False)
 class TrieNode:
-    """A token sequence: that of the parent, followed by `token`."""
+    """The key of the parent, followed by `token`."""
 
-    token: int
+    token: int  # or another step of a `LogitsKey`
     parent_ref: weakref.ref[TrieNode] | None  # weak: a trie without reference cycles is freed at once
     children: dict[int, TrieNode] = field(default_factory=dict)
     logits: CachedLogits | None = None  # of the next token
@@ -221,9 +221,7 @@ def check_arrays(arrays: dict[str, torch.Tensor], top_k: int | None) -> None:
     _require("dtypes", *(arrays[name].dtype == type_ for name, type_ in types.items()))
     _require("dtypes", rest.is_floating_point(), values.is_floating_point())
     _require("lengths", *(arrays[name].shape == (count,) for name in ("parents", "used", "places")))
-    # Keys of Hogwild! states are negative, see `RowGroup.advance`.
-    known = (arrays["tokens"] < vocabulary) | (arrays["tokens"] >= FIRST_ID)
-    _require("tokens", known.all(), (arrays["used"] >= 0).all())
+    _require("tokens", are_steps(arrays["tokens"], vocabulary).all(), (arrays["used"] >= 0).all())
     _require("times of use", (arrays["used"] <= MAX_NUMBER).all())
     _require("parents", (parents >= 0).all(), (parents <= torch.arange(count)).all())
     _require("nodes", len(set(zip(parents.tolist(), arrays["tokens"].tolist(), strict=True))) == count)

@@ -14,7 +14,8 @@ from transformers.utils import logging
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.cache.fingerprint import active_dropout
-from hf_parallel.cache.images import FIRST_ID, Image, ImageTable
+from hf_parallel.cache.images import Image, ImageTable, is_image
+from hf_parallel.cache.logits_key import LogitsKey
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import common_prefix
@@ -77,9 +78,15 @@ class GenerationCall:
     @cached_property
     def prompt_tokens(self) -> int:
         """Number of distinct prompt tokens: prefixes that the prompts share count once."""
-        prompts = sorted(map(with_gaps, self.prompts, self.gaps))
-        shared = sum(common_prefix(np.array(a), np.array(b)) for a, b in zip(prompts, prompts[1:], strict=False))
+        keys = sorted(self.logits_keys)
+        prompts = [np.array(key.steps) for key in keys]
+        shared = sum(common_prefix(a, b) for a, b in zip(prompts, prompts[1:], strict=False))
         return sum(map(len, prompts)) - shared
+
+    @cached_property
+    def logits_keys(self) -> list[LogitsKey]:
+        """Key of each prompt in a `LogitsCache`."""
+        return list(map(LogitsKey.of_prompt, self.prompts, self.gaps))
 
     @property
     def placeholder(self) -> int:
@@ -89,7 +96,7 @@ class GenerationCall:
 
     def token_ids(self, tokens: np.ndarray) -> np.ndarray:
         """Return tokens with the placeholder's id in place of those of image tokens."""
-        return np.where(tokens < FIRST_ID, tokens, self.placeholder)
+        return np.where(is_image(tokens), self.placeholder, tokens)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -239,11 +246,6 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of rows of a model's embedding."""
     default: int = model.config.get_text_config(decoder=True).vocab_size  # if it is on another rank
     return getattr(model.get_input_embeddings(), "num_embeddings", default)
-
-
-def with_gaps(prompt: np.ndarray, gaps: Mapping[int, int]) -> list[int]:
-    """Return the tokens of a prompt, with the negative number of masked tokens wherever there are any: a unique key."""
-    return np.insert(prompt, list(gaps), [-count for count in gaps.values()]).tolist()
 
 
 def _unpad(

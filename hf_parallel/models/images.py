@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_parallel.cache.images import FIRST_ID, KEY_BITS, MAX_TOKENS, Image, ImageSpan, ImageTable
+from hf_parallel.cache.images import KEY_BITS, MAX_TOKENS, Image, ImageSpan, ImageTable, is_image
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.models.intercept.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
 from hf_parallel.models.probing.signature import parameters_of
@@ -126,8 +126,8 @@ def read_images(
             f"{(input_ids == model.config.image_token_id).sum(1).tolist()} of the placeholder "
             f"{model.config.image_token_id} in their rows"
         )
-    is_text = input_ids < FIRST_ID  # others are no tokens, and raise an error later
-    if positions is not None and positions.ndim == 3 and is_text.all():
+    are_tokens = not is_image(input_ids).any()  # other ids raise an error later
+    if positions is not None and positions.ndim == 3 and are_tokens:
         _check_positions(model, ids, positions[-3:].cpu(), mask, known)
     return torch.from_numpy(ids).to(input_ids.device), images
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PretrainedConfig
 
-from hf_parallel.cache.images import FIRST_ID, Image, ImageSpan, ImageTable
+from hf_parallel.cache.images import Image, ImageSpan, ImageTable, is_image
 from hf_parallel.generation.image_prompts import take_images
 from hf_parallel.models.images import TOKEN_TYPES, image_arguments, image_inputs
 from hf_parallel.training.attention import require_enabled
@@ -74,7 +74,7 @@ def add_images(
                     raise ValueError("image tokens that see each other need sdpa or eager attention in the loss")
                 mask[row, 0, tokens, tokens] = mask.dtype == torch.bool
     features = image_arguments([span for of_example in spans for span in of_example])
-    ids = ids.masked_fill(ids >= FIRST_ID, config.image_token_id)
+    ids = ids.masked_fill(is_image(ids), config.image_token_id)
     return {"input_ids": ids, "position_ids": positions, **features}
 
 

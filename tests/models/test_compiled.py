@@ -121,7 +121,7 @@ def test_other_threads_run_the_layers_as_they_are_meanwhile() -> None:
         thread.join()
         return torch.zeros(0)
 
-    layers.run(meanwhile)
+    layers.forward(meanwhile)
     assert num_graphs() == before
     assert torch.equal(results[0], model(PROMPT[None]).logits)
     assert all("_compiled_call_impl" not in vars(layer) for layer in layers.layers)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hf_parallel.cache import Block, Segment, View
+from hf_parallel.cache.logits_key import state_step
 from hf_parallel.cache.tree import Node
 
 PassInputs = list[tuple[Segment, Sequence[int]]]
@@ -117,12 +118,12 @@ class RowGroup:
         raise NotImplementedError
 
     def advance(self, inputs: PassInputs, ends: Sequence[int]) -> list[int]:
-        """Add a pass to the digest. Return the cache key of each row, negative so that it differs from all tokens;
-        `ends` are the indices of the rows' last segments."""
+        """Add a pass to the digest. Return the step of each row to its new `LogitsKey`; `ends` are the indices of the
+        rows' last segments."""
         places, changed = self.describe(inputs)
         appended = [(place, *map(int, tokens)) for place, (_, tokens) in zip(places, inputs, strict=True)]
         self._digest = _digest(self._digest, (appended, changed))
-        return [-1 - (int.from_bytes(_digest(self._digest, places[end])[:8], "big") >> 1) for end in ends]
+        return [state_step(_digest(self._digest, places[end])) for end in ends]
 
 
 def _digest(previous: bytes, state: object) -> bytes:

@@ -59,8 +59,8 @@ class Runner:
             new = group.inserted_tokens
             group.inserted_tokens = 0
             if replayer is not None:
-                keys = group.advance(own, own_ends)
-                if replayer.skip_pass([row.index for row in members], keys):
+                steps = group.advance(own, own_ends)
+                if replayer.skip_pass([row.index for row in members], steps):
                     group.backlog.append(own)
                     continue
             computed.append(group)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_parallel.cache.tree import Node
-from hf_parallel.generation.call import GenerationCall, with_gaps
+from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import Generated, ModeTraits
 from hf_parallel.generation.decoding.loop import DecodeLoop
 from hf_parallel.generation.decoding.prefill import (
@@ -70,7 +70,7 @@ class SharedPrefixRun:
 
     def generate(self) -> Steps[Generated]:
         """Generate. Return a tensor `int64 [rows, length]` or a `ParallelOutput`."""
-        prompts = [with_gaps(*prompt) for prompt in zip(self.call.prompts, self.call.gaps, strict=True)]
+        prompts = self.call.logits_keys
         with self.loop.running(), replaying(self.loop, self.config, prompts, self.config.draft_tokens):
             rows = yield from self.loop.replay([Row(index, ()) for index in range(self.call.num_rows)], may_wait=True)
             if rows:

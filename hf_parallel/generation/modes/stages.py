@@ -20,10 +20,11 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
+from hf_parallel.cache.logits_key import LogitsKey
 from hf_parallel.cache.tree import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_gaps
+from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.decoding.loop import DecodeLoop
 from hf_parallel.generation.decoding.prefill import (
     SUFFIX_CAPACITY,
@@ -122,7 +123,8 @@ class _Stage:
         self.loop = DecodeLoop(_with_padding(call, padding), run.cache, table, criteria, seed, stream=False)
 
     def generate(self, config: ReplayConfig) -> Steps[DecodeLoop]:
-        with self.loop.running(), replaying(self.loop, config, [with_gaps(row.prompt, row.gaps) for row in self.rows]):
+        prompts = [LogitsKey.of_prompt(row.prompt, row.gaps) for row in self.rows]
+        with self.loop.running(), replaying(self.loop, config, prompts):
             active = yield from self.loop.replay(self.rows, self._on_token)
             if active:
                 yield from self._decode(active)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hf_parallel.cache.logits import LogitsCache
+from hf_parallel.cache.logits_key import LogitsKey
 from hf_parallel.generation.call import has_dropout
 from hf_parallel.generation.config import OutputT, ParallelConfig
 from hf_parallel.generation.decoding.loop import DecodeLoop
@@ -48,11 +49,12 @@ class ReplayConfig(ParallelConfig[OutputT]):
 
 @contextmanager
 def replaying(
-    loop: DecodeLoop, config: ReplayConfig, prompts: Sequence[list[int]] = (), draft_tokens: int | None = 0
+    loop: DecodeLoop, config: ReplayConfig, prompts: Sequence[LogitsKey] = (), draft_tokens: int | None = 0
 ) -> Iterator[None]:
     """Let a decode loop replay and cache logits, if the config has a `logits_cache`.
 
-    `prompts` are those of rows 0, 1, ... (see `with_gaps`). Rows of groups need none: nothing is prefetched for them.
+    `prompts` are those of rows 0, 1, ... (`GenerationCall.logits_keys`). Rows of groups need none: nothing is
+    prefetched for them.
     """
     if config.logits_cache is None or has_dropout(loop.call.model, "logits_cache"):
         yield

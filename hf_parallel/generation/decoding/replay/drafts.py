@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from weakref import WeakKeyDictionary
 
-from hf_parallel.cache.images import FIRST_ID
 from hf_parallel.cache.logits import LogitsCache
+from hf_parallel.cache.logits_key import is_in_text, is_token
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.models.cpu.linear import pass_cost
 
@@ -115,7 +115,7 @@ class NgramDrafter:
 
     def _continuation(self, node: TrieNode) -> TrieNode | None:
         """Return the most recently used child that is neither a state of Hogwild! nor a token of an image."""
-        children = [child for child in self.cache.children(node) if 0 <= child.token < FIRST_ID]
+        children = [child for child in self.cache.children(node) if is_token(child.token)]
         return max(children, key=attrgetter("last_used"), default=None)
 
 
@@ -139,7 +139,7 @@ def _best_length(rates: Sequence[float], num_rows: int, linear_backend: str) -> 
 def _last_tokens(node: TrieNode) -> tuple[int, ...]:
     tokens: list[int] = []
     current: TrieNode | None = node
-    while current is not None and current.token >= 0 and len(tokens) < NGRAMS[0]:
+    while current is not None and is_in_text(current.token) and len(tokens) < NGRAMS[0]:
         tokens.append(current.token)
         current = current.parent
     return tuple(reversed(tokens))

@@ -13,6 +13,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from hf_parallel.cache.fingerprint import require_present
 from hf_parallel.cache.logits import LogitsCache
+from hf_parallel.cache.logits_key import LogitsKey, is_in_text
 from hf_parallel.cache.logits_trie import TrieNode
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
@@ -74,20 +75,20 @@ class Replayer:
         self._prefetcher = Prefetcher(self.distributions, policy.looks_ahead) if prefetch else None
 
     @contextmanager
-    def tracking(self, prompts: Sequence[list[int]] = ()) -> Iterator[None]:
+    def tracking(self, prompts: Sequence[LogitsKey] = ()) -> Iterator[None]:
         """Place the cursors of rows 0, 1, ... on their prompts; nodes under a cursor are not evicted."""
         with self.cache.cursors() as self.cursors:
             for row, prompt in enumerate(prompts):
-                self.cursors.start(row, self.model_key, prompt)
+                self.cursors.start(row, self.model_key, prompt.steps)
                 self._tracked.add(row)
             roots = {self.cursors.node(row): self.sampler.table.lengths[row] for row in self._tracked}
             self.prompts = list(roots)
             with nullcontext() if self._prefetcher is None else self._prefetcher.open(roots):
                 yield
 
-    def place(self, row: int, tokens: Sequence[int]) -> None:
-        """Place the cursor of a row on the node of its tokens, prompt included. Negative numbers are keys."""
-        self.cursors.start(row, self.model_key, tokens)
+    def place(self, row: int, key: LogitsKey) -> None:
+        """Place the cursor of a row on the node of what it has seen, its prompt included."""
+        self.cursors.start(row, self.model_key, key.steps)
         self._tracked.add(row)
 
     def replayable(self, rows: Sequence[int]) -> list[int]:
@@ -96,13 +97,13 @@ class Replayer:
             return list(rows) if rows and self.lookup(rows) else []
         return [row for row in rows if self.lookup([row])]
 
-    def skip_pass(self, rows: Sequence[int], keys: Sequence[int]) -> bool:
-        """Advance cursors of rows by the keys from `RowGroup.advance`. Return whether the logits of all are cached."""
-        for row, key in zip(rows, keys, strict=True):
+    def skip_pass(self, rows: Sequence[int], steps: Sequence[int]) -> bool:
+        """Advance cursors of rows by the steps from `RowGroup.advance`. Return whether the logits of all are cached."""
+        for row, step in zip(rows, steps, strict=True):
             if row in self._tracked:
-                self.cursors.advance(row, key)
+                self.cursors.advance(row, step)
             else:
-                self.cursors.start(row, self.model_key, [key])
+                self.cursors.start(row, self.model_key, [step])
                 self._tracked.add(row)
         return self.lookup(rows)
 
@@ -253,8 +254,8 @@ def last_continuation(cache: LogitsCache, node: TrieNode) -> tuple[list[TrieNode
             nodes.append(node)
             tokens.append(child.token)
             uncertainty.append(uncertainty_at(node, logits))
-        elif child.token >= 0:
-            break  # logits are missing; a negative key of a row group has none
+        elif is_in_text(child.token):
+            break  # logits are missing; before the state of a row group there are none
         node = child
     return nodes, tokens, uncertainty
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_parallel.cache import Block, View
+from hf_parallel.cache.logits_key import LogitsKey
 from hf_parallel.cache.pool import Pool
 from hf_parallel.generation.decoding.rows import PendingWrites, Row
 from hf_parallel.generation.modes.branches.output import BRANCHES, SKELETON
@@ -81,8 +81,8 @@ class Lane(Row):
         self.num_samples: int = 0 if parent is None else parent.num_samples
         self.steps = 0  # of its critical path
         self.fresh: list[Token] = []  # tokens that were sampled last, of joined paths after a join
-        self.before: list[int] = []  # keys, in the cache of logits, of what it sees before `own`
-        self.context: list[int] | None = None  # keys of all that it saw when it last changed by more than a token
+        self.before = LogitsKey()  # of what it sees before `own`
+        self.context: LogitsKey | None = None  # of all that it saw when it last changed by more than a token
         self.num_computed = 0  # tokens of an ended path with keys and values
         self.open_fork: OpenFork | None = None
         self.paths: list[Lane] = []
@@ -241,9 +241,3 @@ def aligned(samples: list[torch.Tensor] | None, answers: Sequence[Sequence[Token
                 values[index] = samples[token.draw][token.row]
         found.append(values)
     return found
-
-
-def key_of(positions: str, contexts: Sequence[Sequence[int]]) -> int:
-    """Return the key of joined paths in the cache of logits, which differs from all tokens."""
-    digest = hashlib.sha256(repr((positions, contexts)).encode()).digest()
-    return -(1 << 56) - int.from_bytes(digest[:7], "big")

@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from hf_parallel.cache import Segment
 from hf_parallel.cache.tree import Node
 from hf_parallel.detokenizer import decode, hidden_tokens
-from hf_parallel.generation.call import GenerationCall, vocabulary_size, with_gaps
+from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.caller import warn_sequential
 from hf_parallel.generation.config import Generated
 from hf_parallel.generation.decoding.loop import DecodeLoop
@@ -37,7 +37,6 @@ from hf_parallel.generation.modes.branches.lanes import (
     Records,
     aligned,
     answer_log_probs,
-    key_of,
 )
 from hf_parallel.generation.modes.branches.output import BRANCHES, CONTINUATION, STAGES, StageStats
 from hf_parallel.generation.modes.branches.settings import BranchSettings
@@ -150,7 +149,7 @@ class BranchRun:
             cache.nodes_to_prefill()  # allocates blocks
             for index, view in enumerate(cache.new_answers(self.leaves, self.capacity)):
                 root = Lane(Answer(index, call.max_new_tokens), index, view)
-                root.before = with_gaps(call.prompts[index], call.gaps[index])
+                root.before = call.logits_keys[index]
                 root.reader = self.new_reader()
                 self.roots.append(root)
             for root in self.roots if self.opening else ():
@@ -260,7 +259,7 @@ class BranchRun:
         while replayer is not None:
             for row in rows:
                 if row.context is None:
-                    row.context = [*row.before, *ids(row.own)]
+                    row.context = row.before.then(ids(row.own))
                     replayer.place(row.index, row.context)
             is_joint = replayer.sampler.is_stateful or not all(root.tokens for root in self.roots)
             answers: dict[int, list[int]] = {}
@@ -361,7 +360,7 @@ class BranchRun:
         rows = self.loop.sampler.fork(lane.index, count)
         for row, view, (name, first) in zip(rows, views, fork.paths, strict=True):
             path = Lane(answer, row, view, first, lane)
-            path.before = [*lane.before, *ids(lane.own), -2 - len(lane.paths)]
+            path.before = lane.before.then(ids(lane.own)).branch(len(lane.paths))
             self.loop.table.extend(row, path.pending)
             if fork.is_separate and lane.paths:
                 path.is_rest = True
@@ -447,13 +446,13 @@ class BranchRun:
             view = list(first.view)
             block_from = start + first.block_from
             self.stages[CONTINUATION].computed_again += sum(path.num_computed for path in others)
-            lane.before = [*lane.before, *ids([*lane.own, *text, *fork.joined])]
+            lane.before = lane.before.then(ids([*lane.own, *text, *fork.joined]))
             lane.fresh = [token for path in paths for token in path.fresh]
         else:
             view = self._placed(lane)
             block_from = start + len(text)
-            contexts = [[*path.before[len(lane.before) :], *ids(path.own)] for path in paths]
-            lane.before = [*lane.before, *ids(lane.own), key_of(self.positions, contexts), *ids(fork.joined)]
+            branches = [path.before.then(ids(path.own)) for path in paths]
+            lane.before = lane.before.join(ids(lane.own), branches, self.positions).then(ids(fork.joined))
             lane.fresh = []
         text += fork.joined
         lane.steps += max(path.steps for path in paths)

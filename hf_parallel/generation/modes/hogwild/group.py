@@ -11,7 +11,6 @@ from hf_parallel.cache import Segment, View
 from hf_parallel.cache.tree import Node
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.call import with_gaps
 from hf_parallel.generation.decoding.loop import DecodeLoop
 from hf_parallel.generation.decoding.rows import PassInputs, PendingWrites, Row, RowGroup
 from hf_parallel.generation.modes.final_answers import AnswerSearch
@@ -37,7 +36,7 @@ class WorkerGroup(RowGroup):
         self.leaf = leaf
         self.call = loop.call
         prompt = self.call.prompts[index]
-        super().__init__((config.layout, config.num_workers, with_gaps(prompt, self.call.gaps[index])))
+        super().__init__((config.layout, config.num_workers, list(self.call.logits_keys[index].steps)))
         self.headers = [self.encode(text) for text in config.headers]
         lengths = [len(tokens) for tokens in self.headers]
         self.space = cache.new_workspace(config.layout, leaf.view, config.num_workers, lengths)
