@@ -1,4 +1,4 @@
-"""Keys of cached logits: rows that have seen different things have different ones, and saved files keep their meaning."""
+"""Keys of cached logits: rows that have seen other things have other keys, and saved files keep their meaning."""
 
 from __future__ import annotations
 

@@ -163,20 +163,20 @@ def test_prompts_whose_states_a_failed_pass_has_half_written_are_computed_again(
     prompts = [shared[: 6 * i] + [rng.randrange(3, tiny.VOCAB_SIZE) for _ in range(20)] for i in range(6)]
     expected = [alone.tokens(prompt) for prompt in prompts]
     with Engine(model, max_batch_tokens=16) as engine:  # prompts are computed in several passes
-        run, plan = engine._forward, engine._plan
+        compute, fit = engine._forward, engine._fit
         batches: list[list[Any]] = []
 
         def note(batch: list[Any]) -> Any:
             batches.append(batch)
-            return plan(batch)
+            return fit(batch)
 
         def fail(joined: Any, forward: Any, adapter: str | None) -> torch.Tensor:
             if len(batches[-1]) > 1 and len(broken) < 6 and rng.random() < 0.3:
                 broken.append(engine._cached_model.logits(forward, joined.ids, joined.logits_to_keep))
                 raise RuntimeError("a kernel failed")
-            return run(joined, forward, adapter)
+            return compute(joined, forward, adapter)
 
-        engine._plan = note  # type: ignore[method-assign]
+        engine._fit = note  # type: ignore[method-assign]
         engine._forward = fail  # type: ignore[method-assign]
         handles = [engine.submit(prompt, **settings) for prompt in prompts]
         rows = [

@@ -49,7 +49,7 @@ class Fails:
     [
         (Arena, "write", 0),
         (Arena, "write", 1),
-        (Runner, "run", 0),
+        (Runner, "compute", 0),
         (DecodeLoop, "sample", 0),
         (Worker, "advance", 1),
         (HogwildCache, "end_step", 0),
