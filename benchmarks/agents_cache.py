@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from hf_parallel.engine import ContributionPolicy, LeastRecentlyUsed
+from hf_parallel.progress import progress_bar
 
 from .cache_policies import OwnerScore, StepsToExecution, TimedHints, TimeToLive
 from .cache_simulation import TraceRequest, named_tokens, simulate
@@ -170,7 +171,8 @@ def compare(
     """
     entries: list[dict[str, Any]] = []
     lru = [measure(*pair) for pair in zip(traces, budgets, strict=True)]
-    for name, policy in {"unlimited": LeastRecentlyUsed, **policies}.items():
+    compared = {"unlimited": LeastRecentlyUsed, **policies}.items()
+    for name, policy in progress_bar(compared, what="Simulated caches", unit="policies"):
         found, fewer = [], dict[str, list[float]](fewer_misses=[], fewer_evicted=[])
         for trace, budget, base in zip(traces, budgets, lru, strict=True):
             one = measure(trace, None if name == "unlimited" else budget, policy())

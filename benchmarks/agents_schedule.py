@@ -20,6 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel.engine import ContributionPolicy, Engine, LeastRecentlyUsed
+from hf_parallel.progress import progress_bar
 
 from .agents_cache import FiveAgents, Request
 
@@ -117,7 +118,7 @@ def measure(model: Any, traces: Sequence[Sequence[Request]], policy: Any, rows: 
 def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     """Return the entries of the report: means of each way, and ratios to `lru` by seed."""
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for seed in range(sizes.seeds):
+    for seed in progress_bar(range(sizes.seeds), what="Workflows in an engine", unit="seeds"):
         numbers = range(seed * sizes.workflows, (seed + 1) * sizes.workflows)
         traces = [FiveAgents(sizes.rounds, number, **LENGTHS).trace() for number in numbers]
         for way, policy in WAYS.items():

@@ -25,6 +25,7 @@ from typing import Any
 from hf_parallel.agents import Completion, Runtime, TreeOfThoughts, agent, gather, next, spawn
 from hf_parallel.engine import Engine
 from hf_parallel.generation.sampling.rng import mix
+from hf_parallel.progress import progress_bar
 
 from .resample import solvable
 
@@ -94,7 +95,10 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     puzzles = [" ".join(map(str, numbers)) for numbers in itertools.islice(solvable(), sizes.count)]
     game24 = SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
     supervisor = TreeOfThoughts(sizes.size, sizes.size, value=game24.judge, goal=game24.SOLVED)
-    runs = {way: run_way(way, game24, supervisor, puzzles, model, tokenizer, sizes.seed) for way in WAYS}
+    runs = {
+        way: run_way(way, game24, supervisor, puzzles, model, tokenizer, sizes.seed)
+        for way in progress_bar(WAYS, what=f"{len(puzzles)} puzzles", unit="ways")
+    }
     ways, trees = {way: figures for way, (figures, _) in runs.items()}, runs["cached"][1]
     same = {way: statistics.mean(tree == runs[way][1].get(name) for name, tree in trees.items()) for way in WAYS[1:]}
     ratios = {f"{way}_by_cached": ways[way]["seconds"] / ways["cached"]["seconds"] for way in same}

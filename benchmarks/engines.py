@@ -27,6 +27,7 @@ import torch
 
 from hf_parallel.files import cache_folder
 from hf_parallel.models.loading.embedded import _find_gguf_file
+from hf_parallel.progress import progress_bar
 
 from .engine import question, system_prompt
 from .report import set_up
@@ -141,7 +142,8 @@ def measure(
     workers: dict[str, Worker] = {}
     replies: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     found: dict[str, Any] = {}
-    for number in range(sizes.rounds):
+    rounds = progress_bar(range(sizes.rounds), what=f"{rows} rows of {case['prompt']} tokens", unit="rounds")
+    for number in rounds:
         if number and (time.monotonic() - began) * (number + 1) / number > seconds:
             break
         asked = request(case, number, tokenizer, sizes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from hf_parallel.progress import progress_bar
+
 from .measure import PrefilledCache, StepClock, long_prompt, run_rounds, step_ratio, tail
 
 SIZES: dict[str, Any] = {"prompt": 2048, "passes": 24, "rounds": 5, "workers": (1, 2, 4, 8), "layout": "combined"}
@@ -34,8 +36,8 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     prefilled = PrefilledCache(model, ids)
     times = run_rounds({"generate": plain, "hogwild": hogwild}, sizes.rounds)
     stats, scaling = outputs[-1].stats, {}
-    for workers in (*sizes.workers[:1], *sizes.workers):  # the first call is a warm-up
-        print(f"{workers} workers")
+    numbers = (*sizes.workers[:1], *sizes.workers)  # the first call is a warm-up
+    for workers in progress_bar(numbers, what="Numbers of workers", unit="calls"):
         hogwild(clock := StepClock(), workers)
         step = statistics.median(clock.step_seconds)
         figures = {"step_seconds": step, "tokens_per_second": workers / step, **tail(clock.step_seconds)}

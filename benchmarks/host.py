@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_parallel
 from hf_parallel.engine import Engine
+from hf_parallel.progress import progress_bar
 
 SIZES: dict[str, Any] = {"prompt": 64, "new_tokens": 129, "rounds": 4, "rows": "1,16,64,256"}
 QUICK: dict[str, Any] = {"prompt": 8, "new_tokens": 5, "rounds": 1, "rows": "1,4"}
@@ -76,7 +77,7 @@ def measure(model: Any, prompts: torch.Tensor, sizes: Any) -> dict[str, float]:
     }
     least = dict.fromkeys(ways, float("inf"))
     steps = sizes.new_tokens - 1
-    for _ in range(sizes.rounds):
+    for _ in progress_bar(range(sizes.rounds), what=f"{len(prompts)} rows", unit="rounds"):
         for name, seconds in ways.items():
             short = seconds(1)
             least[name] = min(least[name], 1e3 * (seconds(sizes.new_tokens) - short) / steps)

@@ -19,6 +19,7 @@ from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.kernels import native
 from hf_parallel.models.cpu.linear import LINEAR_VARIABLE, linear_layers
 from hf_parallel.models.intercept.attention import block_attention_enabled
+from hf_parallel.progress import progress_bar
 
 from .measure import long_prompt, timed
 
@@ -48,7 +49,7 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
     times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     with block_attention_enabled(model, cache):
         forward(Segment([prompt], sizes.prompt))
-        for number in range(sizes.rounds + 1):
+        for number in progress_bar(range(sizes.rounds + 1), what="Linear layers", unit="rounds"):
             for length in sizes.lengths:
                 for library in libraries:
                     with patch.dict(os.environ, {LINEAR_VARIABLE: library}), linear_layers(model):

@@ -23,6 +23,7 @@ from hf_parallel import PDOSConfig, pdos_prompt
 from hf_parallel.evaluation import GENERATED, ArithmeticProblem, PlanningProblem, RetrievalProblem
 from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.modes.branches.token_text import encode_exactly, get_vocabulary
+from hf_parallel.progress import progress_bar
 
 from .measure import StepClock, dense_bytes
 from .report import compare
@@ -70,7 +71,7 @@ def branches_of(model: Any, tokenizer: Any, length: int, join: str, sizes: Any) 
         raise RuntimeError(f"the model generated no block of {sizes.branches} branches: {output.fallback[0]}")
     settings["max_new_tokens"] = output.blocks[0][0].end + sizes.conclusion
     rounds = []
-    for _ in range(sizes.rounds):
+    for _ in progress_bar(range(sizes.rounds), what=f"{length} tokens, {join}", unit="rounds"):
         ours = generate(model, prompt, **settings)
         opened = prompt["input_ids"].shape[1] + given
         tokens, clock = ours.sequences.shape[1] - opened, StepClock()
@@ -128,7 +129,7 @@ def endings(model: Any, tokenizer: Any) -> list[int]:
 def divergence_of(model: Any, tokenizer: Any, task: str, sizes: Any) -> Any:
     """Return the divergence of rotated answers to a task's problems from the same texts reencoded."""
     kept = []
-    for seed in range(sizes.problems):
+    for seed in progress_bar(range(sizes.problems), what=f"Answers to {task}", unit="problems"):
         problem = GENERATED[task].make(seed, sizes.parts or PARTS[task])
         prompt = pdos_prompt(problem.prompt, tokenizer, parallel_hint=False)
         settings = coaching(problem) | {"generation_mode": "pdos", "join": "rotate"}

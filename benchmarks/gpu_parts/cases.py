@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from hf_parallel.progress import progress_bar
+
 from .models import Models
 from .timing import Ceilings, Deadline, OutOfTimeError, Timer
 
@@ -85,7 +87,7 @@ def figure(
 
 def run_cases(cases: Iterable[Case], deadline: Deadline) -> Iterator[Figures]:
     """Run cases in order; yield the settings of each with its figures, or the reason if there are none."""
-    for case in cases:
+    for case in progress_bar(cases, what="Measuring", unit="cases"):
         yield case.settings | ({"not_measured": OUT_OF_TIME} if deadline.left <= 0 else attempt(case.run))
 
 
