@@ -96,10 +96,13 @@ class Arena:
     def cache_dtype(self, name: str | None) -> None:
         """Choose the dtype of an arena without layers. Raises `ValueError` if it is unknown, or another is in use."""
         dtype = quantized_dtype(name)
-        if name != self.cache_dtype and self.layers:
+        if name == self.cache_dtype:
+            return
+        if self.layers:
             raise ValueError(f"cache_dtype={name!r}, but the cache holds blocks with cache_dtype={self.cache_dtype!r}")
-        if name != self.cache_dtype:
-            self.quantized = None if name is None or dtype is None else QuantizedArena(name, dtype)
+        self.quantized = None
+        if name is not None and dtype is not None:
+            self.quantized = QuantizedArena(name, dtype)
 
     @property
     def bytes_per_token(self) -> int:
@@ -109,8 +112,12 @@ class Arena:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of storage held, used or not."""
-        own = sum(tensor.nbytes for layer in list(self.layers.values()) for tensor in layer.tensors)
-        return own if self.quantized is None else own + self.quantized.reserved_bytes
+        num_bytes = 0
+        for layer in list(self.layers.values()):
+            num_bytes += sum(tensor.nbytes for tensor in layer.tensors)
+        if self.quantized is not None:
+            num_bytes += self.quantized.reserved_bytes
+        return num_bytes
 
     @property
     def used_slots(self) -> int:
@@ -131,9 +138,12 @@ class Arena:
     def release(self, extent: Extent) -> None:
         """Remove one owner of an extent, which may be quantized; its slots are freed with the last one."""
         extent.owners -= 1
-        if extent.owners == 0 and extent.capacity:
-            arena = self.quantized if extent.is_quantized and self.quantized is not None else self
-            arena._free_slots(extent.origin % FIRST_QUANTIZED, extent.capacity)
+        if extent.owners or not extent.capacity:
+            return
+        arena: Arena = self
+        if extent.is_quantized and self.quantized is not None:
+            arena = self.quantized
+        arena._free_slots(extent.origin % FIRST_QUANTIZED, extent.capacity)
 
     @_reported
     def grow(self) -> None:
@@ -148,18 +158,23 @@ class Arena:
         The new extents may overlap the old ones, so that growth leaves no holes. If memory runs out, nothing changes.
         """
         assert all(e.is_quantized == (self.first_slot > 0) for e, _, _ in tokens), "blocks in 8 bits are not written"
-        before = self.num_slots, list(self._free)
+        num_slots = self.num_slots
+        free = list(self._free)
         sources = [extent.range(start, length) for extent, start, length in tokens]
         for extent, _, _ in tokens:
             self.release(extent)
         try:
             extents = self.allocate(capacities)
             self.grow()
-            self._copy_all(sources, [e.range(0, s.length) for e, s in zip(extents, sources, strict=True)])
+            targets = []
+            for extent, source in zip(extents, sources, strict=True):
+                targets.append(extent.range(0, source.length))
+            self._copy_all(sources, targets)
         except BaseException:
             for extent, _, _ in tokens:
                 extent.owners += 1
-            self.num_slots, self._free = before
+            self.num_slots = num_slots
+            self._free = free
             raise
         return extents
 
@@ -177,15 +192,17 @@ class Arena:
         layer = self.layers.get(layer_idx)
         if layer is None:
             with torch.inference_mode(False):  # the cache may later be written outside of inference mode
-                keys, values = (states.new_zeros(0, states.shape[-1]) for states in (key, value))
+                keys = key.new_zeros(0, head_dim)
+                values = value.new_zeros(0, value.shape[-1])
                 layer = LayerStorage(keys, values, heads)
                 if self.quantized is not None:
-                    layer.quantized = self.quantized.layers[layer_idx] = self.quantized.storage_of(layer)
+                    layer.quantized = self.quantized.storage_of(layer)
+                    self.quantized.layers[layer_idx] = layer.quantized
                 self.layers[layer_idx] = layer
-        held = layer.num_kv_heads, layer.keys.shape[-1], layer.keys.dtype, layer.keys.device
-        if held != (heads, head_dim, key.dtype, key.device):
+        stored = (layer.num_kv_heads, layer.keys.shape[-1], layer.keys.dtype, layer.keys.device)
+        if stored != (heads, head_dim, key.dtype, key.device):
             raise ValueError(
-                "this cache holds keys of {} heads x {}, {} on {}; got ".format(*held)
+                "this cache holds keys of {} heads x {}, {} on {}; got ".format(*stored)
                 + f"{heads} x {head_dim} in {key.dtype} on {key.device}: a cache serves the model that filled it"
             )
         if layer.keys.shape[0] < self.num_slots * heads:
@@ -200,14 +217,18 @@ class Arena:
         self.grow()
         for layer_idx, layer in self.layers.items():
             spec = rotary[layer_idx] if delta and rotary is not None else None
-            stored = (layer.values, layer.keys) if spec is not None and spec.of_values else (layer.keys, layer.values)
+            rotated = layer.keys
+            unrotated = layer.values
+            if spec is not None and spec.of_values:
+                rotated = layer.values
+                unrotated = layer.keys
             if source.origin < FIRST_QUANTIZED:
-                layer.backend.move(*stored, layer.num_kv_heads, source, target, delta, spec)
+                layer.backend.move(rotated, unrotated, layer.num_kv_heads, source, target, delta, spec)
                 continue
             rows = layer.rows(target)
             layer.keys[rows], layer.values[rows] = layer.read(source)
             if spec is not None:
-                stored[0][rows] = rotate_by(stored[0][rows], delta, spec)
+                rotated[rows] = rotate_by(rotated[rows], delta, spec)
 
     @_reported
     def quantize(self, source: TokenRange, target: TokenRange) -> None:
@@ -215,7 +236,8 @@ class Arena:
         assert self.quantized is not None, "no dtype was chosen for quantized slots"
         self.quantized.grow()
         for layer in self.layers.values():
-            layer.quantized.write(layer.rows(target), *layer.read(source))
+            keys, values = layer.read(source)
+            layer.quantized.write(layer.rows(target), keys, values)
 
     @_reported
     def clear_unused(self, used: Sequence[TokenRange]) -> None:
@@ -234,10 +256,13 @@ class Arena:
         done: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         try:
             for layer in self.layers.values():
-                key = layer.num_kv_heads, layer.keys.device
-                if key not in rows:
-                    rows[key] = _storage_rows(sources, *key), _storage_rows(targets, *key)
-                from_rows, to_rows = rows[key]
+                heads = layer.num_kv_heads
+                device = layer.keys.device
+                if (heads, device) not in rows:
+                    from_rows = _storage_rows(sources, heads, device)
+                    to_rows = _storage_rows(targets, heads, device)
+                    rows[heads, device] = from_rows, to_rows
+                from_rows, to_rows = rows[heads, device]
                 for storage in layer.tensors:
                     storage[to_rows] = storage[from_rows]
                     done.append((storage, from_rows, to_rows))
@@ -266,13 +291,15 @@ class Arena:
         ranges = sorted([*self._free, (origin, size)])
         self._free = ranges[:1]
         for start, free in ranges[1:]:
-            last, length = self._free[-1]
-            if last + length == start:
-                self._free[-1] = (last, length + free)
+            previous, length = self._free[-1]
+            if previous + length == start:
+                self._free[-1] = (previous, length + free)
             else:
                 self._free.append((start, free))
-        if sum(self._free[-1]) == self.num_slots:
-            self.num_slots = self._free.pop()[0]
+        last, length = self._free[-1]
+        if last + length == self.num_slots:
+            self.num_slots = last
+            self._free.pop()
 
 
 class QuantizedArena(Arena):

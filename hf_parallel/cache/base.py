@@ -308,10 +308,12 @@ class BlockCache(Cache):
         A layer that counts positions from it gets, under block attention, what yields each packed token's own.
         """
         if self.in_use:
-            if self.positions is not None and layer_idx in self.reads and self.reads[layer_idx].counts:
-                return self.positions - torch.arange(len(self.positions), device=self.positions.device)  # type: ignore[return-value]
-            return 0
-        if self._pass is None or (self.rows and self.dense.batch and layer_idx in self.dense.batch.updated):
+            if self.positions is None or layer_idx not in self.reads or not self.reads[layer_idx].counts:
+                return 0
+            packed_positions = torch.arange(len(self.positions), device=self.positions.device)
+            return self.positions - packed_positions  # type: ignore[return-value]
+        has_stored = self.rows and self.dense.batch and layer_idx in self.dense.batch.updated
+        if self._pass is None or has_stored:
             return self.dense.length
         return self._dense_batch().past(layer_idx)
 

@@ -91,8 +91,8 @@ def find_images(
     """Return a segment with its image tokens, and its tokens with a placeholder for each of them."""
     if not is_image(max(tokens)):
         return segment, tokens
-    found = replace(segment, images=tuple(table.spans(tokens)))
-    return found, [placeholder if is_image(token) else token for token in tokens]
+    with_images = replace(segment, images=tuple(table.spans(tokens)))
+    return with_images, [placeholder if is_image(token) else token for token in tokens]
 
 
 def view_length(view: View) -> int:
@@ -150,28 +150,32 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
             decoding = decoding and segment.write and segment.num_tokens == 1
         for segment in segments:
             target = segment.view[-1]
-            n = segment.num_tokens
-            index = target.length - n
+            count = segment.num_tokens
+            index = target.length - count
             extent = target.extent
-            tokens.append((target.base + index, n))
+            tokens.append((target.base + index, count))
             if segment.write:
-                writes.append((num_tokens, n, extent.origin, extent.capacity, target.first + index))
+                writes.append((num_tokens, count, extent.origin, extent.capacity, target.first + index))
             _add_pairs(table, segment, num_tokens, growing)
             for span in segment.images:
                 images.append(span._replace(at=num_tokens + span.at))
                 if span.image.ahead:
                     ahead.append((num_tokens + span.at, num_tokens + span.end, index + span.end))
-            packed.append(Segment(tuple(segment.view), n, segment.write, segment.images))
-            num_tokens += n
-    shape = table, np.array(writes, np.int64).reshape(-1, 5), num_tokens, decoding
-    plan = _attention_plan(*shape, ahead)
-    in_order = _attention_plan(*shape, ()) if ahead else None
-    positions = ranges(*np.array(tokens, np.int64).T)
+            packed.append(Segment(tuple(segment.view), count, segment.write, segment.images))
+            num_tokens += count
+    write_table = np.array(writes, np.int64).reshape(-1, 5)
+    plan = _attention_plan(table, write_table, num_tokens, decoding, ahead)
+    in_order = None
+    if ahead:
+        in_order = _attention_plan(table, write_table, num_tokens, decoding, ())
+    first_positions, counts = np.array(tokens, np.int64).T
+    positions = ranges(first_positions, counts)
     if any(span.image.corrections is not None for span in images):
         positions = np.repeat(positions[None], 3, axis=0)
     for span in images:
-        if span.image.corrections is not None:
-            positions[:, span.at : span.end] += span.image.corrections[:, span.first : span.stop].numpy()
+        corrections = span.image.corrections
+        if corrections is not None:
+            positions[:, span.at : span.end] += corrections[:, span.first : span.stop].numpy()
     return ForwardPass(plan, to_device(positions, device), tuple(packed), len(passes), images=images, in_order=in_order)
 
 
@@ -214,19 +218,19 @@ def _attention_plan(
 ) -> AttentionPlan:
     """Expand the table of `_add_pairs` to (query, block) pairs, with the blocks at their current locations."""
     pairs = np.array([row for rows in table.values() for row in rows], np.int64).reshape(-1, 9)
-    counts = pairs[:, 1]
+    first_query, counts, delta, first_position, num_keys, delta_step, position_step, hi_step, sees_ahead = pairs.T
     last_rows = np.cumsum([len(rows) for rows in table.values()], dtype=np.int64) - 1
     locations = [(block.extent.origin, block.extent.capacity, block.first) for block in table]
     origin, capacity, first = np.ascontiguousarray(np.array(locations, np.int64).T)
-    position = ranges(pairs[:, 3], counts)
-    query = ranges(pairs[:, 0], counts)
+    position = ranges(first_position, counts)
+    query = ranges(first_query, counts)
     stop = position + 1
     if ahead:
         seen = np.zeros(num_queries, np.int64)
         for begin, end, index in ahead:
             seen[begin:end] = index
-        stop = np.where(np.repeat(pairs[:, 8], counts), np.maximum(stop, seen[query]), stop)
-    write_counts = writes[:, 1]
+        stop = np.where(np.repeat(sees_ahead, counts), np.maximum(stop, seen[query]), stop)
+    write_query, write_counts, write_origin, write_capacity, write_index = writes.T
     return AttentionPlan(
         num_queries=num_queries,
         block_origin=origin,
@@ -234,15 +238,15 @@ def _attention_plan(
         block_first=first,
         block_pairs=np.append(0, np.cumsum(counts)[last_rows]),
         pair_query=query,
-        pair_delta=np.repeat(pairs[:, 2], counts),
+        pair_delta=np.repeat(delta, counts),
         pair_position=position,
         pair_lo=np.zeros_like(position),
-        pair_hi=np.minimum(np.repeat(pairs[:, 4], counts), stop),
-        write_query=ranges(writes[:, 0], write_counts),
-        write_origin=np.repeat(writes[:, 2], write_counts),
-        write_capacity=np.repeat(writes[:, 3], write_counts),
-        write_index=ranges(writes[:, 4], write_counts),
-        increments=Increments(pairs[:, 5], pairs[:, 6], pairs[:, 7]) if decoding else None,
+        pair_hi=np.minimum(np.repeat(num_keys, counts), stop),
+        write_query=ranges(write_query, write_counts),
+        write_origin=np.repeat(write_origin, write_counts),
+        write_capacity=np.repeat(write_capacity, write_counts),
+        write_index=ranges(write_index, write_counts),
+        increments=Increments(delta_step, position_step, hi_step) if decoding else None,
     )
 
 

@@ -56,20 +56,30 @@ class DenseBatch:
         heads = layer.num_kv_heads
         device = layer.keys.device
         if (heads, device) not in self._made:
-            origin, capacity, index = self.places[:, :, None]
-            stored = storage_row(origin, capacity, index, heads, np.arange(heads)[:, None])
-            in_8_bits = np.broadcast_to(origin >= FIRST_QUANTIZED, stored.shape).reshape(-1)
-            is_quantized = to_device(in_8_bits, device, torch.bool) if in_8_bits.any() else None
-            self._made[heads, device] = to_device(stored.reshape(-1), device), is_quantized
-        shape = len(self.delta), heads, self.delta.shape[1], -1
-        keys, values = (states.view(shape) for states in layer.gather(*self._made[heads, device]))
+            self._made[heads, device] = self._storage_rows(heads, device)
+        stored_rows, is_quantized = self._made[heads, device]
+        num_rows, length = self.delta.shape
+        keys, values = layer.gather(stored_rows, is_quantized)
+        keys = keys.view(num_rows, heads, length, -1)
+        values = values.view(num_rows, heads, length, -1)
         if spec is None or not self.delta.any():
             return keys, values
-        tables = spec.tables(self.delta.reshape(-1), table_dtype(keys.dtype), device)
-        cos, sin = (table.view(shape[0], 1, shape[2], -1) for table in tables)
+        cos, sin = spec.tables(self.delta.reshape(-1), table_dtype(keys.dtype), device)
+        cos = cos.view(num_rows, 1, length, -1)
+        sin = sin.view(num_rows, 1, length, -1)
         if spec.of_values:
             return keys, rotate(values, cos, sin, spec)
         return rotate(keys, cos, sin, spec), values
+
+    def _storage_rows(self, heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the rows of a layer's storage in the order of `states`, and which are quantized (None: none)."""
+        origin, capacity, index = self.places[:, :, None]
+        rows = storage_row(origin, capacity, index, heads, np.arange(heads)[:, None])
+        in_8_bits = np.broadcast_to(origin >= FIRST_QUANTIZED, rows.shape).reshape(-1)
+        is_quantized = None
+        if in_8_bits.any():
+            is_quantized = to_device(in_8_bits, device, torch.bool)
+        return to_device(rows.reshape(-1), device), is_quantized
 
 
 def dense_batches(
@@ -93,7 +103,8 @@ def dense_batches(
     for call in states.calls:
         rows = np.arange(plan.num_queries) if call.tokens is None else call.tokens.cpu().numpy()
         rows = rows.reshape(call.num_rows, -1)
-        for length in np.unique(lengths := position[rows[:, -1]]):
+        lengths = position[rows[:, -1]]
+        for length in np.unique(lengths):
             chosen = np.flatnonzero(lengths == length)
             batches.append(_batch(plan, rows[chosen], position, device, call.of_rows(chosen.tolist())))
     return batches
@@ -104,15 +115,19 @@ def _rows(forward: ForwardPass, position: np.ndarray, kind: Callable[[list[int]]
     rows = dict[View, list[list[int]]]()
     first = 0
     for segment in forward.segments:
-        own = [*range(first, first := first + segment.num_tokens)]
+        tokens = list(range(first, first + segment.num_tokens))
+        first += segment.num_tokens
         parts = rows.setdefault(segment.view, [])
-        if parts and position[parts[-1][-1]] + 1 == position[own[0]]:
-            parts[-1] += own
+        if parts and position[parts[-1][-1]] + 1 == position[tokens[0]]:
+            parts[-1] += tokens
         else:
-            parts.append(own)
+            parts.append(tokens)
+    all_rows = [row for parts in rows.values() for row in parts]
     written = {view[-1] for view in rows}
-    tokens = [row for parts in rows.values() for row in parts]
-    return tokens if any(block in written for view in rows for block in view[:-1]) else sorted(tokens, key=kind)
+    for view in rows:
+        if not written.isdisjoint(view[:-1]):
+            return all_rows
+    return sorted(all_rows, key=kind)
 
 
 def _batch(
@@ -124,26 +139,34 @@ def _batch(
 ) -> DenseBatch:
     """Lay out the keys that the last query of each row sees; `position` is the queries' in their views."""
     last = tokens[:, -1]
-    length = int(position[tokens[:, -1]].max()) + 1
-    row_of, at = (np.full(plan.num_queries, -1) for _ in range(2))
-    row_of[last] = np.arange(len(last))
-    at[tokens.reshape(-1)] = np.arange(tokens.size)
+    num_rows = len(last)
+    length = int(position[last].max()) + 1
+    row_of = np.full(plan.num_queries, -1)  # row of each last query
+    row_of[last] = np.arange(num_rows)
+    index_of = np.full(plan.num_queries, -1)  # index of each query among the tokens of the batch
+    index_of[tokens.reshape(-1)] = np.arange(tokens.size)
     pairs = np.flatnonzero(row_of[plan.pair_query] >= 0)
     block = np.repeat(np.arange(plan.num_blocks), np.diff(plan.block_pairs))[pairs]
     seen = plan.pair_hi[pairs]
     pair = np.repeat(np.arange(len(pairs)), seen)
     index = ranges(np.zeros_like(seen), seen)
+    row = row_of[plan.pair_query[pairs]][pair]
     column = length - 1 - plan.pair_position[pairs][pair] + index
-    key = np.full((len(last), length), -1)
-    key[row_of[plan.pair_query[pairs]][pair], column] = np.arange(len(pair))
-    places = np.stack((plan.block_origin[block][pair], plan.block_capacity[block][pair]))
-    places = np.concatenate((places, (plan.block_first[block][pair] + index)[None]))[:, key]
-    writes = np.flatnonzero(at[plan.write_query] >= 0)
-    writes = writes[np.argsort(at[plan.write_query[writes]])]
+    key = np.full((num_rows, length), -1)
+    key[row, column] = np.arange(len(pair))
+    places = np.stack(
+        (
+            plan.block_origin[block][pair],
+            plan.block_capacity[block][pair],
+            plan.block_first[block][pair] + index,
+        )
+    )
+    writes = np.flatnonzero(index_of[plan.write_query] >= 0)
+    writes = writes[np.argsort(index_of[plan.write_query[writes]])]
     stored = replace(
         plan,
         num_queries=tokens.size,
-        write_query=at[plan.write_query[writes]],
+        write_query=index_of[plan.write_query[writes]],
         write_origin=plan.write_origin[writes],
         write_capacity=plan.write_capacity[writes],
         write_index=plan.write_index[writes],
@@ -151,7 +174,8 @@ def _batch(
         windows={},
     )
     mask = to_device((key >= 0).reshape(-1), device).view(key.shape)
-    return DenseBatch(tokens, mask, stored, places, -plan.pair_delta[pairs][pair][key], state_call)
+    delta = -plan.pair_delta[pairs][pair][key]
+    return DenseBatch(tokens, mask, stored, places[:, key], delta, state_call)
 
 
 class DenseRows:
@@ -173,10 +197,11 @@ class DenseRows:
             self.views = [[block] for block in self.pool.new_blocks(batch, length)]
         if len(self.views) != batch:
             raise ValueError(f"this cache has {len(self.views)} rows, the batch has {batch}")
-        held = self.length
-        if any((view_length(view), view[-1].base + view[-1].length) != (held, held) for view in self.views):
-            raise ValueError(
-                "rows of unequal lengths, or that see blocks at other positions than their own, need prepare(): pass "
-                "its position_ids and the cache's attention_mask() to the model"
-            )
+        for view in self.views:
+            last_position = view[-1].base + view[-1].length
+            if view_length(view) != self.length or last_position != self.length:
+                raise ValueError(
+                    "rows of unequal lengths, or that see blocks at other positions than their own, need prepare(): "
+                    "pass its position_ids and the cache's attention_mask() to the model"
+                )
         return [Segment(view, length) for view in self.views]

@@ -42,10 +42,11 @@ def fingerprint(model: PreTrainedModel, caller: str = "") -> str:
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     settings = [type(model).__name__, config, autocast, active_adapters(model), active_dropout(model)]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    tensors = (*model.named_parameters(), *_lasting_buffers(model))
-    found = [part for name, one in tensors for part in _parts(name, one)]
-    present = [tensor for _, tensor in found if not tensor.is_meta]
-    for name, tensor in found:
+    parts: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in (*model.named_parameters(), *_lasting_buffers(model)):
+        parts += _parts(name, tensor)
+    present = [tensor for _, tensor in parts if not tensor.is_meta]
+    for name, tensor in parts:
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{tensor.is_meta}".encode())
     for checksum in checksums(present):
         digest.update(checksum)
@@ -61,9 +62,15 @@ def require_present(model: nn.Module, caller: str) -> None:
 
 def _lasting_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a model's buffers by name, without RoPE frequencies that a forward pass has set."""
-    frequencies = {name: one for path, module in model.named_modules() for name, one in _dynamic_rope(path, module)}
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in frequencies)
-    yield from ((name, frequency) for name, frequency in frequencies.items() if frequency is not None)
+    frequencies: dict[str, torch.Tensor | None] = {}
+    for path, module in model.named_modules():
+        frequencies.update(_dynamic_rope(path, module))
+    for name, buffer in model.named_buffers():
+        if name not in frequencies:
+            yield name, buffer
+    for name, frequency in frequencies.items():
+        if frequency is not None:
+            yield name, frequency
 
 
 def _dynamic_rope(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -75,15 +82,15 @@ def _dynamic_rope(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Ten
     rope_types = getattr(module, "rope_type", None)
     kinds = rope_types if isinstance(rope_types, dict) else {"": rope_types}
     for kind, rope_type in kinds.items():
-        before = f"{kind}_" if kind else ""
-        original = getattr(module, f"{before}original_inv_freq", None)
+        prefix = f"{kind}_" if kind else ""
+        original = getattr(module, f"{prefix}original_inv_freq", None)
         if original is None or rope_type not in ("dynamic", "longrope"):
             continue
-        current = getattr(module, f"{before}inv_freq")
-        length = getattr(module, f"{before}max_seq_len_cached", getattr(module, "max_seq_len_cached", 0))
+        current = getattr(module, f"{prefix}inv_freq")
+        length = getattr(module, f"{prefix}max_seq_len_cached", getattr(module, "max_seq_len_cached", 0))
         limit: Any = module.original_max_seq_len
         is_set = rope_type == "longrope" or bool(length > limit)
-        start = f"{path}.{before}" if path else before
+        start = f"{path}.{prefix}" if path else prefix
         yield f"{start}inv_freq", original if is_set else current
         yield f"{start}original_inv_freq", original
         yield f"{start}long_inv_freq", None
@@ -94,14 +101,17 @@ def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
     if isinstance(tensor, DTensor):
         yield from _parts(name, tensor.to_local())
     elif hasattr(tensor, "__tensor_flatten__"):
-        names, rest = tensor.__tensor_flatten__()
-        shown = re.sub(r" at 0x[0-9a-f]+", "", f"{type(tensor).__name__} {rest}")
-        for inner in names:
-            yield from _parts(f"{name}.{inner} {shown}", getattr(tensor, inner))
+        inner_names, properties = tensor.__tensor_flatten__()
+        description = re.sub(r" at 0x[0-9a-f]+", "", f"{type(tensor).__name__} {properties}")
+        for inner in inner_names:
+            yield from _parts(f"{name}.{inner} {description}", getattr(tensor, inner))
     elif tensor.layout != torch.strided:
         yield name, tensor.to_dense()
     else:
-        yield name, tensor if type(tensor) in _PLAIN else tensor.detach().as_subclass(torch.Tensor)
+        plain = tensor
+        if type(tensor) not in _PLAIN:
+            plain = tensor.detach().as_subclass(torch.Tensor)
+        yield name, plain
         yield from _of_state(f"{name}.quant_state", getattr(tensor, "quant_state", None))
 
 
@@ -117,14 +127,21 @@ def _of_state(name: str, state: object) -> Iterator[tuple[str, torch.Tensor]]:
 def active_adapters(model: nn.Module) -> list[object]:
     """Return the active and merged adapters of each PEFT layer and their scales; switching them changes no weight."""
     names = ("active_adapters", "disable_adapters", "scaling", "merged_adapters")
-    return [tuple(getattr(layer, name, None) for name in names) for layer in adapter_layers(model)]
+    adapters: list[object] = []
+    for layer in adapter_layers(model):
+        adapters.append(tuple(getattr(layer, name, None) for name in names))
+    return adapters
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
     """Return the layers of a model that PEFT has replaced by layers with adapters."""
-    # `hasattr(module, ...)` is slow for most modules
-    found = (one for one in model.modules() if "active_adapters" in vars(one) or hasattr(type(one), "active_adapters"))
-    return [layer for layer in found if hasattr(layer, "merged_adapters")]
+    layers = []
+    for module in model.modules():
+        # `hasattr(module, ...)` is slow for most modules
+        has_adapters = "active_adapters" in vars(module) or hasattr(type(module), "active_adapters")
+        if has_adapters and hasattr(module, "merged_adapters"):
+            layers.append(module)
+    return layers
 
 
 def active_dropout(model: nn.Module) -> list[str]:
@@ -148,5 +165,7 @@ def _is_random(module: nn.Module) -> bool:
     if _RANDOM.search(type(module).__name__.lower()) and any(name in vars(module) for name in names):
         return True
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    used = () if code is None else code.co_names  # `F.dropout` with a constant: no other name says dropout
-    return "dropout" in used and not hasattr(module, "dropout") and sum("drop" in name for name in used) == 1
+    used = () if code is None else code.co_names
+    if "dropout" not in used or hasattr(module, "dropout"):
+        return False
+    return sum("drop" in name for name in used) == 1  # `F.dropout` with a constant: no other name says dropout

@@ -92,7 +92,10 @@ class ImageTable(WeakValueDictionary[int, Image]):
         """Yield the spans of image tokens in a sequence."""
         ids = np.asarray(tokens, np.int64)
         places = np.flatnonzero(is_image(ids))
-        for successive in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1 if len(places) else []):
+        if not len(places):
+            return
+        breaks = np.flatnonzero(np.diff(places) != 1) + 1
+        for successive in np.split(places, breaks):
             while len(successive):
                 key, first = divmod(int(ids[successive[0]]) - FIRST_ID, MAX_TOKENS)
                 image = self[key]
@@ -102,8 +105,12 @@ class ImageTable(WeakValueDictionary[int, Image]):
 
     def split(self, tokens: np.ndarray) -> list[np.ndarray]:
         """Split tokens after each image that shifts the positions of later ones."""
-        spans = self.spans(tokens) if len(self) else ()
-        ends = [span.end for span in spans if span.image.shift and span.stop == span.image.num_tokens]
+        if not len(self):
+            return [tokens] if len(tokens) else []
+        ends = []
+        for span in self.spans(tokens):
+            if span.image.shift and span.stop == span.image.num_tokens:
+                ends.append(span.end)
         return [part for part in np.split(tokens, ends) if len(part)]
 
     def cut(self, tokens: Sequence[int] | np.ndarray, count: int) -> int:

@@ -62,9 +62,10 @@ class LogitsCache:
     """
 
     def __init__(self, max_bytes: int = 1 << 30, top_k: int | None = None) -> None:
-        for name, value in (("max_bytes", max_bytes), ("top_k", 1 if top_k is None else top_k)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive int{' or None' * (name == 'top_k')}, got {value!r}")
+        if not _is_positive_int(max_bytes):
+            raise ValueError(f"max_bytes must be a positive int, got {max_bytes!r}")
+        if top_k is not None and not _is_positive_int(top_k):
+            raise ValueError(f"top_k must be a positive int or None, got {top_k!r}")
         self.max_bytes = max_bytes
         self.top_k = top_k
         self.salt = SALT  # of the keys of images; a loaded cache has that of its file
@@ -139,10 +140,17 @@ class LogitsCache:
     def save(self, path: str | Path) -> None:
         """Write all nodes with their logits to a safetensors file, atomically; raise `OSError` if that fails."""
         with self.lock:
-            roots = enumerate(self._roots.values())
-            tensors = {f"{i}.{name}": tensor for i, root in roots for name, tensor in to_arrays(root).items()}
-            metadata = {"format": _FORMAT, "transformers": transformers.__version__, "salt": self.salt.hex()}
-            metadata |= {"keys": json.dumps(list(self._roots)), "top_k": json.dumps(self.top_k)}
+            tensors = {}
+            for number, root in enumerate(self._roots.values()):
+                for name, tensor in to_arrays(root).items():
+                    tensors[f"{number}.{name}"] = tensor
+            metadata = {
+                "format": _FORMAT,
+                "transformers": transformers.__version__,
+                "salt": self.salt.hex(),
+                "keys": json.dumps(list(self._roots)),
+                "top_k": json.dumps(self.top_k),
+            }
         metadata["digest"] = digest_of(metadata, tensors)
         with atomic_file(Path(path)) as temporary:
             try:
@@ -171,7 +179,11 @@ class LogitsCache:
             cache.top_k = cls(max_bytes, json.loads(metadata["top_k"])).top_k
             cache.salt = bytes.fromhex(metadata.get("salt", ""))[: len(SALT)]
             for number, key in enumerate(read_keys(metadata["keys"])):
-                arrays = {name.split(".")[1]: t for name, t in tensors.items() if name.startswith(f"{number}.")}
+                arrays = {}
+                for name, tensor in tensors.items():
+                    owner, _, array_name = name.partition(".")
+                    if owner == str(number):
+                        arrays[array_name] = tensor
                 if int(arrays["vocabulary"]):  # otherwise there are no logits
                     check_arrays(arrays, cache.top_k)
                     cache._restore(key, arrays)
@@ -189,8 +201,11 @@ class LogitsCache:
     def _restore(self, key: str, arrays: dict[str, torch.Tensor]) -> None:
         nodes = [self.root(key)]
         self._vocabularies[key] = int(arrays["vocabulary"])
-        rows = zip(*(arrays[name].tolist() for name in ("tokens", "parents", "used", "places")), strict=True)
-        for token, parent, used, index in rows:
+        tokens = arrays["tokens"].tolist()
+        parents = arrays["parents"].tolist()
+        times = arrays["used"].tolist()
+        indices = arrays["places"].tolist()
+        for token, parent, used, index in zip(tokens, parents, times, indices, strict=True):
             node = self.child(nodes[parent], token)
             nodes.append(node)
             node.last_used = used
@@ -209,12 +224,15 @@ class LogitsCache:
         """Return the child with `token`, which is created if missing."""
         child = node.children.get(token)
         if child is None:
-            child = node.children[token] = TrieNode(token, weakref.ref(node), alive=node.alive)
-            self.num_bytes += child.num_bytes if child.alive else 0
+            child = TrieNode(token, weakref.ref(node), alive=node.alive)
+            node.children[token] = child
+            if child.alive:
+                self.num_bytes += child.num_bytes
         return child
 
     def _enqueue(self, node: TrieNode) -> None:
-        if node.alive and not (node.queued or node.children or node.pins) and node.parent is not None:
+        is_free_leaf = node.alive and not node.children and not node.pins and node.parent is not None
+        if is_free_leaf and not node.queued:
             node.queued = True
             heapq.heappush(self._queue, (node.last_used, id(node), node))
 
@@ -263,6 +281,10 @@ class LogitsCache:
         return self.num_bytes + num_bytes <= self.max_bytes
 
 
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 class Cursors:
     """Positions of rows in a trie: each row's cursor is the node of the row's tokens."""
 
@@ -288,10 +310,12 @@ class Cursors:
         """Return whether the row's node has sufficient logits (see `CachedLogits.covers`), and count a hit or miss."""
         with self._cache.lock:
             logits = self._nodes[row].logits
-            found = logits is not None and logits.covers(count, log_tail)
-            self._cache.hits += found
-            self._cache.misses += not found
-            return found
+            is_hit = logits is not None and logits.covers(count, log_tail)
+            if is_hit:
+                self._cache.hits += 1
+            else:
+                self._cache.misses += 1
+            return is_hit
 
     def store(self, row: int, logits: torch.Tensor) -> bool:
         """Store logits `[vocabulary]` at the row's node; see `LogitsCache.store`."""

@@ -64,8 +64,13 @@ class CachedLogits:
 
     def log_prob(self, token: int) -> float:
         """Return the log-probability of a token; NaN if its logit was dropped."""
-        kept = self.values[token : token + 1] if self.ids is None else self.values[self.ids == token]
-        return float(kept[0]) - self.log_total if len(kept) else np.nan
+        if self.ids is None:
+            logits = self.values[token : token + 1]
+        else:
+            logits = self.values[self.ids == token]
+        if not len(logits):
+            return np.nan
+        return float(logits[0]) - self.log_total
 
     def to_dense(self) -> torch.Tensor:
         """Return logits `[vocabulary]`. Dropped tokens share their total probability equally.
@@ -133,7 +138,12 @@ class TrieNode:
     @property
     def num_bytes(self) -> int:
         """Memory in bytes."""
-        return NODE_BYTES + sum(kept.num_bytes for kept in (self.logits, self.distribution) if kept is not None)
+        num_bytes = NODE_BYTES
+        if self.logits is not None:
+            num_bytes += self.logits.num_bytes
+        if self.distribution is not None:
+            num_bytes += self.distribution.num_bytes
+        return num_bytes
 
     def delete(self) -> None:
         """Free the tensors, even if the node is referenced elsewhere; a pinned node keeps them."""
@@ -153,20 +163,25 @@ def to_arrays(root: TrieNode) -> dict[str, torch.Tensor]:
         nodes.extend(node.children.values())
     numbers: dict[TrieNode | None, int] = {node: number for number, node in enumerate(nodes)}
     del nodes[0]
-    known = [node.logits for node in nodes if node.logits is not None]
-    has = np.array([node.logits is not None for node in nodes], dtype=bool)
+    cached: list[CachedLogits] = []
+    places = []
+    for node in nodes:
+        places.append(-1 if node.logits is None else len(cached))
+        if node.logits is not None:
+            cached.append(node.logits)
     arrays = {
         "tokens": torch.tensor([node.token for node in nodes], dtype=torch.int64),
         "parents": torch.tensor([numbers[node.parent] for node in nodes], dtype=torch.int64),
         "used": torch.tensor([node.last_used for node in nodes], dtype=torch.int64),
-        "places": torch.from_numpy(np.where(has, has.cumsum() - 1, -1)),
-        "vocabulary": torch.tensor(known[0].vocabulary if known else 0),
-        "rest": torch.tensor([logits.log_tail for logits in known], dtype=torch.float64),
+        "places": torch.tensor(places, dtype=torch.int64),
+        "vocabulary": torch.tensor(cached[0].vocabulary if cached else 0),
+        "rest": torch.tensor([logits.log_tail for logits in cached], dtype=torch.float64),
     }
-    if known:
-        arrays["values"] = pad_sequence([logits.values for logits in known], True, -torch.inf)
-        if known[0].ids is not None:
-            arrays["ids"] = pad_sequence([logits.ids for logits in known if logits.ids is not None], True)
+    if cached:
+        arrays["values"] = pad_sequence([logits.values for logits in cached], True, -torch.inf)
+        if cached[0].ids is not None:
+            ids = [logits.ids for logits in cached if logits.ids is not None]
+            arrays["ids"] = pad_sequence(ids, True)
     return arrays
 
 
@@ -175,9 +190,9 @@ def logits_at(arrays: dict[str, torch.Tensor], index: int) -> CachedLogits:
     values = arrays["values"][index].clone()
     ids = None
     if "ids" in arrays:
-        kept = values > -torch.inf  # the rest of the row is padding
-        values = values[kept]
-        ids = arrays["ids"][index][kept]
+        is_logit = values > -torch.inf  # the rest of the row is padding
+        values = values[is_logit]
+        ids = arrays["ids"][index][is_logit]
     return CachedLogits(values, ids, int(arrays["vocabulary"]), float(arrays["rest"][index]))
 
 
@@ -201,7 +216,8 @@ def read_metadata(content: bytes) -> dict[str, str]:
 def read_keys(text: str) -> list[str]:
     """Return the keys of the models, from JSON."""
     keys = json.loads(text)
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) < len(keys):
+    is_texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+    if not is_texts or len(set(keys)) < len(keys):
         raise ValueError(f"its keys must be different strings, got {text:.80}")
     return keys
 
@@ -210,31 +226,37 @@ def check_arrays(arrays: dict[str, torch.Tensor], top_k: int | None) -> None:
     """Raise `ValueError` unless the arrays are consistent, so that a forged file fails here and not in a call."""
     count = len(arrays["tokens"])
     vocabulary = int(arrays["vocabulary"])
-    ids = arrays.get("ids")
+    tokens = arrays["tokens"]
     parents = arrays["parents"]
+    used = arrays["used"]
     places = arrays["places"]
-    rest = arrays["rest"]
+    log_tails = arrays["rest"]
+    ids = arrays.get("ids")
     values = arrays["values"] if "values" in arrays else torch.empty(0, vocabulary)
-    kept = vocabulary if top_k is None else min(top_k, vocabulary)
-    types = dict.fromkeys(("tokens", "parents", "used", "places", "vocabulary"), torch.int64)
-    types |= {} if ids is None else {"ids": torch.int32}
-    _require("dtypes", *(arrays[name].dtype == type_ for name, type_ in types.items()))
-    _require("dtypes", rest.is_floating_point(), values.is_floating_point())
-    _require("lengths", *(arrays[name].shape == (count,) for name in ("parents", "used", "places")))
-    _require("tokens", are_steps(arrays["tokens"], vocabulary).all(), (arrays["used"] >= 0).all())
-    _require("times of use", (arrays["used"] <= MAX_NUMBER).all())
+    most = vocabulary if top_k is None else min(top_k, vocabulary)  # logits of a node
+    for name in ("tokens", "parents", "used", "places", "vocabulary"):
+        _require("dtypes", arrays[name].dtype == torch.int64)
+    if ids is not None:
+        _require("dtypes", ids.dtype == torch.int32)
+    _require("dtypes", log_tails.is_floating_point(), values.is_floating_point())
+    _require("lengths", parents.shape == (count,), used.shape == (count,), places.shape == (count,))
+    _require("tokens", are_steps(tokens, vocabulary).all(), (used >= 0).all())
+    _require("times of use", (used <= MAX_NUMBER).all())
     _require("parents", (parents >= 0).all(), (parents <= torch.arange(count)).all())
-    _require("nodes", len(set(zip(parents.tolist(), arrays["tokens"].tolist(), strict=True))) == count)
+    edges = set(zip(parents.tolist(), tokens.tolist(), strict=True))
+    _require("nodes", len(edges) == count)
     _require("places", (places >= -1).all(), (places < len(values)).all())
-    _require("shapes", values.ndim == 2, rest.shape == values.shape[:1], (ids is None) == (kept == vocabulary))
+    _require("shapes", values.ndim == 2, log_tails.shape == values.shape[:1], (ids is None) == (most == vocabulary))
     _require("logits", not values.isnan().any(), not (values == torch.inf).any())
     has_any = (values > -torch.inf).any(1)  # only a tie of the highest of `top_k` logits keeps none
     if ids is None:
         _require("logits", values.shape[1] == vocabulary, has_any.all())
         return
-    _require("shapes", ids.shape == values.shape, values.shape[1] <= kept)
-    _require("logits", torch.where(has_any, rest < 0, rest == 0).all(), (ids >= 0).all(), (ids < vocabulary).all())
-    different = ids.long().where(values > -torch.inf, -1 - torch.arange(ids.shape[1])).sort().values  # padding, too
+    _require("shapes", ids.shape == values.shape, values.shape[1] <= most)
+    is_tail = torch.where(has_any, log_tails < 0, log_tails == 0)
+    _require("logits", is_tail.all(), (ids >= 0).all(), (ids < vocabulary).all())
+    padding_ids = -1 - torch.arange(ids.shape[1])  # also different from each other
+    different = ids.long().where(values > -torch.inf, padding_ids).sort().values
     _require("logits", (different.diff() != 0).all())
 
 

@@ -119,8 +119,10 @@ class PassLog:
 
     def add_sample(self, row: int, token: int, segment: Segment | None, view: View) -> None:
         """Record a token that a row sampled after the last token of `segment`, or of `view` if it has none yet."""
-        held = () if segment is not None else tuple((block, block.length) for block in view)
-        self._samples.append(_Sample(row, token, segment, held))
+        lengths: tuple[tuple[Block, int], ...] = ()
+        if segment is None:
+            lengths = tuple((block, block.length) for block in view)
+        self._samples.append(_Sample(row, token, segment, lengths))
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -131,7 +133,11 @@ class PassLog:
         """Forget what was recorded since `state`."""
         events, steps, samples = state
         del self._events[events:], self._samples[samples:]
-        self._last = next((event.logged for event in reversed(self._events) if isinstance(event, _LoggedPass)), None)
+        self._last = None
+        for event in reversed(self._events):
+            if isinstance(event, _LoggedPass):
+                self._last = event.logged
+                break
         if self._last is not None:
             del self._last.ids[steps:], self._last.given[steps:]
 
@@ -143,12 +149,12 @@ class PassLog:
             if isinstance(event, BlockCopy):
                 writes: list[tuple[Block, View]] = [(event.target, [event.source])]
             else:
-                writes = [(one.view[-1], one.view) for one in event.segments if one.write]
+                writes = [(segment.view[-1], segment.view) for segment in event.segments if segment.write]
                 writes *= 2  # they may see each other
             for target, view in writes:
                 if target in seen:
                     written.add(target)
-                    seen.update(one for one in view if one not in cached)
+                    seen.update(block for block in view if block not in cached)
         return written
 
     def seen(self) -> set[Block]:
@@ -170,21 +176,24 @@ class PassLog:
                     copy(event)
                 continue
             counts = [segment.num_tokens for segment in event.segments]
-            for before, ids in event.steps():
-                lengths = {block: length for block, length in before.items() if block in own}
+            for all_lengths, ids in event.steps():
+                lengths = {block: length for block, length in all_lengths.items() if block in own}
                 if any(batch.length(block) != length for block, length in lengths.items()):
                     yield from batch.flush()
                     for block, length in lengths.items():
                         if block.length < length:
                             raise RuntimeError(f"{block!r} cannot be recomputed: {length} tokens are needed")
                         block.length = length
-                parts = zip(event.segments, ids.split(counts), strict=True)
-                kept = [(one, part) for one, part in parts if one.write and one.view[-1] in own]
-                if kept:
-                    count = sum(len(part) for _, part in kept)
+                inputs = []
+                count = 0
+                for segment, part in zip(event.segments, ids.split(counts), strict=True):
+                    if segment.write and segment.view[-1] in own:
+                        inputs.append((segment, part))
+                        count += len(part)
+                if inputs:
                     if batch.num_tokens + count > chunk_size:
                         yield from batch.flush()
-                    batch.add(kept, count)
+                    batch.add(inputs, count)
         yield from batch.flush()
 
     def freeze(self) -> FrozenLog:
@@ -260,30 +269,35 @@ class _Freezer:
         _append(lengths, event.segments)
         for segment, base, original in zip(event.segments, event.bases, given, strict=False):
             target = segment.view[-1]
-            n = segment.num_tokens
+            count = segment.num_tokens
             first = len(self.positions)
-            index = lengths[target] - n
-            self.positions += range(base + index, base + index + n)
+            index = lengths[target] - count
+            position = base + index
+            self.positions += range(position, position + count)
             if segment.write:
-                self._write(target, index, range(first, first + n))
+                self._write(target, index, range(first, first + count))
             firsts.append(first)
-            self.last_tokens[id(original)] = first + n - 1
+            self.last_tokens[id(original)] = first + count - 1
         for segment, first in zip(event.segments, firsts, strict=True):
             start = 0
             view = []
             for block in segment.view:
-                if lengths[block]:
-                    self._check_known(block, lengths[block])
-                    view.append((self.current[block], start, lengths[block]))
-                start += lengths[block] + block.shift  # which does not change while rows see tokens after the block
+                length = lengths[block]
+                if length:
+                    self._check_known(block, length)
+                    view.append((self.current[block], start, length))
+                start += length + block.shift  # which does not change while rows see tokens after the block
             position = start - segment.view[-1].shift - segment.num_tokens
             self.segments.append((first, segment.num_tokens, position, view))
 
     def _write(self, block: Block, index: int, tokens: Sequence[int]) -> None:
         """Write tokens to a block from an index on. Tokens that they replace stay visible to earlier queries."""
-        content = self.contents[self.current[block]] if block in self.current else None
-        if content is None or index < len(content):
-            content = [] if content is None else content[:index]
+        content: list[int] = []
+        is_new = block not in self.current
+        if not is_new:
+            content = self.contents[self.current[block]]
+        if is_new or index < len(content):
+            content = content[:index]
             self.current[block] = len(self.contents)
             self.contents.append(content)
         self._check_known(block, index)
@@ -296,5 +310,7 @@ class _Freezer:
     def _origin(self, sample: _Sample) -> int:
         if sample.segment is not None:
             return self.last_tokens[id(sample.segment)]
-        block, length = next((block, length) for block, length in reversed(sample.view) if length)
-        return self.contents[self.current[block]][length - 1]
+        for block, length in reversed(sample.view):
+            if length:
+                return self.contents[self.current[block]][length - 1]
+        raise AssertionError("a sampled token follows a token")

@@ -70,9 +70,17 @@ class Budget:
 
     def held(self, blocks: Collection[Block]) -> int:
         """Return the bytes of the keys, values and states of blocks."""
-        quantized = sum(block.length for block in blocks if block.extent.is_quantized)
-        tokens = sum(block.length for block in blocks) - quantized
-        return self.cost(tokens, sum(block.state >= 0 for block in blocks), quantized)
+        tokens = 0
+        quantized = 0
+        states = 0
+        for block in blocks:
+            if block.extent.is_quantized:
+                quantized += block.length
+            else:
+                tokens += block.length
+            if block.state >= 0:
+                states += 1
+        return self.cost(tokens, states, quantized)
 
     def max_tokens(self, states: int, quantized: int = 0) -> int:
         """Return how many tokens fit beside some states and tokens in 8 bits."""
@@ -238,19 +246,19 @@ class Pool:
 
         Rows that see the block find them as its `parts`. Tokens that it does not hold yet belong to the second one.
         """
-        held = min(at, block.length)
-        head = Block(block.extent, block.base, block.first, held, block.gap)
+        head_length = min(at, block.length)
+        head = Block(block.extent, block.base, block.first, head_length, block.gap)
         if block.length > at:
             tail = self._tail(block, at)
         else:
             tail = self.new_block(base=block.base + at)
             tail.shift = block.shift
-        if block.state_at <= held:
+        if block.state_at <= head_length:
             head.state = block.state
             head.state_at = block.state_at
             block.state = -1
             block.state_at = -1
-        self._log_copy(block, 0, held, head, 0)
+        self._log_copy(block, 0, head_length, head, 0)
         self.blocks.add(head)
         self.blocks.remove(block)
         self.touch()
@@ -330,25 +338,23 @@ class Pool:
             growing = [(block, length) for block, length in wanted if _outgrows(block, length)]
             on_full = self._root.on_full
             if on_full is not None and self.new_states(wanted) > self.states.free_slots:
-                on_full(wanted, sum(_grown(block, length) for block, length in growing))
+                on_full(wanted, sum(_grown_sizes(growing)))
                 continue
             if not growing:
                 return
-            if on_full is not None:
+            if on_full is None:
+                sizes = _doubled_sizes(growing)
+            else:
                 soon = [(block, length) for block, length in wanted if _outgrows(block, length + MIN_GROWTH // 2)]
-                if self.arena.fits(sum(_grown(block, length) for block, length in soon)):
+                if self.arena.fits(sum(_grown_sizes(soon))):
                     growing = soon
-                sizes = [_grown(block, length) for block, length in growing]
+                sizes = _grown_sizes(growing)
                 if not self.arena.fits(sum(sizes)):
                     on_full(wanted, sum(sizes))
                     continue
-            else:
-                longest: dict[int, int] = {}
-                for block, length in growing:
-                    longest[block.extent.capacity] = max(longest.get(block.extent.capacity, 1), length)
-                sizes = [max(2 * block.extent.capacity, longest[block.extent.capacity]) for block, _ in growing]
             order = sorted(range(len(sizes)), key=sizes.__getitem__)  # blocks of one size side by side
-            self._grow([growing[i][0] for i in order], [sizes[i] for i in order])
+            blocks = [growing[index][0] for index in order]
+            self._grow(blocks, [sizes[index] for index in order])
 
     def new_states(self, wanted: Wanted) -> int:
         """Return the number of states to allocate for blocks that grow."""
@@ -385,19 +391,23 @@ class Pool:
         lengths = dict(wanted)
         budget = self.budget
         quantized = self.arena.quantized
-        ordered = sorted((b for b in self.blocks if b.length), key=lambda b: (b.extent.origin, b.first))
-        rounded = [b for b in ordered if b.extent.is_quantized]
-        held = ordered[: len(ordered) - len(rounded)]
-        blocks = [*held, *(block for block in lengths if not block.length)]
+        filled = [block for block in self.blocks if block.length]
+        filled.sort(key=lambda block: (block.extent.origin, block.first))
+        rounded = [block for block in filled if block.extent.is_quantized]
+        blocks = [block for block in filled if not block.extent.is_quantized]
+        blocks += [block for block in lengths if not block.length]
         needed = sum(lengths.get(block, block.length) for block in blocks)
         states = self.states.num_used + self.new_states(wanted)
-        tokens = sum(b.length for b in rounded)
-        if budget is None or (left := budget.bytes - budget.cost(needed, states, tokens)) < 0:
+        tokens = sum(block.length for block in rounded)
+        if budget is None:
+            return False
+        left = budget.bytes - budget.cost(needed, states, tokens)
+        if left < 0:
             return False
         for block in self.blocks - {*blocks, *rounded}:
             self.release(block)
         if rounded:
-            self._grow(rounded, [b.length for b in rounded], quantized)
+            self._grow(rounded, [block.length for block in rounded], quantized)
         if quantized is not None:
             quantized.limit(tokens)
         if self.states.in_use:
@@ -406,9 +416,13 @@ class Pool:
             for block in self.blocks:
                 block.state = moved.get(block.state, block.state)
             self.states.limit(states)
-        limit = self.arena.max_slots = budget.max_tokens(states, tokens)
+        limit = budget.max_tokens(states, tokens)
+        self.arena.max_slots = limit
         slack = min(MIN_GROWTH, (limit - needed) // len(lengths))
-        self._grow(blocks, [lengths[b] + slack if b in lengths else b.length for b in blocks])
+        capacities = []
+        for block in blocks:
+            capacities.append(lengths[block] + slack if block in lengths else block.length)
+        self._grow(blocks, capacities)
         self.arena.limit(limit)
         return True
 
@@ -416,7 +430,8 @@ class Pool:
         """Move blocks to new extents, adjacent in memory."""
         self.touch()
         tokens = [(block.extent, block.first, block.length) for block in blocks]
-        for block, extent in zip(blocks, (arena or self.arena).relocate(tokens, capacities), strict=True):
+        extents = (arena or self.arena).relocate(tokens, capacities)
+        for block, extent in zip(blocks, extents, strict=True):
             block.extent = extent
             block.first = 0
 
@@ -448,6 +463,24 @@ class Pool:
 
 def _grown(block: Block, length: int) -> int:
     return max(2 * block.extent.capacity, length, MIN_GROWTH)
+
+
+def _grown_sizes(growing: Wanted) -> list[int]:
+    """Return the capacities of blocks that grow in an engine."""
+    return [_grown(block, length) for block, length in growing]
+
+
+def _doubled_sizes(growing: Wanted) -> list[int]:
+    """Return capacities of at least twice the present ones, equal for blocks of equal capacity."""
+    longest: dict[int, int] = {}  # wanted length, by present capacity
+    for block, length in growing:
+        capacity = block.extent.capacity
+        longest[capacity] = max(longest.get(capacity, 1), length)
+    sizes = []
+    for block, _ in growing:
+        capacity = block.extent.capacity
+        sizes.append(max(2 * capacity, longest[capacity]))
+    return sizes
 
 
 def _outgrows(block: Block, length: int) -> bool:

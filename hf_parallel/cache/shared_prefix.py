@@ -187,15 +187,21 @@ class SharedPrefixCache(BlockCache):
     def state_bytes(self) -> int:
         """Bytes of states that layers keep instead of keys; in an engine, only states that the request uses."""
         pinned = () if self.owner is None else self.tree.pinned(self.owner)
-        held = sum(node.block.state >= 0 for node in pinned if node.block is not None)
-        return super().state_bytes + held * self.pool.states.bytes_per_slot
+        num_states = 0
+        for node in pinned:
+            if node.block is not None and node.block.state >= 0:
+                num_states += 1
+        return super().state_bytes + num_states * self.pool.states.bytes_per_slot
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_user": None}
 
     def _evict(self) -> None:
         """Remove the least recently used nodes, leaves first, until at most `max_bytes` are held."""
-        if self.max_bytes is None or (excess := self.kv_bytes + self.state_bytes - self.max_bytes) <= 0:
+        if self.max_bytes is None:
+            return
+        excess = self.kv_bytes + self.state_bytes - self.max_bytes
+        if excess <= 0:
             return
         for _, size in self.tree.evict(lambda node: node.last_used):
             excess -= size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -51,7 +52,10 @@ class StatePlan:
         if len(self.calls) != 1 or any(block.state_at != block.length for block in self.blocks):
             return None
         (call,) = self.calls
-        return self if call.in_place else replace(self, calls=[replace(call, sources=call.targets, in_place=True)])
+        if call.in_place:
+            return self
+        next_call = replace(call, sources=call.targets, in_place=True)
+        return replace(self, calls=[next_call])
 
 
 @dataclass(eq=False)
@@ -72,28 +76,34 @@ def plan_states(arena: StateArena, passes: Sequence[Sequence[Segment]], device: 
     a block are computed in one call. Raises `MissingStateError` if a state was not kept.
     """
     lengths: dict[Block, int] = {}
-    known: dict[Block, int] = {}  # number of tokens of a block up to which its state is known
+    state_at: dict[Block, int] = {}  # number of tokens of a block up to which its state is known
     ready: dict[Block, int] = {}  # level from which on a new state can be read
     busy: dict[Block, int] = {}  # level from which on a state can be overwritten, as all have read it
     growing: dict[Block, _Chunk] = {}
     chunks: list[_Chunk] = []
     offset = 0
-    for segment in (one for segments in passes for one in segments):
+    for segment in chain.from_iterable(passes):
         block = segment.view[-1]
         count = segment.num_tokens
-        held = lengths.get(block, block.length)
-        start = held if segment.write else held - count
-        before = (one for one in reversed(segment.view[:-1]) if lengths.get(one, one.length))
-        source = block if start else next(before, None)
-        if source is not None and known.get(source, source.state_at) != (start or lengths.get(source, source.length)):
-            raise MissingStateError(f"{source!r} has no state from which {count} tokens could continue at {start}")
+        length = lengths.get(block, block.length)
+        start = length if segment.write else length - count
+        source = block if start else None
+        if source is None:
+            filled = (other for other in reversed(segment.view[:-1]) if lengths.get(other, other.length))
+            source = next(filled, None)
+        if source is not None:
+            needed_at = start or lengths.get(source, source.length)
+            if state_at.get(source, source.state_at) != needed_at:
+                raise MissingStateError(f"{source!r} has no state from which {count} tokens could continue at {start}")
         is_kept = segment.write or segment.keeps_state
         step = 1 if arena.stepwise and source is not None and is_kept else count
         for first in range(offset, offset + count, step):
             chunk = growing.get(block)
             if chunk is None or source is not block or not is_kept or arena.stepwise:
                 level = 0 if source is None else ready.get(source, 0)
-                chunk = _Chunk(block, source, is_kept, max(level, busy.get(block, 0)) if is_kept else level)
+                if is_kept:
+                    level = max(level, busy.get(block, 0))
+                chunk = _Chunk(block, source, is_kept, level)
                 chunks.append(chunk)
                 if source is not None:
                     growing.pop(source, None)
@@ -105,43 +115,54 @@ def plan_states(arena: StateArena, passes: Sequence[Sequence[Segment]], device: 
                 source = block
         offset += count
         if is_kept:
-            lengths[block] = known[block] = start + count
-    new = list(dict.fromkeys(chunk.block for chunk in chunks if chunk.is_kept and chunk.block.state < 0))
-    for block, slot in zip(new, arena.allocate(len(new)), strict=True):
+            lengths[block] = start + count
+            state_at[block] = start + count
+    without_slot = list(dict.fromkeys(chunk.block for chunk in chunks if chunk.is_kept and chunk.block.state < 0))
+    slots = arena.allocate(len(without_slot))
+    for block, slot in zip(without_slot, slots, strict=True):
         block.state = slot
     arena.grow()
     groups: dict[tuple[int, int, bool, bool], list[_Chunk]] = {}
     for chunk in chunks:
         total = sum(count for _, count in chunk.ranges)
-        groups.setdefault((chunk.level, total, chunk.source is None, chunk.is_kept), []).append(chunk)
+        kind = (chunk.level, total, chunk.source is None, chunk.is_kept)
+        groups.setdefault(kind, []).append(chunk)
     calls = [_call(groups[key], offset, device) for key in sorted(groups)]
     return StatePlan(calls, list(lengths), offset)
 
 
 def states_read(passes: Sequence[Sequence[Segment]]) -> set[Block]:
     """Return the blocks from whose present states consecutive passes continue."""
-    found: set[Block] = set()
+    blocks: set[Block] = set()
     lengths: dict[Block, int] = {}  # of blocks that the passes write
-    for segment in (one for segments in passes for one in segments):
+    for segment in chain.from_iterable(passes):
         view = [*parts_of(segment.view)]
         block = view[-1]
-        held = lengths.get(block, block.length)
-        if not (held if segment.write else held - segment.num_tokens):  # else it continues from its own state
+        length = lengths.get(block, block.length)
+        start = length if segment.write else length - segment.num_tokens
+        if not start:  # else it continues from its own state
             view.pop()
         while view and not lengths.get(view[-1], view[-1].length):
             view.pop()
         if view and view[-1] not in lengths:
-            found.add(view[-1])
+            blocks.add(view[-1])
         if segment.write:
-            lengths[block] = held + segment.num_tokens
-    return found
+            lengths[block] = length + segment.num_tokens
+    return blocks
 
 
 def _call(chunks: Sequence[_Chunk], num_tokens: int, device: torch.device) -> StateCall:
-    indices = np.concatenate([np.arange(first, first + count) for one in chunks for first, count in one.ranges])
+    parts = []
+    source_slots = []
+    target_slots = []
+    for chunk in chunks:
+        parts += [np.arange(first, first + count) for first, count in chunk.ranges]
+        if chunk.source is not None:
+            source_slots.append(chunk.source.state)
+        if chunk.is_kept:
+            target_slots.append(chunk.block.state)
+    indices = np.concatenate(parts)
     is_all = len(indices) == num_tokens and bool((np.diff(indices) == 1).all())
-    source_slots = [one.source.state for one in chunks if one.source is not None]
-    target_slots = [one.block.state for one in chunks if one.is_kept]
     return StateCall(
         tokens=None if is_all else to_device(indices, device),
         num_rows=len(chunks),

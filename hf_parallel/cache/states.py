@@ -39,12 +39,15 @@ class StateArena:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one state, over all layers written so far."""
-        return sum(math.prod(held.shape[1:]) * held.element_size() for held in list(self.storage.values()))
+        num_bytes = 0
+        for storage in list(self.storage.values()):
+            num_bytes += math.prod(storage.shape[1:]) * storage.element_size()
+        return num_bytes
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of storage held, used or not."""
-        return sum(held.nbytes for held in list(self.storage.values()))
+        return sum(storage.nbytes for storage in list(self.storage.values()))
 
     @property
     def num_used(self) -> int:
@@ -58,9 +61,13 @@ class StateArena:
 
     def allocate(self, count: int) -> list[int]:
         """Return free slots, consecutive ones if there are."""
-        for first in range(len(self._free) - count + 1 if count else 0):
-            if self._free[first + count - 1] - self._free[first] == count - 1:
-                return [self._free.pop(first) for _ in range(count)]
+        if not count:
+            return []
+        for first in range(len(self._free) - count + 1):
+            slots = self._free[first : first + count]
+            if slots[-1] - slots[0] == count - 1:
+                del self._free[first : first + count]
+                return slots
         taken = self._free[:count]
         self._free = self._free[count:]
         new = range(self.num_slots, self.num_slots + count - len(taken))
@@ -75,71 +82,79 @@ class StateArena:
 
     def grow(self) -> None:
         """Grow all storage to `num_slots`, so that a lack of memory is detected before any state is written."""
-        for held in self.storage.values():
-            if len(held) < self.num_slots:
-                slots = int(len(held) * GROWTH)
-                self._resize(max(self.num_slots, slots if self.max_slots is None else min(slots, self.max_slots)))
+        for storage in self.storage.values():
+            if len(storage) < self.num_slots:
+                slots = int(len(storage) * GROWTH)
+                if self.max_slots is not None:
+                    slots = min(slots, self.max_slots)
+                self._resize(max(self.num_slots, slots))
                 return
 
     def limit(self, max_slots: int) -> None:
         """Set the budget, of at least `num_slots`, and release memory beyond it."""
         self.max_slots = max_slots
-        if any(len(held) > max_slots for held in self.storage.values()):
+        if any(len(storage) > max_slots for storage in self.storage.values()):
             self._resize(self.num_slots)
 
     def _resize(self, slots: int) -> None:
-        for key, held in self.storage.items():
-            self.storage[key] = with_rows(held, slots)
+        for key, storage in self.storage.items():
+            self.storage[key] = with_rows(storage, slots)
 
     def defragment(self, used: Sequence[int]) -> dict[int, int]:
         """Move the states in slots `used` to the first slots. Return the new slot of each that moved, by the old."""
         holes = sorted(set(range(len(used))) - set(used))
-        moved = dict(zip([slot for slot in used if slot >= len(used)], holes, strict=True))
-        for held in self.storage.values() if moved else ():
-            held[to_device(holes, held.device)] = held[to_device([*moved], held.device)]
+        beyond = [slot for slot in used if slot >= len(used)]
+        if beyond:
+            for storage in self.storage.values():
+                sources = to_device(beyond, storage.device)
+                storage[to_device(holes, storage.device)] = storage[sources]
         self.num_slots = len(used)
         self._free = []
-        return moved
+        return dict(zip(beyond, holes, strict=True))
 
     def read(self, module: str, slots: Slots, in_place: bool) -> dict[str, dict[int, torch.Tensor]]:
         """Return the states `[rows, ...]` of a module by kind and `state_idx`; copies, or `in_place` the storage."""
-        found: dict[str, dict[int, torch.Tensor]] = {"conv": {}, "recurrent": {}}
-        for (name, kind, state_idx), held in self.storage.items():
-            if name == module:
-                states = held[on_device(slots, held.device)]
-                is_view = isinstance(slots, slice) and not in_place
-                found[kind][state_idx] = states.clone() if is_view else states
-        return found
+        states: dict[str, dict[int, torch.Tensor]] = {"conv": {}, "recurrent": {}}
+        is_slice = isinstance(slots, slice)
+        for (name, kind, state_idx), storage in self.storage.items():
+            if name != module:
+                continue
+            rows = storage[on_device(slots, storage.device)]
+            if is_slice and not in_place:  # a view of the storage
+                rows = rows.clone()
+            states[kind][state_idx] = rows
+        return states
 
     def write(self, module: str, kind: str, state_idx: int, states: torch.Tensor, slots: Slots) -> None:
         """Store the states `[rows, ...]` of a module."""
         key = module, kind, state_idx
-        held = self.storage.get(key)
-        if held is None:
+        storage = self.storage.get(key)
+        if storage is None:
             with torch.inference_mode(False):  # the cache may later be written outside of inference mode
-                held = self.storage[key] = states.new_zeros(self.num_slots, *states.shape[1:])
-        if held.shape[1:] != states.shape[1:]:
+                storage = states.new_zeros(self.num_slots, *states.shape[1:])
+            self.storage[key] = storage
+        if storage.shape[1:] != states.shape[1:]:
             raise ValueError(
-                f"this cache holds states {tuple(held.shape[1:])} of {module}, got {tuple(states.shape[1:])}: a cache "
-                "serves the model that filled it"
+                f"this cache holds states {tuple(storage.shape[1:])} of {module}, got {tuple(states.shape[1:])}: a "
+                "cache serves the model that filled it"
             )
-        place = on_device(slots, held.device)
-        if isinstance(place, torch.Tensor):
-            held.index_copy_(0, place, states.to(held.dtype))
-        elif states.data_ptr() != held[place].data_ptr():
-            held[place] = states
+        index = on_device(slots, storage.device)
+        if isinstance(index, torch.Tensor):
+            storage.index_copy_(0, index, states.to(storage.dtype))
+        elif states.data_ptr() != storage[index].data_ptr():
+            storage[index] = states
 
     def copy(self, source: int, target: int) -> None:
         """Copy a state to another slot."""
         self.grow()
-        for held in self.storage.values():
-            held[target] = held[source]
+        for storage in self.storage.values():
+            storage[target] = storage[source]
 
     def are_finite(self, slots: Sequence[int]) -> torch.Tensor:
         """Return whether all numbers of the states in some slots are finite: bool `[slots]`, on the CPU."""
         finite = torch.ones(len(slots), dtype=torch.bool)
-        for held in self.storage.values():
-            states = held[to_device(slots, held.device)].flatten(1)
+        for storage in self.storage.values():
+            states = storage[to_device(slots, storage.device)].flatten(1)
             finite &= states.isfinite().all(dim=1).cpu()
         return finite
 

@@ -168,21 +168,25 @@ class PrefixTree:
         """
         node = root
         first_gap = gap
-        for rest in self.parts(tokens):
-            while len(rest):
-                child, shared = self._best_child(node, rest, first_gap)
+        for part in self.parts(tokens):
+            left = part
+            while len(left):
+                child, shared = self._best_child(node, left, first_gap)
                 if child is None:
-                    shared = min(self._fork(node, rest, first_gap), self.state_interval or len(rest))
-                    node = self.add(node, rest[:shared])
+                    shared = min(self._fork(node, left, first_gap), self.state_interval or len(left))
+                    node = self.add(node, left[:shared])
                     node.gap = first_gap
+                elif shared < len(child.tokens):
+                    node = self._split(child, shared)
                 else:
-                    node = child if shared == len(child.tokens) else self._split(child, shared)
+                    node = child
                 node.last_used = self.clock
                 first_gap = 0
-                rest = rest[shared:]
+                left = left[shared:]
         if owner is not None:
             self.pin(node, owner)
-            self.start_computing([one for one in node.path if len(one.uncached)], owner)
+            uncached = [ancestor for ancestor in node.path if len(ancestor.uncached)]
+            self.start_computing(uncached, owner)
         return node
 
     def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:
@@ -190,8 +194,9 @@ class PrefixTree:
 
         `block` holds the keys and values of a finished completion; tokens beyond its length are dropped.
         """
-        held = tokens if block is None else tokens[: block.length]
-        node = Node(np.asarray(held, np.int64), parent, block, last_used=self.clock)
+        if block is not None:
+            tokens = tokens[: block.length]
+        node = Node(np.asarray(tokens, np.int64), parent, block, last_used=self.clock)
         node.shift = self.pool.images.shift(node.tokens)
         if self.pool.arena.quantized is not None:
             self._unquantized[node] = None
@@ -202,9 +207,10 @@ class PrefixTree:
         """Return the nodes that `insert` would use or split, from the one after `root` on."""
         path: list[Node] = []
         node = root
-        for rest in self.parts(tokens):
-            while len(rest):
-                child, shared = self._best_child(node, rest, gap)
+        for part in self.parts(tokens):
+            left = part
+            while len(left):
+                child, shared = self._best_child(node, left, gap)
                 if child is None:
                     return path
                 path.append(child)
@@ -212,7 +218,7 @@ class PrefixTree:
                     return path
                 node = child
                 gap = 0
-                rest = rest[shared:]
+                left = left[shared:]
         return path
 
     def parts(self, tokens: np.ndarray) -> list[np.ndarray]:
@@ -233,9 +239,12 @@ class PrefixTree:
     def retain(self, tokens: np.ndarray) -> None:
         """Keep only the longest cached prefix of `tokens`, int64 `[length]`; remove all other tokens from the tree."""
         node = self.root
-        rest = tokens
+        left = tokens
         while True:
-            child, shared = self._best_child(node, rest) if len(rest) else (None, 0)
+            child: Node | None = None
+            shared = 0
+            if len(left):
+                child, shared = self._best_child(node, left)
             if child is not None and shared < len(child.tokens):
                 child = self._split(child, shared)
             for other in node.all_children():
@@ -244,7 +253,7 @@ class PrefixTree:
             if child is None:
                 return
             node = child
-            rest = rest[shared:]
+            left = left[shared:]
 
     def nodes_to_prefill(self, owner: Owner | None = None) -> list[Node]:
         """Return nodes with uncached tokens, parents before children, and allocate their blocks."""
@@ -302,12 +311,14 @@ class PrefixTree:
         blocks = [node.block for node in nodes if node.block is not None]
         finite = torch.ones(len(nodes), dtype=torch.bool)
         if layer is not None and nodes:
-            held = [layer.read(block.tokens) for block in blocks]
-            found = [keys.isfinite().all() & values.isfinite().all() for keys, values in held]
-            finite &= torch.stack(found).cpu()
-        kept = [index for index, block in enumerate(blocks) if block.has_state]
-        if kept:
-            finite[kept] &= states.are_finite([blocks[index].state for index in kept])
+            in_layer = []
+            for block in blocks:
+                keys, values = layer.read(block.tokens)
+                in_layer.append(keys.isfinite().all() & values.isfinite().all())
+            finite &= torch.stack(in_layer).cpu()
+        with_state = [index for index, block in enumerate(blocks) if block.has_state]
+        if with_state:
+            finite[with_state] &= states.are_finite([blocks[index].state for index in with_state])
         for node, is_finite in zip(nodes, finite.tolist(), strict=True):
             node.is_finite = is_finite
             if not is_finite and node in node.siblings:
@@ -326,12 +337,12 @@ class PrefixTree:
         """Note that an owner uses a node and those before it."""
         self.leaves.setdefault(owner, []).append(node)
         new = []
-        for one in node.path:
-            one.last_used = self.clock
-            owners = self.pins.setdefault(one, set())
+        for ancestor in node.path:
+            ancestor.last_used = self.clock
+            owners = self.pins.setdefault(ancestor, set())
             if owner not in owners:
                 owners.add(owner)
-                new.append(one)
+                new.append(ancestor)
         self.observer.on_use(owner, new)
 
     def unpin(self, owner: Owner, keep: bool = True) -> None:
@@ -351,7 +362,8 @@ class PrefixTree:
                 self._trim(node)
             else:
                 self._remove(node)
-        if (root := self.roots.get(owner.identity)) is not None:
+        root = self.roots.get(owner.identity)
+        if root is not None:
             self._forget(root)
 
     def pinned(self, owner: Owner) -> Iterator[Node]:
@@ -392,7 +404,8 @@ class PrefixTree:
             parent = node.parent
             assert node.block is not None
             size = self.pool.bytes_of(node.block)
-            size += self.pool.states.bytes_per_slot if node.block.state >= 0 else 0
+            if node.block.state >= 0:
+                size += self.pool.states.bytes_per_slot
             assert parent is not None
             self.observer.on_evict(node)
             if self.pins.get(node) or node.all_children():
@@ -410,8 +423,10 @@ class PrefixTree:
         a row continues there; it is then computed again. States of `kept`, and those that the next passes of running
         owners continue from, stay.
         """
-        running = [owner for owner in self.leaves if not owner.preempted]
-        needed = {*kept, *(block for owner in running for block in owner.reads)}
+        needed = set(kept)
+        for owner in self.leaves:
+            if not owner.preempted:
+                needed.update(owner.reads)
         nodes = [node for node in self.nodes() if node.block is not None and node.block.state >= 0]
         for node in sorted(nodes, key=lambda node: node.last_used):
             if node.block is not None and node.block not in needed:
