@@ -31,34 +31,42 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     Tensors are dense. Reads each once, on its device, and copies 1/65536 of it to the CPU, at least 16 bytes. A tensor
     that is not contiguous is copied first.
     """
-    found: dict[int, bytes] = {}
+    by_index: dict[int, bytes] = {}
     for device in {tensor.device for tensor in tensors}:
-        own = [index for index, tensor in enumerate(tensors) if tensor.device == device]
-        found.update(zip(own, _of_device([tensors[index] for index in own], device), strict=True))
-    return [found[index] for index in range(len(tensors))]
+        on_this = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        digests = _of_device([tensors[index] for index in on_this], device)
+        by_index.update(zip(on_this, digests, strict=True))
+    return [by_index[index] for index in range(len(tensors))]
 
 
 @torch.no_grad()
 def _of_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[bytes]:
-    spans = [-(-tensor.numel() * tensor.element_size() // (_ROW * _SPAN)) for tensor in tensors]
+    """Return the checksums of tensors on one device."""
+    spans = []  # of the rows of each tensor, rounded up
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        spans.append(-(-num_bytes // (_ROW * _SPAN)))
     sums = torch.zeros(sum(spans) * _SPAN, COLUMNS, dtype=torch.int64, device=device)
-    rests: list[torch.Tensor] = []  # the bytes of each tensor after its last whole row
-    rows_of_rests: list[int] = []
+    remainders: list[torch.Tensor] = []  # the bytes of each tensor after its last whole row
+    remainder_rows: list[int] = []
     begin = 0
     for tensor, span in zip(tensors, spans, strict=True):
         values = _bytes(tensor)
-        whole = len(values) // _ROW
-        if whole:
-            row_sums(values[: whole * _ROW].view(torch.int32).view(whole, WIDTH), sums[begin : begin + whole])
-        if len(values) > whole * _ROW:
-            rests.append(values[whole * _ROW :].clone())
-            rows_of_rests.append(begin + whole)
+        num_rows = len(values) // _ROW
+        whole = values[: num_rows * _ROW]
+        if num_rows:
+            words = whole.view(torch.int32).view(num_rows, WIDTH)
+            row_sums(words, sums[begin : begin + num_rows])
+        if len(values) > len(whole):
+            remainders.append(values[len(whole) :].clone())
+            remainder_rows.append(begin + num_rows)
         begin += span * _SPAN
-    if rests:
-        padded = pad_sequence([*rests, rests[0].new_zeros(_ROW)], batch_first=True)[:-1]
-        of_rests = sums.new_empty(len(rests), COLUMNS)
-        row_sums(padded.view(torch.int32), of_rests)
-        sums[torch.tensor(rows_of_rests, device=device)] = of_rests
+    if remainders:
+        whole_row = remainders[0].new_zeros(_ROW)  # the length to which all are padded
+        padded = pad_sequence([*remainders, whole_row], batch_first=True)[:-1]
+        remainder_sums = sums.new_empty(len(remainders), COLUMNS)
+        row_sums(padded.view(torch.int32), remainder_sums)
+        sums[torch.tensor(remainder_rows, device=device)] = remainder_sums
     total = sums.new_empty(sum(spans), COLUMNS)
     row_sums(sums.view(torch.int32).view(-1, WIDTH), total)
     parts = np.split(total.cpu().numpy(), np.cumsum(spans)[:-1])

@@ -48,9 +48,15 @@ def dense_attention(
             return ops._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, dropout_p=0.0, is_causal=causal, attn_mask=mask, scale=scale
             )
-        if q.is_cuda and (missing := -q.shape[-1] * q.element_size() % ALIGNED_BYTES // q.element_size()):
+        missing = 0
+        if q.is_cuda:
+            missing = -q.shape[-1] * q.element_size() % ALIGNED_BYTES // q.element_size()
+        if missing:
             dim = v.shape[-1]
-            q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))  # zeros change neither scores nor the other outputs
+            # Zeros change neither scores nor the other outputs.
+            q = F.pad(q, (0, missing))
+            k = F.pad(k, (0, missing))
+            v = F.pad(v, (0, missing))
             out, lse = dense_attention(q, k, v, mask, causal, scale, softcap)
             return out[..., :dim], lse
         if mask is None and flash_supports(q):
@@ -87,7 +93,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
     if function is None:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
     out, lse, *_ = function(q, k, v, softmax_scale=scale, causal=causal)
     return out.transpose(1, 2), lse
 
@@ -123,7 +131,8 @@ def matmul_attention(
     """Attention by plain matrix products; arguments as in `dense_attention`."""
     k, v = _repeat_heads(q, k, v)
     scores = torch.matmul(q, k.transpose(-1, -2)) * scale
-    scores = scores.float() if scores.dtype != torch.float64 else scores
+    if scores.dtype != torch.float64:
+        scores = scores.float()
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
@@ -132,4 +141,5 @@ def matmul_attention(
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill(future, float("-inf"))
     lse = scores.logsumexp(dim=-1)
-    return torch.matmul(torch.exp(scores - lse[..., None]).to(v.dtype), v), lse
+    weights = torch.exp(scores - lse[..., None]).to(v.dtype)
+    return torch.matmul(weights, v), lse

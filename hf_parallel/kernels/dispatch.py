@@ -65,14 +65,20 @@ def select_backend(device: torch.device | str | None = None) -> str:
 
 @lru_cache
 def _select(name: str, device: torch.device, interpreted: bool) -> str:
-    if name == FLASH and (reason := _flash_unavailable(device)):
-        raise ValueError(f"{BACKEND_VARIABLE}={FLASH} cannot be used on {device}: {reason}")
+    """Return the backend that `HF_PARALLEL_BACKEND` names for a device, or the default."""
+    if name == FLASH:
+        reason = _flash_unavailable(device)
+        if reason:
+            raise ValueError(f"{BACKEND_VARIABLE}={FLASH} cannot be used on {device}: {reason}")
     if name in ("", FLASH):
-        return "triton" if device.type == "cuda" and not _triton_unavailable(device, interpreted) else "torch"
+        uses_triton = device.type == "cuda" and not _triton_unavailable(device, interpreted)
+        return "triton" if uses_triton else "torch"
     if name not in _NAMES:
         raise ValueError(f"{BACKEND_VARIABLE} must be one of {list(_NAMES)}, got {name!r}")
-    if name == "triton" and (reason := _triton_unavailable(device, interpreted)):
-        raise ValueError(f"{BACKEND_VARIABLE}=triton cannot be used on {device}: {reason}")
+    if name == "triton":
+        reason = _triton_unavailable(device, interpreted)
+        if reason:
+            raise ValueError(f"{BACKEND_VARIABLE}=triton cannot be used on {device}: {reason}")
     return name
 
 
@@ -80,8 +86,10 @@ def _triton_unavailable(device: torch.device, interpreted: bool) -> str:
     """Reason why the Triton kernels cannot run on a device; empty if they can."""
     if device.type != "cuda" and not interpreted:
         return "Triton needs a CUDA device (TRITON_INTERPRET=1 runs it on a CPU, slowly)"
-    if device.type == "cuda" and (reason := _too_old(device)):
-        return reason
+    if device.type == "cuda":
+        reason = _too_old(device)
+        if reason:
+            return reason
     try:
         importlib.import_module("triton")
     except ImportError as error:
@@ -90,18 +98,26 @@ def _triton_unavailable(device: torch.device, interpreted: bool) -> str:
 
 
 def _flash_unavailable(device: torch.device) -> str:
-    if reason := _too_old(device) if device.type == "cuda" else "flash-attn needs a CUDA device":
+    """Reason why flash-attn cannot run on a device; empty if it can."""
+    if device.type != "cuda":
+        return "flash-attn needs a CUDA device"
+    reason = _too_old(device)
+    if reason:
         return reason
-    return "" if flash_package() else "PyTorch's FlashAttention is used until you pip install flash-attn"
+    if flash_package():
+        return ""
+    return "PyTorch's FlashAttention is used until you pip install flash-attn"
 
 
 def _too_old(device: torch.device) -> str:
-    found = torch.cuda.get_device_capability(device)
-    (major, minor) = _LEAST_CAPABILITY
-    if found >= _LEAST_CAPABILITY:
+    """Reason why a GPU is too old; empty if it is not."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= _LEAST_CAPABILITY:
         return ""
     name = torch.cuda.get_device_name(device)
-    return f"it needs compute capability {major}.{minor}, {name} has {found[0]}.{found[1]}"
+    least_major, least_minor = _LEAST_CAPABILITY
+    major, minor = capability
+    return f"it needs compute capability {least_major}.{least_minor}, {name} has {major}.{minor}"
 
 
 def _default_device() -> torch.device:

@@ -44,7 +44,10 @@ class LayerStorage(Storage):
         """
         if in_8_bits is None or self.quantized is None:
             return self.keys.index_select(0, rows), self.values.index_select(0, rows)
-        own = rows.masked_fill(in_8_bits, 0)
-        keys, values = self.quantized.read(rows.masked_fill(~in_8_bits, 0), self.keys.dtype)
+        unquantized_rows = rows.masked_fill(in_8_bits, 0)
+        quantized_rows = rows.masked_fill(~in_8_bits, 0)
+        quantized_keys, quantized_values = self.quantized.read(quantized_rows, self.keys.dtype)
         is_quantized = in_8_bits[:, None]
-        return torch.where(is_quantized, keys, self.keys[own]), torch.where(is_quantized, values, self.values[own])
+        keys = torch.where(is_quantized, quantized_keys, self.keys[unquantized_rows])
+        values = torch.where(is_quantized, quantized_values, self.values[unquantized_rows])
+        return keys, values

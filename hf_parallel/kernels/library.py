@@ -39,19 +39,19 @@ def compiled(parent: Path, stem: str, command: Sequence[str]) -> Path:
     Raises `OSError` if the user's own folder cannot be written, or others can write to it, `RuntimeError` if the
     compiler fails, and `subprocess.TimeoutExpired` if it does not end.
     """
-    own = parent / f"kernels-{_user()}"
-    for folder in dict.fromkeys((parent / "kernels-0", own)):
+    user_folder = parent / f"kernels-{_user()}"
+    for folder in dict.fromkeys((parent / "kernels-0", user_folder)):
         try:
             path = _find(folder, stem) if folder.is_dir() else None
         except OSError:
-            if folder == own:
+            if folder == user_folder:
                 raise
             continue  # others can write to root's folder
         if path is not None:
             return path
-    own.mkdir(mode=0o755, parents=True, exist_ok=True)
-    with FileLock(own / "lock", timeout=COMPILE_SECONDS):  # the end of a process releases it
-        return _find(own, stem) or _compile(own, stem, command)
+    user_folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with FileLock(user_folder / "lock", timeout=COMPILE_SECONDS):  # the end of a process releases it
+        return _find(user_folder, stem) or _compile(user_folder, stem, command)
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -117,7 +117,11 @@ def _check_content(path: Path) -> None:
 
 
 def _check_owner(status: os.stat_result, path: Path) -> None:
-    if os.name == "posix" and (status.st_uid not in (0, _user()) or status.st_mode & _WRITABLE_BY_OTHERS):
+    """Raise `PermissionError` if another user could have written a file or folder."""
+    if os.name != "posix":
+        return
+    has_owner = status.st_uid in (0, _user())
+    if not has_owner or status.st_mode & _WRITABLE_BY_OTHERS:
         mode = stat.filemode(status.st_mode)
         reason = f"must belong to user {_user()} or root, and be writable by no other, got user {status.st_uid}, {mode}"
         raise PermissionError(errno.EPERM, reason, str(path))

@@ -88,15 +88,23 @@ class NativeCalls:
         self.array = (_DenseCallStruct * len(calls))()
         for struct, call in zip(self.array, calls, strict=True):
             for name, value in call.items():
-                setattr(struct, name, value.data_ptr() if isinstance(value, Tensor) else value)
+                if isinstance(value, Tensor):
+                    value = value.data_ptr()  # noqa: PLW2901
+                setattr(struct, name, value)
 
 
 def supports(dtype: torch.dtype, device: torch.device, rows: int, key_dim: int, value_dim: int, lead: int = 0) -> bool:
     """Whether the attention kernel supports a call with `rows` query rows per block and KV head."""
-    if device.type != "cpu" or (rows > MAX_ROWS and "avx2" not in _processor()):
+    if device.type != "cpu":
         return False
-    computes = dtype == torch.float32 or (dtype in (torch.bfloat16, torch.float16) and not has_bfloat16())
-    return computes and key_dim == value_dim and key_dim % 8 == lead % 8 == 0 and _library() is not None
+    if rows > MAX_ROWS and "avx2" not in _processor():
+        return False
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    if dtype != torch.float32 and not (is_half and not has_bfloat16()):
+        return False
+    if key_dim != value_dim or key_dim % 8 or lead % 8:
+        return False
+    return _library() is not None
 
 
 def attend(
@@ -204,7 +212,8 @@ def unpack(packed: Tensor, packing: str) -> Tensor:
     """Return packed weights, contiguous `[outputs, n]`, in float32: `[outputs, inputs]`."""
     library = _library()
     if library is None or packed.device.type != "cpu":
-        raise RuntimeError(f"packed weights need C kernels on a CPU: {unavailable_reason() or f'got {packed.device}'}")
+        reason = unavailable_reason() or f"got {packed.device}"
+        raise RuntimeError(f"packed weights need C kernels on a CPU: {reason}")
     row_bytes = packed.shape[1] * packed.element_size()
     block_bytes, block_weights = PACKINGS[packing]
     inputs = row_bytes // block_bytes * block_weights
@@ -356,9 +365,11 @@ def _compile(folder: Path | None = None) -> Path:
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
         raise RuntimeError("no C compiler was found (set CC)")
-    key = (*(source.read_text() for source in _SOURCES), compiler, platform.machine(), _processor(), *_FLAGS)
-    stem = f"cpu_kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
-    return compiled(folder or cache_folder(), stem, [compiler, *_FLAGS, *map(str, _SOURCES), "-lm"])
+    sources = [source.read_text() for source in _SOURCES]
+    key = (*sources, compiler, platform.machine(), _processor(), *_FLAGS)
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()
+    command = [compiler, *_FLAGS, *map(str, _SOURCES), "-lm"]
+    return compiled(folder or cache_folder(), f"cpu_kernels-{digest[:16]}", command)
 
 
 def has_bfloat16() -> bool:

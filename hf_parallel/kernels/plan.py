@@ -45,8 +45,9 @@ class LatentHeads(NamedTuple):
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """Return the queries `[T, heads, rotary_dim + key_dim]` as queries of latents: `[.., rotary_dim + rank]`."""
         rotary_dim = query.shape[-1] - self.key_dim
-        rotated, rest = query.split((rotary_dim, self.key_dim), dim=-1)
-        return torch.cat((rotated, torch.einsum("thk,hkr->thr", rest, self.keys)), dim=-1)
+        rotated, unrotated = query.split((rotary_dim, self.key_dim), dim=-1)
+        absorbed = torch.einsum("thk,hkr->thr", unrotated, self.keys)
+        return torch.cat((rotated, absorbed), dim=-1)
 
     def project(self, latents: torch.Tensor) -> torch.Tensor:
         """Return the values `[T, heads, value_dim]` of sums of latents `[T, heads, rank]`."""
@@ -54,11 +55,16 @@ class LatentHeads(NamedTuple):
 
     def expand(self, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of all heads `[N, heads, L, ..]`, given what `N` blocks store `[N, 1, L, ..]`."""
-        n, _, length, _ = latents.shape
-        both = (latents @ self.weight.flatten(0, 1).T).view(n, length, len(self.weight), -1).transpose(1, 2)
-        keys = both[..., : self.key_dim]
-        values = both[..., self.key_dim :]
-        return torch.cat((rotated.expand(-1, len(self.weight), -1, -1), keys), dim=-1), values
+        num_blocks, _, length, _ = latents.shape
+        num_heads = len(self.weight)
+        expanded = latents @ self.weight.flatten(0, 1).T
+        expanded = expanded.view(num_blocks, length, num_heads, -1).transpose(
+            1, 2
+        )  # [N, heads, L, key_dim + value_dim]
+        keys = expanded[..., : self.key_dim]
+        values = expanded[..., self.key_dim :]
+        rotated = rotated.expand(-1, num_heads, -1, -1)
+        return torch.cat((rotated, keys), dim=-1), values
 
 
 @dataclass(eq=False, slots=True)
@@ -101,9 +107,10 @@ class DeviceBuffers(Derived):
 
 @dataclass(frozen=True, eq=False)
 class Increments:
-    """Difference between the plans of a decode step and of the next step of the same rows: int64 `[P]` each.
+    """What one decode step adds to the columns of its plan for the next step of the same rows: int64 `[P]` each.
 
-    Constant from step to step, except `lo`: a block grows by one token or not at all, every `write_index` by one.
+    A block grows by one token or not at all, and every `write_index` grows by one. So all columns but `lo` grow by the
+    same numbers at each step, which are computed once.
     """
 
     delta: np.ndarray  # added to pair_delta
@@ -178,8 +185,10 @@ class AttentionPlan:
         """Largest number of new tokens of a row: consecutive queries that each see one more key."""
         if self.increments is not None or not len(self.pair_query):
             return min(len(self.pair_query), 1)
-        steps = (np.diff(self.pair_query) == 1) & (np.diff(self.pair_hi) == 1)
-        breaks = np.flatnonzero(np.concatenate(([True], ~steps, [True])))
+        is_next_query = np.diff(self.pair_query) == 1
+        sees_one_more = np.diff(self.pair_hi) == 1
+        is_break = ~(is_next_query & sees_one_more)
+        breaks = np.flatnonzero(np.concatenate(([True], is_break, [True])))
         return int(np.diff(breaks).max())
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -216,13 +225,19 @@ class AttentionPlan:
         return plan
 
     def _carry_over(self, previous: AttentionPlan) -> None:
+        """Advance what was derived from the previous step's plan by one step."""
         for key, value in previous.derived.items():
-            if isinstance(value, Derived) and (carried := value.next_step(self)) is not None:
-                self.derived[key] = carried
-        for limits, before in previous.windows.items():
-            narrowed = self.windows[limits] = self._narrowed(*limits)
-            if narrowed is not None and before is not None and not narrowed._appear(before):
-                narrowed._carry_over(before)
+            if isinstance(value, Derived):
+                carried = value.next_step(self)
+                if carried is not None:
+                    self.derived[key] = carried
+        for limits, previous_narrowed in previous.windows.items():
+            narrowed = self._narrowed(*limits)
+            self.windows[limits] = narrowed
+            if narrowed is None or previous_narrowed is None:
+                continue
+            if not narrowed._appear(previous_narrowed):
+                narrowed._carry_over(previous_narrowed)
 
     def _appear(self, before: AttentionPlan) -> bool:
         """Whether a block comes into view: one that moves into the chunk of a query, as others before it grow."""
@@ -244,10 +259,11 @@ class AttentionPlan:
         lo = self.first_visible(self.pair_position, window, chunk)
         if np.array_equal(lo, self.pair_lo):
             return None
-        step = self.increments
-        if step is not None:
-            step = replace(step, lo=self.first_visible(self.pair_position + step.position, window, chunk) - lo)
-        return replace(self, pair_lo=lo, increments=step, derived={}, windows={})
+        increments = self.increments
+        if increments is not None:
+            next_lo = self.first_visible(self.pair_position + increments.position, window, chunk)
+            increments = replace(increments, lo=next_lo - lo)
+        return replace(self, pair_lo=lo, increments=increments, derived={}, windows={})
 
     def first_visible(self, position: np.ndarray, window: int | None, chunk: int | None) -> np.ndarray:
         """Return `pair_lo` under a sliding window or in chunks, if the pairs' queries are at `position`."""

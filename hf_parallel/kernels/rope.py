@@ -64,17 +64,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, spec: RotarySpec) -> Tensor:
     cos, sin : broadcastable to [..., rotary_dim / 2]
         From `spec.tables`. The rotation is computed in their dtype; the result has the dtype of `x`.
     """
-    head = x[..., : spec.rotary_dim].to(cos.dtype)
-    rest = x[..., spec.rotary_dim :]
+    leading = x[..., : spec.rotary_dim].to(cos.dtype)
+    unrotated = x[..., spec.rotary_dim :]
     if spec.interleaved:
-        a = head[..., 0::2]
-        b = head[..., 1::2]
-        out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        a = leading[..., 0::2]
+        b = leading[..., 1::2]
     else:
-        a, b = head.chunk(2, dim=-1)
-        out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        a, b = leading.chunk(2, dim=-1)
+    rotated_a = a * cos - b * sin
+    rotated_b = b * cos + a * sin
+    if spec.interleaved:
+        out = torch.stack((rotated_a, rotated_b), dim=-1).flatten(-2)
+    else:
+        out = torch.cat((rotated_a, rotated_b), dim=-1)
     out = out.to(x.dtype)
-    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+    if unrotated.shape[-1]:
+        out = torch.cat((out, unrotated), dim=-1)
+    return out
 
 
 def rotate_by(x: Tensor, delta: int, spec: RotarySpec) -> Tensor:

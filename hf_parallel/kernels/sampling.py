@@ -56,7 +56,9 @@ def can_race(device: torch.device) -> bool:
 
 def can_sample(device: torch.device, warpers: Iterable[Warpers], rows: int) -> bool:
     """Whether `sample` is available on a device, and not slower for these rows than PyTorch's operations."""
-    return can_race(device) and (rows >= MANY_ROWS or all(one.is_quick for one in warpers))
+    if not can_race(device):
+        return False
+    return rows >= MANY_ROWS or all(of_row.is_quick for of_row in warpers)
 
 
 def sample(scores: Tensor, warpers: Warpers | Sequence[Warpers], keys: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -78,18 +80,24 @@ def sample(scores: Tensor, warpers: Warpers | Sequence[Warpers], keys: Tensor | 
     probs : float32 [rows]
         Probabilities of the tokens.
     """
+    vocabulary = scores.shape[1]
     if isinstance(warpers, Warpers):
-        settings = _uniform(warpers, scores.shape[1], scores.device)
-        several = [warpers]
+        settings = _uniform(warpers, vocabulary, scores.device)
+        has_filters = warpers.is_filter
+        has_unfiltered = not has_filters
     else:
-        several = list(warpers)
-        numbers = [number for one in several for number in one.numbers(scores.shape[1])]
+        numbers: list[float] = []
+        has_filters = False
+        has_unfiltered = False
+        for of_row in warpers:
+            numbers += of_row.numbers(vocabulary)
+            has_filters |= of_row.is_filter
+            has_unfiltered |= not of_row.is_filter
         settings = to_device(numbers, scores.device, torch.float32).view(-1, 4)
     noise = None
     if keys is None:
         noise = torch.empty(scores.shape, dtype=torch.float32, device=scores.device).exponential_()
-    filtered = [one.is_filter for one in several]
-    return _backend().sample(scores, settings, keys, noise, any(filtered), not all(filtered))  # type: ignore[no-any-return]
+    return _backend().sample(scores, settings, keys, noise, has_filters, has_unfiltered)  # type: ignore[no-any-return]
 
 
 def race(probs: Tensor, keys: Tensor) -> Tensor:
@@ -110,11 +118,16 @@ def multinomial(probs: Tensor) -> Tensor:
 @lru_cache
 def _has_own_noise() -> bool:
     """Whether PyTorch draws on the CPU as `native.multinomial` does: it may use MKL's generator."""
+    if not native.is_available():
+        return False
     probs = torch.linspace(0.1, 1, 3003, dtype=torch.float32).view(3, -1)
-    ours, theirs = (torch.Generator().manual_seed(0) for _ in range(2))
-    tokens = native.multinomial(probs, ours) if native.is_available() else None
-    expected = torch.multinomial(probs, num_samples=1, generator=theirs).squeeze(1)
-    return tokens is not None and tokens.equal(expected) and ours.get_state().equal(theirs.get_state())
+    native_generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    tokens = native.multinomial(probs, native_generator)
+    expected = torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)
+    if tokens is None or not tokens.equal(expected):
+        return False
+    return native_generator.get_state().equal(generator.get_state())
 
 
 def _backend() -> Any:

@@ -70,7 +70,9 @@ class Schedule(Derived):
             if start or end:
                 num_keys = call.num_keys + end - start
                 hi = None if call.hi is None else call.hi + end - start
-                if num_keys < 1 or (hi is not None and call.lo is not None and (hi <= call.lo).any()):
+                if num_keys < 1:
+                    return None
+                if hi is not None and call.lo is not None and (hi <= call.lo).any():
                     return None
                 call = replace(call, first=call.first + start, num_keys=num_keys, hi=hi)  # noqa: PLW2901
             calls.append(call)
@@ -82,8 +84,9 @@ class Schedule(Derived):
         """Return `merge` on a device, and a mask `[K, T, 1]` of missing results (None if every query has K)."""
         if device not in self.merge_indices:
             index = torch.from_numpy(self.merge).to(device)
-            missing = index < 0
-            self.merge_indices[device] = index.clamp(min=0), missing[..., None] if bool(missing.any()) else None
+            missing = (index < 0)[..., None]
+            is_complete = not bool(missing.any())
+            self.merge_indices[device] = index.clamp(min=0), None if is_complete else missing
         return self.merge_indices[device]
 
 
@@ -101,11 +104,11 @@ def make_schedule(plan: AttentionPlan) -> Schedule:
                 flat.append(_call(plan, block, pairs, lo, hi))
             continue
         pairs = pairs[plan.pair_lo[pairs] < plan.pair_hi[pairs]]
-        runs, rest = _causal_runs(plan, pairs)
+        runs, other_pairs = _causal_runs(plan, pairs)
         for run in runs:
             calls += _causal_calls(plan, block, run)
-        if len(rest):
-            flat += _flat_calls(plan, block, rest)
+        if len(other_pairs):
+            flat += _flat_calls(plan, block, other_pairs)
     calls += _batch(flat)
     return _with_merge(plan, [_with_increments(plan, call) for call in calls])
 
@@ -114,39 +117,48 @@ def _causal_runs(plan: AttentionPlan, pairs: np.ndarray) -> tuple[list[np.ndarra
     """Separate long causal runs (the visible end grows by one from query to query) from the other pairs."""
     if len(pairs) < CAUSAL_RUN:
         return [], pairs
-    steps = (np.diff(plan.pair_hi[pairs]) == 1) & (np.diff(plan.pair_query[pairs]) == 1)
-    pieces = np.split(pairs, np.flatnonzero(~steps) + 1)
-    runs = [piece for piece in pieces if len(piece) >= CAUSAL_RUN]
-    rest = [piece for piece in pieces if len(piece) < CAUSAL_RUN]
-    return runs, np.concatenate(rest) if rest else pairs[:0]
+    sees_one_more = np.diff(plan.pair_hi[pairs]) == 1
+    is_next_query = np.diff(plan.pair_query[pairs]) == 1
+    breaks = np.flatnonzero(~(sees_one_more & is_next_query)) + 1
+    runs: list[np.ndarray] = []
+    others: list[np.ndarray] = []
+    for piece in np.split(pairs, breaks):
+        (runs if len(piece) >= CAUSAL_RUN else others).append(piece)
+    return runs, np.concatenate(others) if others else pairs[:0]
 
 
 def _causal_calls(plan: AttentionPlan, block: int, run: np.ndarray) -> list[DenseCall]:
     """A full call over the keys before the run and a causal call over its own; masked tiles under a window."""
-    lo = int(plan.pair_lo[run[0]])
-    own = int(plan.pair_hi[run[0]]) - 1
-    if (plan.pair_lo[run] != lo).any():
+    if (plan.pair_lo[run] != plan.pair_lo[run[0]]).any():
         return _masked_calls(plan, block, run)
-    calls = [_call(plan, block, run, lo, own)] if own > lo else []
-    return [*calls, _call(plan, block, run, own, own + len(run), causal=True)]
+    lo = int(plan.pair_lo[run[0]])
+    first = int(plan.pair_hi[run[0]]) - 1  # the key of the first query itself
+    calls = []
+    if first > lo:
+        calls.append(_call(plan, block, run, lo, first))
+    calls.append(_call(plan, block, run, first, first + len(run), causal=True))
+    return calls
 
 
 def _flat_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[DenseCall]:
     """One call without a mask if all pairs see the same keys, masked tiles otherwise."""
     lo = plan.pair_lo[pairs]
     hi = plan.pair_hi[pairs]
-    if (lo == lo[0]).all() and (hi == hi[0]).all():
-        return [_call(plan, block, pairs, int(lo[0]), int(hi[0]))]
-    return _masked_calls(plan, block, pairs)
+    sees_same = (lo == lo[0]).all() and (hi == hi[0]).all()
+    if not sees_same:
+        return _masked_calls(plan, block, pairs)
+    return [_call(plan, block, pairs, int(lo[0]), int(hi[0]))]
 
 
 def _masked_calls(plan: AttentionPlan, block: int, pairs: np.ndarray) -> list[DenseCall]:
+    """Calls over tiles of pairs that see different keys."""
     calls = []
     for tile in np.split(pairs, np.arange(MASK_TILE, len(pairs), MASK_TILE)):
         lo = plan.pair_lo[tile]
         hi = plan.pair_hi[tile]
         start = int(lo.min())
-        call = _call(plan, block, tile, start, int(hi.max()))
+        end = int(hi.max())
+        call = _call(plan, block, tile, start, end)
         calls.append(replace(call, lo=(lo - start)[None], hi=(hi - start)[None]))
     return calls
 
@@ -165,12 +177,14 @@ def _call(
 def _batch(calls: list[DenseCall]) -> list[DenseCall]:
     shapes: dict[tuple[int, int, bool], list[DenseCall]] = {}
     for call in calls:
-        is_quantized = call.origin >= FIRST_QUANTIZED
-        shapes.setdefault((call.num_queries, call.capacity, is_quantized), []).append(call)
+        shape = (call.num_queries, call.capacity, call.origin >= FIRST_QUANTIZED)
+        shapes.setdefault(shape, []).append(call)
     out: list[DenseCall] = []
     for alike in shapes.values():
         alike.sort(key=attrgetter("origin"))
-        origins, starts, ends = np.array([(call.origin, call.first, call.first + call.num_keys) for call in alike]).T
+        origins = np.array([call.origin for call in alike])
+        starts = np.array([call.first for call in alike])
+        ends = starts + np.array([call.num_keys for call in alike])
         begin = 0
         while begin < len(alike):
             count, spacing = _evenly_spaced(origins[begin:], starts[begin:], ends[begin:])
@@ -200,7 +214,9 @@ def _evenly_spaced(origins: np.ndarray, starts: np.ndarray, ends: np.ndarray) ->
     longest = np.maximum.accumulate(ends)[1:] - np.minimum.accumulate(starts)[1:]
     fits = longest * slots <= 2 * np.cumsum(ends - starts)[1:] + PADDED_KEYS
     joined = np.flatnonzero(fits & np.logical_and.accumulate(even))
-    return (int(joined[-1]) + 2, spacing) if len(joined) else (1, 0)
+    if not len(joined):
+        return 1, 0
+    return int(joined[-1]) + 2, spacing
 
 
 def _join(calls: list[DenseCall], spacing: int, first: int, num_keys: int) -> DenseCall:
@@ -217,9 +233,17 @@ def _join(calls: list[DenseCall], spacing: int, first: int, num_keys: int) -> De
         pairs[slot] = call.pairs
         lo[slot] = shift if call.lo is None else call.lo[0] + shift
         hi[slot] = shift + call.num_keys if call.hi is None else call.hi[0] + shift
-    call = replace(calls[0], num_blocks=num_blocks, num_keys=num_keys, spacing=spacing, first=first)
-    masked = bool(lo.any() or (hi != num_keys).any())
-    return replace(call, pairs=pairs.reshape(-1), lo=lo if masked else None, hi=hi if masked else None)
+    is_masked = bool(lo.any() or (hi != num_keys).any())
+    return replace(
+        calls[0],
+        num_blocks=num_blocks,
+        num_keys=num_keys,
+        spacing=spacing,
+        first=first,
+        pairs=pairs.reshape(-1),
+        lo=lo if is_masked else None,
+        hi=hi if is_masked else None,
+    )
 
 
 def _with_increments(plan: AttentionPlan, call: DenseCall) -> DenseCall:
@@ -228,13 +252,19 @@ def _with_increments(plan: AttentionPlan, call: DenseCall) -> DenseCall:
     if step is None or call.causal:
         return call
     pairs = call.pairs[call.pairs >= 0]
-    moves = [np.zeros(1, np.int64) if change is None else change[pairs] for change in (step.lo, step.hi)]
-    alike = all((move == move[0]).all() for move in moves)
-    return replace(call, increments=(int(moves[0][0]), int(moves[1][0])) if alike else None)
+    start = np.zeros(1, np.int64) if step.lo is None else step.lo[pairs]
+    end = step.hi[pairs]
+    increments = None
+    if (start == start[0]).all() and (end == end[0]).all():
+        increments = (int(start[0]), int(end[0]))
+    return replace(call, increments=increments)
 
 
 def _with_merge(plan: AttentionPlan, calls: list[DenseCall]) -> Schedule:
-    pairs = np.concatenate([call.pairs for call in calls]) if calls else np.empty(0, np.int64)
+    """Return the schedule of calls, with the index by which the results of each query are merged."""
+    pairs = np.empty(0, np.int64)
+    if calls:
+        pairs = np.concatenate([call.pairs for call in calls])
     results = np.flatnonzero(pairs >= 0)
     queries = plan.pair_query[pairs[results]]
     order = np.argsort(queries, kind="stable")
@@ -244,5 +274,5 @@ def _with_merge(plan: AttentionPlan, calls: list[DenseCall]) -> Schedule:
     rank = np.arange(len(queries)) - np.repeat(np.cumsum(counts) - counts, counts)
     merge = np.full((int(counts.max(initial=0)), plan.num_queries), -1, dtype=np.int64)
     merge[rank, queries] = results
-    in_order = merge.size == len(pairs) and np.array_equal(merge.reshape(-1), np.arange(len(pairs)))
+    in_order = np.array_equal(merge.reshape(-1), np.arange(len(pairs)))
     return Schedule(calls, merge, in_order)

@@ -24,8 +24,10 @@ Index = TypeVar("Index", int, np.ndarray, torch.Tensor)
 
 def quantized_dtype(name: object) -> torch.dtype | None:
     """Return the dtype of quantized storage that `cache_dtype` names; raise `ValueError` for an unknown name."""
-    if name is None or (isinstance(name, str) and name in _DTYPES):
-        return None if name is None else _DTYPES[name]
+    if name is None:
+        return None
+    if isinstance(name, str) and name in _DTYPES:
+        return _DTYPES[name]
     raise ValueError(f"cache_dtype must be one of {list(_DTYPES)} or None, got {name!r}")
 
 
@@ -119,10 +121,14 @@ class QuantizedStorage(Storage):
     def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Round keys and values `[.., head_dim]` to 8 bits and store them at `rows`, int64 `[..]`."""
         most = _LARGEST[self.keys.dtype]
+        tiny = torch.finfo(torch.float32).tiny
         for index, (stored, new) in enumerate(((self.keys, keys), (self.values, values))):
             scale = new.abs().amax(-1).float() / most
-            scaled = (new.float() / scale.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).clamp(-most, most)
-            stored[rows] = (scaled if self.is_float else scaled.round()).to(stored.dtype)
+            divisor = scale.clamp(min=tiny)[..., None]
+            scaled = (new.float() / divisor).clamp(-most, most)
+            if not self.is_float:
+                scaled = scaled.round()
+            stored[rows] = scaled.to(stored.dtype)
             self.scales[rows, index] = scale
 
     def read(self, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

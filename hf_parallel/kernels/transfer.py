@@ -18,7 +18,9 @@ def to_device(
     The copy goes through pinned memory: a copy from pageable memory would wait for all GPU work queued before it.
     """
     tensor = torch.as_tensor(numbers, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class HostCopy:
