@@ -12,6 +12,7 @@ import torch
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Node
 from hf_parallel.engine.hints import AgentHints
+from hf_parallel.engine.lent_prefixes import LentPrefixes
 from hf_parallel.engine.policies import EvictionPolicy
 from hf_parallel.engine.scheduler import BATCH_TOKENS
 from hf_parallel.engine.storage import KVStorage
@@ -101,7 +102,7 @@ class _SimulatedRequest:
         """Run the request as an engine would. Return the number of cached prompt tokens."""
         prompt, output = (np.array(tokens, np.int64) for tokens in (request.prompt, request.output))
         storage.tree.clock += 1
-        cache = SharedPrefixCache(lent=(storage.tree, self))
+        cache = SharedPrefixCache(lent=LentPrefixes(storage.tree, None, self))
         leaf = cache.insert(prompt)
         reused = sum(node.num_cached for node in leaf.path)
         self._prefill(storage, cache.nodes_to_prefill(), BATCH_TOKENS["cpu"])
@@ -116,9 +117,6 @@ class _SimulatedRequest:
             cache.pool.free(block)
         storage.tree.unpin(self)
         return reused
-
-    def wait_for_prefix(self, tokens: np.ndarray, root: Node, gap: int) -> None:
-        """Do nothing: one request runs at a time."""
 
     @staticmethod
     def _prefill(storage: KVStorage, nodes: Sequence[Node], chunk: int) -> None:

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from hf_parallel.cache.base import BlockCache
 from hf_parallel.cache.fingerprint import fingerprint
 from hf_parallel.cache.placement import execution_device
-from hf_parallel.cache.pool import Block, Pool
-from hf_parallel.cache.tree import Node, Owner, PrefixTree
+from hf_parallel.cache.pool import Block
+from hf_parallel.cache.prefixes import Prefixes
+from hf_parallel.cache.tree import Node, PrefixTree
 from hf_parallel.kernels import RotarySpec
 
 _lock = threading.Lock()
@@ -36,8 +37,8 @@ class SharedPrefixCache(BlockCache):
         nodes, leaves first, until the rest fits; its own tokens come on top. Default: keep everything until `reset()`.
     cache_dtype : str, optional
         See `ParallelConfig`.
-    lent : (PrefixTree, Owner), optional
-        Tree of an engine, and the request that uses it through the cache. Default: a tree of the cache's own.
+    lent : Prefixes, optional
+        Prefixes that an engine lends to a request. Default: a tree of the cache's own.
 
     Examples
     --------
@@ -53,16 +54,16 @@ class SharedPrefixCache(BlockCache):
         max_bytes: int | None = None,
         cache_dtype: str | None = None,
         *,
-        lent: tuple[PrefixTree, Owner] | None = None,
+        lent: Prefixes | None = None,
     ) -> None:
-        super().__init__(rotary, device, pool=None if lent is None else Pool(rotary, parent=lent[0].pool))
+        super().__init__(rotary, device, pool=None if lent is None else lent.pool)
         if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1):
             raise ValueError(f"max_bytes must be a positive int or None, got {max_bytes!r}")
         self.max_bytes = max_bytes
-        self.pool.arena.cache_dtype = cache_dtype if lent is None else self.pool.arena.cache_dtype
-        self.tree = PrefixTree(self.pool) if lent is None else lent[0]
-        self.owner = None if lent is None else lent[1]
-        self.root = self.tree.root if self.owner is None else self.tree.add_owner(self.owner)
+        if lent is None:
+            self.pool.arena.cache_dtype = cache_dtype
+        self.prefixes = Prefixes(PrefixTree(self.pool)) if lent is None else lent
+        self.tree = self.prefixes.tree
         self.filled_by: tuple[str, str] | None = None  # fingerprint and device of the model; None: not known
         self._user: Any = None  # the call that used the cache last
 
@@ -73,7 +74,7 @@ class SharedPrefixCache(BlockCache):
 
         `user` represents the call: while its `active` is true, no other call can use the cache. `kept` says whether
         the cache outlives the call. If so, the fingerprint of the model is compared: `weights`, or if it is not given
-        that of all weights now. Values of offloaded weights do not count. Does nothing in an engine.
+        that of all weights now. Values of offloaded weights do not count.
 
         Raises
         ------
@@ -82,8 +83,6 @@ class SharedPrefixCache(BlockCache):
         RuntimeError
             If another call uses the cache.
         """
-        if self.owner is not None:
-            return
         with _lock:
             if self._user is not None and self._user.active and self._user is not user:
                 raise RuntimeError("past_key_values is in use by another call: give each of them a cache of its own")
@@ -120,44 +119,29 @@ class SharedPrefixCache(BlockCache):
     def insert(self, tokens: np.ndarray, root: Node | None = None, gap: int = 0) -> Node:
         """Insert tokens, int64 `[length]`, after `root` (default: the root of the tree). Return the last token's node.
 
-        Reuses nodes of the tree, splits them where necessary, and creates the rest. `gap`: see `Node`. In an engine, a
-        run first waits until no other computes any of them (`generation.prefill.insert`). Raises `RuntimeError` if one
-        does.
+        Reuses nodes of the tree, splits them where necessary, and creates the rest. `gap`: see `Node`. A run of a mode
+        calls `generation.prefill.insert`, which first waits until no other run computes any of them.
         """
-        root = root or self.root
-        if self.owner is not None:
-            used = self.tree.matching(tokens, root, gap)
-            if any(self.tree.is_computed_by_other(node, self.owner) for node in used):
-                raise RuntimeError("another request computes this prefix: insert it with `yield from insert(...)`")
-        return self.tree.insert(tokens, root, gap, self.owner)
+        return self.prefixes.insert(tokens, root or self.root, gap)
 
     def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:
         """Append a node to `parent`, without a search for shared prefixes.
 
         `block` holds the keys and values of a finished completion; tokens beyond its length are dropped. An empty block
-        is freed, and `parent` is returned. In an engine, so is a block whose tokens the tree has.
+        is freed, and `parent` is returned.
         """
         if block is not None and not block.length:
             self.pool.free(block)
             return parent
-        if self.owner is None:
-            return self.tree.add(parent, tokens, block)
-        node = None if block is None else self.tree.cached_child(parent, tokens[: block.length])
-        if block is not None and node is not None:
-            self.pool.free(block)
-        elif block is not None:
-            self.pool.disown(block)
-        node = node or self.tree.add(parent, tokens, block)
-        self.tree.pin(node, self.owner)
-        return node
+        return self.prefixes.add(parent, tokens, block)
 
     def nodes_to_prefill(self) -> list[Node]:
-        """See `PrefixTree.nodes_to_prefill`; in an engine, only nodes of the request."""
-        return self.tree.nodes_to_prefill(self.owner)
+        """Return nodes with uncached tokens, parents before children, and allocate their blocks."""
+        return self.prefixes.nodes_to_prefill()
 
     def discard_uncached(self) -> None:
-        """See `PrefixTree.discard_uncached`; in an engine, only tokens of the request."""
-        self.tree.discard_uncached(self.owner)
+        """Remove uncached tokens from the tree after a failed prefill."""
+        self.prefixes.discard_uncached()
 
     def end_call(self) -> None:
         """Free blocks that a call has neither attached to the tree nor freed, and remove what it did not compute.
@@ -171,27 +155,25 @@ class SharedPrefixCache(BlockCache):
         self.tree.discard_nonfinite()
 
     def reset(self) -> None:
-        """Delete everything and release all memory; in an engine, the blocks of the request outside the tree."""
+        """Delete everything and release all memory. Prefixes that an engine has lent stay."""
         super().reset()
-        if self.owner is None:
-            self.tree.clear()
-            self.root = self.tree.root
+        self.prefixes.clear()
+
+    @property
+    def root(self) -> Node:
+        """Root of the prefixes that the cache uses."""
+        return self.prefixes.root
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values of all unique tokens; in an engine, of the tokens that the request uses."""
-        pinned = () if self.owner is None else self.tree.pinned(self.owner)
-        return self.pool.kv_bytes + sum(self.pool.bytes_of(node.block) for node in pinned if node.block is not None)
+        """Bytes of the keys and values of all unique tokens."""
+        return self.pool.kv_bytes + sum(map(self.pool.bytes_of, self.prefixes.lent_blocks()))
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of states that layers keep instead of keys; in an engine, only states that the request uses."""
-        pinned = () if self.owner is None else self.tree.pinned(self.owner)
-        num_states = 0
-        for node in pinned:
-            if node.block is not None and node.block.state >= 0:
-                num_states += 1
-        return super().state_bytes + num_states * self.pool.states.bytes_per_slot
+        """Bytes of states that layers keep instead of keys."""
+        num_lent = sum(block.state >= 0 for block in self.prefixes.lent_blocks())
+        return super().state_bytes + num_lent * self.pool.states.bytes_per_slot
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_user": None}

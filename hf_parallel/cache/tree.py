@@ -160,11 +160,10 @@ class PrefixTree:
             yield node
             stack.extend(node.all_children()[::-1])
 
-    def insert(self, tokens: np.ndarray, root: Node, gap: int = 0, owner: Owner | None = None) -> Node:
-        """Insert tokens, int64 `[length]`, after `root`. Return the last token's node, which the owner pins.
+    def insert(self, tokens: np.ndarray, root: Node, gap: int = 0) -> Node:
+        """Insert tokens, int64 `[length]`, after `root`. Return the last token's node.
 
-        Reuses nodes of the tree, splits them where necessary, and creates the rest, which the owner will compute.
-        `gap`: see `Node`.
+        Reuses nodes of the tree, splits them where necessary, and creates the rest. `gap`: see `Node`.
         """
         node = root
         first_gap = gap
@@ -183,10 +182,6 @@ class PrefixTree:
                 node.last_used = self.clock
                 first_gap = 0
                 left = left[shared:]
-        if owner is not None:
-            self.pin(node, owner)
-            uncached = [ancestor for ancestor in node.path if len(ancestor.uncached)]
-            self.start_computing(uncached, owner)
         return node
 
     def add(self, parent: Node, tokens: np.ndarray, block: Block | None = None) -> Node:

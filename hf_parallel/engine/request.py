@@ -26,6 +26,7 @@ from hf_parallel.cache.state_plan import states_read
 from hf_parallel.cache.tree import Node
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
 from hf_parallel.engine.hints import AgentHints
+from hf_parallel.engine.lent_prefixes import LentPrefixes
 from hf_parallel.engine.passes import PendingPass
 from hf_parallel.engine.storage import KVStorage
 from hf_parallel.generation.call import GenerationCall
@@ -150,7 +151,7 @@ class Request(Host):
     # The host of its call
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
-        cache = cls(rotary, self.call.input_ids.device, lent=(self._storage.tree, self))
+        cache = cls(rotary, self.call.input_ids.device, lent=LentPrefixes(self._storage.tree, rotary, self))
         cache.log_to(self.log)
         self._caches.append(cache)
         return cache

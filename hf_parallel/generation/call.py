@@ -139,13 +139,13 @@ class GenerationCall:
         return self.host.drive(check_steps(steps))
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None = None) -> C:
-        """Return an empty cache for the call; in an engine, it shares storage and prefixes with other calls."""
+        """Return an empty cache for the call, which may share storage and prefixes with other calls."""
         cache = self.host.new_cache(cls, rotary)
         cache.pool.images.add(self.images)
         return cache
 
     def begin_cache(self, cache: SharedPrefixCache, is_kept: bool = False) -> None:
-        """Start to use a `SharedPrefixCache`, which is kept if it was given or belongs to an engine, too.
+        """Start to use a `SharedPrefixCache`, which is kept if it was given, too.
 
         The weights of a new cache that is returned are recorded at the end of the call, after the first token.
         """
@@ -157,8 +157,9 @@ class GenerationCall:
             )
         if dtype is not None:
             cache.pool.arena.cache_dtype = dtype
-        is_kept |= self.past_key_values is not None or self.host.is_shared
-        cache.begin_call(self.model, self.claim, is_kept, self.fingerprint if is_kept else None)
+        if not self.host.is_shared:  # else the host has checked the model
+            is_kept |= self.past_key_values is not None
+            cache.begin_call(self.model, self.claim, is_kept, self.fingerprint if is_kept else None)
 
     def show(self, row: int, text: str, event: str) -> None:
         """Record text of a row and stream it. Events as in `ParallelStreamer.write_row`."""

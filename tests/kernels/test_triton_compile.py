@@ -194,7 +194,7 @@ def test_attention_compiles_without_spills_and_fits_a_processor(
     attend(case)
     made = recorders["attend"].compiled(capability)
     used = resources(made.asm["cubin"], tmp_path)
-    tiling = tiling if case.cache_dtype is None else tiling.for_packed()
+    tiling = tiling if case.cache_dtype is None else tiling.for_quantized()
     assert used["STACK"] == used["LOCAL"] == 0
     assert made.metadata.shared <= SHARED_PER_PROGRAM[capability]
     together = tiling.programs * (made.metadata.shared + RESERVED_PER_PROGRAM)

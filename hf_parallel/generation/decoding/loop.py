@@ -16,7 +16,6 @@ import torch
 from torch.nn import functional as F
 from transformers import StoppingCriteriaList
 
-from hf_parallel.cache import BlockCache
 from hf_parallel.cache.pass_log import PassLog
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Node
@@ -58,7 +57,7 @@ class DecodeLoop:
     def __init__(
         self,
         call: GenerationCall,
-        cache: BlockCache,
+        cache: SharedPrefixCache,
         table: TokenTable,
         criteria: StoppingCriteriaList | None = None,
         seed: Any = None,
@@ -84,8 +83,7 @@ class DecodeLoop:
         self.replayer: Replayer | None = None
         self.draft: Callable[[Sequence[Any]], Steps[list[Any]]] | None = None
         self._num_kept = self._num_void = 0  # passes that were queued ahead
-        has_tree = isinstance(cache, SharedPrefixCache) and call.capabilities.mixers
-        self._state_interval = cache.tree.state_interval if has_tree else None  # type: ignore[attr-defined]
+        self._state_interval = cache.tree.state_interval if call.capabilities.mixers else None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -97,7 +95,7 @@ class DecodeLoop:
             with self.call.host.running(self.cache):
                 yield
         finally:
-            if self.call.past_key_values is not None and isinstance(self.cache, SharedPrefixCache):
+            if self.call.past_key_values is not None:
                 try:
                     self.cache.end_call()
                 except RuntimeError:  # out of memory: what cannot be checked is not kept
@@ -271,7 +269,6 @@ class DecodeLoop:
 
     def keep(self, rows: Sequence[Row]) -> None:
         """Attach the own blocks of rows to the tree of the cache, or free them if they have no `leaf`."""
-        assert isinstance(self.cache, SharedPrefixCache), "rows of other caches keep no blocks"
         for row in rows:
             if row.leaf is not None and not row.dropped:
                 block = row.view[-1]
@@ -361,7 +358,7 @@ class DecodeLoop:
     def replay(self, rows: Sequence[R], on_token: OnToken | None = None, may_wait: bool = False) -> Steps[list[R]]:
         """Append tokens sampled from cached logits, before any forward pass. Return rows that need the model.
 
-        `may_wait`: in an engine, the call waits while other calls compute the next logits of all its rows, which then
+        `may_wait`: the call waits while other calls compute the next logits of all its rows, which then
         are replayed. It must not hold what these calls could wait for.
         """
         if self.replayer is None:
@@ -406,7 +403,7 @@ class DecodeLoop:
         return self.call.max_length - self.table.lengths[row.index]
 
     def _sampled(self, rows: Sequence[Row], next_tokens: NextTokens) -> Steps[Sampled]:
-        """Return the next token of each row; in an engine, it is sampled together with the rows of other calls."""
+        """Return the next token of each row. The host may sample for several calls at once."""
         if isinstance(next_tokens, Sampled):
             return next_tokens
         sampled: Sampled = yield Draw(SamplingTask(self.sampler, [row.index for row in rows]), next_tokens)
@@ -483,7 +480,7 @@ class DecodeLoop:
         scores = self.sampler.scores
         logits = self.sampler.logits
         is_new = self.call.past_key_values is None and not self.call.host.is_shared
-        if is_new and isinstance(self.cache, SharedPrefixCache):
+        if is_new:
             self.cache.record_weights(self.call.model, self.call.fingerprint)
         indices = None if rows is None else [row.index for row in rows]
         record.lengths = [self.table.lengths[row] for row in indices] if indices else list(self.table.lengths)
