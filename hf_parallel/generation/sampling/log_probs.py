@@ -112,12 +112,17 @@ def spread(
     Columns are those of the table, or with `by_draw` the number of tokens that the row had sampled before. `forks` are
     the rows that have inherited tokens, parents before their forks.
     """
-    places = [place for one in drawn for place in (one.draws if by_draw else one.columns)]
+    rows_of: list[int] = []
+    positions: list[int] = []
+    for step in drawn:
+        rows_of += step.rows
+        positions += step.draws if by_draw else step.columns
     device = drawn[0].log_probs.model.device if drawn else torch.device("cpu")
-    values = torch.full((rows, max(places, default=-1) + 1), torch.nan, device=device)
+    longest = max(positions, default=-1) + 1
+    values = torch.full((rows, longest), torch.nan, device=device)
     if drawn:
-        index = to_device([row for one in drawn for row in one.rows], device), to_device(places, device)
-        values[index] = torch.cat([one.log_probs.model for one in drawn])
+        log_probs = torch.cat([step.log_probs.model for step in drawn])
+        values[to_device(rows_of, device), to_device(positions, device)] = log_probs
     for row, fork in forks.items():
         inherited = fork.draws if by_draw else fork.columns
         values[row, :inherited] = values[fork.parent, :inherited]
@@ -153,7 +158,7 @@ class TopLogProbs(LogitsProcessor):
         self.prompt_top = prompt_top
         self.labels = labels
         self.prompts: dict[int, list[TokenLogProbs]] = {}  # by row
-        self._found: dict[int, list[tuple[HostCopy, int]]] = {}  # by row: step, and index of the row in it
+        self._steps: dict[int, list[tuple[HostCopy, int]]] = {}  # by row: step, and index of the row in it
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return `scores` unchanged."""
@@ -166,17 +171,18 @@ class TopLogProbs(LogitsProcessor):
             columns += [part[:, : self.top] for part in log_probs.top]  # float32 holds tokens below 2**24
         step = HostCopy(torch.cat(columns, dim=1))
         for index, row in enumerate(rows):
-            self._found.setdefault(row, []).append((step, index))
+            self._steps.setdefault(row, []).append((step, index))
 
     def fork(self, row: int, forks: Sequence[int]) -> None:
         """Note that `forks` have inherited the tokens of a row."""
         for fork in forks:
-            self._found[fork] = list(self._found.get(row, ()))
+            self._steps[fork] = list(self._steps.get(row, ()))
 
     def get(self, row: int, index: int) -> TokenLogProbs:
         """Return the log-probabilities of the token with this index among those that a row has sampled."""
-        step, place = self._found[row][index]
-        log_prob, *top = step.values[place]
+        step, index_in_step = self._steps[row][index]
+        log_prob, *top = step.values[index_in_step]
         count = len(top) // 2
-        pairs = zip(map(int, top[count:]), top[:count], strict=True)
-        return TokenLogProbs(log_prob, list(pairs))
+        values = top[:count]
+        tokens = map(int, top[count:])
+        return TokenLogProbs(log_prob, list(zip(tokens, values, strict=True)))

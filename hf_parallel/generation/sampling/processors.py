@@ -79,12 +79,13 @@ class MinLengthProcessor(LogitsProcessor):
     def indices(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the tokens that are in the vocabulary of `scores`, int64 `[n]` on the device."""
         vocabulary = scores.shape[-1]
-        indices = self._indices
-        if indices is None or indices[0] != vocabulary:
+        if self._indices is None or self._indices[0] != vocabulary:
             tokens = [token for token in self.eos_token_ids if 0 <= token < vocabulary]
             # A blocking copy, as prefetch calls the processor on another CUDA stream.
-            indices = self._indices = vocabulary, torch.tensor(tokens, dtype=torch.int64, device=scores.device)
-        return indices[1]
+            indices = torch.tensor(tokens, dtype=torch.int64, device=scores.device)
+            self._indices = (vocabulary, indices)
+            return indices
+        return self._indices[1]
 
 
 class RowPenalty(LogitsProcessor):
@@ -172,14 +173,17 @@ class ThinkingBudget(LogitsProcessor):
         self.known = known
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        position = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
         opens = self.opens(input_ids)
-        place = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
-        opened = ((opens & (opens.cumsum(1) > self.known)) * place).cummax(1).values  # tokens up to the last mark
-        thinks = opened > ((input_ids == self.end) * place).cummax(1).values
+        is_new = opens.cumsum(1) > self.known
+        last_opened = ((opens & is_new) * position).cummax(1).values  # up to each token
+        last_closed = ((input_ids == self.end) * position).cummax(1).values
+        thinks = last_opened > last_closed
         spent = (thinks[:, 1:] & thinks[:, :-1]).sum(1)  # without the marks that open reasoning
+        is_over = thinks[:, -1] & (spent >= self.budget)
         forced = torch.full_like(scores, -torch.inf)
         forced[:, self.end] = 0
-        return torch.where((thinks[:, -1] & (spent >= self.budget))[:, None], forced, scores)
+        return torch.where(is_over[:, None], forced, scores)
 
     def opens(self, ids: torch.Tensor) -> torch.Tensor:
         """Return where the tokens that open reasoning end, bool `[rows, length]`."""
@@ -243,17 +247,18 @@ def penalize(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Apply repetition penalties."""
     tokens = _penalized_tokens(batch, scores.shape[1])
     padded = F.pad(scores, (0, 1))  # for tokens that are ignored, or outside the output vocabulary
-    found = padded.gather(1, tokens)
-    penalty = _setting([one.penalty for one in batch.processors], scores.device)
-    found = torch.where(found < 0, found * penalty, _divide(found, penalty))
-    return padded.scatter_(1, tokens, found)[:, :-1]
+    of_tokens = padded.gather(1, tokens)
+    penalty = _setting([processor.penalty for processor in batch.processors], scores.device)
+    of_tokens = torch.where(of_tokens < 0, of_tokens * penalty, _divide(of_tokens, penalty))
+    return padded.scatter_(1, tokens, of_tokens)[:, :-1]
 
 
 def subtract_occurrences(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Apply occurrence penalties."""
-    frequency = _setting([one.frequency for one in batch.processors], scores.device)
-    presence = _setting([one.presence for one in batch.processors], scores.device)
-    return _subtract(scores, _penalized_tokens(batch, scores.shape[1]), frequency, presence)
+    frequency = _setting([processor.frequency for processor in batch.processors], scores.device)
+    presence = _setting([processor.presence for processor in batch.processors], scores.device)
+    tokens = _penalized_tokens(batch, scores.shape[1])
+    return _subtract(scores, tokens, frequency, presence)
 
 
 def suppress(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
@@ -261,26 +266,27 @@ def suppress(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     first = batch.processors[0]
     if batch.processors.count(first) == len(batch.processors) and max(batch.lengths) < first.min_length:
         return scores.index_fill_(1, first.indices(scores), -torch.inf)
-    places: list[int] = []
+    rows: list[int] = []
     tokens: list[int] = []
-    for place, (processor, length) in enumerate(zip(batch.processors, batch.lengths, strict=True)):
+    for row, (processor, length) in enumerate(zip(batch.processors, batch.lengths, strict=True)):
         if length < processor.min_length:
             of_row = [token for token in processor.eos_token_ids if 0 <= token < scores.shape[1]]
-            places += [place] * len(of_row)
+            rows += [row] * len(of_row)
             tokens += of_row
-    if places:
-        scores[to_device(places, scores.device), to_device(tokens, scores.device)] = -torch.inf
+    if rows:
+        scores[to_device(rows, scores.device), to_device(tokens, scores.device)] = -torch.inf
     return scores
 
 
 def scale(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Divide by the temperature."""
-    return _divide(scores, _setting([one.temperature for one in batch.processors], scores.device))
+    temperature = _setting([processor.temperature for processor in batch.processors], scores.device)
+    return _divide(scores, temperature)
 
 
 def keep_top_k(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep the `top_k` highest scores, and ties with the lowest of them."""
-    counts = [min(one.top_k, scores.shape[1]) for one in batch.processors]
+    counts = [min(processor.top_k, scores.shape[1]) for processor in batch.processors]
     highest = torch.topk(scores, max(counts))[0]
     if min(counts) == max(counts):
         last = highest[:, -1:]
@@ -292,17 +298,20 @@ def keep_top_k(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
 def keep_top_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep the most probable tokens of total probability `top_p`."""
     ascending, order = torch.sort(scores, descending=False)
-    rest = _setting([1 - one.top_p for one in batch.processors], scores.device)
-    removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= rest
+    removable = _setting([1 - processor.top_p for processor in batch.processors], scores.device)
+    removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= removable
     removed[..., -1:] = False
-    return scores.masked_fill(removed.scatter(1, order, removed), -torch.inf)
+    removed = removed.scatter(1, order, removed)  # in the order of the vocabulary
+    return scores.masked_fill(removed, -torch.inf)
 
 
 def keep_min_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep tokens of at least `min_p` times the highest probability."""
     probs = scores.softmax(dim=-1)
-    limit = _setting([one.min_p for one in batch.processors], scores.device) * probs.amax(dim=-1, keepdim=True)
-    removed = (probs < limit).scatter_(-1, torch.topk(probs, 1, dim=-1).indices, False)
+    min_p = _setting([processor.min_p for processor in batch.processors], scores.device)
+    limit = min_p * probs.amax(dim=-1, keepdim=True)
+    best = torch.topk(probs, 1, dim=-1).indices
+    removed = (probs < limit).scatter_(-1, best, False)
     return scores.masked_fill(removed, -torch.inf)
 
 
@@ -335,12 +344,12 @@ def split_warpers(processors: Sequence[LogitsProcessor]) -> tuple[list[LogitsPro
     """Return the processors before the last warpers, and the settings of these."""
     settings: dict[str, float] = {}
     head = list(processors)
-    before = len(STAGES)
+    following = len(STAGES)  # number of the stage after the next warper
     while head and type(head[-1]) in _WARPERS:
         stage = stage_of(head[-1])
-        if stage is None or stage[0] >= before:
+        if stage is None or stage[0] >= following:
             break
-        before = stage[0]
+        following, _ = stage
         warper = head.pop()
         name = _WARPERS[type(warper)]
         settings[name] = getattr(warper, name)
@@ -352,8 +361,11 @@ def _penalized_tokens(batch: ProcessorBatch, filler: int) -> torch.Tensor:
     rows_of: dict[RowPenalty, list[int]] = {}
     for processor, row in zip(batch.processors, batch.rows, strict=True):
         rows_of.setdefault(processor, []).append(row)
-    seen = [processor.tokens(rows, filler) for processor, rows in rows_of.items()]
-    tokens = [F.pad(ids, (max(batch.lengths) - ids.shape[1], 0), value=filler) for ids in seen]
+    longest = max(batch.lengths)
+    tokens = []
+    for processor, rows in rows_of.items():
+        ids = processor.tokens(rows, filler)
+        tokens.append(F.pad(ids, (longest - ids.shape[1], 0), value=filler))
     return torch.cat(tokens).clamp(max=filler)
 
 
@@ -361,10 +373,12 @@ def _subtract(
     scores: torch.Tensor, tokens: torch.Tensor, frequency: float | torch.Tensor, presence: float | torch.Tensor
 ) -> torch.Tensor:
     """Apply occurrence penalties for tokens int64 `[n, length]`. Writes to the scores."""
-    counts = scores.new_zeros(len(scores), scores.shape[1] + 1)  # the last for fillers and what is no output token
-    counts = counts.scatter_add_(1, tokens.clamp(max=scores.shape[1]), torch.ones_like(tokens, dtype=scores.dtype))
-    counts = counts[:, :-1]
-    return scores.sub_(frequency * counts + presence * (counts > 0))
+    vocabulary = scores.shape[1]
+    counts = scores.new_zeros(len(scores), vocabulary + 1)  # the last for fillers and what is no output token
+    ones = torch.ones_like(tokens, dtype=scores.dtype)
+    counts = counts.scatter_add_(1, tokens.clamp(max=vocabulary), ones)[:, :-1]
+    penalty = frequency * counts + presence * (counts > 0)
+    return scores.sub_(penalty)
 
 
 def _setting(values: list[float], device: torch.device) -> float | torch.Tensor:

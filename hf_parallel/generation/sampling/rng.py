@@ -63,7 +63,7 @@ def make_rngs(seed: Seed, num_rows: int) -> list[RowRNG] | None:
         seed = [mix(int(seed), row) for row in range(num_rows)]
     if len(seed) != num_rows:
         raise ValueError(f"seed must have one entry per row ({num_rows}), got {len(seed)}")
-    return [one if isinstance(one, RowRNG) else RowRNG(int(one)) for one in seed]
+    return [of_row if isinstance(of_row, RowRNG) else RowRNG(int(of_row)) for of_row in seed]
 
 
 def next_keys(rngs: Sequence[RowRNG], device: torch.device) -> torch.Tensor:
@@ -74,9 +74,11 @@ def next_keys(rngs: Sequence[RowRNG], device: torch.device) -> torch.Tensor:
         seeds.append(rng.seed % 2**64)
         rng.skip()
         numbers.append(rng.count)
-    increment, factor = map(np.uint64, _SPLITMIX[:2])
-    bits = _finalise(np.array(seeds, np.uint64) * increment + np.array(numbers, np.uint64) * factor)  # as `mix`
-    return to_device((bits & np.uint64(2**63 - 1)).astype(np.int64), device)
+    increment = np.uint64(_SPLITMIX[0])
+    factor = np.uint64(_SPLITMIX[1])
+    bits = np.array(seeds, np.uint64) * increment + np.array(numbers, np.uint64) * factor  # as `mix`
+    keys = _finalise(bits) & np.uint64(2**63 - 1)
+    return to_device(keys.astype(np.int64), device)
 
 
 def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
@@ -97,8 +99,10 @@ def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
 def draw_among_each(candidates: Sequence[Candidates], rngs: Sequence[RowRNG]) -> torch.Tensor:
     """Sample one token for each row, `int64 [rows]`, on the CPU, with the same result as `draw`."""
     keys = next_keys(rngs, torch.device("cpu")).tolist()
-    pairs = zip(candidates, keys, strict=True)
-    return torch.tensor([_winner(ids.numpy(), probs.numpy(), key) for (ids, probs), key in pairs], dtype=torch.int64)
+    winners = []
+    for (ids, probs), key in zip(candidates, keys, strict=True):
+        winners.append(_winner(ids.numpy(), probs.numpy(), key))
+    return torch.tensor(winners, dtype=torch.int64)
 
 
 def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -113,9 +117,11 @@ def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     can_win = rates > rates.max(axis=-1, keepdims=True) * np.float32(_NEGLIGIBLE)
     runners = np.flatnonzero(can_win)
     if len(rates) < _JOINT_ROWS or len(runners) > _JOINT_TOKENS * len(rates):
-        tokens_of = [np.flatnonzero(row) for row in can_win]
-        races = zip(tokens_of, rates, keys.tolist(), strict=True)
-        return torch.tensor([_winner(tokens, row[tokens], key) for tokens, row, key in races], dtype=torch.int64)
+        each_winner = []
+        for row_can_win, row_rates, key in zip(can_win, rates, keys.tolist(), strict=True):
+            tokens = np.flatnonzero(row_can_win)
+            each_winner.append(_winner(tokens, row_rates[tokens], key))
+        return torch.tensor(each_winner, dtype=torch.int64)
     rows, tokens = np.divmod(runners, rates.shape[1])
     times = _times(tokens, rates[rows, tokens], keys.numpy()[rows])
     first = np.flatnonzero(np.diff(rows, prepend=-1))  # of each row, which has a token at least: its most probable
@@ -132,8 +138,9 @@ def _winner(tokens: np.ndarray, probs: np.ndarray, key: int) -> int:
 
 def _times(tokens: np.ndarray, probs: np.ndarray, keys: np.ndarray | np.int64) -> np.ndarray:
     """Return the inverse times of tokens; `exponential_noise` in NumPy, which is faster for a few tokens."""
-    bits = _finalise(keys.astype(np.uint64) + tokens.astype(np.uint64) * np.uint64(_SPLITMIX[0]))
-    uniform = (bits >> np.uint64(32)).astype(np.float32)
+    bits = keys.astype(np.uint64) + tokens.astype(np.uint64) * np.uint64(_SPLITMIX[0])
+    upper_bits = _finalise(bits) >> np.uint64(32)
+    uniform = upper_bits.astype(np.float32)
     uniform = (uniform + np.float32(0.5)) * np.float32(2.0**-32)
     with np.errstate(divide="ignore"):
         noise = np.minimum(-np.log1p(-uniform), np.float32(_MAX_NOISE))
@@ -155,7 +162,8 @@ def exponential_noise(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     bits = keys + tokens * _SPLITMIX_INT64[0]
     bits = (bits ^ _shift_right(bits, 30)) * _SPLITMIX_INT64[1]
     bits = (bits ^ _shift_right(bits, 27)) * _SPLITMIX_INT64[2]
-    uniform = _shift_right(bits ^ _shift_right(bits, 31), 32).float().add_(0.5).mul_(2.0**-32)
+    bits = bits ^ _shift_right(bits, 31)
+    uniform = _shift_right(bits, 32).float().add_(0.5).mul_(2.0**-32)
     return uniform.neg_().log1p_().neg_().clamp_(max=_MAX_NOISE)
 
 

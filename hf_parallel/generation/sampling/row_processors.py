@@ -79,8 +79,8 @@ class RowProcessors(list[LogitsProcessor]):
             stage = stage_of(processor)
             if stage is not None:
                 number, function = stage
-                place = sum(number == other for (other, _), *_ in stages)
-                stages.append(((number, place), function, [processor]))
+                repetition = sum(number == other for (other, _), *_ in stages)
+                stages.append(((number, repetition), function, [processor]))
             elif stages and stages[-1][1] is None:
                 stages[-1][2].append(processor)
             else:
@@ -90,8 +90,8 @@ class RowProcessors(list[LogitsProcessor]):
     @cached_property
     def is_row_wise(self) -> bool:
         """Whether all are row-wise and in the order of `generate`, so that several calls can run theirs together."""
-        places = [place for place, *_ in self.stages]
-        return places == sorted(places) and _OTHERS not in places
+        order = [key for key, _, _ in self.stages]
+        return order == sorted(order) and _OTHERS not in order
 
     @cached_property
     def fused(self) -> tuple[int, Warpers]:
@@ -108,10 +108,11 @@ class RowProcessors(list[LogitsProcessor]):
             if len(groups) == 1:
                 return _call(processors, table.left_padded(rows), scores)
             out = torch.empty_like(scores)
-            for same in groups:
-                self.rows = [rows[i] for i in same]
-                index = to_device(same, out.device)
-                out[index] = _call(processors, table.left_padded(self.rows), scores[index]).to(out.dtype)
+            for group in groups:
+                self.rows = [rows[index] for index in group]
+                indices = to_device(group, out.device)
+                processed = _call(processors, table.left_padded(self.rows), scores[indices])
+                out[indices] = processed.to(out.dtype)
             self.rows = rows
             return out
         if len(rows) == len(table.lengths):
@@ -153,9 +154,12 @@ class JointProcessors:
         stages: dict[tuple[int, int], tuple[RowWise | None, ProcessorBatch, list[int]]] = {}
         begin = 0
         for processors, rows, is_fused in calls:
-            of_call = processors.stages[: processors.fused[0]] if is_fused and processors else processors.stages
-            for number, (place, function, members) in enumerate(of_call):
-                key = place if len(calls) > 1 else (number, 0)
+            of_call = processors.stages
+            if is_fused and processors:
+                of_call = of_call[: processors.fused[0]]
+            for number, (key, function, members) in enumerate(of_call):
+                if len(calls) == 1:
+                    key = (number, 0)  # noqa: PLW2901
                 _, step, indices = stages.setdefault(key, (function, ProcessorBatch([], [], []), []))
                 step.processors.extend(members if function is None else members * len(rows))
                 step.rows.extend(rows)
@@ -209,8 +213,11 @@ class RowCriteria:
     def __init__(self, criteria: StoppingCriteriaList, table: TokenTable) -> None:
         self.table = table
         self._limits = [criterion for criterion in criteria if type(criterion) is MaxLengthCriteria]
-        ends = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
-        self.end_tokens = frozenset(token for tokens in ends for token in tokens)
+        end_tokens: set[int] = set()
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                end_tokens.update(criterion.eos_token_id.flatten().tolist())
+        self.end_tokens = frozenset(end_tokens)
         self._stops = [RowStops(criterion, table) for criterion in criteria if isinstance(criterion, StopTexts)]
         row_wise = (MaxLengthCriteria, EosTokenCriteria, StopTexts)
         self._others = [criterion for criterion in criteria if type(criterion) not in row_wise]
@@ -224,17 +231,17 @@ class RowCriteria:
 
     def full(self, rows: Sequence[int]) -> list[int]:
         """Return the indices of rows that have the maximum length."""
-        found = []
+        full = []
         lengths = self.table.lengths
         for criterion in self._limits:
             limit = criterion.max_length
             warned = criterion.max_position_embeddings
             for index, row in enumerate(rows):
                 if lengths[row] >= limit:
-                    found.append(index)
+                    full.append(index)
                 elif warned is not None and lengths[row] > warned:
                     criterion(self.table.ids[:1, : lengths[row]], None)  # logs a warning
-        return found
+        return full
 
     def steps_left(self, rows: Sequence[int]) -> int:
         """Return how many tokens each row can get before `full` has something to say."""
@@ -263,9 +270,10 @@ class RowCriteria:
                 return self._judge(self.table.left_padded(rows), scores)
             return self._judge(self.table.whole_batch(rows), scores)[self.table.index(rows)]
         ended = torch.empty(len(rows), dtype=torch.bool, device=self.table.device)
-        for same in group_by(range(len(rows)) if self.needs_batch else lengths):
-            index = to_device(same, ended.device)  # a list would be copied while the host waits
-            ended[index] = self._judge(self.table.left_padded([rows[i] for i in same]), scores)
+        for group in group_by(range(len(rows)) if self.needs_batch else lengths):
+            ids = self.table.left_padded([rows[index] for index in group])
+            indices = to_device(group, ended.device)  # a list would be copied while the host waits
+            ended[indices] = self._judge(ids, scores)
         return ended
 
     def _judge(self, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> torch.Tensor:

@@ -72,11 +72,12 @@ class Sampled:
         ended = self._criteria.ended_by(self._rows, tokens)
         if has_marks:
             marks = values[1][part]
-            if invalid := [row for row, mark in enumerate(marks) if mark >= 2]:  # see `kernels.sampling.sample`
+            invalid = [row for row, mark in enumerate(marks) if mark >= 2]  # see `kernels.sampling.sample`
+            if invalid:
                 raise cannot_draw(invalid)
             ended = [end or mark != 0 for end, mark in zip(ended, marks, strict=True)]
-        for place in self._full:
-            ended[place] = True
+        for index in self._full:
+            ended[index] = True
         return tokens, ended
 
 
@@ -111,9 +112,9 @@ class Sampler:
         self.row_criteria = RowCriteria(criteria, table)
         self.do_sample = bool(config.do_sample)
         self.rngs = make_rngs(seed, self.num_rows)  # by row; None: PyTorch's global generator
-        self.top_log_probs = [p for p in processors if isinstance(p, TopLogProbs)]
-        given = (p for p in processors if not isinstance(p, TopLogProbs))
-        self.processors = RowProcessors(given, table)
+        self.top_log_probs = [processor for processor in processors if isinstance(processor, TopLogProbs)]
+        others = [processor for processor in processors if not isinstance(processor, TopLogProbs)]
+        self.processors = RowProcessors(others, table)
         self.is_stateful = self.processors.is_stateful or any(map(is_stateful, criteria))
         returned = config.return_dict_in_generate
         self.returns_log_probs = bool(returned or self.top_log_probs)
@@ -145,7 +146,8 @@ class Sampler:
             self.rngs += self.rngs[row].fork(count)
         self.processors.fork(row, count)
         rows = self.table.fork(row, count)
-        self.forks.update(dict.fromkeys(rows, InheritedTokens(row, self.table.lengths[row], self._draws[row])))
+        inherited = InheritedTokens(row, self.table.lengths[row], self._draws[row])
+        self.forks.update(dict.fromkeys(rows, inherited))
         self._draws += [self._draws[row]] * count
         return rows
 
@@ -155,17 +157,21 @@ class Sampler:
 
     def of_rows(self, kept: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:
         """Return `scores` or `logits` of rows, `[len(rows), vocabulary]` per step, with those that rows inherited."""
-        found = []
+        of_rows = []
         for step, values in enumerate(kept):
             drawers = [self._drawer(row, step) for row in rows]
             missing = max(drawers) + 1 - len(values)  # rows that began later, and were never at this step
-            found.append((F.pad(values, (0, 0, 0, missing)) if missing > 0 else values)[drawers])
-        return found
+            if missing > 0:
+                values = F.pad(values, (0, 0, 0, missing))  # noqa: PLW2901
+            of_rows.append(values[drawers])
+        return of_rows
 
     def _drawer(self, row: int, step: int) -> int:
         """Return the row that sampled a token of a row: itself, or one that it continues."""
-        while (fork := self.forks.get(row)) is not None and step < fork.draws:
+        fork = self.forks.get(row)
+        while fork is not None and step < fork.draws:
             row = fork.parent
+            fork = self.forks.get(row)
         return row
 
     def distribution(self, rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
@@ -203,12 +209,14 @@ class Sampler:
 
         `sampling` is that of `LogProbs`; None: it equals `LogProbs.model`.
         """
-        top = max([one.top for one in self.top_log_probs]) if self.top_log_probs else 0
+        top = max([collector.top for collector in self.top_log_probs], default=0)
         if sampling is not None and not self.processors and not top:
             return LogProbs(sampling, sampling)
         labels = self.top_log_probs[0].labels if top else ()
         model, most = model_log_probs(logits, tokens, top, labels)
-        return LogProbs(model, model if sampling is None else sampling, most)
+        if sampling is None:
+            sampling = model
+        return LogProbs(model, sampling, most)
 
     def add_drawn(
         self, rows: Sequence[int], output_rows: Sequence[int], log_probs: LogProbs, num_steps: int = 1
@@ -292,17 +300,20 @@ class Sampler:
         """Store values `[rows, vocabulary]` at index n for rows of n new tokens; rows without a value hold zeros."""
         draws = [self._draws[row] for row in rows]
         values = values.to(self.table.device)
+        vocabulary = values.shape[-1]
         for step in sorted(set(draws)):
             while len(record) <= step:
-                record.append(values.new_zeros((self.num_rows, values.shape[-1]), dtype=torch.float32))
-            if missing := self.num_rows - len(record[step]):
-                record[step] = torch.cat((record[step], record[step].new_zeros(missing, values.shape[-1])))
-            same = [i for i, other in enumerate(draws) if other == step]
-            if len(same) == len(rows):
+                record.append(values.new_zeros((self.num_rows, vocabulary), dtype=torch.float32))
+            missing = self.num_rows - len(record[step])
+            if missing:
+                padding = record[step].new_zeros(missing, vocabulary)
+                record[step] = torch.cat((record[step], padding))
+            at_step = [index for index, draw in enumerate(draws) if draw == step]
+            if len(at_step) == len(rows):
                 record[step][self.table.index(rows)] = values.float()
             else:
-                of_rows, index = (to_device(numbers, values.device) for numbers in ([rows[i] for i in same], same))
-                record[step][of_rows] = values[index].float()
+                rows_at_step = to_device([rows[index] for index in at_step], values.device)
+                record[step][rows_at_step] = values[to_device(at_step, values.device)].float()
 
 
 class SamplingTask(NamedTuple):
@@ -327,10 +338,10 @@ def sample_together(tasks: Sequence[SamplingTask], logits: Sequence[Part]) -> li
             pass
         except Exception as error:  # generators may have advanced, so that no task can be repeated
             done = dict.fromkeys(joint, error)
-    for index, (task, own) in enumerate(zip(tasks, logits, strict=True)):
+    for index, task in enumerate(tasks):
         if index not in done:
             try:
-                (done[index],) = SamplingBatch([task]).sample([own])
+                (done[index],) = SamplingBatch([task]).sample([logits[index]])
             except BaseException as error:
                 done[index] = error
     return [done[index] for index in range(len(tasks))]
@@ -408,16 +419,25 @@ class SamplingBatch:
         model = sampling
         if model is None or any(task.sampler.processors or not task.sampler.do_sample for task in self.tasks):
             model, _ = model_log_probs(draws.logits, draws.tokens)
-        return model, model if sampling is None else torch.where(sampling.isnan(), model, sampling)
+        if sampling is None:
+            return model, model
+        return model, torch.where(sampling.isnan(), model, sampling)
 
     @cached_property
     def fuses(self) -> bool:
         """Whether one operation applies the last warpers and draws. Scores that are returned need each warper."""
         drawing = self._drawing
-        if not drawing or not can_race(self.device) or not all(task.sampler.scores is None for task in drawing):
+        if not drawing or not can_race(self.device):
             return False
-        warpers = [task.sampler.processors.fused[1] for task in drawing]
-        return can_sample(self.device, warpers, sum(len(task.rows) for task in drawing))
+        if any(task.sampler.scores is not None for task in drawing):
+            return False
+        warpers = []
+        num_rows = 0
+        for task in drawing:
+            _, of_task = task.sampler.processors.fused
+            warpers.append(of_task)
+            num_rows += len(task.rows)
+        return can_sample(self.device, warpers, num_rows)
 
     @cached_property
     def _processors(self) -> JointProcessors:
@@ -451,7 +471,8 @@ class SamplingBatch:
         warpers: list[Warpers] = []
         for task in self._drawing:
             warpers += [task.sampler.processors.fused[1]] * len(task.rows)
-        return warpers[0] if warpers.count(warpers[0]) == len(warpers) else warpers
+        are_equal = warpers.count(warpers[0]) == len(warpers)
+        return warpers[0] if are_equal else warpers
 
     def _draw(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Draw a token for each row of `values`: scores if one operation applies the warpers, else probabilities.
@@ -488,39 +509,43 @@ class SamplingBatch:
         if len(self.tasks) == 1:
             sampling = self._sampling_log_probs(draws)
             return [self.tasks[0].sampler.log_probs(draws.logits, draws.tokens, sampling)]
-        known = self.known(draws)
-        assert known is not None, "log-probabilities are requested"
-        found: list[LogProbs | None] = []
+        of_all = self.known(draws)
+        assert of_all is not None, "log-probabilities are requested"
+        model, sampling = of_all
+        log_probs: list[LogProbs | None] = []
         for task, part in zip(self.tasks, self.parts, strict=True):
             if task.sampler.top_log_probs:
-                found.append(task.sampler.log_probs(draws.logits[part], draws.tokens[part], known[1][part]))
+                log_probs.append(task.sampler.log_probs(draws.logits[part], draws.tokens[part], sampling[part]))
+            elif task.sampler.returns_log_probs:
+                log_probs.append(LogProbs(model, sampling, None, part))
             else:
-                found.append(LogProbs(*known, None, part) if task.sampler.returns_log_probs else None)
-        return found
+                log_probs.append(None)
+        return log_probs
 
     def _finish(self, draws: Draws, log_probs: Sequence[LogProbs | None]) -> list[Sampled]:
         """Append the tokens of all rows, and record their scores."""
         fulls: list[Sequence[int]] = []
-        taken = [Part(draws.tokens, part) for part in self.parts]
+        tokens_of = [Part(draws.tokens, part) for part in self.parts]
         marks = draws.marks
-        for task, part, own in zip(self.tasks, self.parts, taken, strict=True):
+        for task, part, tokens in zip(self.tasks, self.parts, tokens_of, strict=True):
             if task.sampler.records_scores:
                 task.sampler.record_scores(task.rows, draws.logits[part], draws.scores[part])
-            ended, full = task.sampler.append_drawn(task.rows, own)
+            ended, full = task.sampler.append_drawn(task.rows, tokens)
             fulls.append(full)
             if ended is not None:  # of a call alone
                 marks = ended if marks is None else marks + ended
         host = HostCopy(draws.tokens if marks is None else torch.stack((draws.tokens, marks)))
-        found = zip(self.tasks, taken, log_probs, fulls, strict=True)
-        return [
-            Sampled(own, known, host, task.sampler.row_criteria, task.rows, full) for task, own, known, full in found
-        ]
+        results = []
+        for task, tokens, of_task, full in zip(self.tasks, tokens_of, log_probs, fulls, strict=True):
+            results.append(Sampled(tokens, of_task, host, task.sampler.row_criteria, task.rows, full))
+        return results
 
     def _index(self, flags: Sequence[bool]) -> torch.Tensor:
         """Return the rows of some of the tasks."""
         rows: list[int] = []
         for flag, part in zip(flags, self.parts, strict=True):
-            rows += range(part.start, part.stop) if flag else ()
+            if flag:
+                rows += range(part.start, part.stop)
         return to_device(rows, self.device)
 
 

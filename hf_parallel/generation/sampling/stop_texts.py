@@ -50,8 +50,9 @@ class StopTexts(StoppingCriteria):
 
     def new_text(self, prompt: Sequence[int] = ()) -> StoppedText:
         """Return the empty text of a row, whose prompt ends with these tokens."""
-        before = prompt if self.continues else ()
-        return StoppedText(IncrementalDetokenizer(self.tokenizer, self.hidden, before), self.stops, self.marks)
+        context = prompt if self.continues else ()
+        detokenizer = IncrementalDetokenizer(self.tokenizer, self.hidden, context)
+        return StoppedText(detokenizer, self.stops, self.marks)
 
 
 class StoppedText:
@@ -81,9 +82,9 @@ class StoppedText:
 
     def flush(self) -> str:
         """Return what was held back, as the row has ended."""
-        rest = self.detokenizer.flush()
-        self.length += len(rest)
-        return self._filter.add(rest) + self._filter.flush()
+        text = self.detokenizer.flush()
+        self.length += len(text)
+        return self._filter.add(text) + self._filter.flush()
 
 
 @dataclass
@@ -109,11 +110,14 @@ class RowStops:
         read = self._rows.get(row)
         if read is None or read.changes != table.changes[row]:
             prompt = table.ids[row, : table.begin].tolist() if self.criterion.continues else ()
-            read = self._rows[row] = _ReadRow(self.criterion.new_text(prompt), table.begin, table.changes[row])
+            read = _ReadRow(self.criterion.new_text(prompt), table.begin, table.changes[row])
+            self._rows[row] = read
         length = table.lengths[row]
-        is_next = read.length == length - 1
-        for new in [token] if is_next else table.ids[row, read.length : length].tolist():
-            read.text.add(new)
+        new_tokens = [token]
+        if read.length != length - 1:
+            new_tokens = table.ids[row, read.length : length].tolist()
+        for new_token in new_tokens:
+            read.text.add(new_token)
         read.length = length
         return read.text.stopped
 
@@ -124,26 +128,32 @@ class StopFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = stops
         self.stopped = False
-        self._held = ""
+        self._pending = ""
 
     def add(self, text: str) -> str:
         """Append text. Return what can be shown."""
         if self.stopped:
             return ""
-        held = self._held + text
-        if found := [index for stop in self.stops if (index := held.find(stop)) >= 0]:
+        pending = self._pending + text
+        first_stop = -1
+        for stop in self.stops:
+            index = pending.find(stop)
+            if index >= 0 and (first_stop < 0 or index < first_stop):
+                first_stop = index
+        if first_stop >= 0:
             self.stopped = True
-            self._held = ""
-            return held[: min(found)]
-        length = max((_overlap(held, stop) for stop in self.stops), default=0)
-        self._held = held[len(held) - length :]
-        return held[: len(held) - length]
+            self._pending = ""
+            return pending[:first_stop]
+        overlap = max((_overlap(pending, stop) for stop in self.stops), default=0)
+        shown = len(pending) - overlap
+        self._pending = pending[shown:]
+        return pending[:shown]
 
     def flush(self) -> str:
         """Return what was held back, as the text has ended."""
-        held = self._held
-        self._held = ""
-        return held
+        pending = self._pending
+        self._pending = ""
+        return pending
 
 
 def _overlap(text: str, stop: str) -> int:

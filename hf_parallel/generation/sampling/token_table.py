@@ -39,8 +39,9 @@ class TokenTable:
     def index(self, rows: Sequence[int]) -> torch.Tensor:
         """Return row indices on the device; the last result is cached, so that decode steps do not wait for a copy."""
         if self._indexed is None or self._indexed[0] != list(rows):
-            self._indexed = list(rows), to_device(rows, self.device)
-        return self._indexed[1]
+            self._indexed = (list(rows), to_device(rows, self.device))
+        _, indices = self._indexed
+        return indices
 
     def append(self, rows: Sequence[int], tokens: Part) -> None:
         """Append one token `int64 [len(rows)]` to each of `rows`."""
@@ -75,9 +76,14 @@ class TokenTable:
         self._reserve(1 + max(max(columns) for _, columns, _ in steps))
         rows, columns, tokens = steps[0]
         if len(steps) > 1:
-            rows = [row for step in steps for row in step[0]]
-            columns = [column for step in steps for column in step[1]]
-            self._ids[to_device(rows, self.device), to_device(columns, self.device)] = join([step[2] for step in steps])
+            all_rows: list[int] = []
+            all_columns: list[int] = []
+            parts = []
+            for of_rows, of_columns, part in steps:
+                all_rows += of_rows
+                all_columns += of_columns
+                parts.append(part)
+            self._ids[to_device(all_rows, self.device), to_device(all_columns, self.device)] = join(parts)
         elif min(columns) < max(columns):
             self._ids[self.index(rows), to_device(columns, self.device)] = tokens.tensor
         elif len(rows) == len(self.lengths):
@@ -111,8 +117,10 @@ class TokenTable:
         if begin == end:
             self._ids[to_device(rows, self.device), begin : begin + len(steps)] = steps.T
             return
-        columns = to_device(self._known_columns, self.device) + torch.arange(len(steps), device=self.device)[:, None]
-        self._ids[to_device(rows, self.device).expand_as(columns), columns] = steps
+        step = torch.arange(len(steps), device=self.device)[:, None]
+        columns = to_device(self._known_columns, self.device) + step
+        row_indices = to_device(rows, self.device).expand_as(columns)
+        self._ids[row_indices, columns] = steps
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         """Append tokens that were not sampled to a row."""
@@ -161,11 +169,13 @@ class TokenTable:
         return self.ids[list(rows), : max(self.lengths[row] for row in rows)]
 
     def _reserve(self, length: int) -> None:
-        if length > self._ids.shape[1]:
-            with torch.inference_mode(False):
-                ids = self._ids.new_full((self._ids.shape[0], max(length, 2 * self._ids.shape[1])), self.pad_token_id)
-                ids[:, : self._ids.shape[1]] = self._ids
-            self._ids = ids
+        rows, capacity = self._ids.shape
+        if length <= capacity:
+            return
+        with torch.inference_mode(False):
+            ids = self._ids.new_full((rows, max(length, 2 * capacity)), self.pad_token_id)
+            ids[:, :capacity] = self._ids
+        self._ids = ids
 
 
 def group_by(keys: Iterable[int]) -> list[list[int]]:
