@@ -141,7 +141,8 @@ class DecodeLoop:
                     active = [row for row in scheduled if row.is_active()]
             if self.draft is not None and is_plain:
                 active = yield from self.draft(active)
-            if may_stand and active and (num_steps := self._steps_to_stand(active)) > 1:
+            num_steps = self._steps_to_stand(active) if may_stand and active else 0
+            if num_steps > 1:
                 sink = self.call.host.sink
                 standing = Standing(self.cache, self.sampler, active, num_steps, self.stats, sink)
                 try:
@@ -179,8 +180,9 @@ class DecodeLoop:
         steps = self.sampler.row_criteria.steps_left([row.index for row in rows])
         interval = self._state_interval
         if interval is not None:
-            kept = [interval - row.view[-1].length for row in rows if row.leaf is not None]
-            steps = min([steps, *kept])
+            for row in rows:
+                if row.leaf is not None:
+                    steps = min(steps, interval - row.view[-1].length)
         return steps
 
     def _settle(self, standing: Standing) -> None:
@@ -257,13 +259,14 @@ class DecodeLoop:
                 if not end:
                     active.append(row)
         if self.replayer is not None and len(active) < len(rows):
-            kept = {row.index for row in active}
-            self.replayer.cursors.stop_computing([row.index for row in rows if row.index not in kept])
+            active_indices = {row.index for row in active}
+            self.replayer.cursors.stop_computing([index for index in indices if index not in active_indices])
         return [row for row in active if row.is_active()]
 
     def start(self, rows: Sequence[Row], leaves: Sequence[Node], capacity: int) -> None:
         """Give each row a block of its own after its leaf, for `capacity` tokens."""
-        for row, leaf, block in zip(rows, leaves, self.cache.pool.new_blocks(len(rows), capacity), strict=True):
+        blocks = self.cache.pool.new_blocks(len(rows), capacity)
+        for row, leaf, block in zip(rows, leaves, blocks, strict=True):
             block.base = leaf.next_position
             row.view = [*leaf.view, block]
 
@@ -315,7 +318,8 @@ class DecodeLoop:
         for row in rows:
             if row.leaf is not None and row.view[-1].length >= interval:
                 self.keep([row])
-                row.view = [*row.leaf.view, self.cache.pool.new_block(base=row.leaf.next_position)]
+                block = self.cache.pool.new_block(base=row.leaf.next_position)
+                row.view = [*row.leaf.view, block]
 
     def drop(self, row: Row, reason: str) -> None:
         """End a row before its next pass and free its own block. `reason` is recorded, as a word for transcripts."""
@@ -368,12 +372,14 @@ class DecodeLoop:
         indices = list(active)
         host = self.call.host
         while True:
-            while indices := self.replayer.replayable(indices):
+            indices = self.replayer.replayable(indices)
+            while indices:
                 replayed = [active.pop(index) for index in indices]
-                tokens, ended, found = self.replayer.sample(indices)
-                rest = self.append(replayed, tokens, ended, on_token, is_pass=False, log_probs=found)
-                indices = [row.index for row in rest]
-                active |= zip(indices, rest, strict=True)
+                tokens, ended, log_probs = self.replayer.sample(indices)
+                continuing = self.append(replayed, tokens, ended, on_token, is_pass=False, log_probs=log_probs)
+                indices = [row.index for row in continuing]
+                active |= zip(indices, continuing, strict=True)
+                indices = self.replayer.replayable(indices)
             has_waited = False
             if host.is_shared and may_wait:
                 has_waited = yield from self._wait_for_others(self.replayer, list(active))
@@ -398,9 +404,10 @@ class DecodeLoop:
 
     def num_tokens_left(self, row: Row) -> int:
         """Return the number of tokens that may still be appended to a row."""
-        if (left := row.tokens_left()) is not None:
-            return left
-        return self.call.max_length - self.table.lengths[row.index]
+        left = row.tokens_left()
+        if left is None:
+            left = self.call.max_length - self.table.lengths[row.index]
+        return left
 
     def _sampled(self, rows: Sequence[Row], next_tokens: NextTokens) -> Steps[Sampled]:
         """Return the next token of each row. The host may sample for several calls at once."""
@@ -425,8 +432,10 @@ class DecodeLoop:
     def _confirmed(self, ahead: PassAhead, rows: Sequence[Row]) -> torch.Tensor | None:
         """Return the logits of a pass that was queued ahead, unless it is void."""
         logits = ahead.confirm(rows, self.runner.sampled[0])
-        self._num_kept += logits is not None
-        self._num_void += logits is None and bool(rows)
+        if logits is not None:
+            self._num_kept += 1
+        elif rows:
+            self._num_void += 1
         return logits
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
@@ -482,21 +491,26 @@ class DecodeLoop:
         is_new = self.call.past_key_values is None and not self.call.host.is_shared
         if is_new:
             self.cache.record_weights(self.call.model, self.call.fingerprint)
-        indices = None if rows is None else [row.index for row in rows]
-        record.lengths = [self.table.lengths[row] for row in indices] if indices else list(self.table.lengths)
+        indices: list[int] | None = None
+        record.lengths = list(self.table.lengths)
+        output_rows = list(range(len(record.lengths)))
+        if rows is not None:
+            indices = [row.index for row in rows]
+            if indices:
+                record.lengths = [self.table.lengths[index] for index in indices]
+            output_rows = [row.output_row for row in rows]
+            is_whole = output_rows == list(range(len(rows)))
+            record.returned = [] if is_whole else output_rows
         if self.replayer is not None:
             record.add_origins(self.replayer.origins)
-        output_rows = range(len(record.lengths)) if rows is None else [row.output_row for row in rows]
-        for error_of in (p.error_of for p in self.sampler.processors if hasattr(p, "error_of")):
-            for row, index, length in zip(output_rows, indices or output_rows, record.lengths, strict=True):
-                if (error := error_of(self.table.ids[index, :length].tolist())) is not None:
-                    record.errors[row] = error
-        if rows is not None:
-            record.returned = [] if output_rows == list(range(len(rows))) else list(output_rows)
+        self._record_errors(output_rows, indices or output_rows)
         if indices is not None or self.sampler.forks:
             returned = range(len(record.lengths)) if indices is None else indices
-            steps = max(record.lengths) - record.begin
-            scores, logits = (kept and self.sampler.of_rows(kept[:steps], returned) for kept in (scores, logits))
+            num_steps = max(record.lengths) - record.begin
+            if scores:
+                scores = self.sampler.of_rows(scores[:num_steps], returned)
+            if logits:
+                logits = self.sampler.of_rows(logits[:num_steps], returned)
         return cls(
             sequences=self.table.padded(indices),  # type: ignore[arg-type]
             scores=None if scores is None else tuple(scores),  # type: ignore[arg-type]
@@ -505,6 +519,17 @@ class DecodeLoop:
             record=record,
             **{CACHE: self.cache, "log_probs": self.log_probs(rows), **fields},
         )
+
+    def _record_errors(self, output_rows: Sequence[int], indices: Sequence[int]) -> None:
+        """Record the errors with which processors, such as a grammar, have ended rows."""
+        record = self.call.record
+        for processor in self.sampler.processors:
+            if not hasattr(processor, "error_of"):
+                continue
+            for row, index, length in zip(output_rows, indices, record.lengths, strict=True):
+                error = processor.error_of(self.table.ids[index, :length].tolist())
+                if error is not None:
+                    record.errors[row] = error
 
     def log_probs(self, rows: Sequence[Row] | None = None) -> torch.Tensor:
         """Return log-probabilities of the new tokens of rows (default: all) so far, float32 `[rows, longest]`.

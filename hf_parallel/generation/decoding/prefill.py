@@ -37,17 +37,20 @@ def count_cached(loop: DecodeLoop, leaves: Sequence[Node]) -> None:
         return  # the call itself has computed tokens
     prompts = {prompt.tobytes(): len(prompt) for prompt in loop.call.prompts}
     lengths = set(prompts.values())
-    found = dict[bytes, int]()
+    cached_tokens: dict[bytes, int] = {}  # by prompt
     for leaf in dict.fromkeys(leaves):
         tokens = np.concatenate([node.tokens for node in leaf.path])
         for length in lengths:
-            if (key := tokens[:length].tobytes()) in prompts:
-                found[key] = 0
-                left = length
-                for node in leaf.path:
-                    found[key] += min(len(node.tokens) - len(node.uncached), left)
-                    left = max(left - len(node.tokens), 0)
-    loop.stats.cached_tokens = sum(found.values())
+            prompt_key = tokens[:length].tobytes()
+            if prompt_key not in prompts:
+                continue
+            count = 0
+            left = length
+            for node in leaf.path:
+                count += min(len(node.tokens) - len(node.uncached), left)
+                left = max(left - len(node.tokens), 0)
+            cached_tokens[prompt_key] = count
+    loop.stats.cached_tokens = sum(cached_tokens.values())
 
 
 def insert(cache: SharedPrefixCache, tokens: np.ndarray, root: Node | None = None, gap: int = 0) -> Steps[Node]:
@@ -76,17 +79,22 @@ def insert_prompts(call: GenerationCall, cache: SharedPrefixCache) -> Steps[list
 def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> Steps[torch.Tensor]:
     """Compute all uncached tokens of the tree. Return the logits after each row's leaf, `[len(leaves), vocabulary]`."""
     count_cached(loop, leaves)
-    distinct = list(dict.fromkeys(leaves))
-    reused = sum(len(node.tokens) - len(node.uncached) for leaf in leaves for node in leaf.path)
-    nodes = cache.nodes_to_prefill()
-    new = set(nodes)
-    cached = [leaf for leaf in distinct if leaf not in new]  # recompute the last token for its logits
-    inputs: PassInputs = [(Segment(node.view, len(node.uncached)), node.uncached.tolist()) for node in nodes]
-    inputs += [(Segment(leaf.view, 1, write=False), leaf.tokens[-1:].tolist()) for leaf in cached]
-    index = {node: i for i, node in enumerate([*nodes, *cached])}
+    reused = 0
+    for leaf in leaves:
+        reused += sum(len(node.tokens) - len(node.uncached) for node in leaf.path)
+    inputs: PassInputs = []
+    index_of: dict[Node, int] = {}  # of a node's last token in the logits
+    for node in cache.nodes_to_prefill():
+        index_of[node] = len(inputs)
+        inputs.append((Segment(node.view, len(node.uncached)), node.uncached.tolist()))
+    for leaf in dict.fromkeys(leaves):
+        if leaf not in index_of:  # recompute the last token for its logits
+            index_of[leaf] = len(inputs)
+            inputs.append((Segment(leaf.view, 1, write=False), leaf.tokens[-1:].tolist()))
     logits = yield from loop.runner.prefill(inputs)
     loop.stats.reused_tokens += reused
-    return logits[torch.tensor([index[leaf] for leaf in leaves], device=logits.device)]
+    indices = torch.tensor([index_of[leaf] for leaf in leaves], device=logits.device)
+    return logits[indices]
 
 
 def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> list[Node] | None:
@@ -94,9 +102,14 @@ def defer_last_tokens(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequen
 
     Return None, and remove nothing, if a row has more than one uncached token or shares that token with another row.
     """
-    ancestors = [node for leaf in leaves for node in leaf.path[:-1]]
-    own = len(set(leaves)) == len(leaves) and all(leaf.block is None and len(leaf.tokens) == 1 for leaf in leaves)
-    if not own or any(len(node.uncached) for node in ancestors):
+    if len(set(leaves)) < len(leaves):
+        return None
+    ancestors: list[Node] = []
+    for leaf in leaves:
+        if leaf.block is not None or len(leaf.tokens) != 1:
+            return None
+        ancestors += leaf.path[:-1]
+    if any(len(node.uncached) for node in ancestors):
         return None
     count_cached(loop, leaves)
     parents = [leaf.parent for leaf in leaves if leaf.parent is not None]  # none is dropped: the root has no token

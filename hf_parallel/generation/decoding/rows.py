@@ -42,8 +42,11 @@ class Row:
 
         A class that overrides it overrides `continues` to match.
         """
-        own = Segment(self.current_view(), len(self.pending)), self.pending
-        return [*self.writes.take(), own] if self.writes is not None and self.writes.pending else [own]
+        segment = Segment(self.current_view(), len(self.pending))
+        inputs: PassInputs = [(segment, self.pending)]
+        if self.writes is not None and self.writes.pending:
+            inputs = [*self.writes.take(), *inputs]
+        return inputs
 
     def continues(self, segment: Segment, token: int) -> bool:
         """Whether the row's inputs of the next pass are `token` in `segment` and nothing else."""
@@ -120,10 +123,12 @@ class RowGroup:
     def advance(self, inputs: PassInputs, ends: Sequence[int]) -> list[int]:
         """Add a pass to the digest. Return the step of each row to its new `LogitsKey`; `ends` are the indices of the
         rows' last segments."""
-        places, changed = self.describe(inputs)
-        appended = [(place, *map(int, tokens)) for place, (_, tokens) in zip(places, inputs, strict=True)]
+        positions, changed = self.describe(inputs)
+        appended = []
+        for position, (_, tokens) in zip(positions, inputs, strict=True):
+            appended.append((position, *map(int, tokens)))
         self._digest = _digest(self._digest, (appended, changed))
-        return [state_step(_digest(self._digest, places[end])) for end in ends]
+        return [state_step(_digest(self._digest, positions[end])) for end in ends]
 
 
 def _digest(previous: bytes, state: object) -> bytes:

@@ -55,18 +55,18 @@ class Runner:
         computed: list[RowGroup] = []
         inserted = 0
         for group, members in groups.items():
-            own, own_ends = collect_inputs(members)
-            new = group.inserted_tokens
+            of_group, ends_of_group = collect_inputs(members)
+            num_inserted = group.inserted_tokens
             group.inserted_tokens = 0
             if replayer is not None:
-                steps = group.advance(own, own_ends)
+                steps = group.advance(of_group, ends_of_group)
                 if replayer.skip_pass([row.index for row in members], steps):
-                    group.backlog.append(own)
+                    group.backlog.append(of_group)
                     continue
             computed.append(group)
-            inserted += new
-            ends += [len(inputs) + end for end in own_ends]
-            inputs += own
+            inserted += num_inserted
+            ends += [len(inputs) + end for end in ends_of_group]
+            inputs += of_group
         if not ends:
             return torch.empty(0, 0, device=self.device)
         backlog = yield from self._take_backlog(computed)
@@ -137,13 +137,18 @@ class Runner:
         """Return passes with their tokens on the device."""
         tokens: list[int] = []
         segments: list[list[Segment]] = []
-        if len(table := self.cache.pool.images):
-            passes = [[find_images(*one, table, self.placeholder) for one in inputs] for inputs in passes]
+        images = self.cache.pool.images
+        has_images = len(images) > 0
         for inputs in passes:
-            segments.append([])
-            for segment, own in inputs:
-                segments[-1].append(segment)
-                tokens += own
+            of_pass: list[Segment] = []
+            for segment, segment_tokens in inputs:
+                if has_images:
+                    segment, segment_tokens = find_images(  # noqa: PLW2901
+                        segment, segment_tokens, images, self.placeholder
+                    )
+                of_pass.append(segment)
+                tokens += segment_tokens
+            segments.append(of_pass)
         ids = self.sampled[1] if tokens == self.sampled[0] else Part(to_device(tokens, self.device))
         return Pass(self.cache, segments, ids, ends, sampling)
 
@@ -206,24 +211,27 @@ class PassAhead:
         `tokens` are those of the pass, read from the device. Rows may have ended, provided that no other row attends to
         their tokens, and that the pass is not logged: a log holds all tokens of a pass.
         """
-        places = {row: place for place, row in enumerate(self._rows)}
-        kept = [places.get(row, -1) for row in rows]
-        if not kept or not all(self._holds(place, tokens) for place in kept):
+        index_of = {row: index for index, row in enumerate(self._rows)}
+        indices = [index_of.get(row, -1) for row in rows]
+        if not indices or not all(self._holds(index, tokens) for index in indices):
             return None
-        if len(kept) < len(self._rows):
-            dropped = {self._segments[place].view[-1] for place in set(range(len(self._rows))) - set(kept)}
-            if self._cache.log is not None or any(
-                block in dropped for place in kept for block in self._segments[place].view
-            ):
+        is_whole = len(indices) == len(self._rows)
+        if not is_whole:
+            if self._cache.log is not None:
                 return None
-        self._cache.put_back(self._step, kept)
-        for place in kept:
-            self._rows[place].last_segment = self._segments[place]
+            ended = set(range(len(self._rows))).difference(indices)
+            ended_blocks = {self._segments[index].view[-1] for index in ended}
+            for index in indices:
+                if not ended_blocks.isdisjoint(self._segments[index].view):
+                    return None
+        self._cache.put_back(self._step, indices)
+        for index in indices:
+            self._rows[index].last_segment = self._segments[index]
         if self._cache.log is not None:
             self._cache.log.add_pass([self._segments], self._step, self._ids.tensor)
-        if len(kept) == len(self._rows):
+        if is_whole:
             return self._logits
-        return self._logits.index_select(0, to_device(kept, self._logits.device))
+        return self._logits.index_select(0, to_device(indices, self._logits.device))
 
     def _holds(self, place: int, tokens: Sequence[int]) -> bool:
         return place >= 0 and self._rows[place].continues(self._segments[place], tokens[place])

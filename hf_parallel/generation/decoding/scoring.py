@@ -66,41 +66,45 @@ class TreeScores:
         self._nodes = cache.nodes_to_prefill()
         self._ends = np.cumsum([len(node.uncached) for node in self._nodes])
         starts = {node: end - len(node.tokens) for node, end in zip(self._nodes, self._ends, strict=True)}
-        # Packed tokens that predict each row's targets; cached ones never do
-        predicting = [
-            np.concatenate([starts.get(node, -1) + np.arange(len(node.tokens)) for node in leaf.path])[first:]
-            for (_, first), leaf in zip(rows, leaves, strict=True)
-        ]
+        predicting = []  # packed tokens that predict each row's targets; cached ones never do
+        targets = []
+        for (tokens, first), leaf in zip(rows, leaves, strict=True):
+            packed = [starts.get(node, -1) + np.arange(len(node.tokens)) for node in leaf.path]
+            predicting.append(np.concatenate(packed)[first:])
+            targets.append(tokens[first + 1 :])
         self._bounds = np.cumsum(list(map(len, predicting)))[:-1]
-        self._places = np.concatenate(predicting)
-        self._targets = np.concatenate([tokens[first + 1 :] for tokens, first in rows])
+        self._predicting = np.concatenate(predicting)
+        self._targets = np.concatenate(targets)
         self._order: list[np.ndarray] = []  # of the targets of each pass, among all
-        self._found: list[Sequence[np.ndarray]] = []
+        self._results: list[Sequence[np.ndarray]] = []
 
     def passes(self) -> Iterator[ScoringPass]:
         """Yield the passes."""
         packed = np.concatenate([node.uncached for node in self._nodes])
         ends = self._ends.tolist()
-        parts = [(node, end - len(node.uncached), end) for node, end in zip(self._nodes, ends, strict=True)]
         for start in range(0, len(packed), self._max_tokens):
             stop = min(start + self._max_tokens, len(packed))
-            self._order.append(np.flatnonzero((self._places >= start) & (self._places < stop)))
-            keep, self._queries = np.unique(self._places[self._order[-1]] - start, return_inverse=True)
-            segments = [
-                Segment(node.view, min(stop, end) - max(start, begin))
-                for node, begin, end in parts
-                if begin < stop and end > start
-            ]
+            in_pass = np.flatnonzero((self._predicting >= start) & (self._predicting < stop))
+            self._order.append(in_pass)
+            keep, self._queries = np.unique(self._predicting[in_pass] - start, return_inverse=True)
+            segments = []
+            for node, end in zip(self._nodes, ends, strict=True):
+                begin = end - len(node.uncached)
+                if begin < stop and end > start:
+                    segments.append(Segment(node.view, min(stop, end) - max(start, begin)))
             yield ScoringPass(segments, packed[start:stop], keep)
 
     def add(self, logits: torch.Tensor) -> None:
         """Read the logits `[k, vocabulary]` of the last pass."""
-        self._found.append(self._read(logits, self._queries, self._targets[self._order[-1]]))
+        self._results.append(self._read(logits, self._queries, self._targets[self._order[-1]]))
 
     def result(self) -> list[list[np.ndarray]]:
         """Return for each row what `read` returns for its targets."""
         sorting = np.argsort(np.concatenate(self._order))
-        columns = [np.split(np.concatenate(column)[sorting], self._bounds) for column in zip(*self._found, strict=True)]
+        columns = []
+        for of_passes in zip(*self._results, strict=True):
+            values = np.concatenate(of_passes)[sorting]
+            columns.append(np.split(values, self._bounds))
         return [list(row) for row in zip(*columns, strict=True)]
 
 
@@ -110,25 +114,26 @@ def score_prompts(loop: DecodeLoop, cache: SharedPrefixCache) -> Steps[None]:
     Requires an empty cache, or in an engine a tree of the call's own.
     """
     call = loop.call
-    collectors = [one for one in loop.sampler.top_log_probs if one.prompt_top is not None]
+    collectors = [collector for collector in loop.sampler.top_log_probs if collector.prompt_top is not None]
     rows = [(prompt, 0) for prompt in call.prompts if len(prompt) > 1]
     if not collectors:
         return
-    top = max(one.prompt_top or 0 for one in collectors)
+    top = max(collector.prompt_top or 0 for collector in collectors)
 
     scored: list[list[np.ndarray]] = []
     if rows:
         scored = yield from _score(loop, cache, rows, partial(_ranked, top=top))
     scores = iter(scored)
-    found: dict[int, list[TokenLogProbs]] = {}
+    prompts: dict[int, list[TokenLogProbs]] = {}
     for row, prompt in enumerate(call.prompts):
-        parts = [array.tolist() for array in next(scores)] if len(prompt) > 1 else [[]] * 4
-        found[row] = [
-            TokenLogProbs(value, list(zip(ids, values, strict=True)), rank)
-            for value, rank, values, ids in zip(*parts, strict=True)
-        ]
+        prompts[row] = []
+        if len(prompt) == 1:
+            continue
+        log_probs, ranks, top_values, top_ids = (array.tolist() for array in next(scores))
+        for log_prob, rank, values, ids in zip(log_probs, ranks, top_values, top_ids, strict=True):
+            prompts[row].append(TokenLogProbs(log_prob, list(zip(ids, values, strict=True)), rank))
     for collector in collectors:
-        collector.prompts = found
+        collector.prompts = prompts
 
 
 def _score(
@@ -152,10 +157,12 @@ def _score(
 
 def _ranked(logits: torch.Tensor, queries: np.ndarray, targets: np.ndarray, top: int) -> list[np.ndarray]:
     """Return log-probabilities and ranks of targets, `[targets]`, and those and the tokens of the best, `[., top]`."""
-    size = logits.shape[1]
-    pairs, places = np.unique(queries * size + targets, return_inverse=True)  # most are of several rows
-    rows, chosen = (to_device(part, logits.device) for part in np.divmod(pairs, size))
-    every = logits.log_softmax(-1, dtype=torch.float32)[rows]
-    own = every.gather(1, chosen[:, None])
-    values, ids = every.topk(min(top, size))
-    return [part.cpu().numpy()[places] for part in (own[:, 0], (every > own).sum(-1) + 1, values, ids)]
+    vocabulary = logits.shape[1]
+    pairs, pair_of = np.unique(queries * vocabulary + targets, return_inverse=True)  # most are of several rows
+    pair_queries, pair_targets = np.divmod(pairs, vocabulary)
+    log_probs = logits.log_softmax(-1, dtype=torch.float32)[to_device(pair_queries, logits.device)]
+    of_targets = log_probs.gather(1, to_device(pair_targets, logits.device)[:, None])
+    ranks = (log_probs > of_targets).sum(-1) + 1
+    values, ids = log_probs.topk(min(top, vocabulary))
+    results = (of_targets[:, 0], ranks, values, ids)
+    return [result.cpu().numpy()[pair_of] for result in results]

@@ -79,9 +79,13 @@ class DistributionCache:
         """Return the tokens of non-zero probability of each row, if all are cached and can be drawn from."""
         if not self.enabled or self._device.type not in HOST or self.sampler.rngs is None:
             return None
-        found = [self.find(node, self.sampler.table.lengths[row]) for row, node in zip(rows, nodes, strict=True)]
-        cached = [distribution for distribution in found if distribution is not None]
-        return [(one.ids, one.probs) for one in cached] if len(cached) == len(found) else None
+        candidates = []
+        for row, node in zip(rows, nodes, strict=True):
+            distribution = self.find(node, self.sampler.table.lengths[row])
+            if distribution is None:
+                return None
+            candidates.append((distribution.ids, distribution.probs))
+        return candidates
 
     def store_new(self, rows: Sequence[int], nodes: Sequence[TrieNode], probs: torch.Tensor) -> None:
         """Store distributions `[len(rows), vocabulary]` of nodes that the model has just computed, if on the CPU."""
@@ -120,8 +124,8 @@ def dense(node: TrieNode) -> torch.Tensor:
 def _name(processor: LogitsProcessor) -> str:
     """Return the class name of a processor of Transformers or a `MinLengthProcessor`; for others an empty string."""
     kind = type(processor)
-    known = kind is MinLengthProcessor or kind.__module__ == "transformers.generation.logits_process"
-    return kind.__name__ if known else ""
+    is_known = kind is MinLengthProcessor or kind.__module__ == "transformers.generation.logits_process"
+    return kind.__name__ if is_known else ""
 
 
 def _describe(processor: LogitsProcessor) -> tuple[object, ...]:
@@ -130,4 +134,7 @@ def _describe(processor: LogitsProcessor) -> tuple[object, ...]:
     if not name:
         return (type(processor).__module__, type(processor).__qualname__)
     settings = processor.settings if isinstance(processor, MinLengthProcessor) else vars(processor)
-    return name, sorted((key, v.tolist() if isinstance(v, torch.Tensor) else v) for key, v in settings.items())
+    values = []
+    for key, value in settings.items():
+        values.append((key, value.tolist() if isinstance(value, torch.Tensor) else value))
+    return name, sorted(values)

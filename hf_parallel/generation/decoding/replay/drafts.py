@@ -50,8 +50,10 @@ class NgramDrafter:
     def add_prompt(self, prompt: TrieNode) -> None:
         """Index a prompt and the continuations below it."""
         path = [prompt]
-        while (parent := path[-1].parent) is not None:
+        parent = prompt.parent
+        while parent is not None:
             path.append(parent)
+            parent = parent.parent
         below: list[TrieNode] = []
         stack = [prompt]
         while stack and len(below) < MAX_NODES:
@@ -71,7 +73,8 @@ class NgramDrafter:
 
     def draft(self, row: int, node: TrieNode, num_rows: int, capacity: int) -> list[int]:
         """Return at most `capacity` draft tokens of a row at `node`, if verifying them with `num_rows` saves time."""
-        self._proposals[row] = proposals = self._propose(node, min(self.max_tokens, capacity))
+        proposals = self._propose(node, min(self.max_tokens, capacity))
+        self._proposals[row] = proposals
         rates = [self.rates[ngram] for ngram, _ in proposals]
         length = _best_length(rates, num_rows, self.linear_backend)
         return [token for _, token in proposals[:length]]
@@ -81,8 +84,9 @@ class NgramDrafter:
         proposals = self._proposals.pop(row, [])
         if proposals:
             ngram, token = proposals[0]
-            self.rates[ngram] += RATE_STEP * ((token == node.token) - self.rates[ngram])
-            if token == node.token:
+            is_accepted = token == node.token
+            self.rates[ngram] += RATE_STEP * (is_accepted - self.rates[ngram])
+            if is_accepted:
                 self._proposals[row] = proposals[1:]
 
     def _propose(self, node: TrieNode, capacity: int) -> list[tuple[int, int]]:
@@ -92,10 +96,11 @@ class NgramDrafter:
         proposals: list[tuple[int, int]] = []
         child, length = self._look_up(tokens)
         while child is not None and len(proposals) < capacity and probability >= MIN_PROBABILITY:
-            proposals.append((next(ngram for ngram in NGRAMS if ngram <= length), child.token))
+            ngram = next(size for size in NGRAMS if size <= length)
+            proposals.append((ngram, child.token))
             if child.token in self.eos_token_ids:
                 break
-            probability *= self.rates[proposals[-1][0]]
+            probability *= self.rates[ngram]
             tokens = (*tokens, child.token)[-NGRAMS[0] :]
             child = self._continuation(child)
             length = length + 1
@@ -109,7 +114,8 @@ class NgramDrafter:
         """Return the continuation of the longest n-gram that ends `tokens`, and the length of the n-gram."""
         for ngram in NGRAMS:
             node = self.ngrams.get(tokens[-ngram:]) if len(tokens) >= ngram else None
-            if node is not None and (child := self._continuation(node)) is not None:
+            child = None if node is None else self._continuation(node)
+            if child is not None:
                 return child, ngram
         return None, 0
 

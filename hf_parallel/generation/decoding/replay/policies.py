@@ -85,7 +85,8 @@ class Hotspot(ReplayPolicy):
         if self.top_k is not None and (not is_int(self.top_k) or self.top_k < 1):
             raise ValueError(f"top_k must be a positive int or None, got {self.top_k!r}")
         for name, value, high in (("threshold", self.threshold, np.inf), ("decay", self.decay, 1.0)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= high:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= high:
                 raise ValueError(f"{name} must be a number from 0 to {high}, got {value!r}")
 
     def scores(self, uncertainty: np.ndarray, start: int = 0) -> np.ndarray:
@@ -104,8 +105,9 @@ class Hotspot(ReplayPolicy):
 def uncertainty_of(logits: torch.Tensor) -> float:
     """Return `H * (1 - c)` of logits `[vocabulary]`: entropy in nats, top-1 probability (Hive, eq. 2 and 3)."""
     # In NumPy, as waking a second thread takes longer than the work; NumPy has no bfloat16.
-    is_numpy = logits.dtype in (torch.float32, torch.float64)
-    values = (logits if is_numpy else logits.double()).detach().cpu().numpy().astype(np.float64)
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.double()
+    values = logits.detach().cpu().numpy().astype(np.float64)
     shifted = np.maximum(values - values.max(), _MIN_LOGIT)  # finite, as 0 * -inf is not a number
     probs = np.exp(shifted)
     total = probs.sum()

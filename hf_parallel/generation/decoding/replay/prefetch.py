@@ -61,8 +61,11 @@ class Prefetcher:
         visited: set[TrieNode] = set()
         try:
             with torch.no_grad(), stream:
-                while len(visited) < MAX_NODES and (found := self._queue.get()) and not self._closed.is_set():
-                    node, length = found
+                while len(visited) < MAX_NODES:
+                    entry = self._queue.get()
+                    if entry is None or self._closed.is_set():
+                        break
+                    node, length = entry
                     logits = node.logits  # read once, as another thread may evict the node
                     if node in visited or logits is None:
                         continue

@@ -71,7 +71,8 @@ class Replayer:
         self._num_replayed: dict[int, int] = {}  # tokens by row
         self._tracked: set[int] = set()  # rows that have a cursor
         self._cached: set[int] = set()  # rows whose next token is sampled from cached logits
-        prefetch = execution_device(call.model).type not in HOST if prefetch is None else prefetch
+        if prefetch is None:
+            prefetch = execution_device(call.model).type not in HOST
         self._prefetcher = Prefetcher(self.distributions, policy.looks_ahead) if prefetch else None
 
     @contextmanager
@@ -129,48 +130,66 @@ class Replayer:
         if computed:
             assert logits is not None, "the model has run for rows without cached logits"
             self._store(computed, logits)
-        kept: dict[int, int] = {}
+        repeated: dict[int, int] = {}  # cached tokens by row
         distribution: Any = self._sparse(rows)
         if distribution is None:
             distribution = self._distribution(rows, logits)
-            kept = self._kept(rows, distribution)
-        sampled: dict[int, tuple[int, bool]] = {}
-        indices = [i for i, row in enumerate(rows) if row not in kept]
+            repeated = self._repeated(rows, distribution)
+        token_of: dict[int, int] = {}
+        has_ended: dict[int, bool] = {}
+        indices = [index for index, row in enumerate(rows) if row not in repeated]
         if indices:
-            drawing = [rows[i] for i in indices]
-            if kept:
+            drawing = [rows[index] for index in indices]
+            if repeated:
                 distribution = distribution[indices]
             tokens, ended = self.sampler.draw(drawing, distribution).read()
-            sampled.update(zip(drawing, zip(tokens, ended, strict=True), strict=True))
-        if kept:
-            keeping = sorted(kept)
-            _, ended = self.sampler.append(keeping, [kept[row] for row in keeping]).read()
-            sampled.update((row, (kept[row], end)) for row, end in zip(keeping, ended, strict=True))
-        tokens = [sampled[row][0] for row in rows]
-        log_probs = self._log_probs(rows, tokens, logits) if self.sampler.returns_log_probs else None
+            token_of.update(zip(drawing, tokens, strict=True))
+            has_ended.update(zip(drawing, ended, strict=True))
+        if repeated:
+            repeating = sorted(repeated)
+            tokens, ended = self.sampler.append(repeating, [repeated[row] for row in repeating]).read()
+            token_of.update(zip(repeating, tokens, strict=True))
+            has_ended.update(zip(repeating, ended, strict=True))
+        tokens = [token_of[row] for row in rows]
+        log_probs = None
+        if self.sampler.returns_log_probs:
+            log_probs = self._log_probs(rows, tokens, logits)
         for row, token in zip(rows, tokens, strict=True):
             self._advance(row, token, drafted)
         self._cached.difference_update(rows)
-        return tokens, [sampled[row][1] for row in rows], log_probs
+        return tokens, [has_ended[row] for row in rows], log_probs
 
     def lookup(self, rows: Sequence[int]) -> bool:
         """Whether the next logits of all rows are cached; if so, their next tokens are sampled from these."""
-        found = [self.cursors.lookup(row, *self._required) for row in rows]
-        if all(found):
-            self._cached.update(rows)
-        return all(found)
+        is_cached = [self.cursors.lookup(row, *self._required) for row in rows]  # counts a hit or miss of each
+        if not all(is_cached):
+            return False
+        self._cached.update(rows)
+        return True
 
-    def _kept(self, rows: Sequence[int], distribution: torch.Tensor) -> dict[int, int]:
+    def _repeated(self, rows: Sequence[int], distribution: torch.Tensor) -> dict[int, int]:
         """Return the cached tokens that the policy does not sample again, except those that the settings exclude."""
         if not self.policy.looks_ahead:
             return {}
-        steps = {row: self._path(row).step for row in rows if row in self._cached}
-        kept = {row: token for row, (token, draws) in steps.items() if token is not None and not draws}
-        if not kept:
+        indices = []
+        repeating = []
+        tokens = []
+        for index, row in enumerate(rows):
+            if row in self._cached:
+                token, draws = self._path(row).step
+                if token is not None and not draws:
+                    indices.append(index)
+                    repeating.append(row)
+                    tokens.append(token)
+        if not tokens:
             return {}
-        probs = distribution[[i for i, row in enumerate(rows) if row in kept], list(kept.values())]
-        possible = (probs > (0.0 if self.sampler.do_sample else -torch.inf)).tolist()
-        return {row: token for (row, token), ok in zip(kept.items(), possible, strict=True) if ok}
+        least = 0.0 if self.sampler.do_sample else -torch.inf
+        are_possible = (distribution[indices, tokens] > least).tolist()
+        repeated = {}
+        for row, token, is_possible in zip(repeating, tokens, are_possible, strict=True):
+            if is_possible:
+                repeated[row] = token
+        return repeated
 
     def _sparse(self, rows: Sequence[int]) -> list[Candidates] | None:
         """Return the cached distributions of rows, if no other is needed, and no dense one."""
@@ -180,17 +199,19 @@ class Replayer:
 
     def _distribution(self, rows: Sequence[int], logits: torch.Tensor | None) -> torch.Tensor:
         """Return the distributions of rows; `logits` are those of the rows without cached ones."""
-        cached = [i for i, row in enumerate(rows) if row in self._cached]
+        nodes = [self.cursors.node(row) for row in rows]
+        cached = [index for index, row in enumerate(rows) if row in self._cached]
         if len(cached) == len(rows):
-            return self.distributions.compute(rows, [self.cursors.node(row) for row in rows])
+            return self.distributions.compute(rows, nodes)
         assert logits is not None, "the model has run for rows without cached logits"
         if not cached:
             distribution = self.sampler.distribution(rows, logits)
-            self.distributions.store_new(rows, [self.cursors.node(row) for row in rows], distribution)
+            self.distributions.store_new(rows, nodes, distribution)
             return distribution
+        computed = [index for index, row in enumerate(rows) if row not in self._cached]
         combined = logits.new_empty(len(rows), logits.shape[-1], dtype=torch.float32)
-        combined[cached] = torch.stack([dense(self.cursors.node(rows[i])) for i in cached]).to(combined)
-        combined[[i for i, row in enumerate(rows) if row not in self._cached]] = logits
+        combined[cached] = torch.stack([dense(nodes[index]) for index in cached]).to(combined)
+        combined[computed] = logits
         return self.sampler.distribution(rows, combined)
 
     def _log_probs(self, rows: Sequence[int], tokens: Sequence[int], logits: torch.Tensor | None) -> LogProbs:
@@ -202,12 +223,14 @@ class Replayer:
             cached = [node.logits.log_prob(token) for node, token in zip(nodes, tokens, strict=True) if node.logits]
             return LogProbs(to_device(cached, device, torch.float32), sampling)
         if self._cached.intersection(rows):
-            given = iter(() if logits is None else logits.to(device))
-            pairs = zip(rows, nodes, strict=True)
-            logits = torch.stack([dense(n).to(device) if row in self._cached else next(given) for row, n in pairs])
+            computed = iter(() if logits is None else logits.to(device))
+            all_logits = []
+            for row, node in zip(rows, nodes, strict=True):
+                all_logits.append(dense(node).to(device) if row in self._cached else next(computed))
+            logits = torch.stack(all_logits)
         assert logits is not None, "the model has run for rows without cached logits"
-        found = self.sampler.log_probs(logits, to_device(tokens, device))
-        return LogProbs(found.model, sampling, found.top)
+        log_probs = self.sampler.log_probs(logits, to_device(tokens, device))
+        return LogProbs(log_probs.model, sampling, log_probs.top)
 
     def _store(self, rows: Sequence[int], logits: torch.Tensor) -> None:
         new = [i for i, row in enumerate(rows) if self.cursors.node(row).logits is None]
@@ -223,8 +246,11 @@ class Replayer:
             self._prefetcher.add(self.cursors.node(row), self.sampler.table.lengths[row] - 1)
         origin = DRAFTED if drafted else COMPUTED
         if is_cached:
-            token_before, draws = (None, False) if path is None else path.step
-            origin = HOTSPOT if draws and token_before is not None else REPLAYED
+            origin = REPLAYED
+            if path is not None:
+                earlier_token, draws = path.step
+                if draws and earlier_token is not None:
+                    origin = HOTSPOT
         self.origins.setdefault(row, []).append(origin)
         self.cursors.advance(row, token)
         if is_cached:
@@ -239,7 +265,8 @@ class Replayer:
         if path is None or path.position >= len(path.nodes) or path.nodes[path.position] is not node:
             nodes, tokens, uncertainty = last_continuation(self.cache, node)
             draws = self.policy.draws(np.array(uncertainty), self._num_replayed.get(row, 0))
-            path = self._paths[row] = _CachedPath(nodes, tokens, np.asarray(draws, dtype=bool).tolist())
+            path = _CachedPath(nodes, tokens, np.asarray(draws, dtype=bool).tolist())
+            self._paths[row] = path
         return path
 
 
@@ -248,7 +275,8 @@ def last_continuation(cache: LogitsCache, node: TrieNode) -> tuple[list[TrieNode
     nodes = []
     tokens = []
     uncertainty = []
-    while (child := cache.last_child(node)) is not None:
+    child = cache.last_child(node)
+    while child is not None:
         logits = node.logits  # read once, as another thread may evict the node
         if logits is not None:
             nodes.append(node)
@@ -257,6 +285,7 @@ def last_continuation(cache: LogitsCache, node: TrieNode) -> tuple[list[TrieNode
         elif is_in_text(child.token):
             break  # logits are missing; before the state of a row group there are none
         node = child
+        child = cache.last_child(node)
     return nodes, tokens, uncertainty
 
 

@@ -30,7 +30,9 @@ class SpeculativeDecoder:
         self.loop = loop
         self.replayer = replayer
         self._on_cpu = execution_device(loop.call.model).type in HOST
-        self.max_tokens = (MAX_DRAFT_TOKENS if self._on_cpu else 0) if max_tokens is None else max_tokens
+        if max_tokens is None:
+            max_tokens = MAX_DRAFT_TOKENS if self._on_cpu else 0
+        self.max_tokens = max_tokens
 
     def start(self) -> bool:
         """Index the prompts for n-gram lookup.
@@ -77,9 +79,12 @@ class SpeculativeDecoder:
         lengths = [row.view[-1].length + len(row.pending) for row in rows]
         inputs: PassInputs = []
         firsts = []  # logits that follow the pending tokens
+        begin = 0
         for row, draft in zip(rows, drafts, strict=True):
-            firsts.append(sum(len(tokens) for _, tokens in inputs) + len(row.pending) - 1)
-            inputs.append((Segment(row.view, len(row.pending) + len(draft)), [*row.pending, *draft]))
+            tokens = [*row.pending, *draft]
+            firsts.append(begin + len(row.pending) - 1)
+            inputs.append((Segment(row.view, len(tokens)), tokens))
+            begin += len(tokens)
         logits = yield from self.loop.runner.forward(inputs)
         verifying = list(range(len(rows)))
         active = []
