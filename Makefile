@@ -21,7 +21,8 @@ COMPAT := .venv-compat
 LOWEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 COMPARED := $(patsubst %,tests/%.py,test_hub test_other_tools test_pipelines test_ray test_surroundings \
   cache/test_cache_stock \
-  models/test_architectures models/test_attention models/test_loading generation/test_config generation/test_sampling \
+  models/test_architectures models/test_attention models/test_elementwise models/test_intercept models/test_loading \
+  generation/test_config generation/test_sampling \
   generation/test_streaming generation/test_threads generation/modes/test_shared_prefix generation/modes/pdos/test_logits_process)
 
 # Python, torch and transformers of environments in which `make compat` runs all modes.

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_parallel.cli.generate import add_model_options, check_model_options, load
-from hf_parallel.models.intercept.adapters import load_adapters
 from hf_parallel.models.loading import check_model_folder, load_processor
+from hf_parallel.models.loading.adapters import load_adapters
 from hf_parallel.models.loading.embedded import MODEL_NAME
 
 if TYPE_CHECKING:

@@ -38,8 +38,9 @@ from hf_parallel.generation.sampling.rng import CannotDrawError
 from hf_parallel.generation.sampling.sampler import sample_together
 from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.cpu.elementwise import fast_layers
-from hf_parallel.models.intercept.adapters import AdaptedModel, check_no_virtual_tokens
-from hf_parallel.models.intercept.attention import gradient_checkpointing_disabled
+from hf_parallel.models.decode.adapted_model import AdaptedModel
+from hf_parallel.models.intercept.modules import gradient_checkpointing_disabled
+from hf_parallel.models.loading.adapters import check_no_virtual_tokens
 
 
 class PlannedStep(NamedTuple):

@@ -16,7 +16,7 @@ from torch import distributed
 
 from hf_parallel.cache import BlockCache, ForwardPass
 from hf_parallel.cache.arena import Arena
-from hf_parallel.models.intercept.adapters import AdaptedModel
+from hf_parallel.models.decode.adapted_model import AdaptedModel
 from hf_parallel.models.ranks import leads, num_ranks
 
 _PATIENCE = timedelta(weeks=52)  # an engine may be idle for long

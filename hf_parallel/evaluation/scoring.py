@@ -31,7 +31,8 @@ from hf_parallel.generation.validation import check_int
 from hf_parallel.kernels import to_device
 from hf_parallel.models.cpu.elementwise import fast_layers
 from hf_parallel.models.decode.cached_model import PREFILL_CHUNK, CachedModel
-from hf_parallel.models.intercept.attention import UnsupportedModelError, gradient_checkpointing_disabled
+from hf_parallel.models.intercept.attention import UnsupportedModelError
+from hf_parallel.models.intercept.modules import gradient_checkpointing_disabled
 
 Score = tuple[float, bool]
 """Log-likelihood of a continuation, and whether greedy decoding would generate it."""

@@ -24,8 +24,8 @@ from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_int, check_text, is_int
-from hf_parallel.models.decode.compiled import InstalledCall
 from hf_parallel.models.intercept.attention import UnsupportedModelError
+from hf_parallel.models.intercept.modules import InstalledCall
 from hf_parallel.models.probing.capabilities import Capabilities
 from hf_parallel.models.probing.signature import CACHE
 

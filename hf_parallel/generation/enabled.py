@@ -57,6 +57,7 @@ class Enabled:
     capabilities: Capabilities
     tokenizer: PreTrainedTokenizerBase | None = None  # of calls without one
     claim: Claim | None = None
+    attention_before: dict[str, str] | None = None  # implementations that `training.prepare_model` has replaced
     images: ImageTable = field(default_factory=ImageTable)  # in use, whose features need not be computed again
 
     def __deepcopy__(self, memo: object) -> Enabled:

@@ -38,7 +38,9 @@ from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.streaming import check_streamer, report_errors
 from hf_parallel.models.decode.compiled import forget
 from hf_parallel.models.images import image_inputs
+from hf_parallel.models.intercept.classes import namesake, plain_class
 from hf_parallel.models.intercept.mixers import unwrap_mixers
+from hf_parallel.models.intercept.modules import remove_hooks
 from hf_parallel.models.probing.capabilities import probe_capabilities
 from hf_parallel.models.probing.signature import CACHE, parameters_of
 from hf_parallel.models.ranks import common_seed, num_ranks
@@ -262,7 +264,7 @@ class ParallelGenerationMixin:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Pickle as the plain model and enable again: the subclass exists in this process only."""
-        return _restore, (type(self).__bases__[1],), self.__dict__
+        return _restore, (plain_class(type(self)),), self.__dict__
 
 
 def _positional(generate: Any) -> Sequence[str]:
@@ -403,9 +405,12 @@ def disable(model: _Model) -> _Model:
     if isinstance(inner, ParallelGenerationMixin):
         if (claim := inner._active_claim()) is not None:
             raise RuntimeError(claim.busy)
-        inner.__class__ = type(inner).__bases__[1]
+        inner.__class__ = plain_class(type(inner))
         forget(inner)
         unwrap_mixers(inner)
+        remove_hooks(inner)
+        if inner._parallel.attention_before is not None:
+            inner.set_attn_implementation(inner._parallel.attention_before)
         del inner._parallel
     return model
 
@@ -425,8 +430,7 @@ def unwrap(model: Any) -> Any:
 @cache
 def _enabled_class(plain: type) -> type:
     """Return the subclass of a model's class, under the same name: `save_pretrained` writes it."""
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    return type(plain.__name__, (ParallelGenerationMixin, plain), names)
+    return namesake(plain, ParallelGenerationMixin)  # type: ignore[no-any-return]
 
 
 def _restore(plain: type) -> object:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -314,7 +314,7 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
     """Let an enabled model compute batches of `DataCollatorForParallel`: its attention becomes `hf_parallel_train`.
 
     Batches without a layout are computed as by `sdpa`, which raises an error for models with soft-capping or attention
-    sinks. Idempotent. Wrap the model (PEFT, DDP) before or after.
+    sinks. Idempotent; `hf_parallel.disable` reverts it. Wrap the model (PEFT, DDP) before or after.
 
     Raises
     ------
@@ -326,11 +326,22 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
     if not capabilities.keyword:
         raise ValueError(f"{type(inner).__name__} drops keyword arguments, so that a layout cannot reach its layers")
     if inner.config._attn_implementation != IMPLEMENTATION:
+        enabled(inner).attention_before = _chosen_attention(inner.config)
         inner.set_attn_implementation(IMPLEMENTATION)
     if not any(getattr(hook, "func", None) is _activate for hook in inner._forward_pre_hooks.values()):
         inner.register_forward_pre_hook(partial(_activate, capabilities), with_kwargs=True)
         inner.register_forward_hook(_deactivate, always_call=True)
     return model
+
+
+def _chosen_attention(config: PreTrainedConfig) -> dict[str, str]:
+    """Return the attention implementations of a config and the configs in it, for `set_attn_implementation`."""
+    chosen = {"": config._attn_implementation}
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if inner is not None:
+            chosen[name] = inner._attn_implementation
+    return chosen
 
 
 def _deactivate(*_: object) -> None:

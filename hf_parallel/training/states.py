@@ -26,8 +26,10 @@ from transformers import PreTrainedModel
 
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.mixin import is_enabled, unwrap
-from hf_parallel.models.intercept.attention import UnsupportedModelError, gradient_checkpointing_disabled
-from hf_parallel.models.intercept.mixers import Mixer, MixerStates, mixers_wrapped, supported_mixers
+from hf_parallel.models.intercept.attention import UnsupportedModelError
+from hf_parallel.models.intercept.mixers import Mixer, MixerStates, mixers_wrapped
+from hf_parallel.models.intercept.modules import gradient_checkpointing_disabled
+from hf_parallel.models.probing.mixers import supported_mixers
 from hf_parallel.training.example import ParallelExample
 
 SHORTEST = 8

@@ -167,12 +167,27 @@ def rotate_small_heads(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin:
     return llama.apply_rotary_pos_emb(q, k, cos, sin) if q.shape[-1] <= 16 else (q, k)
 
 
+class Rotation(nn.Module):
+    """A function as the library `kernels` makes a module of it."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return rotate_small_heads(q, k, cos, sin)
+
+
+rotate_by_module = Rotation()
+
+
+class AttentionOverModule(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return rotate_by_module(q, k, cos, sin)
+
+
 @compiled
 @pytest.mark.usefixtures("in_a_pass")
 @pytest.mark.parametrize("dim", [16, 32])
-def test_a_rotary_function_is_recognised_for_each_size_of_heads(dim: int) -> None:
+@pytest.mark.parametrize("layer", [Attention(), AttentionOverModule()])
+def test_a_rotary_function_is_recognised_for_each_size_of_heads(layer: nn.Module, dim: int) -> None:
     inputs = [torch.randn(1, 6, 5, dim), torch.randn(1, 3, 5, dim), torch.randn(1, 5, dim), torch.randn(1, 5, dim)]
-    layer = Attention()
     with torch.no_grad():
         expected = layer(*inputs)
         with fast_layers(layer):

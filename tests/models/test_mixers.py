@@ -7,7 +7,9 @@ import tiny
 import torch
 from transformers import DynamicCache
 
-from hf_parallel.models.intercept.mixers import Mixer, MixerStates, cache_argument, find_mixers, mixers_wrapped
+from hf_parallel.models.intercept.mixers import Mixer, MixerStates, mixers_wrapped
+from hf_parallel.models.probing.mixers import find_mixers
+from hf_parallel.models.probing.signature import cache_argument
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "falcon_h1", "mamba2"])

@@ -29,7 +29,7 @@ from hf_parallel.engine.server.openai.schema import Body, ChatBody, CompletionBo
 from hf_parallel.engine.server.openai.tokenization import DetokenizeBody, TokenizeBody
 from hf_parallel.engine.server.openai.translator import Translator
 from hf_parallel.engine.server.page import page
-from hf_parallel.models.intercept.adapters import BASE_MODEL, check_adapter
+from hf_parallel.models.loading.adapters import BASE_MODEL, check_adapter
 
 _logger = logging.getLogger(__name__)
 

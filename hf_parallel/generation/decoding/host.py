@@ -27,7 +27,7 @@ from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.cpu.elementwise import fast_layers
 from hf_parallel.models.decode.cached_model import CachedModel, prefill_chunk
-from hf_parallel.models.intercept.attention import gradient_checkpointing_disabled
+from hf_parallel.models.intercept.modules import gradient_checkpointing_disabled
 from hf_parallel.models.probing.capabilities import Capabilities
 
 C = TypeVar("C", bound=SharedPrefixCache)

@@ -9,12 +9,10 @@ slow on processors without instructions for them. `HF_PARALLEL_LINEAR=torch` lea
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from types import MethodType
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +22,7 @@ from transformers import PreTrainedModel
 
 from hf_parallel.cache.placement import all_modules
 from hf_parallel.kernels import native
+from hf_parallel.models.intercept.modules import replaced_forwards
 
 LINEAR_VARIABLE = "HF_PARALLEL_LINEAR"
 LEAST_WEIGHTS = 1 << 16  # smaller layers are left to PyTorch: the library makes no difference
@@ -69,20 +68,6 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
     layers = [layer for layer in all_modules(model) if _is_large_linear(layer)] if _backend() != "torch" else []
     with replaced_forwards((layer, _forward) for layer in layers):
         yield
-
-
-@contextmanager
-def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Give modules other `forward` methods; functions take the module first."""
-    replaced = [(module, MethodType(forward, module)) for module, forward in forwards]
-    try:
-        for module, method in replaced:
-            module.forward = method  # type: ignore[method-assign]
-        yield
-    finally:
-        for module, method in replaced:
-            if vars(module).get("forward") is method:  # unless it was replaced meanwhile
-                del module.forward
 
 
 def linear_backend(model: PreTrainedModel) -> str:

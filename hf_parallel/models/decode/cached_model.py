@@ -23,15 +23,14 @@ from hf_parallel.models.decode.dense import dense_logits
 from hf_parallel.models.images import image_arguments
 from hf_parallel.models.intercept.attention import block_attention_enabled
 from hf_parallel.models.intercept.mixers import (
-    cache_argument,
     keep_states,
     mixers_wrapped,
     packed_calls,
     takes_use_cache,
 )
+from hf_parallel.models.intercept.rotary import rotary_modules, rotating_to
 from hf_parallel.models.probing.capabilities import Capabilities
-from hf_parallel.models.probing.rotary import rotary_modules, rotating_to
-from hf_parallel.models.probing.signature import parameters_of, takes
+from hf_parallel.models.probing.signature import cache_argument, parameters_of, takes
 
 _logger = logging.get_logger(__name__)
 

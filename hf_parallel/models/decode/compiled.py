@@ -12,19 +12,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cached_property, partial
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import PreTrainedModel
 
 from hf_parallel.cache.placement import execution_device, weight_devices
 from hf_parallel.models.decode.fused import MERGE, FusedLinear, fuse
+from hf_parallel.models.intercept.compiler import one_graph_for_all_layers
+from hf_parallel.models.intercept.modules import InstalledCall, install_call, remove_call
 
 COMPILER = "inductor"
 COMPILE_SECONDS = 10.0
@@ -39,17 +40,14 @@ MAX_GRAPHS = 64
 """Graphs per model: one for each kind of layer (sliding window, no rotary embedding) and class of cache, another for
 passes of one row, which Dynamo compiles separately."""
 
-_LAYER_INDEX = r".*layer_idx.*"
-"""Source of the only number of a module that is dynamic: others, such as sizes of heads, are constants of a graph."""
-
 _COMPILER_ERRORS = TorchDynamoException, FailOnRecompileLimitHit
 
 _in_use: ContextVar[bool] = ContextVar("hf_parallel_compiled_layers", default=False)
 _logger = logging.getLogger(__name__)
 
 
-class InstalledCall(partial[object]):
-    """Compiled call of a layer, installed only while decode steps run; other threads may see it then."""
+class _CompiledCall(InstalledCall):
+    """Compiled call of a layer, installed only while decode steps run."""
 
 
 class CompiledLayers:
@@ -120,9 +118,9 @@ class CompiledLayers:
     @cached_property
     def _compiled(self) -> Callable[..., object]:
         # A function of its own, as Dynamo keeps graphs, and counts them, by the function's code.
-        own = FunctionType(_call_layer.__code__.replace(), _call_layer.__globals__)
+        function = FunctionType(_call_layer.__code__.replace(), _call_layer.__globals__)
         options: Any = {"post_grad_custom_pre_pass": MERGE} if COMPILER == "inductor" else None
-        return torch.compile(own, fullgraph=True, backend=COMPILER, options=options)
+        return torch.compile(function, fullgraph=True, backend=COMPILER, options=options)
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -130,18 +128,14 @@ class CompiledLayers:
         token = _in_use.set(True)
         try:
             for layer in self.layers:
-                vars(layer)["_compiled_call_impl"] = InstalledCall(self._call, layer)
-            with (
-                ExitStack() as stack,
-                dynamo_config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MAX_GRAPHS),
-                torch.compiler.config.patch(dynamic_sources=_LAYER_INDEX),  # type: ignore[attr-defined]
-            ):
+                install_call(layer, _CompiledCall(self._call, layer))
+            with ExitStack() as stack, one_graph_for_all_layers(MAX_GRAPHS):
                 for group in self._intact():
                     stack.enter_context(group.installed())
                 yield
         finally:
             for layer in self.layers:
-                vars(layer).pop("_compiled_call_impl", None)
+                remove_call(layer, _CompiledCall)
             _in_use.reset(token)
 
     def _call(self, layer: nn.Module, *args: object, **kwargs: object) -> object:
@@ -163,7 +157,10 @@ def compiled_layers(model: PreTrainedModel, compile: bool | None, steps: float) 
     `compile` is the setting: None compiles on a GPU if the steps are likely to pay for it. Models whose weights are
     offloaded, or on several devices, are never compiled.
     """
-    if compile is False or len(devices := weight_devices(model)) > 1 or torch.device("meta") in devices:
+    if compile is False:
+        return None
+    devices = weight_devices(model)
+    if len(devices) > 1 or torch.device("meta") in devices:
         return None
     layers = _of_model.get(model)
     if layers is None:
@@ -171,7 +168,8 @@ def compiled_layers(model: PreTrainedModel, compile: bool | None, steps: float) 
         if layers.failed and compile:
             _logger.warning("decode steps run without compiled layers: %s has no list of them", type(model).__name__)
     if compile is None and (execution_device(model).type != "cuda" or not layers.pays_off(steps)):
-        layers.num_steps += 0 if math.isinf(steps) else int(steps)
+        if not math.isinf(steps):
+            layers.num_steps += int(steps)
         return None
     if layers.failed:
         return None
@@ -186,7 +184,8 @@ def num_moves(model: nn.Module) -> int:
 
 def forget(model: nn.Module) -> None:
     """Undo the fusion of a model's projections, and forget its compiled layers."""
-    if (layers := _of_model.pop(model, None)) is not None:
+    layers = _of_model.pop(model, None)
+    if layers is not None:
         layers.separate(model)
 
 
@@ -194,8 +193,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers of a model: the list of as many modules as its config has layers; empty if none."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     decoder: nn.Module = model.get_decoder() or model  # without layers of an image encoder
-    lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
-    return next((list(layers) for layers in lists if all(_has_attention(layer) for layer in layers)), [])
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count and all(map(_has_attention, module)):
+            return list(module)
+    return []
 
 
 def _has_attention(layer: nn.Module) -> bool:

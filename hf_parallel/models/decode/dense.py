@@ -13,8 +13,8 @@ from hf_parallel.cache import BlockCache, ForwardPass
 from hf_parallel.cache.dense_rows import dense_batches
 from hf_parallel.kernels import to_device
 from hf_parallel.models.intercept.attention import UnsupportedModelError
-from hf_parallel.models.intercept.mixers import Mixer, cache_argument, mixers_wrapped, packed_calls
-from hf_parallel.models.probing.signature import parameters_of
+from hf_parallel.models.intercept.mixers import Mixer, mixers_wrapped, packed_calls
+from hf_parallel.models.probing.signature import cache_argument, parameters_of
 
 
 def dense_logits(

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn import functional as F
+
+from hf_parallel.models.intercept.modules import Forward, replaced_forwards
 
 GROUPS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Names of projections of one input. Correct for others, too: each computes the product with its own input."""
@@ -51,17 +52,21 @@ class FusedLinear:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Let compiled code compute the layers as one product."""
-        start = 0
         try:
             for layer in self.layers:
-                vars(layer)["_fused"] = self.weight, self.bias
-                vars(layer)["forward"] = MethodType(_part_of_product(start, start + layer.out_features), layer)
-                start += layer.out_features
-            yield
+                vars(layer)["_fused"] = (self.weight, self.bias)
+            with replaced_forwards(self._forwards()):
+                yield
         finally:
             for layer in self.layers:
-                for name in ("_fused", "forward"):
-                    vars(layer).pop(name, None)
+                vars(layer).pop("_fused", None)
+
+    def _forwards(self) -> Iterator[tuple[nn.Linear, Forward]]:
+        start = 0
+        for layer in self.layers:
+            stop = start + layer.out_features
+            yield layer, _part_of_product(start, stop)
+            start = stop
 
 
 def fuse(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[FusedLinear], str]:

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from hf_parallel.cache import BlockCache, LayerReads
 from hf_parallel.kernels import AttentionParams, AttentionPlan, RotarySpec
+from hf_parallel.models.intercept.classes import namesake, plain_class
 from hf_parallel.models.latent import latent_heads, rotated_first
 
 IMPLEMENTATION = "hf_parallel"
@@ -102,7 +103,6 @@ class _ActiveAttention:
     configs: dict[int, PreTrainedConfig]  # by id
 
 
-_PLAIN_CLASS = "_hf_parallel_plain_class"
 _active_attention: ContextVar[_ActiveAttention | None] = ContextVar("hf_parallel_active_attention", default=None)
 """Block attention that is enabled in the running thread."""
 _all_active: weakref.WeakSet[_ActiveAttention] = weakref.WeakSet()
@@ -288,7 +288,7 @@ def block_attention_enabled(
         with _lock:
             _all_active.add(active)
             for config in active.configs.values():
-                config.__class__ = _context_dependent(config.__class__)  # type: ignore[arg-type]  # classes are hashable
+                config.__class__ = _context_dependent(plain_class(type(config)))
         token = _active_attention.set(active)
         try:
             if isinstance(cache, BlockCache):
@@ -301,71 +301,57 @@ def block_attention_enabled(
     finally:
         with _lock:
             _all_active.discard(active)
-            used: set[int] = set()
-            for other in _all_active:
-                used.update(other.configs)
+            in_use = {key for other in _all_active for key in other.configs}  # by passes of other threads
             for key, config in active.configs.items():
-                if key not in used:
-                    config.__class__ = getattr(type(config), _PLAIN_CLASS, type(config))
-
-
-@contextmanager
-def gradient_checkpointing_disabled(model: PreTrainedModel) -> Iterator[None]:
-    """Disable gradient checkpointing, which drops the cache in training mode and has no use without gradients."""
-    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)] if model.training else []
-    try:
-        for layer in layers:
-            layer.gradient_checkpointing = False  # type: ignore[assignment]
-        yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True  # type: ignore[assignment]
+                if key not in in_use:
+                    config.__class__ = plain_class(type(config))
 
 
 @lru_cache
-def _context_dependent(plain: Any) -> Any:
-    """Return a config class with block attention as its implementation where `_active_attention` says so."""
-    # Other threads read the implementation of the plain class, whenever the class of a config is exchanged
-    if hasattr(plain, _PLAIN_CLASS):
-        return plain
-    own: property = plain._attn_implementation  # type: ignore[attr-defined]
+def _context_dependent(plain: type[PreTrainedConfig]) -> Any:
+    """Return a config class with block attention as its implementation where `_active_attention` says so.
+
+    Whenever the class of a config is exchanged, other threads read the implementation of the plain class.
+    """
+    of_plain: Any = plain._attn_implementation
 
     def implementation(config: PreTrainedConfig) -> str | None:
         if torch.compiler.is_compiling():  # Dynamo cannot trace context variables
-            return IMPLEMENTATION if is_active() else own.fget(config)  # type: ignore[misc]
-        active = _active_attention.get()
-        chosen = active is not None and id(config) in active.configs
-        return IMPLEMENTATION if chosen else own.fget(config)  # type: ignore[misc]
+            is_chosen = _is_active()
+        else:
+            active = _active_attention.get()
+            is_chosen = active is not None and id(config) in active.configs
+        return IMPLEMENTATION if is_chosen else of_plain.fget(config)  # type: ignore[no-any-return]
 
-    names: dict[str, Any] = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-    names |= {_PLAIN_CLASS: plain, "_attn_implementation": property(implementation, own.fset)}
-    names |= {
-        "__reduce_ex__": _reduce_as_plain,
-        "__init__": plain.__init__,
-        "__eq__": plain.__eq__,
-        "__hash__": plain.__hash__,
-    }
-    return type(plain.__name__, (plain,), names)
+    return namesake(
+        plain,
+        _attn_implementation=property(implementation, of_plain.fset),
+        __reduce_ex__=_reduce_as_plain,
+        __init__=plain.__init__,
+        __eq__=plain.__eq__,
+        __hash__=plain.__hash__,
+    )
 
 
 @torch.compiler.assume_constant_result
-def is_active() -> bool:
+def _is_active() -> bool:
     """Whether this thread runs a pass with block attention."""
     return _active_attention.get() is not None
 
 
 def _reduce_as_plain(config: PreTrainedConfig, protocol: SupportsIndex) -> tuple[Any, ...]:
     """Copy and pickle a config as one of the plain class."""
-    plain = getattr(type(config), _PLAIN_CLASS)
-    return (object.__new__, (plain,), *plain.__reduce_ex__(config, protocol)[2:])
+    plain = plain_class(type(config))
+    state = plain.__reduce_ex__(config, protocol)[2:]
+    return (object.__new__, (plain,), *state)
 
 
 def _configs(config: PreTrainedConfig) -> dict[int, PreTrainedConfig]:
     """Return the configs of a language model, by id; an image encoder keeps its own attention."""
     text = config.get_text_config(decoder=True)
-    found = {id(config): config, id(text): text}
+    configs = {id(config): config, id(text): text}
     for name in text.sub_configs:
         inner = getattr(text, name, None)
         if inner is not None:
-            found |= _configs(inner)
-    return found
+            configs |= _configs(inner)
+    return configs

@@ -29,16 +29,12 @@ from hf_parallel.kernels import RotarySpec
 from hf_parallel.models.cpu.packed import PackedLinear
 from hf_parallel.models.images import probe_images, why_no_images
 from hf_parallel.models.intercept.attention import AttentionRecorder, UnsupportedModelError, block_attention_enabled
-from hf_parallel.models.intercept.mixers import (
-    Mixer,
-    StockCache,
-    cache_argument,
-    keeps_states,
-    supported_mixers,
-    takes_use_cache,
-)
+from hf_parallel.models.intercept.mixers import Mixer, takes_use_cache
+from hf_parallel.models.intercept.modules import tensor_attributes_kept
+from hf_parallel.models.intercept.rotary import rotary_modules, rotating_to
 from hf_parallel.models.latent import are_latents
 from hf_parallel.models.probing.check import OwnAttentionError, check_dense_logits, check_logits, sees_later_tokens
+from hf_parallel.models.probing.mixers import StockCache, keeps_states, supported_mixers
 from hf_parallel.models.probing.rotary import (
     PROBE_POSITIONS,
     Queries,
@@ -49,10 +45,8 @@ from hf_parallel.models.probing.rotary import (
     max_positions,
     norms_differ,
     position_limit,
-    rotary_modules,
-    rotating_to,
 )
-from hf_parallel.models.probing.signature import takes
+from hf_parallel.models.probing.signature import cache_argument, takes
 from hf_parallel.models.ranks import num_local_layers
 
 
@@ -126,7 +120,8 @@ def probe_capabilities(model: PreTrainedModel) -> Capabilities:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     try:
-        return _probed(model)
+        with tensor_attributes_kept(model):
+            return _probed(model)
     except (UnsupportedModelError, torch.OutOfMemoryError):
         raise
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -13,13 +13,12 @@ from hf_parallel.models.decode.dense import dense_logits
 from hf_parallel.models.intercept.attention import UnsupportedModelError, block_attention_enabled
 from hf_parallel.models.intercept.mixers import (
     Mixer,
-    cache_argument,
     keep_states,
     mixers_wrapped,
     packed_calls,
     takes_use_cache,
 )
-from hf_parallel.models.probing.signature import parameters_of, takes
+from hf_parallel.models.probing.signature import cache_argument, parameters_of, takes
 
 CHECK_SHARED, CHECK_TAILS = 5, (2, 3)  # numbers of shared tokens and of each row's own in the comparison of logits
 LOGITS_TOLERANCE = (1e-3, 0.7)

@@ -5,15 +5,11 @@ A single token attends only to itself, so its queries at two positions differ on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import replace
-from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_parallel.cache import LayerReads
@@ -22,8 +18,6 @@ from hf_parallel.models.latent import rotated_first
 
 PROBE_POSITIONS = (1, 7)  # the queries of one token at these positions are compared with those at position 0
 QUERY_TOLERANCE = (1e-4, 3e-2)  # relative errors allowed in float32 and in half precision
-
-_rotated_to: ContextVar[torch.Tensor | None] = ContextVar("hf_parallel_rotated_to", default=None)
 
 Queries = dict[int, torch.Tensor]  # query [heads, head_dim] of one token, by layer index
 
@@ -71,35 +65,6 @@ def match_rotary(
     if all(spec is None for spec in found.values()):
         return None, f"{name}'s queries carry no position that could be rotated"
     return found, ""
-
-
-@contextmanager
-def rotating_to(modules: Sequence[nn.Module], position_ids: torch.Tensor) -> Iterator[None]:
-    """Make rotary embeddings, `rotary_modules`, rotate to `position_ids` `[1, T]` whatever positions a model has."""
-    hooks = [module.register_forward_pre_hook(_give_positions, with_kwargs=True) for module in modules]
-    token = _rotated_to.set(position_ids)
-    try:
-        yield
-    finally:
-        _rotated_to.reset(token)
-        for hook in hooks:
-            hook.remove()
-
-
-def rotary_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that compute the rotary embeddings of a model."""
-    return [
-        module for module in model.modules() if any(n.endswith("inv_freq") for n, _ in module.named_buffers("", False))
-    ]
-
-
-def _give_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    position_ids = _rotated_to.get()
-    if position_ids is None:  # in another thread
-        return None
-    bound = signature(module.forward).bind(*args, **kwargs)
-    bound.arguments["position_ids"] = position_ids
-    return bound.args, bound.kwargs
 
 
 def norms_differ(queries: Mapping[int, Queries]) -> bool:

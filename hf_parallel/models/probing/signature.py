@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
@@ -28,6 +28,16 @@ CACHE = "cache" if "cache" in parameters_of(GenerationMixin.prepare_inputs_for_g
 """Transformers' name for the cache, as an argument and in outputs: `past_key_values` before 5.24."""
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name of the argument of `model.forward` that takes the cache."""
+    known = parameters_of(model.forward)
+    for name in (CACHE, "cache_params"):
+        if name in known:
+            return name
+    return CACHE
+
+
 @cache
 def _of_method(method: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    return {name: one for name, one in inspect.signature(method).parameters.items() if name != "self"}
+    parameters = inspect.signature(method).parameters
+    return {name: parameter for name, parameter in parameters.items() if name != "self"}

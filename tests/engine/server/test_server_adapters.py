@@ -11,7 +11,7 @@ from test_server import CHAT, MODEL, command, generated, served, small_model, st
 
 from hf_parallel.cli.main import main
 from hf_parallel.engine import Engine
-from hf_parallel.models.intercept.adapters import load_adapters
+from hf_parallel.models.loading.adapters import load_adapters
 
 peft = pytest.importorskip("peft")
 openai = pytest.importorskip("openai")

@@ -21,7 +21,7 @@ from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, S
 from hf_parallel.generation.modes.hogwild.stepping import open_run
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_int, check_text
-from hf_parallel.models.intercept.adapters import check_no_virtual_tokens
+from hf_parallel.models.loading.adapters import check_no_virtual_tokens
 
 
 class HogwildSession:
