@@ -288,7 +288,7 @@ def block_attention_enabled(
         with _lock:
             _all_active.add(active)
             for config in active.configs.values():
-                config.__class__ = _context_dependent(plain_class(type(config)))
+                config.__class__ = _context_dependent(config.__class__)  # type: ignore[arg-type] # classes are hashable
         token = _active_attention.set(active)
         try:
             if isinstance(cache, BlockCache):
@@ -313,6 +313,8 @@ def _context_dependent(plain: type[PreTrainedConfig]) -> Any:
 
     Whenever the class of a config is exchanged, other threads read the implementation of the plain class.
     """
+    if plain_class(plain) is not plain:  # a pass of another thread uses the config
+        return plain
     of_plain: Any = plain._attn_implementation
 
     def implementation(config: PreTrainedConfig) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 _PLAIN = "_hf_parallel_plain_class"
@@ -14,7 +13,6 @@ def namesake(plain: type, *mixins: type, **members: object) -> Any:
     return type(plain.__name__, (*mixins, plain), {**names, _PLAIN: plain, **members})
 
 
-@lru_cache(maxsize=1024)
 def plain_class(cls: type) -> Any:
     """Return the class from which `namesake` made a class; other classes themselves."""
     return getattr(cls, _PLAIN, cls)
