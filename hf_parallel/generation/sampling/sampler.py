@@ -39,23 +39,43 @@ from hf_parallel.kernels import HostCopy, to_device
 from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, multinomial, sample
 
 
+class DrawnTokens(NamedTuple):
+    """Tokens of all rows of a batch on their way to the host: `[rows]`, or with marks of the rows `[2, rows]`."""
+
+    copy: HostCopy
+    has_marks: bool
+    """Whether there are rows that have ended or cannot be drawn; for the marks see `kernels.sampling.sample`."""
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, marks: torch.Tensor | None) -> DrawnTokens:
+        """Start to copy tokens, and marks if there are any, int64 `[rows]` each."""
+        if marks is None:
+            return cls(HostCopy(tokens), False)
+        return cls(HostCopy(torch.stack((tokens, marks))), True)
+
+    def read(self) -> tuple[list[int], list[int] | None]:
+        """Return the tokens and the marks; None: there are none. Waits for the copy."""
+        values = self.copy.values
+        return (values[0], values[1]) if self.has_marks else (values, None)
+
+
 class Sampled:
     """Sampled tokens of a call: `tokens`, a part of `int64 [rows of all calls]` on the device; and `log_probs`."""
 
-    __slots__ = ("_criteria", "_full", "_host", "_rows", "log_probs", "tokens")
+    __slots__ = ("_criteria", "_drawn", "_full", "_rows", "log_probs", "tokens")
 
     def __init__(
         self,
         tokens: Part,
         log_probs: LogProbs | None,
-        host: HostCopy,  # of the tokens of all calls, or with marks `[2, rows]` of those that have ended or failed
+        drawn: DrawnTokens,  # of all calls
         criteria: RowCriteria,
         rows: Sequence[int],  # that the tokens belong to
         full: Sequence[int] = (),  # indices of those that have the maximum length
     ) -> None:
         self.tokens = tokens
         self.log_probs = log_probs
-        self._host = host
+        self._drawn = drawn
         self._criteria = criteria
         self._rows = rows
         self._full = full
@@ -65,14 +85,13 @@ class Sampled:
 
         Raises `RuntimeError` if a row cannot be drawn.
         """
-        values = self._host.values
+        every_token, every_mark = self._drawn.read()
         part = self.tokens.rows
-        has_marks = bool(values) and isinstance(values[0], list)
-        tokens = values[0][part] if has_marks else values[part]
+        tokens = every_token[part]
         ended = self._criteria.ended_by(self._rows, tokens)
-        if has_marks:
-            marks = values[1][part]
-            invalid = [row for row, mark in enumerate(marks) if mark >= 2]  # see `kernels.sampling.sample`
+        if every_mark is not None:
+            marks = every_mark[part]
+            invalid = [row for row, mark in enumerate(marks) if mark >= 2]
             if invalid:
                 raise cannot_draw(invalid)
             ended = [end or mark != 0 for end, mark in zip(ended, marks, strict=True)]
@@ -265,8 +284,7 @@ class Sampler:
     def _finish(self, rows: Sequence[int], tokens: torch.Tensor) -> Sampled:
         """Append tokens that rows have drawn."""
         ended, full = self.append_drawn(rows, Part(tokens))
-        host = HostCopy(tokens if ended is None else torch.stack((tokens, ended)))
-        return Sampled(Part(tokens), None, host, self.row_criteria, rows, full)
+        return Sampled(Part(tokens), None, DrawnTokens.of(tokens, ended), self.row_criteria, rows, full)
 
     def count_draws(self, rows: Sequence[int], count: int) -> None:
         """Count tokens that each row has drawn, and which the table has."""
@@ -534,10 +552,10 @@ class SamplingBatch:
             fulls.append(full)
             if ended is not None:  # of a call alone
                 marks = ended if marks is None else marks + ended
-        host = HostCopy(draws.tokens if marks is None else torch.stack((draws.tokens, marks)))
+        drawn = DrawnTokens.of(draws.tokens, marks)
         results = []
         for task, tokens, of_task, full in zip(self.tasks, tokens_of, log_probs, fulls, strict=True):
-            results.append(Sampled(tokens, of_task, host, task.sampler.row_criteria, task.rows, full))
+            results.append(Sampled(tokens, of_task, drawn, task.sampler.row_criteria, task.rows, full))
         return results
 
     def _index(self, flags: Sequence[bool]) -> torch.Tensor:
