@@ -168,7 +168,7 @@ class BlockCache(Cache):
         if step is None:
             raise RuntimeError("no forward pass is prepared: was the model called from a processor or a streamer?")
         in_order = step.in_order
-        return step.plan if in_order is None or layer_idx in step.images[0].image.ahead else in_order
+        return step.plan if in_order is None or layer_idx in step.images[0].image.bidirectional_layers else in_order
 
     plan = property(plan_of)
 

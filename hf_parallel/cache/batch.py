@@ -159,7 +159,7 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
             _add_pairs(table, segment, num_tokens, growing)
             for span in segment.images:
                 images.append(span._replace(at=num_tokens + span.at))
-                if span.image.ahead:
+                if span.image.bidirectional_layers:
                     ahead.append((num_tokens + span.at, num_tokens + span.end, index + span.end))
             packed.append(Segment(tuple(segment.view), count, segment.write, segment.images))
             num_tokens += count

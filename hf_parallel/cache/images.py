@@ -32,7 +32,8 @@ class Image:
     `key`: hash of content and size, below `2 ** KEY_BITS`. `features`: `[tokens, hidden]` for each place of the model
     that adds image features. `corrections`: int64 `[3, tokens]`, what multi-axis positions (M-RoPE) add to a count of
     tokens; None without. `shift`: what the image adds to the positions of later tokens beside the number of its tokens.
-    `ahead`: layers in which its tokens see each other, earlier and later ones. `thumbnail`: a `data:` URL, or empty.
+    `bidirectional_layers`: indices of layers in which its tokens attend to later ones of the image, too. `thumbnail`: a
+    `data:` URL, or empty.
     """
 
     key: int
@@ -40,7 +41,7 @@ class Image:
     layout: Any = None  # how the model packs the features, see `hf_parallel.models.images`
     corrections: torch.Tensor | None = None
     shift: int = 0
-    ahead: Collection[int] = ()
+    bidirectional_layers: Collection[int] = ()
     thumbnail: str = ""
 
     @property
@@ -116,7 +117,10 @@ class ImageTable(WeakValueDictionary[int, Image]):
     def cut(self, tokens: Sequence[int] | np.ndarray, count: int) -> int:
         """Return `count`, or less where that many tokens would end within an image whose tokens see each other."""
         spans = self.spans(tokens[: count + 1]) if len(self) else ()
-        return next((span.at for span in spans if span.image.ahead and span.at < count < span.end), count)
+        for span in spans:
+            if span.image.bidirectional_layers and span.at < count < span.end:
+                return span.at
+        return count
 
     def chunk(self, tokens: Sequence[int] | np.ndarray, count: int) -> int:
         """Return the size of a pass of about `count` tokens, which holds such an image whole, even a larger one."""

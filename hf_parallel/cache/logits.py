@@ -237,7 +237,7 @@ class LogitsCache:
             heapq.heappush(self._queue, (node.last_used, id(node), node))
 
     def touch(self, node: TrieNode) -> None:
-        """Note that a node is used now, and evict others."""
+        """Mark a node as used now, and evict others."""
         self._clock += 1
         node.last_used = self._clock
         self.evict()
@@ -322,14 +322,14 @@ class Cursors:
         return self._cache.store(self._nodes[row], logits)
 
     def start_computing(self, rows: Iterable[int], owner: object) -> None:
-        """Note that a call computes the logits of the rows' nodes, unless another one does, and of those after them."""
+        """Register a call that computes the logits of the rows' nodes, and of those after them, unless another does."""
         with self._cache.lock:
             for row in rows:
                 self._owners[row] = owner
                 self._cache.computing.setdefault(self._nodes[row], owner)
 
     def stop_computing(self, rows: Iterable[int]) -> None:
-        """Note that no more logits are computed for rows: other calls wait for them no more."""
+        """Unregister the call that computes the logits of rows: other calls wait for them no more."""
         with self._cache.lock:
             for row in rows:
                 owner = self._owners.pop(row, None)

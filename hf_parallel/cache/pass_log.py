@@ -150,7 +150,8 @@ class PassLog:
                 writes: list[tuple[Block, View]] = [(event.target, [event.source])]
             else:
                 writes = [(segment.view[-1], segment.view) for segment in event.segments if segment.write]
-                writes *= 2  # they may see each other
+                # Segments of a pass may see each other's blocks: the second round finds what the first needs late.
+                writes *= 2
             for target, view in writes:
                 if target in seen:
                     written.add(target)

@@ -29,8 +29,8 @@ class Block:
     gap: int = 0  # masked tokens before the first one; sliding windows count them, positions do not
     shift: int = 0  # by how much the positions after the block differ from its number of tokens, after an image
     parts: tuple[Block, Block] | None = None  # which hold its tokens, if it was divided while rows see it
-    state: int = -1  # slot of the state after its first `state_at` tokens, which is that of its end if it has as many
-    state_at: int = -1
+    state: int = -1  # slot of a recurrent state; -1: none
+    state_at: int = -1  # number of the block's tokens that the state includes; `length` if it is that of its end
 
     @property
     def free_slots(self) -> int:
@@ -137,7 +137,7 @@ class Pool:
             self.free(block)
 
     def touch(self) -> None:
-        """Note a change to blocks after which a decode step does not follow from the step before."""
+        """Register a change to blocks, after which a decode step does not follow from the step before."""
         self._root._version += 1
 
     def new_block(self, capacity: int = 0, base: int = 0) -> Block:

@@ -34,7 +34,8 @@ class SharedPrefixCache(BlockCache):
         See `BlockCache`; neither is needed.
     max_bytes : int, optional
         Maximum bytes of keys, values and states kept between calls. Each call first evicts the least recently used
-        nodes, leaves first, until the rest fits; its own tokens come on top. Default: keep everything until `reset()`.
+        nodes, leaves first, until the rest fits. Tokens of the running call are not counted. Default: keep everything
+        until `reset()`.
     cache_dtype : str, optional
         See `ParallelConfig`.
     lent : Prefixes, optional

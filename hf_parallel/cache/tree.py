@@ -112,19 +112,19 @@ class RequestObserver:
     """
 
     def on_use(self, request: Any, nodes: Sequence[Node]) -> None:
-        """Note that a request begins to use nodes, parents before children. Nodes that it creates are included."""
+        """Receive the nodes that a request begins to use, parents before children, with those that it creates."""
 
     def on_end(self, request: Any, nodes: Sequence[Node]) -> None:
-        """Note that a request has ended, or starts again. It has used `nodes`."""
+        """Receive the nodes that a request has used, as it ends or starts again."""
 
     def on_split(self, head: Node, tail: Node) -> None:
-        """Note that the new node `head` has taken over the first tokens of `tail`."""
+        """Receive a new node `head`, which has taken over the first tokens of `tail`."""
 
     def on_evict(self, node: Node) -> None:
-        """Note that the keys and values of a node are being deleted."""
+        """Receive a node whose keys and values are being deleted."""
 
     def on_reset(self) -> None:
-        """Note that all nodes are being deleted."""
+        """Forget all nodes, which are being deleted."""
 
 
 class PrefixTree:
@@ -324,12 +324,12 @@ class PrefixTree:
     # Owners
 
     def add_owner(self, owner: Owner) -> Node:
-        """Note that an owner uses the tree. Return the root of its identity, which stays until `unpin`."""
+        """Register an owner. Return the root of its identity, which stays until `unpin`."""
         self.leaves.setdefault(owner, [])
         return self.roots.setdefault(owner.identity, Node(np.empty(0, np.int64), identity=owner.identity))
 
     def pin(self, node: Node, owner: Owner) -> None:
-        """Note that an owner uses a node and those before it."""
+        """Pin a node and its ancestors for an owner."""
         self.leaves.setdefault(owner, []).append(node)
         new = []
         for ancestor in node.path:
@@ -341,7 +341,10 @@ class PrefixTree:
         self.observer.on_use(owner, new)
 
     def unpin(self, owner: Owner, keep: bool = True) -> None:
-        """Note that an owner has ended. Remove its uncomputed tokens, and unless `keep`, all that it alone used."""
+        """Unpin the nodes of an owner that has ended.
+
+        Remove their uncomputed tokens, and unless `keep`, all that the owner alone used.
+        """
         self.stop_computing(owner)
         nodes = list(self.pinned(owner))
         self.observer.on_end(owner, nodes)
@@ -371,11 +374,11 @@ class PrefixTree:
         return any(not owner.preempted or owner in resumed for owner in self.pins.get(node, ()))
 
     def start_computing(self, nodes: Iterable[Node], owner: Owner) -> None:
-        """Note that an owner computes nodes; others wait for it."""
+        """Register that an owner computes nodes, so that others wait for it."""
         self.computing.update(dict.fromkeys(nodes, owner))
 
     def stop_computing(self, owner: Owner, but: Collection[Node] = ()) -> None:
-        """Note that an owner computes no nodes except `but`."""
+        """Register that an owner computes no nodes except `but`."""
         for node in [node for node, other in self.computing.items() if other is owner and node not in but]:
             del self.computing[node]
 

@@ -63,9 +63,9 @@ class PendingPass:
 
     @property
     def kept_tokens(self) -> np.ndarray:
-        """Indices of the tokens whose logits are computed, int64: the wanted ones, then that of the last token.
+        """Indices of the tokens whose logits are computed, int64: those asked for, and always that of the last token.
 
-        Logits that are not finite show that keys and values before them are not.
+        The last one's show whether the pass produced NaN.
         """
         if self.ends is None:
             return np.arange(self.num_tokens)

@@ -40,7 +40,7 @@ def take_images(
         kwargs.get("position_ids"),
         given,
         known,
-        ahead=capabilities.image_ahead,
+        bidirectional_layers=capabilities.bidirectional_layers,
         salt=salt,
         mask=kwargs.get("attention_mask"),
     )

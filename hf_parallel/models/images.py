@@ -75,12 +75,12 @@ def probe_images(model: PreTrainedModel) -> tuple[tuple[int, ...], str]:
     types = [name for name in TOKEN_TYPES if name in parameters_of(model.forward)]
     if not types:
         return (), ""
-    if _layers_ahead(model, types, [1, 0, 1]):
+    if _bidirectional_layers(model, types, [1, 0, 1]):
         return (), f"{type(model).__name__} lets the tokens of an image see those of later images"
-    return _layers_ahead(model, types, [1, 1]), ""
+    return _bidirectional_layers(model, types, [1, 1]), ""
 
 
-def _layers_ahead(model: PreTrainedModel, types: Collection[str], marks: list[int]) -> tuple[int, ...]:
+def _bidirectional_layers(model: PreTrainedModel, types: Collection[str], marks: list[int]) -> tuple[int, ...]:
     """Return the layers in which the first of some tokens, which `types` mark as those of images, sees the last one."""
     marked = torch.tensor([marks], device=execution_device(model))
     ones = torch.ones_like(marked)
@@ -96,7 +96,7 @@ def read_images(
     positions: torch.Tensor | None,
     inputs: Mapping[str, Any],
     known: ImageTable,
-    ahead: Collection[int],
+    bidirectional_layers: Collection[int],
     salt: bytes,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[Image]]:
@@ -110,7 +110,7 @@ def read_images(
     rows, columns = np.nonzero(ids == model.config.image_token_id)  # row by row
     taken, images = 0, list[Image]()
     for own in _split(inputs, "pixel_attention_mask" in image_inputs(model)):
-        image = known.get(key := _key(own, salt)) or _compute(model, key, own, ahead)
+        image = known.get(key := _key(own, salt)) or _compute(model, key, own, bidirectional_layers)
         places = slice(taken, taken + image.num_tokens)
         row, column = rows[places], columns[places]
         if len(row) == image.num_tokens and row[0] == row[-1]:
@@ -235,7 +235,7 @@ def _key(inputs: Mapping[str, Any], salt: bytes) -> int:
     return int.from_bytes(digest.digest(), "big") >> (64 - KEY_BITS)
 
 
-def _compute(model: Any, key: int, inputs: Mapping[str, Any], ahead: Collection[int]) -> Image:
+def _compute(model: Any, key: int, inputs: Mapping[str, Any], bidirectional_layers: Collection[int]) -> Image:
     """Run the vision tower on one image."""
     device = execution_device(model)
     encode: Any = image_encoder(model)
@@ -253,14 +253,15 @@ def _compute(model: Any, key: int, inputs: Mapping[str, Any], ahead: Collection[
     if len(features[0]) > MAX_TOKENS:
         raise ValueError(f"an image may have at most {MAX_TOKENS} tokens, got {len(features[0])}")
     window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
-    if ahead and window and len(features[0]) > window:
+    if bidirectional_layers and window and len(features[0]) > window:
         raise UnsupportedModelError(
             f"{type(model).__name__} has a sliding window of {window}, less than the {len(features[0])} image tokens"
         )
     is_list = bool(pooled) and not isinstance(pooled[0], torch.Tensor)
     ndim = (pooled[0][0] if is_list else pooled[0]).ndim if pooled else 2
     layout = Layout(type(output), name, is_list, ndim, layers)
-    return Image(key, features, layout, ahead=ahead, thumbnail=_thumbnail(inputs, model.config))
+    thumbnail = _thumbnail(inputs, model.config)
+    return Image(key, features, layout, bidirectional_layers=bidirectional_layers, thumbnail=thumbnail)
 
 
 def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

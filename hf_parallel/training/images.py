@@ -66,7 +66,7 @@ def add_images(
             if span.image.corrections is not None:
                 corrections = span.image.corrections[:, span.first : span.stop]
                 positions[:, row, tokens] += corrections.to(ids.device)
-            bidirectional = {kinds[layer] if kinds else "" for layer in span.image.ahead}
+            bidirectional = {kinds[layer] if kinds else "" for layer in span.image.bidirectional_layers}
             for kind, mask in masks.items():
                 if kind not in bidirectional:
                     continue

@@ -104,7 +104,7 @@ def row_of(name: str) -> Sequence[str]:
         return title, "no", "", "", _reason(model, str(refusal))
     positions = model._prepare_position_ids_for_generation(alone[0]["input_ids"], dict(alone[0]))
     axes = "three axes" if positions is not None and positions.ndim == 3 else ""
-    ahead = ", ".join(map(str, capabilities.image_ahead))
+    ahead = ", ".join(map(str, capabilities.bidirectional_layers))
     return title, "yes", axes, ahead, ""
 
 

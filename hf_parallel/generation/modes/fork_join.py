@@ -268,9 +268,10 @@ class ForkJoinRun(BranchRun):
         closing = self.dialect.branch[1] + self.dialect.gap
         limit = config.path_max_new_tokens
         self.outline = self.dialect.planned(config.paths) if config.force else [""]
-        opening = config.opening + self.outline[0], "the plan of force" if config.force else "opening"
+        opening = config.opening + self.outline[0]
+        opening_name = "the plan of force" if config.force else "opening"
         records = PathRecords(call, self.dialect.fork_text)
-        super().__init__(config, call, records, [(tag, len(tag), "tag")], closing, limit, *opening)
+        super().__init__(config, call, records, [(tag, len(tag), "tag")], closing, limit, opening, opening_name)
         for text in (self.dialect.fork_text, *self.dialect.branch, self.dialect.joined_text):
             self.tokens(text, "tags of the dialect")
         self.titles = _TitleMask(self.dialect, self.outline[1], self.vocabulary) if self.outline[1:] else None

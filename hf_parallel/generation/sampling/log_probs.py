@@ -174,7 +174,7 @@ class TopLogProbs(LogitsProcessor):
             self._steps.setdefault(row, []).append((step, index))
 
     def fork(self, row: int, forks: Sequence[int]) -> None:
-        """Note that `forks` have inherited the tokens of a row."""
+        """Let `forks` inherit the tokens of a row."""
         for fork in forks:
             self._steps[fork] = list(self._steps.get(row, ()))
 

@@ -38,7 +38,7 @@ class UnsupportedModelError(ValueError):
 
 
 class Attention(Protocol):
-    """Takes the cache's place where keys are not kept, as in training."""
+    """Attention over what is no cache, such as the layout of a training batch."""
 
     rotary: Mapping[int, RotarySpec | None] | None
     reads: Mapping[int, LayerReads]

@@ -88,7 +88,7 @@ class Capabilities:
     reads: dict[int, LayerReads] = field(default_factory=dict)
     """Layers that share the keys of an earlier one, or whose attention mask alone limits the keys, by index."""
     scaled: bool = False  # whether layers scale their queries by their position
-    image_ahead: tuple[int, ...] = ()  # layers in which the tokens of an image see each other, earlier and later ones
+    bidirectional_layers: tuple[int, ...] = ()  # in which tokens of an image attend to later ones, too
     why_no_images: str = ""  # empty where prompts may have images
     dense: bool = False  # whether the model's own attention runs, over dense copies of rows
     pads: bool = True  # whether dense rows of unequal lengths may share a call
@@ -200,12 +200,12 @@ def _block_capabilities(model: PreTrainedModel) -> Capabilities:
             if not mixers:
                 raise
             check_logits(model, recorder.keyword_arrives, mixers, reads)
-        image_ahead, no_images = probe_images(model)
+        bidirectional_layers, no_images = probe_images(model)
     has_window = any(one is not None for windows in recorder.windows.values() for one in windows)
     limits = max_length(model), _num_positions(tables)
     return Capabilities(
         *(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads), mixers, reads, scaled),
-        image_ahead=image_ahead,
+        bidirectional_layers=bidirectional_layers,
         why_no_images=no_images,
     )
 

@@ -56,7 +56,7 @@ class BranchRun:
     """One call of such a mode. A subclass reads a format; `records` make the output of the mode.
 
     `ends`: what ends a path, see `Lane.find_end`. `closing`: the text that a path needs at most to end well.
-    `opening`: first text of every answer, from the setting `given`. `limit`: maximum number of tokens of a path.
+    `opening`: first text of every answer, from the setting `opening_name`. `limit`: maximum number of tokens of a path.
     """
 
     none = ""
@@ -71,7 +71,7 @@ class BranchRun:
         closing: str,
         limit: int | None,
         opening: str,
-        given: str = "opening",
+        opening_name: str = "opening",
     ) -> None:
         if call.past_key_values is not None:
             raise ValueError(f"{config.mode} makes its own cache; past_key_values cannot be given")
@@ -88,10 +88,12 @@ class BranchRun:
         self._all_texts = get_vocabulary(call.tokenizer, vocabulary_size(call.model))
         self.vocabulary = self._all_texts.without_text(call.hidden_tokens)  # that the model writes
         self._known: dict[str, list[Token]] = {"": []}
-        self.opening = self.tokens(opening, given)
+        self.opening = self.tokens(opening, opening_name)
         self.closing = self.tokens(closing)
         if len(self.opening) >= call.max_new_tokens:
-            raise ValueError(f"{given} must be shorter than the {call.max_new_tokens} new tokens, got {opening!r}")
+            raise ValueError(
+                f"{opening_name} must be shorter than the {call.max_new_tokens} new tokens, got {opening!r}"
+            )
         self.cache = call.new_cache(TreeBranchCache, call.capabilities.rotary)
         call.begin_cache(self.cache)
         # The budget counts the joined answer, whose length MaxLengthCriteria cannot check.
@@ -131,7 +133,7 @@ class BranchRun:
         """
 
     def end_answer(self, lane: Lane, cause: str) -> None:
-        """Note that an answer has ended."""
+        """Receive an answer that has ended."""
 
     def may_change(self, lane: Lane) -> bool:
         """Return whether paths may replace the last tokens of an answer."""

@@ -96,8 +96,8 @@ class HogwildConfig(HogwildSettings):
     redundancy_interval : int
         See `redundancy_prompt`.
     control_prompt : str
-        A question, to be answered by yes or no, whether the first worker's text suffices for more text of the others.
-        They pause at first and after each paragraph, and write on when the model prefers "yes". It is asked after each
+        A yes/no question to the model: do the first worker's thoughts so far suffice to continue the answer? The other
+        workers pause at first and after each paragraph, and write on while the answer is yes. It is asked after each
         paragraph of the first worker and each `control_interval` of its tokens, and is not kept. When the first worker
         has stopped (also by `</think>`), the others write to their end. Texts then are not split into steps.
         Empty: all workers write all the time.
