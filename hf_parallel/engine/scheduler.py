@@ -10,7 +10,6 @@ from typing import Any
 
 from hf_parallel.cache.pool import Budget
 from hf_parallel.engine.passes import PendingPass
-from hf_parallel.engine.policies.base import SchedulingPolicy
 from hf_parallel.engine.request import Request
 from hf_parallel.engine.storage import KVBudgetError, KVStorage
 from hf_parallel.generation.decoding.standing import Standing
@@ -242,8 +241,8 @@ class Scheduler:
 
         The head start is bounded, so every request has its turn.
         """
-        policy = self.storage.policy
-        if not isinstance(policy, SchedulingPolicy):
+        policy = self.storage.scheduling
+        if policy is None:
             return request.number
         return request.number - HEAD_START * policy.contribution(request)
 

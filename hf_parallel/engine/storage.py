@@ -15,7 +15,7 @@ from hf_parallel.cache.fingerprint import active_adapters
 from hf_parallel.cache.pool import Block, Budget, Wanted
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Owner, RequestObserver
-from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed
+from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed, SchedulingPolicy
 from hf_parallel.kernels import RotarySpec
 
 STATE_INTERVAL = 2048
@@ -66,6 +66,8 @@ class KVStorage:
         if not callable(getattr(policy, "priority", None)):
             raise ValueError(f"policy must have a method priority(node), got {type(policy).__name__}")
         self.policy = policy
+        self.scheduling = policy if isinstance(policy, SchedulingPolicy) else None
+        """The policy, if it also orders requests."""
         self.tree.observer = policy if isinstance(policy, RequestObserver) else RequestObserver()
 
     def reset(self) -> None:

@@ -67,7 +67,7 @@ class Standing:
         self.ended = [False] * len(rows)
         """Whether each row has ended."""
         self.output_rows = [row.output_row for row in rows]
-        self.reads_tokens = False
+        self.reads_tokens = sampler.reads_tokens
         """Whether processors or stop texts read the tokens of each step in the sampler's table."""
         self._first_tokens = [row.pending[0] for row in rows]
         self._spans: list[_Span] = []  # all but the last one have steps, and get no more
@@ -93,17 +93,14 @@ class Standing:
         """Number of tokens that each row has got."""
         return self._steps_before + (len(self._spans[-1].steps.tokens) if self._spans else 0)
 
-    def enter(self, steps: TableSteps, rows: slice, is_fused: bool) -> None:
-        """Enter a new table, as its `rows`. `is_fused`: the table applies the last warpers as it draws."""
+    def enter(self, steps: TableSteps, rows: slice) -> None:
+        """Enter a new table, as its `rows`."""
         if self._spans:
             num_steps = len(self._spans[-1].steps.tokens)
             self._steps_before += num_steps
             if not num_steps:
                 self._spans.pop()
         self._spans.append(_Span(steps, rows))
-        self.reads_tokens = self.task.sampler.reads_tokens(is_fused)
-        if self.reads_tokens:
-            self._write_tokens()
 
     def end_step(self) -> bool:
         """Return whether something has happened to a row in the last step, so that the run continues.

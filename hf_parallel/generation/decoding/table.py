@@ -49,7 +49,7 @@ class DecodeTable:
         self._readers = set()
         self._steps_left = min(member.num_steps - member.steps_done for member in members)
         for index, (member, rows) in enumerate(zip(members, self._batch.parts, strict=True)):
-            member.enter(self._steps, rows, self._batch.fuses)
+            member.enter(self._steps, rows)
             self._end_tokens += [member.task.sampler.row_criteria.end_tokens] * len(member.rows)
             self._member_of += [index] * len(member.rows)
             if member.reads_tokens:

@@ -99,6 +99,11 @@ class RowProcessors(list[LogitsProcessor]):
         head, warpers = split_warpers(self)
         return len(self.stages) - (len(self) - len(head)), warpers
 
+    @cached_property
+    def reads_tokens(self) -> bool:
+        """Whether they may depend on the tokens of rows, or their number, as all but the last warpers may."""
+        return self.fused[0] > 0
+
     def call(self, processors: Sequence[LogitsProcessor], rows: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
         """Apply processors that are not row-wise."""
         self.rows = rows
@@ -166,6 +171,7 @@ class JointProcessors:
                 indices.extend(range(begin, begin + len(rows)))
             begin += len(rows)
         self._stages = [stage for _, stage in sorted(stages.items())]
+        self._reads_tokens = any(processors.reads_tokens for processors, *_ in calls)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply them to logits `[rows of all calls, vocabulary]`.
@@ -174,10 +180,7 @@ class JointProcessors:
         """
         if not self._stages:
             return logits
-        lengths: list[int] = []
-        for processors, rows, _ in self._calls:
-            of_table = processors.table.lengths
-            lengths += [of_table[row] for row in rows]
+        lengths = self._lengths() if self._reads_tokens else [0] * self._num_rows
         scores = logits.to(torch.float32, copy=True)  # as processors may write to their input
         for function, step, indices in self._stages:
             if function is None:
@@ -190,6 +193,14 @@ class JointProcessors:
                 index = to_device(indices, scores.device)
                 scores.index_copy_(0, index, function(scores[index], step))
         return scores
+
+    def _lengths(self) -> list[int]:
+        """Return the number of tokens of each row."""
+        lengths: list[int] = []
+        for processors, rows, _ in self._calls:
+            of_table = processors.table.lengths
+            lengths += [of_table[row] for row in rows]
+        return lengths
 
 
 def _call(processors: Sequence[LogitsProcessor], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -265,16 +265,10 @@ class Sampler:
         """Whether rows end by their own tokens, and nothing but tokens and log-probabilities is kept of a step."""
         return self.row_criteria.is_row_wise and not self.top_log_probs and not self.records_scores
 
-    def reads_tokens(self, is_fused: bool) -> bool:
-        """Whether the next draw, or the end of a row, depends on the tokens in the table.
-
-        `is_fused`: the last warpers, which do not, are applied by the draw.
-        """
-        processors = self.processors
-        if not processors:
-            return self.row_criteria.has_stops
-        num_stages = processors.fused[0] if is_fused and self.do_sample else len(processors.stages)
-        return num_stages > 0 or self.row_criteria.has_stops
+    @cached_property
+    def reads_tokens(self) -> bool:
+        """Whether the next draw, or the end of a row, depends on the tokens in the table."""
+        return self.processors.reads_tokens or self.row_criteria.has_stops
 
     def rngs_of(self, rows: Sequence[int]) -> list[RowRNG]:
         """Return the RNGs of rows, which are not PyTorch's global generator."""
@@ -404,7 +398,7 @@ class SamplingBatch:
             joined = join(logits).to(self.device)
             scores = self._processors(joined)
             drawn_from = scores[self._drawing_rows] if self._is_mixed else scores
-            if self._drawing and not self.fuses:
+            if self._drawing and not self._fuses:
                 drawn_from = _softmax(drawn_from)
         except Exception as error:  # such as out of memory, for all rows together
             if len(self.tasks) == 1:
@@ -442,7 +436,7 @@ class SamplingBatch:
         return model, torch.where(sampling.isnan(), model, sampling)
 
     @cached_property
-    def fuses(self) -> bool:
+    def _fuses(self) -> bool:
         """Whether one operation applies the last warpers and draws. Scores that are returned need each warper."""
         drawing = self._drawing
         if not drawing or not can_race(self.device):
@@ -461,7 +455,7 @@ class SamplingBatch:
     def _processors(self) -> JointProcessors:
         calls: list[CallRows] = []
         for task in self.tasks:
-            is_fused = self.fuses and task.sampler.do_sample
+            is_fused = self._fuses and task.sampler.do_sample
             calls.append(CallRows(task.sampler.processors, task.rows, is_fused))
         return JointProcessors(calls)
 
@@ -497,7 +491,7 @@ class SamplingBatch:
 
         Return tokens, marks of rows that cannot be drawn, and the tokens' probabilities; see `kernels.sampling.sample`.
         """
-        if self.fuses:
+        if self._fuses:
             keys = next_keys(self._rngs, self.device) if self._rngs else None
             drawn, probs = sample(values, self._warpers, keys)
             return drawn[0], drawn[1], probs
