@@ -10,13 +10,16 @@ import copy
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 import torch
 
 from hf_parallel.cache.images import ImageSpan, ImageTable, is_image
-from hf_parallel.cache.pool import Block, Pool
+from hf_parallel.cache.pool import Block, Pool, parts_of
 from hf_parallel.kernels import AttentionPlan, Increments, to_device
+
+_PARTS = attrgetter("parts")
 
 View = Sequence[Block]
 
@@ -83,6 +86,13 @@ class ForwardPass:
         step.position_ids = self.position_ids + 1
         step.continues = True
         return step
+
+
+def with_parts(segment: Segment) -> Segment:
+    """Return a segment whose view has the parts of blocks that were split."""
+    if any(map(_PARTS, segment.view)):
+        return replace(segment, view=[*parts_of(segment.view)])
+    return segment
 
 
 def find_images(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 
 from hf_parallel.cache import Segment
-from hf_parallel.cache.pool import parts_of
+from hf_parallel.cache.batch import with_parts
 from hf_parallel.generation.decoding.wants import Pass
 from hf_parallel.generation.sampling.parts import join
 
@@ -50,10 +49,7 @@ class PendingPass:
         for segments in self.original:
             for segment in segments:
                 if any(map(_PARTS, segment.view)):
-                    self.passes = [
-                        [replace(one, view=[*parts_of(one.view)]) for one in all_of_pass]
-                        for all_of_pass in self.original
-                    ]
+                    self.passes = [[with_parts(one) for one in all_of_pass] for all_of_pass in self.original]
                     return
 
     @property

@@ -332,6 +332,7 @@ static void attend_rows(int width, int tiles, Rows *rows, const Block *block, in
 typedef struct {
     int64_t blocks, queries, num_keys;               /* N, M, L */
     int64_t key_offset, key_block, key_head;         /* of the first key, block stride, head stride, in elements */
+    const int64_t *key_offsets;                      /* [N] of the first keys instead, NULL: evenly spaced */
     const int64_t *query_index;                      /* [N * M] query of each position, -1: none; NULL: in order */
     const int64_t *lo, *hi;                          /* [N * M] visible keys, NULL: all */
     const float *cos, *sin;                          /* [N * M][half] rotations, NULL: none */
@@ -353,7 +354,8 @@ typedef struct {
 
 /* A KV head of a block of a call. */
 INLINE Block block_of(const Layer *layer, const DenseCall *call, int64_t block, int64_t head) {
-    const int64_t at = call->key_offset + block * call->key_block + head * call->key_head;
+    const int64_t first = call->key_offsets ? call->key_offsets[block] : call->key_offset + block * call->key_block;
+    const int64_t at = first + head * call->key_head;
     return (Block){call->quantized ? &layer->quantized : &layer->storage, at / layer->dim, layer->lead, layer->dim};
 }
 

@@ -52,7 +52,7 @@ class _DenseCallStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("blocks", "queries", "num_keys", "key_offset", "key_block", "key_head")),
-        *((name, ctypes.c_void_p) for name in ("query_index", "lo", "hi", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("key_offsets", "query_index", "lo", "hi", "cos", "sin")),
         *((name, ctypes.c_int64) for name in ("half", "interleaved", "repeats", "quantized")),
     )
 

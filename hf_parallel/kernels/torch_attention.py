@@ -66,17 +66,18 @@ class _LayerCalls(Derived):
     schedule: Schedule
     native: native.NativeCalls | None
     dense: list[_PreparedCall]
+    key: str
+    """Key of the schedule among what is derived from a plan."""
 
     def next_step(self, plan: AttentionPlan) -> _LayerCalls | None:
         """Return the calls of the next decode step for the compiled kernel."""
-        schedule: Schedule | None = plan.derived.get("schedule")
+        schedule: Schedule | None = plan.derived.get(self.key)
         if self.native is None or schedule is None:
             return None
         calls = []
         tables = _rotation_tables(plan, schedule.calls, self.shape)
         for before, call, table in zip(self.native.calls, schedule.calls, tables, strict=True):
-            offset = storage_row(call.origin, call.capacity, call.first, self.shape.kv_heads) * self.shape.key_dim
-            after = before | {"num_keys": call.num_keys, "key_offset": offset}
+            after = before | {"num_keys": call.num_keys} | _key_offsets(call, self.shape)
             if self.shape.rotary is not None:
                 after["cos"], after["sin"] = table or (None, None)
             if call.hi is not None:
@@ -213,18 +214,19 @@ def write_rows(plan: AttentionPlan, num_kv_heads: int, device: torch.device) -> 
 
 
 def _layer_calls(plan: AttentionPlan, shape: _DenseShape) -> _LayerCalls:
-    schedule = plan.cached("schedule", lambda: make_schedule(plan))
+    scatters = _is_native(int(np.diff(plan.block_pairs).max(initial=0)), shape)
+    key = "scattered schedule" if scatters else "schedule"
+    schedule = plan.cached(key, lambda: make_schedule(plan, scatters))
     tables = _rotation_tables(plan, schedule.calls, shape)
     pairs = list(zip(schedule.calls, tables, strict=True))
-    if _is_native(schedule, shape):
+    if scatters or _is_native(max((call.num_queries for call in schedule.calls), default=0), shape):
         calls = native.NativeCalls([_native_call(plan, call, table, shape) for call, table in pairs])
-        return _LayerCalls(shape, schedule, calls, [])
-    return _LayerCalls(shape, schedule, None, [_prepare(plan, call, table, shape) for call, table in pairs])
+        return _LayerCalls(shape, schedule, calls, [], key)
+    return _LayerCalls(shape, schedule, None, [_prepare(plan, call, table, shape) for call, table in pairs], key)
 
 
-def _is_native(schedule: Schedule, shape: _DenseShape) -> bool:
-    """Whether the compiled kernel supports all calls: none has latents that are better expanded."""
-    most = max((call.num_queries for call in schedule.calls), default=0)
+def _is_native(most: int, shape: _DenseShape) -> bool:
+    """Whether the compiled kernel supports calls of at most `most` queries: no latents are better expanded."""
     dims = shape.key_dim, shape.value_dim, 0
     if shape.expands_from is not None:
         dims = shape.key_dim, shape.key_dim, shape.value_dim
@@ -243,10 +245,10 @@ def _expands_from(latent: LatentHeads) -> int:
 
 
 def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _DenseShape) -> native.NativeCall:
-    _, (block_stride, head_stride, _, _), offset = _strided_view(call, shape.kv_heads, shape.key_dim)
+    _, (block_stride, head_stride, _, _), _ = _strided_view(call, shape.kv_heads, shape.key_dim)
     fields: native.NativeCall = {"blocks": call.num_blocks, "queries": call.num_queries, "num_keys": call.num_keys}
     fields["quantized"] = int(call.is_quantized)
-    fields |= {"key_offset": offset, "key_block": block_stride, "key_head": head_stride}
+    fields |= {"key_block": block_stride, "key_head": head_stride} | _key_offsets(call, shape)
     index = np.where(call.pairs < 0, -1, plan.pair_query[call.pairs])
     if not np.array_equal(index, np.arange(plan.num_queries)):
         fields |= {"query_index": torch.from_numpy(index), "repeats": int(np.bincount(index[index >= 0]).max() > 1)}
@@ -263,6 +265,15 @@ def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _D
     if lo is not None and hi is not None:
         fields |= {"lo": torch.from_numpy(lo.reshape(-1)), "hi": torch.from_numpy(hi.reshape(-1))}
     return fields
+
+
+def _key_offsets(call: DenseCall, shape: _DenseShape) -> native.NativeCall:
+    """Return where the keys of a call begin in the storage of a layer, in elements."""
+    if call.origins is None:
+        row = storage_row(call.origin, call.capacity, call.first, shape.kv_heads)
+        return {"key_offset": row * shape.key_dim}
+    rows = storage_row(call.origins, call.capacity, call.first, shape.kv_heads)
+    return {"key_offsets": torch.from_numpy(rows * shape.key_dim)}
 
 
 def _prepare(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _DenseShape) -> _PreparedCall:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from hf_parallel.cache import BlockCache, Segment
+from hf_parallel.cache.batch import with_parts
 from hf_parallel.cache.pass_log import LoggedSteps
 from hf_parallel.generation.decoding.standing import Standing, TableSteps
 from hf_parallel.generation.decoding.wants import Pass
@@ -25,6 +26,7 @@ class DecodeTable:
         self._cache = cache
         self._batch: SamplingBatch
         self._segments: list[Segment] = []
+        self._version = -1  # of the pool, with whose blocks the segments have been compared
         self._ids = Part(torch.empty(0, dtype=torch.int64))
         self._steps = TableSteps()
         self._end_tokens: list[Collection[int]] = []  # by row
@@ -42,6 +44,7 @@ class DecodeTable:
             return
         self._batch = SamplingBatch([member.task for member in members])
         self._segments = [segment for member in members for segment in member.segments]
+        self._version = -1
         self._ids = Part(to_device([token for member in members for token in member.tokens], self._cache.device))
         self._steps = TableSteps()
         self._end_tokens = []
@@ -57,6 +60,9 @@ class DecodeTable:
 
     def next_pass(self) -> Pass:
         """Return the pass that appends the last token of each row."""
+        if self._version != self._cache.pool.version:  # blocks may have been split
+            self._segments = [with_parts(segment) for segment in self._segments]
+            self._version = self._cache.pool.version
         return Pass(self._cache, [self._segments], self._ids)
 
     def parts(self, logits: Part) -> list[Part]:
