@@ -19,6 +19,7 @@ from hf_parallel.kernels.storage import FIRST_QUANTIZED
 
 CAUSAL_RUN = 16  # new tokens of one row from which a causal call of its own is cheaper than a mask
 MASK_TILE = 256  # queries per masked call, so that under a sliding window a call reads a band of keys, not all
+MANY_BLOCKS = 16  # blocks of a single query from which they are found by NumPy, not one by one
 PADDED_KEYS = 4096  # unused keys read by a batched call: at most this many more than used ones
 
 MergeIndex = tuple[torch.Tensor, torch.Tensor | None]
@@ -103,7 +104,7 @@ def make_schedule(plan: AttentionPlan, scatters: bool = False) -> Schedule:
     scattered: list[DenseCall] = []
     bounds = plan.block_pairs.tolist()
     blocks: Iterable[int] = range(plan.num_blocks)
-    if scatters:
+    if scatters and np.count_nonzero(np.diff(plan.block_pairs) == 1) >= MANY_BLOCKS:
         scattered, blocks = _scattered_calls(plan)
     for block in blocks:
         pairs = np.arange(bounds[block], bounds[block + 1])
