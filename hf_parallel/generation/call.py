@@ -19,6 +19,7 @@ from hf_parallel.cache.logits_key import LogitsKey
 from hf_parallel.cache.placement import execution_device
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import common_prefix
+from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import check_model_inputs, encode
 from hf_parallel.generation.decoding.host import C, Host, LocalHost, T
 from hf_parallel.generation.decoding.wants import Steps, check_steps
@@ -132,6 +133,10 @@ class GenerationCall:
     def hidden_tokens(self) -> frozenset[int]:
         """Tokens that the texts of its rows leave out: those that end a row, and special tokens."""
         return self.record.hidden_tokens(self.tokenizer)
+
+    def new_text(self) -> IncrementalDetokenizer:
+        """Return the empty text of a row, without hidden tokens."""
+        return IncrementalDetokenizer(self.tokenizer, self.hidden_tokens)
 
     def drive(self, steps: Steps[T]) -> T:
         """Run to the end of a run of the call, which has the model to itself."""

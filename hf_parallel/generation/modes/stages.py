@@ -184,8 +184,7 @@ class StagedRun:
         tokens = np.concatenate((self.call.prompts[prompt], np.array(suffix, np.int64)))
         budget = self.call.max_new_tokens if max_new_tokens is None else max_new_tokens
         gaps = self.call.gaps[prompt]
-        text = IncrementalDetokenizer(self.call.tokenizer, self.call.hidden_tokens)
-        return CompletionRow(tokens, gaps, budget, text, output_row, prefix, is_complete)
+        return CompletionRow(tokens, gaps, budget, self.call.new_text(), output_row, prefix, is_complete)
 
     def run_stage(
         self,

@@ -9,7 +9,6 @@ from transformers.utils import logging
 
 from hf_parallel.cache import Segment, View
 from hf_parallel.cache.tree import Node
-from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.decoding.loop import DecodeLoop
 from hf_parallel.generation.decoding.rows import PassInputs, PendingWrites, Row, RowGroup
@@ -160,7 +159,7 @@ class FinisherRow(Row):
         first_worker = group.index * group.config.num_workers
         super().__init__(group.index, (), pending, output_row=first_worker, group=group, writes=group.writes)
         self._block = group.cache.pool.new_block()
-        self._text = IncrementalDetokenizer(group.call.tokenizer, group.call.hidden_tokens)
+        self._text = group.call.new_text()
         group.inserted_tokens += len(self.pending)
 
     def current_view(self) -> View:

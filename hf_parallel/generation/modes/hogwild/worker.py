@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_parallel.cache import View
-from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.decoding.rows import PendingWrites, Row
 from hf_parallel.generation.modes.hogwild.group import WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import Step
@@ -112,7 +111,7 @@ class Worker(Row):
         prefix = group.config.step_prefix_of(self.name, self._step) + group.redundancy_prompt()
         if self._step == 1 and group.config.openings is not None:
             prefix += group.config.openings[self.number]
-        self.current = IncrementalDetokenizer(group.call.tokenizer, group.call.hidden_tokens)
+        self.current = group.call.new_text()
         self._generated = ""
         self.pending = list(pending)
         self.insert(group.encode(prefix), "begin")
