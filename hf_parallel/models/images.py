@@ -67,10 +67,12 @@ def probe_images(model: PreTrainedModel) -> tuple[tuple[int, ...], str]:
 
     The reason is empty if prompts may have images.
     """
-    if reason := why_no_images(model):
+    reason = why_no_images(model)
+    if reason:
         return (), reason
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    if (sections := rope.get("mrope_section")) and len(sections) != 3:
+    sections = rope.get("mrope_section")
+    if sections and len(sections) != 3:
         return (), f"{type(model).__name__} has positions on {len(sections)} axes, and images can have three"
     types = [name for name in TOKEN_TYPES if name in parameters_of(model.forward)]
     if not types:
@@ -82,11 +84,13 @@ def probe_images(model: PreTrainedModel) -> tuple[tuple[int, ...], str]:
 
 def _bidirectional_layers(model: PreTrainedModel, types: Collection[str], marks: list[int]) -> tuple[int, ...]:
     """Return the layers in which the first of some tokens, which `types` mark as those of images, sees the last one."""
-    marked = torch.tensor([marks], device=execution_device(model))
-    ones = torch.ones_like(marked)
+    token_types = torch.tensor([marks], device=execution_device(model))
+    input_ids = torch.ones_like(token_types)
+    position_ids = torch.arange(len(marks), device=token_types.device)[None]
+    marked = dict.fromkeys(types, token_types)
     recorder = AttentionRecorder(later=len(marks) - 1)
     with block_attention_enabled(model, recorder):
-        model(input_ids=ones, position_ids=ones.cumsum(-1) - 1, use_cache=False, **dict.fromkeys(types, marked))
+        model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **marked)
     return tuple(sorted(recorder.ahead))
 
 
@@ -107,28 +111,33 @@ def read_images(
     than by a shift of what follows.
     """
     ids = input_ids.cpu().numpy().copy()
-    rows, columns = np.nonzero(ids == model.config.image_token_id)  # row by row
-    taken, images = 0, list[Image]()
-    for own in _split(inputs, "pixel_attention_mask" in image_inputs(model)):
-        image = known.get(key := _key(own, salt)) or _compute(model, key, own, bidirectional_layers)
-        places = slice(taken, taken + image.num_tokens)
-        row, column = rows[places], columns[places]
+    rows, columns = np.nonzero(ids == model.config.image_token_id)  # of the placeholders, row by row
+    has_axes = positions is not None and positions.ndim == 3
+    num_tokens = 0  # of all images so far
+    images: list[Image] = []
+    for encoder_inputs in _split(inputs, "pixel_attention_mask" in image_inputs(model)):
+        key = _key(encoder_inputs, salt)
+        image = known.get(key) or _compute(model, key, encoder_inputs, bidirectional_layers)
+        placeholders = slice(num_tokens, num_tokens + image.num_tokens)
+        row = rows[placeholders]
+        column = columns[placeholders]
         if len(row) == image.num_tokens and row[0] == row[-1]:
-            if positions is not None and positions.ndim == 3 and image.corrections is None:
-                image = _placed(model, image, positions[-3:, row[0]].cpu()[:, column])
+            if has_axes and image.corrections is None:
+                of_row = positions[-3:, row[0]].cpu()  # type: ignore[index]
+                image = _placed(model, image, of_row[:, column])
             known.add([image])
             ids[row, column] = image.ids
-        taken += image.num_tokens
+        num_tokens += image.num_tokens
         images.append(image)
-    if taken != len(rows) or (ids == model.config.image_token_id).any():
+    if num_tokens != len(rows) or (ids == model.config.image_token_id).any():
         raise ValueError(
             f"images have {[image.num_tokens for image in images]} tokens, but input_ids have "
             f"{(input_ids == model.config.image_token_id).sum(1).tolist()} of the placeholder "
             f"{model.config.image_token_id} in their rows"
         )
     are_tokens = not is_image(input_ids).any()  # other ids raise an error later
-    if positions is not None and positions.ndim == 3 and are_tokens:
-        _check_positions(model, ids, positions[-3:].cpu(), mask, known)
+    if has_axes and are_tokens:
+        _check_positions(model, ids, positions[-3:].cpu(), mask, known)  # type: ignore[index]
     return torch.from_numpy(ids).to(input_ids.device), images
 
 
@@ -139,9 +148,9 @@ def _check_positions(
 
     `positions`: `[3, prompts, length]`.
     """
-    for row, own in enumerate(ids):
-        is_token = np.ones(len(own), bool) if mask is None else mask[row].bool().cpu().numpy()
-        tokens = own[is_token]
+    for row, row_ids in enumerate(ids):
+        is_token = np.ones(len(row_ids), bool) if mask is None else mask[row].bool().cpu().numpy()
+        tokens = row_ids[is_token]
         expected = torch.arange(len(tokens)).repeat(3, 1)
         for span in known.spans(tokens):
             if span.image.corrections is not None:
@@ -158,17 +167,23 @@ def image_arguments(spans: Sequence[ImageSpan]) -> dict[str, Any]:
     """Return the arguments of `model.forward` with the features of the image tokens of a pass."""
     if not spans:
         return {}
-    parts = [[features[span.first : span.stop] for features in span.image.features] for span in spans]
-    features = [torch.cat(of_spans) for of_spans in zip(*parts, strict=True)]
+    parts_by_kind: list[list[torch.Tensor]] = [[] for _ in spans[0].image.features]
+    for span in spans:
+        for parts, whole in zip(parts_by_kind, span.image.features, strict=True):
+            parts.append(whole[span.first : span.stop])
+    features = [torch.cat(parts) for parts in parts_by_kind]
     layout: Layout = spans[0].image.layout
     outputs: dict[str, Any] = {}
     if layout.name:
         pooled = features.pop(0)
-        pooled = pooled.reshape(*[1] * (layout.ndim - 2), *pooled.shape)
+        while pooled.ndim < layout.ndim:
+            pooled = pooled[None]
         outputs[layout.name] = [pooled] if layout.is_list else pooled
     if layout.layers is not None:
-        deep = zip(layout.layers, features, strict=True)
-        outputs["deepstack_features"] = [[one] if layer is None else (layer, [one]) for layer, one in deep]
+        deepstack: list[Any] = []
+        for layer, added in zip(layout.layers, features, strict=True):
+            deepstack.append([added] if layer is None else (layer, [added]))
+        outputs["deepstack_features"] = deepstack
     return {FEATURES: {"image": layout.output(**outputs)}}
 
 
@@ -182,8 +197,8 @@ def _split(inputs: Mapping[str, Any], is_padded: bool) -> Iterator[dict[str, Any
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    for own in _split_tensors(tensors, is_padded):
-        yield {**own, **settings}
+    for image_tensors in _split_tensors(tensors, is_padded):
+        yield {**image_tensors, **settings}
 
 
 def _split_tensors(inputs: Mapping[str, torch.Tensor], is_padded: bool) -> Iterator[dict[str, torch.Tensor]]:
@@ -191,29 +206,44 @@ def _split_tensors(inputs: Mapping[str, torch.Tensor], is_padded: bool) -> Itera
     grids = next((value for name, value in inputs.items() if name.startswith("image_grid_")), None)
     sizes = inputs.get("target_sizes")
     if grids is not None:  # patches of all images, `[patches, ...]`
-        parts = _split_patches(pixels, grids.prod(-1), 0)
-        for i, part in enumerate(parts):
-            yield {name: part if value is pixels else value[i : i + 1] for name, value in inputs.items()}
+        yield from _with_patches(inputs, _split_patches(pixels, grids.prod(-1), 0))
     elif sizes is not None:  # patches of all images side by side, `[1, 3, side, patches * side]` (MiniCPM-V)
-        parts = _split_patches(pixels, sizes.prod(-1) * pixels.shape[2], -1)
-        for i, part in enumerate(parts):
-            yield {name: part if value is pixels else value[i : i + 1] for name, value in inputs.items()}
+        yield from _with_patches(inputs, _split_patches(pixels, sizes.prod(-1) * pixels.shape[2], -1))
     elif is_padded and pixels.ndim == 5:
         for row, column in pixels.flatten(2).any(-1).nonzero().tolist():
-            of_row = {name: value[row : row + 1] for name, value in inputs.items()}
-            yield {name: x[:, column : column + 1] if x.ndim > 1 else x for name, x in of_row.items()}
+            image: dict[str, torch.Tensor] = {}
+            for name, value in inputs.items():
+                of_row = value[row : row + 1]
+                image[name] = of_row[:, column : column + 1] if value.ndim > 1 else of_row
+            yield image
     else:
-        per_image = dict(inputs)
-        tiles: Sequence[
-            torch.Tensor
-        ] = ()  # of each image, for a model that takes `num_local_patches` beside a thumbnail
-        if "pixel_values_local" in inputs:
-            tiles = _split_patches(per_image.pop("pixel_values_local"), inputs["num_local_patches"], 0)
-        if (counts := inputs.get("batch_num_images")) is not None:
-            per_image["batch_num_images"] = counts.repeat_interleave(counts)
-        for i in range(len(pixels)):
-            own = {name: value[i : i + 1] for name, value in per_image.items()}
-            yield own if not tiles or not len(tiles[i]) else {**own, "pixel_values_local": tiles[i]}
+        yield from _split_batch(inputs)
+
+
+def _with_patches(
+    inputs: Mapping[str, torch.Tensor], patches: Sequence[torch.Tensor]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the patches of each image, with its part of the other inputs."""
+    for index, pixels in enumerate(patches):
+        image = {name: value[index : index + 1] for name, value in inputs.items()}
+        image["pixel_values"] = pixels
+        yield image
+
+
+def _split_batch(inputs: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the images of inputs `[images, ...]`."""
+    per_image = dict(inputs)
+    tiles: Sequence[torch.Tensor] = ()  # of each image, for a model that takes `num_local_patches` beside a thumbnail
+    if "pixel_values_local" in inputs:
+        tiles = _split_patches(per_image.pop("pixel_values_local"), inputs["num_local_patches"], 0)
+    counts = inputs.get("batch_num_images")
+    if counts is not None:
+        per_image["batch_num_images"] = counts.repeat_interleave(counts)
+    for index in range(len(inputs["pixel_values"])):
+        image = {name: value[index : index + 1] for name, value in per_image.items()}
+        if tiles and len(tiles[index]):
+            image["pixel_values_local"] = tiles[index]
+        yield image
 
 
 def _split_patches(pixels: torch.Tensor, counts: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
@@ -239,29 +269,41 @@ def _compute(model: Any, key: int, inputs: Mapping[str, Any], bidirectional_laye
     """Run the vision tower on one image."""
     device = execution_device(model)
     encode: Any = image_encoder(model)
-    moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-    output = encode(**moved, return_dict=True)
-    deep = output.get("deepstack_features")
-    layers = None
-    if deep is not None:
-        has_layers = bool(deep) and isinstance(deep[0][0], int)
-        layers = tuple(layer for layer, _ in deep) if has_layers else (None,) * len(deep)
-        deep = [features for _, features in deep] if has_layers else deep
+    arguments = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    output = encode(**arguments, return_dict=True)
+    features: list[torch.Tensor] = []
     name = next((name for name in ("pooler_output", "last_hidden_state") if output.get(name) is not None), "")
-    pooled = [output[name]] if name else []
-    features = tuple(_joined(one) for one in (*pooled, *(deep or ())))
-    if len(features[0]) > MAX_TOKENS:
-        raise ValueError(f"an image may have at most {MAX_TOKENS} tokens, got {len(features[0])}")
+    is_list = False
+    ndim = 2
+    if name:
+        pooled = output[name]
+        is_list = not isinstance(pooled, torch.Tensor)
+        ndim = pooled[0].ndim if is_list else pooled.ndim
+        features.append(_joined(pooled))
+    layers, deep = _deepstack(output)
+    features += [_joined(added) for added in deep]
+    num_tokens = len(features[0])
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(f"an image may have at most {MAX_TOKENS} tokens, got {num_tokens}")
     window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
-    if bidirectional_layers and window and len(features[0]) > window:
+    if bidirectional_layers and window and num_tokens > window:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has a sliding window of {window}, less than the {len(features[0])} image tokens"
+            f"{type(model).__name__} has a sliding window of {window}, less than the {num_tokens} image tokens"
         )
-    is_list = bool(pooled) and not isinstance(pooled[0], torch.Tensor)
-    ndim = (pooled[0][0] if is_list else pooled[0]).ndim if pooled else 2
     layout = Layout(type(output), name, is_list, ndim, layers)
     thumbnail = _thumbnail(inputs, model.config)
-    return Image(key, features, layout, bidirectional_layers=bidirectional_layers, thumbnail=thumbnail)
+    return Image(key, tuple(features), layout, bidirectional_layers=bidirectional_layers, thumbnail=thumbnail)
+
+
+def _deepstack(output: Mapping[str, Any]) -> tuple[tuple[int | None, ...] | None, Sequence[Any]]:
+    """Return the layers, if the model names them, and the features of an image that deeper layers add."""
+    deep = output.get("deepstack_features")
+    if deep is None:
+        return None, ()
+    has_layers = bool(deep) and isinstance(deep[0][0], int)
+    if not has_layers:
+        return (None,) * len(deep), deep
+    return tuple(layer for layer, _ in deep), [features for _, features in deep]
 
 
 def _joined(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
@@ -278,9 +320,12 @@ def _thumbnail(inputs: Mapping[str, Any], config: PreTrainedConfig) -> str:
         picture = _picture(inputs, config).float()
     except (AttributeError, ImportError, LookupError, RuntimeError, TypeError):
         return ""
-    picture = 255 * (picture - picture.min()) / (picture.max() - picture.min()).clamp(min=1e-6)
-    image, content = Picture.fromarray(picture.byte().permute(1, 2, 0).numpy()), io.BytesIO()
+    darkest = picture.min()
+    contrast = (picture.max() - darkest).clamp(min=1e-6)
+    picture = 255 * (picture - darkest) / contrast
+    image = Picture.fromarray(picture.byte().permute(1, 2, 0).numpy())
     image.thumbnail((THUMBNAIL, THUMBNAIL))
+    content = io.BytesIO()
     image.save(content, "PNG")
     return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
 
@@ -291,22 +336,47 @@ def _picture(inputs: Mapping[str, Any], config: PreTrainedConfig) -> torch.Tenso
     if "target_sizes" in inputs:  # patches side by side, `[1, 3, side, patches * side]`
         height, width = inputs["target_sizes"][0].tolist()
         side = pixels.shape[2]
-        parts = pixels.view(3, side, height, width, side)
-        return parts.permute(0, 2, 1, 3, 4).reshape(3, height * side, width * side)
+        patches = pixels.view(3, side, height, width, side)
+        return patches.permute(0, 2, 1, 3, 4).reshape(3, height * side, width * side)
     if pixels.ndim >= 4:  # `[..., 3, height, width]`; of several views, the first one shows all
         return pixels.flatten(0, -4)[0].expand(3, -1, -1)
-    vision, others = (
-        config.vision_config,
-        {x.shape[-1]: x[0] for x in inputs.values() if x is not inputs["pixel_values"]},
-    )
-    if pixels.ndim == 2:  # patches `[3, frames, side, side]`, in squares that become one token
-        (_, height, width), side, merged = others[3].tolist(), vision.patch_size, vision.spatial_merge_size
-        parts = pixels.view(height // merged, width // merged, merged, merged, 3, -1, side, side)[..., 0, :, :]
-        return parts.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, height * side, width * side)
-    # patches `[side, side, 3]` of rows, with the size in patches (LFM2-VL) or the place of each patch (Gemma 4)
-    height, width = others[2].tolist() if others[2].ndim == 1 else (others[2].amax(0) + 1).flip(0).tolist()
-    parts = pixels[0, : height * width].view(height, width, vision.patch_size, vision.patch_size, 3)
-    return parts.permute(4, 0, 2, 1, 3).reshape(3, height * parts.shape[2], width * parts.shape[2])
+    if pixels.ndim == 2:
+        return _picture_of_squares(pixels, _by_last_dimension(inputs, 3), config.vision_config)
+    return _picture_of_rows(pixels, _by_last_dimension(inputs, 2), config.vision_config.patch_size)
+
+
+def _by_last_dimension(inputs: Mapping[str, Any], size: int) -> torch.Tensor:
+    """Return the first row of the input beside the pixels whose last dimension has a size. Raise `LookupError`."""
+    tensors = [value for value in inputs.values() if value is not inputs["pixel_values"] and value.shape[-1] == size]
+    row: torch.Tensor = tensors[-1][0]
+    return row
+
+
+def _picture_of_squares(pixels: torch.Tensor, grid: torch.Tensor, vision: Any) -> torch.Tensor:
+    """Return a picture whose patches `[3, frames, side, side]` are in squares that become one token.
+
+    `grid`: frames, height and width in patches.
+    """
+    _, height, width = grid.tolist()
+    side = vision.patch_size
+    square = vision.spatial_merge_size
+    frames = pixels.view(height // square, width // square, square, square, 3, -1, side, side)
+    patches = frames[..., 0, :, :]
+    return patches.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, height * side, width * side)
+
+
+def _picture_of_rows(pixels: torch.Tensor, layout: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Return a picture whose patches `[side, side, 3]` are row by row.
+
+    `layout`: the size in patches (LFM2-VL), or the place of each patch as column and row (Gemma 4).
+    """
+    if layout.ndim == 1:
+        height, width = layout.tolist()
+    else:
+        width, height = (layout.amax(0) + 1).tolist()
+    patches = pixels[0, : height * width].view(height, width, patch_size, patch_size, 3)
+    side = patches.shape[2]
+    return patches.permute(4, 0, 2, 1, 3).reshape(3, height * side, width * side)
 
 
 def _placed(model: PreTrainedModel, image: Image, positions: torch.Tensor) -> Image:

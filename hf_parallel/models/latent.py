@@ -23,14 +23,18 @@ def latent_heads(module: nn.Module, key: torch.Tensor, value: torch.Tensor, laye
     `key` and `value` `[1, heads, T, ..]` are what the module passes to the attention function. Raises `LookupError` if
     it has no linear layer from a latent to both.
     """
-    rank, lead = layer.keys.shape[-1], layer.values.shape[-1]
-    heads, key_dim, value_dim = key.shape[1], key.shape[-1], value.shape[-1]
+    rank = layer.keys.shape[-1]
+    lead = layer.values.shape[-1]
+    heads = key.shape[1]
+    key_dim = key.shape[-1]
+    value_dim = value.shape[-1]
     if not are_latents((layer.num_kv_heads, rank, lead), (heads, key_dim, value_dim)):
         return None
     dims = key_dim - lead + value_dim
     name = _expansions.get(module)
     if name is None:
-        name = _expansions[module] = _find_linear(module, rank, heads * dims)
+        name = _find_linear(module, rank, heads * dims)
+        _expansions[module] = name
     linear = getattr(module, name)  # an adapter may have replaced it
     if type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not linear.weight.is_meta:
         weight = linear.weight
@@ -41,7 +45,9 @@ def latent_heads(module: nn.Module, key: torch.Tensor, value: torch.Tensor, laye
 
 def are_latents(cached: tuple[int, int, int], attended: tuple[int, int, int]) -> bool:
     """Whether a layer caches latents, given its KV heads and sizes of keys and values, cached and attended to."""
-    return cached[1] != attended[1] or (cached[0] != attended[0] and cached[2] != attended[2])
+    cached_heads, cached_key_dim, cached_value_dim = cached
+    heads, key_dim, value_dim = attended
+    return cached_key_dim != key_dim or (cached_heads != heads and cached_value_dim != value_dim)
 
 
 def rotated_first(x: torch.Tensor, lead: int) -> torch.Tensor:

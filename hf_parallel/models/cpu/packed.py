@@ -35,8 +35,10 @@ class _Packed(nn.Module):
 
     def __init__(self, packing: str, packed: torch.Tensor, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        size, weights = native.PACKINGS[packing]
-        self.packing, self.out_features, self.in_features = packing, len(packed), packed.shape[1] // size * weights
+        bytes_per_block, weights_per_block = native.PACKINGS[packing]
+        self.packing = packing
+        self.out_features = len(packed)
+        self.in_features = packed.shape[1] // bytes_per_block * weights_per_block
         self.register_buffer("packed", packed)
         self.register_parameter("bias", bias)
 
@@ -72,7 +74,8 @@ class PackedEmbedding(_Packed):
 
     def __init__(self, packing: str, packed: torch.Tensor, bias: None = None) -> None:
         super().__init__(packing, packed, bias)
-        self.num_embeddings, self.embedding_dim = self.out_features, self.in_features
+        self.num_embeddings = self.out_features
+        self.embedding_dim = self.in_features
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """Return the rows of the weights for token ids."""
@@ -82,11 +85,15 @@ class PackedEmbedding(_Packed):
 
 def check_packed(weights: str | None, dtype: torch.dtype | None, device: torch.device | str | int | None) -> bool:
     """Return whether weights are packed. Raises `ValueError` for other values of `weights`, dtypes and devices."""
-    if weights not in (None, *PACKED):
+    if weights is None:
+        return False
+    if weights not in PACKED:
         raise ValueError(f"weights must be 'packed', 'packed_int8', a quantization config or None, got {weights!r}")
-    if weights and (dtype not in (None, torch.float32) or str(device).partition(":")[0] not in ("None", "cpu")):
+    is_float32 = dtype in (None, torch.float32)
+    is_cpu = device is None or str(device).partition(":")[0] == "cpu"  # not torch.device: it may be "auto"
+    if not is_float32 or not is_cpu:
         raise ValueError(f"packed weights are computed in float32 on a CPU, got dtype={dtype} and device={device}")
-    return weights is not None
+    return True
 
 
 def pack_half(model: PreTrainedModel, int8: bool = False) -> None:
@@ -100,7 +107,10 @@ def pack_half(model: PreTrainedModel, int8: bool = False) -> None:
     half = {module.weight for module in modules if module.weight.dtype in (torch.bfloat16, torch.float16)}
     if not half:
         raise ValueError(f"packed weights are in bfloat16 or float16, {type(model).__name__} has none ({model.dtype})")
-    _pack(model, {one: (PACKINGS[one.dtype], one.detach().contiguous().view(torch.uint8)) for one in half})
+    packed = {}
+    for weight in half:
+        packed[weight] = (PACKINGS[weight.dtype], weight.detach().contiguous().view(torch.uint8))
+    _pack(model, packed)
     model.float()
 
 
@@ -126,22 +136,30 @@ def load_gguf(file: Path, int8: bool = False) -> PreTrainedModel:
 def save_blocks(model: PreTrainedModel, gguf_file: Path, folder: Path) -> None:
     """Save the blocks of a model's GGUF file by the names of its layers."""
     blocks, _ = read_gguf(gguf_file, model)
-    named = {f"{name.removesuffix('.weight')}.{kind}": data for name, (kind, data) in blocks.items()}
-    save_file(named, folder / _BLOCKS)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (packing, data) in blocks.items():
+        tensors[f"{name.removesuffix('.weight')}.{packing}"] = data
+    save_file(tensors, folder / _BLOCKS)
 
 
 def load_blocks(folder: Path) -> Blocks:
     """Return what `save_blocks` saved."""
-    saved = [(*key.rpartition(".")[::2], data) for key, data in load_file(folder / _BLOCKS).items()]
-    return {f"{name}.weight": (packing, data) for name, packing, data in saved}
+    blocks: Blocks = {}
+    for key, data in load_file(folder / _BLOCKS).items():
+        name, _, packing = key.rpartition(".")
+        blocks[f"{name}.weight"] = (packing, data)
+    return blocks
 
 
 def _pack(model: PreTrainedModel, blocks: Mapping[Any, tuple[str, torch.Tensor]]) -> None:
     """Replace the modules with these weights; tied weights stay tied."""
     for name, module in progress_bar(list(model.named_modules()), what="Packing weights", unit="modules"):
         if _is_plain(module) and module.weight in blocks:
-            kind = PackedLinear if isinstance(module, nn.Linear) else PackedEmbedding
-            model.set_submodule(name, kind(*blocks[module.weight], getattr(module, "bias", None)))
+            packing, packed = blocks[module.weight]
+            if isinstance(module, nn.Linear):
+                model.set_submodule(name, PackedLinear(packing, packed, module.bias))
+            else:
+                model.set_submodule(name, PackedEmbedding(packing, packed))
 
 
 def _is_plain(module: Any) -> bool:

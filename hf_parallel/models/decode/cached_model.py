@@ -59,13 +59,20 @@ class CachedModel:
         compile: bool | None = None,  # noqa: A002 (the name of the setting)
         steps: float = math.inf,
     ) -> None:
-        self.model, self.cache, self.device = model, cache, execution_device(model)
+        self.model = model
+        self.cache = cache
+        self.device = execution_device(model)
+        cache.reads = capabilities.reads
+        keep_states(cache, capabilities.mixers)
+        self._cache_argument = cache_argument(model)
         self._kwargs: dict[str, object] = {"block_cache": cache} if capabilities.keyword else {}
-        self._dense, self._pads = capabilities.dense, capabilities.pads
-        self._mixers, self._call_mixers = capabilities.mixers, packed_calls(cache)
-        self._use_cache = takes_use_cache(self._mixers)
-        self._cache_argument, cache.reads = cache_argument(model), capabilities.reads
-        keep_states(cache, self._mixers)
+        self._use_cache = takes_use_cache(capabilities.mixers)
+        self._has_logits_to_keep = _has_logits_to_keep(model)
+        self._has_positions = takes(model.forward, "position_ids")
+        self._dense = capabilities.dense
+        self._pads = capabilities.pads
+        self._mixers = capabilities.mixers
+        self._call_mixers = packed_calls(cache)
         counts = any(read.counts for read in capabilities.reads.values())
         self._scaled = capabilities.scaled or counts
         self._rotary_modules = rotary_modules(model) if self._scaled else []
@@ -81,7 +88,6 @@ class CachedModel:
                 "decode steps of layers that cache latents, count positions or attend by themselves run uncompiled"
             )
         self._num_moves = num_moves(model)
-        self._has_logits_to_keep, self._has_positions = _has_logits_to_keep(model), takes(model.forward, "position_ids")
 
     def logits(self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None) -> torch.Tensor:
         """Run the prepared pass over packed tokens `ids`, `int64 [T]` on the device.
@@ -91,8 +97,8 @@ class CachedModel:
         if self._dense:
             return dense_logits(self.model, self.cache, forward, ids, keep, self._pads, self._mixers)
         if keep is not None or not forward.is_decode_step or forward.images:
-            kept = None if keep is None else to_device(keep, self.device)
-            return self._forward(ids, forward.position_ids, kept, forward.images)
+            wanted = None if keep is None else to_device(keep, self.device)
+            return self._forward(ids, forward.position_ids, wanted, forward.images)
         if self.graphs is None or (self._scaled and forward.plan.rotates):
             return self._decode(ids, forward.position_ids)
         if self._num_moves != num_moves(self.model):  # by another call, while a session kept its graphs
@@ -131,20 +137,26 @@ class CachedModel:
         keep: torch.Tensor | None = None,
         images: Sequence[ImageSpan] = (),
     ) -> torch.Tensor:
-        kwargs = {**self._kwargs, **image_arguments(images), "input_ids": ids[None], self._cache_argument: self.cache}
+        kwargs = {**self._kwargs, **image_arguments(images)}
+        kwargs["input_ids"] = ids[None]
+        kwargs[self._cache_argument] = self.cache
         rotated: AbstractContextManager[None] = nullcontext()
         if self._scaled:
             in_rows = self.cache.positions_in_rows(position_ids)
             if in_rows is not position_ids:
                 rotated = rotating_to(self._rotary_modules, position_ids[None])
-            self.cache.positions = position_ids = in_rows
+            self.cache.positions = in_rows
+            position_ids = in_rows
         if self._has_positions:
             kwargs["position_ids"] = position_ids.unsqueeze(-2)
         if keep is not None and self._has_logits_to_keep:
-            kwargs["logits_to_keep"], keep = keep, None
+            kwargs["logits_to_keep"] = keep
         with rotated:
-            logits = copy_context().run(self._run_model, kwargs).logits[0]
-        return logits if keep is None else logits.index_select(0, keep)
+            output = copy_context().run(self._run_model, kwargs)
+        logits: torch.Tensor = output.logits[0]
+        if keep is None or self._has_logits_to_keep:
+            return logits
+        return logits.index_select(0, keep)
 
     def _run_model(self, kwargs: dict[str, object]) -> Any:
         """Run the model in a context of its own, which ends with the forward pass, even if it is interrupted."""

@@ -26,8 +26,16 @@ RunModel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From token ids and positions, `int64 [T]` each, to logits `[T, vocabulary]`."""
 
 # Operations whose result the CPU needs before it continues.
-_UNIQUE = ("_unique", "_unique2", "unique_dim")
-_SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", *_UNIQUE)
+_SYNCHRONIZING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "bincount",
+    "_unique",
+    "_unique2",
+    "unique_dim",
+)
 _COPIES = ("_to_copy", "copy_", "copy")
 
 _capturing = threading.Lock()
@@ -72,7 +80,8 @@ class DecodeGraphs:
 
     def __init__(self, cache: BlockCache, model: torch.nn.Module) -> None:
         self.num_bytes = 0  # memory that the graphs reserve
-        self._cache, self._model = cache, model
+        self._cache = cache
+        self._model = model
         self._steps: dict[int, _DecodeStep] = {}
         self._pool: Any = None
         self._failed = False
@@ -86,7 +95,9 @@ class DecodeGraphs:
 
     def clear(self) -> None:
         """Drop the captured steps, as they read weights at addresses that no longer hold them."""
-        self._steps, self._pool, self.num_bytes = {}, None, 0
+        self._steps = {}
+        self._pool = None
+        self.num_bytes = 0
 
     def logits(self, run_model: RunModel, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
         """Compute the logits `[T, vocabulary]` of the prepared decode step for `ids`, `int64 [T]`.
@@ -119,17 +130,22 @@ class DecodeGraphs:
         if self._failed or not layers or not all(layer.backend.capturable for layer in layers):
             return None
         ids, positions = step.position_ids.new_zeros(2, rows)
-        parts = sum(1 + len(m._forward_hooks) + len(m._forward_pre_hooks) for m in all_modules(self._model))
-        is_checked = _never_waits.get(self._model) == parts
+        num_parts = 0
+        for module in all_modules(self._model):
+            num_parts += 1 + len(module._forward_hooks) + len(module._forward_pre_hooks)
+        is_checked = _never_waits.get(self._model) == num_parts
         try:
             graph = capture_graph(lambda: run_model(ids, positions), ids.device, self._pool, is_checked)
         except RuntimeError as error:
-            self._failed, self._steps, self.num_bytes = True, {}, 0
+            self._failed = True
+            self._steps = {}
+            self.num_bytes = 0
             reason = error.__context__ or error  # ending a failed capture raises a second, less specific error
             _logger.warning("decode steps run without CUDA graphs, as they could not be captured: %s", reason)
             _logger.debug("traceback of the failed capture", exc_info=reason)
             return None
-        self._pool, _never_waits[self._model] = graph.pool, parts
+        self._pool = graph.pool
+        _never_waits[self._model] = num_parts
         self.num_bytes += graph.num_bytes
         # `launch_for` (kernels/triton/launch.py) has left the buffers that the graph reads in `plan.derived`.
         # Only now releases an outdated graph: a pool can be shared only while it has a graph.
@@ -183,8 +199,10 @@ class NoSyncMode(TorchDispatchMode):
         if masked or name in _SYNCHRONIZING:
             raise RuntimeError(f"the model waits for the device (aten::{name}{' with a mask' if masked else ''})")
         result = func(*args, **(kwargs or {}))
-        if name in _COPIES and len({t.device.type for t in (result, *args) if isinstance(t, torch.Tensor)}) > 1:
-            raise RuntimeError("the model copies between the host and the device")
+        if name in _COPIES:
+            devices = {tensor.device.type for tensor in (result, *args) if isinstance(tensor, torch.Tensor)}
+            if len(devices) > 1:
+                raise RuntimeError("the model copies between the host and the device")
         return result
 
 

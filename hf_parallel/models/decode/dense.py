@@ -33,19 +33,31 @@ def dense_logits(
     """
     if forward.images:
         raise UnsupportedModelError(f"{type(model).__name__} attends to dense rows, which cannot hold images")
-    known, found, held = parameters_of(model.forward), [], 0
-    kept = np.zeros(len(ids), np.bool_)
-    kept[slice(None) if keep is None else keep] = True
-    place = np.zeros(len(ids), np.int64)  # of each packed token in the logits that are found
+    accepted = parameters_of(model.forward)
+    is_wanted = np.zeros(len(ids), np.bool_)  # whether the logits of a packed token are asked for
+    is_wanted[slice(None) if keep is None else keep] = True
+    index = np.zeros(len(ids), np.int64)  # of each packed token in the logits of all calls
+    num_logits = 0
+    logits: list[torch.Tensor] = []
     for batch in dense_batches(forward, cache.device, padded, cache.state_plan if mixers else None):
         cache.dense.batch = batch
         tokens = to_device(batch.tokens.reshape(-1), ids.device).view(batch.tokens.shape)
-        ends = batch.tokens[:, min([*kept[batch.tokens].any(axis=0).nonzero()[0], batch.tokens.shape[1] - 1]) :]
-        more: dict[str, Any] = {"position_ids": forward.position_ids[tokens], "logits_to_keep": ends.shape[1]}
-        more = {name: value for name, value in more.items() if name in known} | {cache_argument(model): cache}
+        wanted_columns = is_wanted[batch.tokens].any(axis=0).nonzero()[0]
+        last = batch.tokens.shape[1] - 1
+        first_column = min([*wanted_columns, last])  # a call computes the logits of at least one token
+        ends = batch.tokens[:, first_column:]  # int64 [rows, columns]
+        arguments: dict[str, Any] = {cache_argument(model): cache}
+        if "position_ids" in accepted:
+            arguments["position_ids"] = forward.position_ids[tokens]
+        if "logits_to_keep" in accepted:
+            arguments["logits_to_keep"] = ends.shape[1]
         with mixers_wrapped(model, mixers, packed_calls(cache)):
-            output = model(input_ids=ids[tokens], attention_mask=batch.mask, use_cache=True, return_dict=True, **more)
-        found.append(output.logits[:, -ends.shape[1] :].flatten(0, 1))
-        place[ends.reshape(-1)] = held + np.arange(ends.size)
-        held += ends.size
-    return torch.cat(found).index_select(0, to_device(place if keep is None else place[keep], found[0].device))
+            output = model(
+                input_ids=ids[tokens], attention_mask=batch.mask, use_cache=True, return_dict=True, **arguments
+            )
+        logits.append(output.logits[:, -ends.shape[1] :].flatten(0, 1))
+        index[ends.reshape(-1)] = num_logits + np.arange(ends.size)
+        num_logits += ends.size
+    if keep is not None:
+        index = index[keep]
+    return torch.cat(logits).index_select(0, to_device(index, logits[0].device))

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ GROUPS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 _aten = torch.ops.aten
 _MERGED = (
-    *(_aten.mm.default, _aten.addmm.default, _aten.view.default, _aten.reshape.default, _aten.permute.default),
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.view.default,
+    _aten.reshape.default,
+    _aten.permute.default,
     torch.ops.prims.convert_element_type.default,  # of the arguments under autocast
 )
 
@@ -40,8 +45,9 @@ class FusedLinear:
 
     def is_intact(self) -> bool:
         """Whether the parameters are still parts of the tensors, and not replaced or moved to another device."""
-        weights, biases = [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
-        return _are_parts(weights, self.weight) and (self.bias is None or _are_parts(biases, self.bias))
+        if not _are_parts([layer.weight for layer in self.layers], self.weight):
+            return False
+        return self.bias is None or _are_parts([layer.bias for layer in self.layers], self.bias)
 
     def separate(self) -> None:
         """Give each layer tensors of its own again."""
@@ -77,16 +83,18 @@ def fuse(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[FusedLinea
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     fused: list[FusedLinear] = []
     reasons: Counter[str] = Counter()
-    for module in (module for layer in layers for module in layer.modules()):
-        for names in GROUPS:
-            group: list[Any] = [getattr(module, name, None) for name in names]
-            if any(linear is None for linear in group):
-                continue
-            if reason := _reason_against(group, uses):
-                reasons[f"{', '.join(names)}: {reason}"] += 1
-            else:
-                bias = None if group[0].bias is None else _join([linear.bias for linear in group])
-                fused.append(FusedLinear(group, _join([linear.weight for linear in group]), bias))
+    modules = [module for layer in layers for module in layer.modules()]
+    for module, names in product(modules, GROUPS):
+        group: list[Any] = [getattr(module, name, None) for name in names]
+        if any(linear is None for linear in group):
+            continue
+        reason = _reason_against(group, uses)
+        if reason:
+            reasons[f"{', '.join(names)}: {reason}"] += 1
+            continue
+        weight = _join([linear.weight for linear in group])
+        bias = None if group[0].bias is None else _join([linear.bias for linear in group])
+        fused.append(FusedLinear(group, weight, bias))
     return fused, "; ".join(f"{reason} ({count} times)" for reason, count in reasons.items())
 
 
@@ -96,13 +104,22 @@ def _reason_against(group: Sequence[Any], uses: Counter[int]) -> str:
             return f"{type(linear).__name__} is not a plain linear layer"
         if "forward" in vars(linear) or linear._forward_hooks or linear._forward_pre_hooks:
             return "a layer has hooks or another forward"
-    tensors = [parameter for linear in group for parameter in linear.parameters(recurse=False)]
-    if any(type(t) is not nn.Parameter or type(t.data) is not torch.Tensor or t.is_inference() for t in tensors):
+    parameters = [parameter for linear in group for parameter in linear.parameters(recurse=False)]
+    if not all(_is_plain(parameter) for parameter in parameters):
         return "a weight is no plain parameter"
-    if any(uses[id(t)] > 1 or t.untyped_storage().nbytes() != t.numel() * t.element_size() for t in tensors):
+    if any(uses[id(parameter)] > 1 or not _has_own_storage(parameter) for parameter in parameters):
         return "a weight is shared"
     kinds = {(linear.in_features, linear.weight.dtype, linear.weight.device, linear.bias is None) for linear in group}
     return "the layers differ in input, dtype, device or bias" if len(kinds) > 1 else ""
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    is_subclass = type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor
+    return not is_subclass and not parameter.is_inference()
+
+
+def _has_own_storage(parameter: nn.Parameter) -> bool:
+    return parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
 
 
 def _join(parameters: Sequence[nn.Parameter]) -> nn.Parameter:
@@ -113,11 +130,11 @@ def _join(parameters: Sequence[nn.Parameter]) -> nn.Parameter:
 
 
 def _are_parts(parameters: Iterable[torch.Tensor], whole: torch.Tensor) -> bool:
-    at = whole.data_ptr()
+    address = whole.data_ptr()
     for part in parameters:
-        if part.data_ptr() != at or part.dtype != whole.dtype:
+        if part.data_ptr() != address or part.dtype != whole.dtype:
             return False
-        at += part.numel() * part.element_size()
+        address += part.numel() * part.element_size()
     return True
 
 

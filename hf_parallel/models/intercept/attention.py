@@ -37,8 +37,8 @@ class UnsupportedModelError(ValueError):
     """Raised for a model that is not supported, or a mode that is not supported on this model."""
 
 
-class Attention(Protocol):
-    """Attention over what is no cache, such as the layout of a training batch."""
+class LayoutAttention(Protocol):
+    """What `block_attention_forward` reads from where there is no cache: the layout of a batch in training."""
 
     rotary: Mapping[int, RotarySpec | None] | None
     reads: Mapping[int, LayerReads]
@@ -86,20 +86,23 @@ class AttentionRecorder:
         if layer < 0 and len(self.queries) < len(self.layers):
             layer = self.layers[len(self.queries)]
         size = int(attention_mask) if from_mask else 0  # type: ignore[arg-type]
-        self.windows[layer] = sliding_window, size if size > 0 else None, -size if size < 0 else None
-        self.ahead |= {layer} if attention_mask is not None and attention_mask.dtype == torch.bool else set()
+        window = size if size > 0 else None
+        chunk = -size if size < 0 else None
+        self.windows[layer] = (sliding_window, window, chunk)
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            self.ahead.add(layer)
         self.repeated |= layer in self.queries
-        self.sources[layer] = next((at for at, other in self.keys.items() if other is key), layer)
+        self.sources[layer] = next((source for source, keys in self.keys.items() if keys is key), layer)
         self.keys[layer] = key
         self.queries[layer] = query[0, :, 0].detach()
-        self.sizes[layer] = key.shape[1], key.shape[-1], value.shape[-1]
+        self.sizes[layer] = (key.shape[1], key.shape[-1], value.shape[-1])
 
 
 @dataclass(eq=False)
 class _ActiveAttention:
     """Block attention over one cache, of the model with these configs."""
 
-    cache: BlockCache | AttentionRecorder | Attention
+    cache: BlockCache | AttentionRecorder | LayoutAttention
     configs: dict[int, PreTrainedConfig]  # by id
 
 
@@ -120,7 +123,7 @@ def block_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    block_cache: BlockCache | AttentionRecorder | Attention | None = None,
+    block_cache: BlockCache | AttentionRecorder | LayoutAttention | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention function of the implementation, called by each layer.
@@ -134,13 +137,16 @@ def block_attention_forward(
         query = query.to(key.dtype)  # under autocast: the result has the dtype that the compiler expects
         return _attend(query, key, value, layer_idx, scale, sliding_window, softcap, s_aux), None
     active = _active_attention.get()
-    cache = block_cache if block_cache is not None or active is None else active.cache
+    cache = block_cache
+    if cache is None and active is not None:
+        cache = active.cache
     if isinstance(cache, AttentionRecorder):
         cache.keyword_arrives |= block_cache is not None
         cache.others |= {name for name, value in kwargs.items() if isinstance(value, torch.Tensor)} - {"position_ids"}
         cache.record(module, query, key, value, attention_mask, sliding_window)
-        own = value[:, :, -query.shape[2] :]  # a model may have added keys of its own
-        return own.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
+        values = value[:, :, -query.shape[2] :]  # of the tokens; a model may have added some before them
+        values = values.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        return values.transpose(1, 2).contiguous(), None
     if cache is None:
         raise RuntimeError(
             f"attention implementation {IMPLEMENTATION!r} cannot be chosen: parallel generation modes set it themselves"
@@ -152,9 +158,11 @@ def block_attention_forward(
     params = _params(cache, layer_idx, key, scale, sliding_window, softcap, s_aux)
     if not isinstance(cache, BlockCache):
         if params.rotary is not None and params.rotary.of_values:
-            query, key = (rotated_first(x, params.rotary.rotary_dim) for x in (query, key))
+            query = rotated_first(query, params.rotary.rotary_dim)
+            key = rotated_first(key, params.rotary.rotary_dim)
         return cache.attend(query, key, value, params).contiguous(), None
-    plan, layer_idx = cache.plan_of(layer_idx), _source(cache, layer_idx)
+    plan = cache.plan_of(layer_idx)
+    layer_idx = _source(cache, layer_idx)
     layer = cache.pool.arena.layers[layer_idx]
     if (key.shape[-1], value.shape[-1]) != (layer.keys.shape[-1], layer.values.shape[-1]):  # made from what is stored
         try:
@@ -162,7 +170,8 @@ def block_attention_forward(
         except LookupError as error:
             raise UnsupportedModelError(f"{error.args[0]} (layer {layer_idx})") from None
         if params.latent is not None:
-            query, params.num_kv_heads = rotated_first(query, layer.values.shape[-1]), 1
+            query = rotated_first(query, layer.values.shape[-1])
+            params.num_kv_heads = 1
     return attend_blocks(cache, query, layer_idx, params, plan), None
 
 
@@ -218,7 +227,7 @@ def _attend(
 
 
 def _params(
-    cache: BlockCache | Attention,
+    cache: BlockCache | LayoutAttention,
     layer_idx: int,
     key: torch.Tensor,
     scale: float,
@@ -226,9 +235,12 @@ def _params(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> AttentionParams:
-    rotary, chunk = None if cache.rotary is None else cache.rotary.get(layer_idx), None
-    if reads := cache.reads.get(layer_idx):
-        window, chunk = reads.window or window, reads.chunk
+    rotary = None if cache.rotary is None else cache.rotary.get(layer_idx)
+    chunk = None
+    reads = cache.reads.get(layer_idx)
+    if reads is not None:
+        window = reads.window or window
+        chunk = reads.chunk
     return AttentionParams(key.shape[1], scale, rotary, softcap, sinks, window, chunk)
 
 
@@ -262,13 +274,14 @@ def _mask(
     if active is None or not isinstance(active.cache, AttentionRecorder):
         return None
     later = active.cache.later
-    at = torch.arange(max(local_size or 1, later) + 1, device=device)
-    if kv_length > later and mask_function is not None and mask_function(at[0], at[0], at[0], at[later]):
+    index = torch.arange(max(local_size or 1, later) + 1, device=device)
+    zero = index[0]
+    if kv_length > later and mask_function is not None and mask_function(zero, zero, zero, index[later]):
         return torch.ones(1, 1, 1, 1, dtype=torch.bool)
     if not local_size:
         return None
     try:
-        sees = mask_function is None or bool(mask_function(at[0], at[0], at[local_size], at[local_size - 1]))
+        sees = mask_function is None or bool(mask_function(zero, zero, index[local_size], index[local_size - 1]))
     except IndexError:  # it also looks up what the tokens of the pass are, such as images
         sees = True
     return torch.full((1, 1, 1, 1), local_size if sees else -local_size)
@@ -280,7 +293,7 @@ AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 @contextmanager
 def block_attention_enabled(
-    model: PreTrainedModel, cache: BlockCache | AttentionRecorder | Attention
+    model: PreTrainedModel, cache: BlockCache | AttentionRecorder | LayoutAttention
 ) -> Iterator[None]:
     """Run a model with block attention over `cache` in this context; other threads use the model's own attention."""
     active = _ActiveAttention(cache, _configs(model.config))

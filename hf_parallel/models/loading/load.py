@@ -40,24 +40,30 @@ def load_model(
     "tp": a part of each layer in each of the processes that torchrun has started, by tensor parallelism.
     Raises `ValueError` if the model is not found, or cannot be packed or quantized.
     """
-    more: dict[str, Any] = {"device_map": device} if device == "auto" or isinstance(weights, Mapping) else {}
+    more: dict[str, Any] = {}  # arguments of `from_pretrained` that place the model
+    if device == "auto" or isinstance(weights, Mapping):
+        more["device_map"] = device
     if device == "tp":
-        if (count := int(os.environ.get("WORLD_SIZE", 0))) < 2:
+        count = int(os.environ.get("WORLD_SIZE", 0))
+        if count < 2:
             raise ValueError("device='tp' needs several processes, started by torchrun --nproc-per-node 2 or more")
         more = {"distributed_config": DistributedConfig(tp_size=count)}
     if more and name is None:
         raise ValueError(f"the embedded model takes no weights={weights!r} with device={device!r}: name another model")
     if isinstance(weights, Mapping):
-        more["quantization_config"], weights = AutoQuantizationConfig.from_dict(dict(weights)), None
+        more["quantization_config"] = AutoQuantizationConfig.from_dict(dict(weights))
+        weights = None
     if name is None:
         return load_embedded_model(dtype=dtype or torch.float32, device=device, preset=preset, weights=weights)
-    is_packed, is_int8 = check_packed(weights, dtype, device), weights == "packed_int8"
+    is_packed = check_packed(weights, dtype, device)
+    is_int8 = weights == "packed_int8"
     check_model_folder("name", name)
-    loaded: Any = "auto" if is_packed or dtype is None else dtype
+    dtype_or_auto: Any = "auto" if is_packed or dtype is None else dtype
     model: Any
-    if (file := gguf_file(name)) is not None:
+    file = gguf_file(name)
+    if file is not None:
         tokenizer = load_tokenizer(file)
-        model = load_gguf(file, is_int8) if is_packed else load_plain(file, loaded, **more)
+        model = load_gguf(file, is_int8) if is_packed else load_plain(file, dtype_or_auto, **more)
     else:
         if not Path(name).is_dir():
             _check_hub(name)
@@ -65,10 +71,12 @@ def load_model(
             tokenizer = AutoTokenizer.from_pretrained(name)
         except ValueError as error:
             raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {error}") from error
-        model = _model_class(name).from_pretrained(name, dtype=loaded, **more)
+        model = _model_class(name).from_pretrained(name, dtype=dtype_or_auto, **more)
         if is_packed:
             pack_half(model, is_int8)
-    return (model if more else model.to(device)).eval(), tokenizer
+    if not more:
+        model.to(device)
+    return model.eval(), tokenizer
 
 
 def load_processor(model: PreTrainedModel, name: str | None) -> Any:
@@ -93,9 +101,11 @@ def check_model_folder(name: str, value: str, configs: Sequence[str] = CONFIGS) 
     """Raise `ValueError` for a path that is no folder or GGUF file, and for a folder without any of `configs`."""
     if gguf_file(value) is not None:
         return
-    if value.startswith((os.sep, ".", "~")) and not Path(value).is_dir():
+    folder = Path(value)
+    is_path = value.startswith((os.sep, ".", "~"))
+    if is_path and not folder.is_dir():
         raise ValueError(f"{name} {value}: no such folder or GGUF file")
-    if Path(value).is_dir() and not any((Path(value) / file).is_file() for file in configs):
+    if folder.is_dir() and not any((folder / file).is_file() for file in configs):
         raise ValueError(f"{name} {value}: this folder must contain {' or '.join(configs)}")
 
 

@@ -64,8 +64,10 @@ class _TableReads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
-        if func is torch.ops.aten.embedding.default and type(args[1]) is torch.Tensor and args[1].numel() == 1:
-            self.read.append((args[0].shape[0], int(args[1])))
+        if func is torch.ops.aten.embedding.default:
+            table, index = args[:2]
+            if type(index) is torch.Tensor and index.numel() == 1:
+                self.read.append((table.shape[0], int(index)))
         return func(*args, **(kwargs or {}))
 
 
@@ -148,9 +150,17 @@ def _probed(model: PreTrainedModel) -> Capabilities:
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{why}; {error}") from error
     has_table = not frequencies(model) and not mixers  # of positions: learned or sinusoidal
-    limits = max_length(model), max_positions(model.config) if has_table else None
-    no_images = why_no_images(model) or f"{type(model).__name__} attends to dense rows, which cannot hold images"
-    return Capabilities(False, None, why, False, *limits, mixers=mixers, dense=True, pads=pads, why_no_images=no_images)
+    return Capabilities(
+        keyword=False,
+        rotary=None,
+        why_no_rotation=why,
+        max_length=max_length(model),
+        num_positions=max_positions(model.config) if has_table else None,
+        mixers=mixers,
+        why_no_images=why_no_images(model) or f"{type(model).__name__} attends to dense rows, which cannot hold images",
+        dense=True,
+        pads=pads,
+    )
 
 
 def _block_capabilities(model: PreTrainedModel) -> Capabilities:
@@ -159,7 +169,8 @@ def _block_capabilities(model: PreTrainedModel) -> Capabilities:
     with torch.no_grad(), _eval_mode(model):
         mixers = supported_mixers(model)
         cache = StockCache(model)
-        recorder = AttentionRecorder([i for i, layer in enumerate(cache.layers) if isinstance(layer, CacheLayerMixin)])
+        with_attention = [index for index, layer in enumerate(cache.layers) if isinstance(layer, CacheLayerMixin)]
+        recorder = AttentionRecorder(with_attention)
         queries: dict[int, Queries] = {}
         tables: dict[int, list[tuple[int, int]]] = {}
         has_tables = sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1  # beside the tokens'
@@ -170,24 +181,27 @@ def _block_capabilities(model: PreTrainedModel) -> Capabilities:
         with block_attention_enabled(model, recorder):
             # The far position comes first: if it changes the RoPE frequencies (dynamic), the near ones restore them.
             for position in (*far, 0, *PROBE_POSITIONS):
-                looked_up = _TableReads()
-                with looked_up if has_tables else nullcontext(), _failing_as_unsupported(model):
+                table_reads = _TableReads()
+                with table_reads if has_tables else nullcontext(), _failing_as_unsupported(model):
                     queries[position] = _queries_at(model, recorder, position, caches.get(position), mixers)
-                tables[position] = looked_up.read
+                tables[position] = table_reads.read
             reads = _checked_reads(model, recorder, queries[0], mixers)
             scaled = bool(far) and norms_differ(queries)
             if scaled:
                 counted = _queries_at(model, recorder, 0, _LongCache(model, far[0]))
-                for layer in (at for at, query in counted.items() if is_scaled({at: query}, queries[0])):
-                    reads[layer] = replace(reads.get(layer, LayerReads(recorder.sources[layer])), counts=True)
+                for layer, query in counted.items():
+                    if is_scaled({layer: query}, queries[0]):
+                        read = reads.get(layer, LayerReads(recorder.sources[layer]))
+                        reads[layer] = replace(read, counts=True)
                 rotated = {}
                 for position in queries:
                     queries[position] = _queries_at(model, recorder, position, None)
-                    at = torch.tensor([[position]], device=execution_device(model))
-                    with rotating_to(rotary_modules(model), at):
+                    position_ids = torch.tensor([[position]], device=execution_device(model))
+                    with rotating_to(rotary_modules(model), position_ids):
                         rotated[position] = _queries_at(model, recorder, 0, None)
-                scaled = any(is_scaled(query, rotated[position]) for position, query in queries.items())
-                queries = rotated if scaled else queries
+                scaled = any(is_scaled(of_layers, rotated[position]) for position, of_layers in queries.items())
+                if scaled:
+                    queries = rotated
         leads = _rotated_parts(recorder, cache)
         rotary, why = match_rotary(model, queries.pop(0), queries, leads, reads)
         if mixers:
@@ -201,10 +215,17 @@ def _block_capabilities(model: PreTrainedModel) -> Capabilities:
                 raise
             check_logits(model, recorder.keyword_arrives, mixers, reads)
         bidirectional_layers, no_images = probe_images(model)
-    has_window = any(one is not None for windows in recorder.windows.values() for one in windows)
-    limits = max_length(model), _num_positions(tables)
     return Capabilities(
-        *(recorder.keyword_arrives, rotary, why, has_window, *limits, bool(leads), mixers, reads, scaled),
+        keyword=recorder.keyword_arrives,
+        rotary=rotary,
+        why_no_rotation=why,
+        has_window=any(windows != (None, None, None) for windows in recorder.windows.values()),
+        max_length=max_length(model),
+        num_positions=_num_positions(tables),
+        has_latents=bool(leads),
+        mixers=mixers,
+        reads=reads,
+        scaled=scaled,
         bidirectional_layers=bidirectional_layers,
         why_no_images=no_images,
     )
@@ -227,8 +248,9 @@ def _failing_as_unsupported(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        what = f"{type(model).__name__} fails under another attention function"
-        raise OwnAttentionError(f"{what} with {type(error).__name__}: {error}") from error
+        raise OwnAttentionError(
+            f"{type(model).__name__} fails under another attention function with {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextmanager
@@ -252,7 +274,7 @@ def _check_config(model: PreTrainedModel) -> None:
     text = model.config.get_text_config(decoder=True)
     ranks = getattr(model, "tp_size", None) or 1
     kv_heads = _kv_heads(text) if ranks > 1 else 0
-    own = set() if model.config.is_encoder_decoder else _own_cache_layers(model.config)
+    other_layers = set() if model.config.is_encoder_decoder else _own_cache_layers(model.config)
     reasons = {
         "is an encoder-decoder; block attention supports decoder-only models": model.config.is_encoder_decoder,
         "cannot generate: it has no language modelling head": not model.can_generate(),
@@ -262,53 +284,68 @@ def _check_config(model: PreTrainedModel) -> None:
     }
     _raise_if(model, reasons)
     needed = {
-        f"caches more than keys and values: its layers choose or compress them ({', '.join(sorted(own))})": own,
+        "caches more than keys and values: its layers choose or compress them "
+        f"({', '.join(sorted(other_layers))})": other_layers,
         "uses ALiBi: distances are added to scores, not rotated into keys": getattr(text, "alibi", False),
-        "does not use transformers' attention interface": (
-            not keeps_states(model)
-            and not any(m._can_set_attn_implementation() for m in model.modules() if isinstance(m, PreTrainedModel))
-        ),
+        "does not use transformers' attention interface": not keeps_states(model) and not _uses_interface(model),
     }
     _raise_if(model, needed, OwnAttentionError)
 
 
+def _uses_interface(model: PreTrainedModel) -> bool:
+    """Whether a part of a model lets its attention implementation be set."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module._can_set_attn_implementation():
+            return True
+    return False
+
+
 def _own_cache_layers(config: PreTrainedConfig) -> set[str]:
     """Return the kinds of layers in a model's stock cache that hold more than keys and values, or states."""
-    layers = (layer for layer in DynamicCache(config=config).layers if isinstance(layer, DynamicLayer))
-    plain = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin)
-    return {type(layer).__name__ for layer in layers if type(layer) not in plain and not isinstance(layer, plain[2])}
+    kinds: set[str] = set()
+    for layer in DynamicCache(config=config).layers:
+        is_plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+        if isinstance(layer, DynamicLayer) and not is_plain and not isinstance(layer, LinearAttentionCacheLayerMixin):
+            kinds.add(type(layer).__name__)
+    return kinds
 
 
 def _kv_heads(text: PreTrainedConfig) -> int:
     """Return the number of KV heads, or the greatest common divisor of those of the layers."""
     layers = getattr(text, "per_layer_config", None) or [text]
-    names = "num_key_value_heads", "num_attention_heads"
-    heads = [next((n for name in names if (n := getattr(layer, name, None))), 0) for layer in layers]
+    heads = [
+        getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", None) or 0
+        for layer in layers
+    ]
     return math.gcd(*heads)
 
 
 def _checked_reads(
     model: PreTrainedModel, recorder: AttentionRecorder, queries: Queries, mixers: Sequence[Mixer]
 ) -> dict[int, LayerReads]:
-    """Return what layers read beyond the arguments of attention."""
-    # Raises `UnsupportedModelError` if the recorded calls show that the model is unsupported
-    called, layers = len(queries), num_local_layers(model)
-    limit, cache = position_limit(model), DynamicCache(config=model.config)
+    """Return what layers read beyond the arguments of attention.
+
+    Raises `UnsupportedModelError` if the recorded calls show that the model is unsupported.
+    """
+    limit = position_limit(model)
+    cache = DynamicCache(config=model.config)
+    num_called = len(queries)
     if mixers:
-        layers = sum(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
+        num_layers = sum(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
+    else:
+        num_layers = num_local_layers(model)
     different: dict[str, int] = {}  # windows that the attention mask does not have, by the places that have them
     reads: dict[int, LayerReads] = {}
     for layer, (argument, mask, chunk) in recorder.windows.items():
         source = recorder.sources[layer]
-        cached = getattr(cache.layers[source], "sliding_window", None)
-        places = {
+        windows = {
             "the arguments of attention": argument,
             "the attention mask": mask or chunk,
-            "the stock cache": cached,
+            "the stock cache": getattr(cache.layers[source], "sliding_window", None),
         }
-        cutting = {place: window for place, window in places.items() if window is not None and window < limit}
+        cutting = {where: window for where, window in windows.items() if window is not None and window < limit}
         if len(set(cutting.values())) > 1 or (cutting and "the attention mask" not in cutting):
-            different |= {" and ".join(cutting): min(cutting.values())}
+            different[" and ".join(cutting)] = min(cutting.values())
         if source != layer or (cutting and argument is None):
             reads[layer] = LayerReads(source, mask if cutting else None, chunk if cutting else None)
     where, window = next(iter(different.items()), ("", None))
@@ -317,7 +354,9 @@ def _checked_reads(
     reasons = {
         f"changes its attention by {other}, which block attention would ignore": other,
         "calls transformers' attention interface more than once per layer": recorder.repeated,
-        f"calls transformers' attention interface in {called} of its {layers} layers, not in all": called != layers,
+        f"calls transformers' attention interface in {num_called} of its {num_layers} layers, not in all": (
+            num_called != num_layers
+        ),
         "builds an attention mask of its own, which block attention would ignore": recorder.masked,
     }
     _raise_if(model, reasons, OwnAttentionError)
@@ -335,14 +374,13 @@ def _raise_if(
 
 def _num_positions(reads: dict[int, list[tuple[int, int]]]) -> int | None:
     """Return for how many positions there are learned embeddings: rows of a table that are read by position."""
-    first, *others = reads[0], *(reads[position] for position in PROBE_POSITIONS)
-    steps = zip(first, *others, strict=False)
-    by_position = [
-        rows - index
-        for (rows, index), *later in steps
-        if later == [(rows, index + position) for position in PROBE_POSITIONS]
-    ]
-    return min(by_position, default=None)
+    numbers: list[int] = []
+    later_reads = [reads[position] for position in PROBE_POSITIONS]
+    for (rows, index), *later in zip(reads[0], *later_reads, strict=False):
+        by_position = [(rows, index + position) for position in PROBE_POSITIONS]
+        if later == by_position:
+            numbers.append(rows - index)
+    return min(numbers, default=None)
 
 
 def _queries_at(
@@ -355,11 +393,16 @@ def _queries_at(
     """Return the queries of one token at a position."""
     token = model.config.get_text_config(decoder=True).vocab_size // 2
     device = execution_device(model)
-    input_ids, position_ids = (torch.full((1, 1), value, device=device) for value in (token, position))
-    given: dict[str, Any] = {"position_ids": position_ids, "block_cache": recorder, cache_argument(model): cache}
-    known = {name: value for name, value in given.items() if takes(model.forward, name)}
-    model(input_ids=input_ids, use_cache=cache is not None and takes_use_cache(mixers), **known)
-    queries, recorder.queries = recorder.queries, {}
+    arguments: dict[str, Any] = {
+        "position_ids": torch.full((1, 1), position, device=device),
+        "block_cache": recorder,
+        cache_argument(model): cache,
+    }
+    accepted = {name: value for name, value in arguments.items() if takes(model.forward, name)}
+    input_ids = torch.full((1, 1), token, device=device)
+    model(input_ids=input_ids, use_cache=cache is not None and takes_use_cache(mixers), **accepted)
+    queries = recorder.queries
+    recorder.queries = {}
     return queries
 
 
@@ -367,9 +410,11 @@ def _rotated_parts(recorder: AttentionRecorder, cache: DynamicCache) -> dict[int
     """Return how many dimensions of the keys are cached beside latents, by the index of layers that cache latents."""
     leads = {}
     for layer, sizes in recorder.sizes.items():
-        keys, values = (getattr(cache.layers[layer], name, None) for name in ("keys", "values"))
+        keys = getattr(cache.layers[layer], "keys", None)
+        values = getattr(cache.layers[layer], "values", None)
         if keys is None or values is None:
             continue
-        if are_latents((keys.shape[1], keys.shape[-1], values.shape[-1]), sizes):
+        cached_sizes = (keys.shape[1], keys.shape[-1], values.shape[-1])
+        if are_latents(cached_sizes, sizes):
             leads[layer] = values.shape[-1]
     return leads

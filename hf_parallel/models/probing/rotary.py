@@ -39,12 +39,13 @@ def match_rotary(
     if changing:
         return None, f"{name} uses {changing[0]} RoPE scaling, whose frequencies change with the length"
     candidates = [RotarySpec(inv_freq, style) for inv_freq in frequencies(model) for style in (False, True)]
-    found: dict[int, RotarySpec | None] = {}
+    specs: dict[int, RotarySpec | None] = {}
     for layer, base in at_zero.items():
-        rotated = {position: at[layer] for position, at in queries.items()}
+        rotated = {position: of_layers[layer] for position, of_layers in queries.items()}
         if layer in leads:
             lead = leads[layer]
-            base, rotated = rotated_first(base, lead), {at: rotated_first(q, lead) for at, q in rotated.items()}
+            base = rotated_first(base, lead)
+            rotated = {position: rotated_first(query, lead) for position, query in rotated.items()}
         near = {position: rotated[position] for position in PROBE_POSITIONS}
         fits = [spec for spec in (None, *candidates) if _explains(spec, base, near)]
         if not fits:
@@ -58,22 +59,23 @@ def match_rotary(
             if spec.rotary_dim != leads[layer]:
                 return None, f"{name} rotates {spec.rotary_dim} of the {leads[layer]} dimensions that it caches for it"
             spec = replace(spec, of_values=True)
-        found[layer] = spec
+        specs[layer] = spec
     for layer, read in reads.items():
-        if found[read.source] != found[layer]:
+        if specs[read.source] != specs[layer]:
             return None, f"{name} rotates its queries otherwise than the keys of layer {read.source} (layer {layer})"
-    if all(spec is None for spec in found.values()):
+    if all(spec is None for spec in specs.values()):
         return None, f"{name}'s queries carry no position that could be rotated"
-    return found, ""
+    return specs, ""
 
 
 def norms_differ(queries: Mapping[int, Queries]) -> bool:
     """Return whether the norm of a layer's queries depends on the position, by which `queries` are grouped."""
-    return any(
-        _differ(query.norm(dim=-1), queries[0][layer].norm(dim=-1))
-        for at in queries.values()
-        for layer, query in at.items()
-    )
+    at_zero = queries[0]
+    for at_position in queries.values():
+        for layer, query in at_position.items():
+            if _differ(query.norm(dim=-1), at_zero[layer].norm(dim=-1)):
+                return True
+    return False
 
 
 def is_scaled(queries: Queries, others: Queries) -> bool:
@@ -86,29 +88,36 @@ def is_scaled(queries: Queries, others: Queries) -> bool:
 
 def frequencies(model: PreTrainedModel) -> list[tuple[float, ...]]:
     """Return the distinct `inv_freq` buffers of a model, after scaling."""
-    names = [(n, b) for n, b in model.named_buffers() if n.endswith("inv_freq") and "original" not in n]
-    return list(dict.fromkeys(tuple(buffer.double().flatten().tolist()) for _, buffer in names))
+    distinct: dict[tuple[float, ...], None] = {}  # in order
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and "original" not in name:
+            distinct[tuple(buffer.double().flatten().tolist())] = None
+    return list(distinct)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Return a config's `rope_parameters`, one dictionary per layer type."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return by_layer_type or [parameters]
 
 
 def rope_types(config: PreTrainedConfig) -> set[str]:
     """Return the RoPE types of a model's config, `"default"` where frequencies are not scaled."""
-    return {str(p.get("rope_type", "default")) for p in _rope_parameters(config)}
+    return {str(parameters.get("rope_type", "default")) for parameters in _rope_parameters(config)}
 
 
 def max_length(model: PreTrainedModel) -> int | None:
     """Return the length up to which a model's RoPE frequencies are those of a short sequence."""
     positions = position_limit(model)
-    limits = {
-        "dynamic": [positions],
-        "longrope": [p.get("original_max_position_embeddings", positions) for p in _rope_parameters(model.config)],
-    }
-    return min((length for kind in rope_types(model.config) for length in limits.get(kind, [])), default=None)
+    types = rope_types(model.config)
+    limits: list[int] = []
+    if "dynamic" in types:
+        limits.append(positions)
+    if "longrope" in types:
+        for parameters in _rope_parameters(model.config):
+            limits.append(parameters.get("original_max_position_embeddings", positions))
+    return min(limits, default=None)
 
 
 def _explains(spec: RotarySpec | None, base: torch.Tensor, rotated: Queries) -> bool:
@@ -117,12 +126,16 @@ def _explains(spec: RotarySpec | None, base: torch.Tensor, rotated: Queries) -> 
         return not any(_differ(query, base) for query in rotated.values())
     if spec.rotary_dim > base.shape[-1]:
         return False
-    expected = {position: rotate_by(base.double(), position, spec).to(base.dtype) for position in rotated}
-    return not any(_differ(query, expected[position]) for position, query in rotated.items())
+    for position, query in rotated.items():
+        expected = rotate_by(base.double(), position, spec).to(base.dtype)
+        if _differ(query, expected):
+            return False
+    return True
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool((a.double() - b.double()).abs().max() > tolerance(a, QUERY_TOLERANCE) * b.double().abs().max())
+    difference = (a.double() - b.double()).abs().max()
+    return bool(difference > tolerance(a, QUERY_TOLERANCE) * b.double().abs().max())
 
 
 def tolerance(x: torch.Tensor, allowed: tuple[float, float]) -> float:
@@ -132,11 +145,12 @@ def tolerance(x: torch.Tensor, allowed: tuple[float, float]) -> float:
 
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Return a model's number of positions (`max_position_embeddings`), or None if it has no limit."""
-    text, names = (
-        config.get_text_config(decoder=True),
-        ("max_position_embeddings", "max_target_positions", "max_seq_len"),
-    )
-    return next((limit for name in names if (limit := getattr(text, name, None))), None)
+    text = config.get_text_config(decoder=True)
+    for name in ("max_position_embeddings", "max_target_positions", "max_seq_len"):
+        limit: int | None = getattr(text, name, None)
+        if limit:
+            return limit
+    return None
 
 
 def position_limit(model: PreTrainedModel) -> int:
