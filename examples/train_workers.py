@@ -160,11 +160,16 @@ def train(model, dataset, collator, steps, folder, **settings):
         lr_scheduler_type="cosine",
         warmup_steps=min(50, steps // 8),
         remove_unused_columns=False,
-        logging_steps=max(1, min(50, steps // 2)),
         report_to=[],
         disable_tqdm=not sys.stderr.isatty(),
         use_cpu=True,
-        **{"per_device_train_batch_size": BATCH, "save_strategy": "no", "adam_beta2": 0.98, **settings},
+        **{
+            "per_device_train_batch_size": BATCH,
+            "logging_steps": max(1, min(50, steps // 2)),
+            "save_strategy": "no",
+            "adam_beta2": 0.98,
+            **settings,
+        },
     )
     trainer = transformers.Trainer(model, arguments, train_dataset=dataset, data_collator=collator)
     trainer.train()

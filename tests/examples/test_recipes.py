@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,12 @@ from test_examples import RECIPES, check_promised_lines
 from transformers import LlamaForCausalLM
 
 import hf_parallel
+
+
+def import_recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (recipe,) = (path for path in RECIPES if path.stem == name)
+    monkeypatch.syspath_prepend(recipe.parent)
+    return importlib.import_module(name)
 
 
 @pytest.mark.slow
@@ -63,13 +71,65 @@ def test_recipe_from_scratch_trains_and_measures(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (recipe,) = (path for path in RECIPES if path.stem == name)
-    monkeypatch.syspath_prepend(recipe.parent)
-    module = importlib.import_module(name)
+    module = import_recipe(name, monkeypatch)
     for constant, value in limits.items():
         monkeypatch.setattr(module, constant, value)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [recipe.name, *given, "--steps=2"])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *given, "--steps=2"])
     module.main()
     assert len(json.loads(Path("report.json").read_text())["losses"]) == 2
     assert line in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_recipe_train_sums_lowers_the_loss_and_reports_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    module = import_recipe("train_sums", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["train_sums.py", "--quick", "--output", str(tmp_path)])
+    module.main()
+    report = json.loads((tmp_path / "report.json").read_text())
+    losses = report["training"]["losses"]
+    assert sum(losses[-3:]) < sum(losses[:3])
+    measured = {(result["model"], result["workers"]) for result in report["results"]}
+    assert measured > {(model, count) for model in ("untrained", "trained") for count in module.WORKERS}
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+    printed = capsys.readouterr().out
+    assert all(f"trained, workers: {count}" in printed for count in module.MEASURED)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_scripted_workers_of_train_sums_solve_each_sum_once(
+    num_workers: int, embedded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script of the training data, read by the code that measures a model."""
+    pytest.importorskip("peft")
+    module = import_recipe("train_sums", monkeypatch)
+    tokenizer = embedded[1]
+    problems = [module.make_problem(random.Random(seed)) for seed in range(3)]
+    scripts = [module.solve(problem, num_workers, tokenizer) for problem in problems]
+    processor = module.Scripted([text for script in scripts for text in script])
+    monkeypatch.setattr(module, "generate", partial(module.generate, logits_processor=[processor]))
+    result = module.measure(module.make_smallest_model(tokenizer), tokenizer, problems, num_workers)
+    assert result["accuracy"] == result["solved"] == 1
+    assert result["repeated"] == 0
+    assert result["passes"] == pytest.approx(sum(max(map(len, script)) for script in scripts) / len(problems))
+    assert result["tokens"] == pytest.approx(sum(sum(map(len, script)) for script in scripts) / len(problems))
+
+
+def test_examples_of_train_sums_have_the_tokens_of_their_scripts_alone(
+    embedded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    module = import_recipe("train_sums", monkeypatch)
+    monkeypatch.setattr(module, "RUNS", 2)
+    tokenizer = embedded[1]
+    drawn = random.Random(0)
+    problems = [module.make_problem(drawn) for _ in range(2)]
+    examples = module.make_examples(random.Random(0), tokenizer, 2)
+    assert sorted(tokenizer.decode(sorted(example.target_ids)) for example in examples) == sorted(
+        tokenizer.decode(sorted(token for text in module.solve(problem, 1, tokenizer) for token in text))
+        for problem in problems
+    )
