@@ -121,7 +121,7 @@ class Pool:
     @property
     def version(self) -> int:
         """Number that changes with every change after which a decode step does not follow from the step before."""
-        return self._root._version
+        return self._version if self._parent is None else self._parent._version
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"on_copy": None}

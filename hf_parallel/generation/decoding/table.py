@@ -111,6 +111,8 @@ class DecodeTable:
         """Return the members to which something may have happened in a step of `tokens`."""
         if not self._steps_left:
             return range(len(self.members))
+        if not any(self._end_tokens):
+            return self._readers
         ended = {
             member
             for member, token, end_tokens in zip(self._member_of, tokens, self._end_tokens, strict=True)
