@@ -58,7 +58,7 @@ class AttentionRecorder:
     masked: bool = False  # whether the model passed an attention mask of its own
     bidirectional: bool = False  # whether a layer is not causal
     repeated: bool = False  # whether a layer attends more than once in a pass
-    others: set[str] = field(default_factory=set)  # names of tensors that block attention does not know
+    unknown: set[str] = field(default_factory=set)  # names of tensors that block attention does not know
     later: int = 1  # index of a token of a pass
     ahead: set[int] = field(default_factory=set)  # layers whose mask lets the first token see that one
     windows: dict[int, tuple[int | None, int | None, int | None]] = field(default_factory=dict)
@@ -142,7 +142,8 @@ def block_attention_forward(
         cache = active.cache
     if isinstance(cache, AttentionRecorder):
         cache.keyword_arrives |= block_cache is not None
-        cache.others |= {name for name, value in kwargs.items() if isinstance(value, torch.Tensor)} - {"position_ids"}
+        tensors = {name for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        cache.unknown |= tensors - {"position_ids"}
         cache.record(module, query, key, value, attention_mask, sliding_window)
         values = value[:, :, -query.shape[2] :]  # of the tokens; a model may have added some before them
         values = values.repeat_interleave(query.shape[1] // value.shape[1], dim=1)

@@ -32,16 +32,16 @@ def with_other_globals(function: Any, replacement: Replacement) -> FunctionType 
     if decorated is not None:
         inner = with_other_globals(decorated, replacement)
         return None if inner is None else _decorating(function, decorated, inner)
-    others: dict[str, Any] = {}
+    replaced: dict[str, Any] = {}
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, FunctionType | nn.Module):  # `kernels` makes modules of functions
             other = replacement(value)
             if other is not None:
-                others[name] = other
-    if not others:
+                replaced[name] = other
+    if not replaced:
         return None
-    copy = _copy(function, {**function.__globals__, **others}, function.__closure__)
+    copy = _copy(function, {**function.__globals__, **replaced}, function.__closure__)
 
     @wraps(function)
     def function_of_call(*args: Any, **kwargs: Any) -> Any:

@@ -42,9 +42,13 @@ _ALL_SLIDING = ("mistral", "phi3", "starcoder2")
 def gguf_file(name: str) -> Path | None:
     """Return the GGUF file that a path names: itself, or the only one of a folder without a config.json."""
     path = Path(name)
-    if path.is_dir() and not (path / "config.json").exists() and len(files := [*path.glob("*.gguf")]) == 1:
-        return files[0]
-    return path if path.suffix == ".gguf" and path.is_file() else None
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    if path.is_dir() and not (path / "config.json").exists():
+        files = [*path.glob("*.gguf")]
+        if len(files) == 1:
+            return files[0]
+    return None
 
 
 @contextmanager
@@ -73,19 +77,21 @@ def load_plain(file: Path, dtype: torch.dtype | None, **more: Any) -> PreTrained
     neither Transformers nor this package knows.
     """
     with _errors_naming(file):
-        found = _read(file)
-        config = _config(found)
+        contents = _read(file)
+        config = _config(contents)
         model = _empty_model(config)
-        if found.architecture in ARCHITECTURES:
-            _tensor_names(found, model)
+        if contents.architecture in ARCHITECTURES:
+            _tensor_names(contents, model)
         else:
-            processor = stock.TENSOR_PROCESSORS.get(found.architecture, stock.TensorProcessor)(config=config.to_dict())
-            known = stock.get_gguf_hf_weights_map(model, processor)
-            found.check_tensors(lambda name: name in known or name == "output.weight")
+            processor_class = stock.TENSOR_PROCESSORS.get(contents.architecture, stock.TensorProcessor)
+            known = stock.get_gguf_hf_weights_map(model, processor_class(config=config.to_dict()))
+            contents.check_tensors(lambda name: name in known or name == "output.weight")
         stock_class: Any = AutoModelForCausalLM
-        given = {"gguf_file": file.name, "config": config, "dtype": dtype, "output_loading_info": True, **more}
-        loaded, info = stock_class.from_pretrained(file.parent, **given)
-        if missing := sorted(info["missing_keys"]):
+        loaded, info = stock_class.from_pretrained(
+            file.parent, gguf_file=file.name, config=config, dtype=dtype, output_loading_info=True, **more
+        )
+        missing = sorted(info["missing_keys"])
+        if missing:
             raise ValueError(f"it has no tensor for {missing[0]}")
         return loaded  # type: ignore[no-any-return]
 
@@ -102,10 +108,11 @@ def read_gguf(file: Path, model: PreTrainedModel) -> tuple[Blocks, dict[str, tor
 def load_empty(file: Path) -> tuple[PreTrainedModel, Blocks, dict[str, torch.Tensor]]:
     """Return the model that a file describes, with weights on the meta device, and what `read_gguf` returns."""
     with _errors_naming(file):
-        found = _read(file)
-        _check_architecture(found)
-        model = _empty_model(_config(found))
-        return model, *_blocks(found, model)
+        contents = _read(file)
+        _check_architecture(contents)
+        model = _empty_model(_config(contents))
+        blocks, weights = _blocks(contents, model)
+        return model, blocks, weights
 
 
 def _read(file: Path) -> GGUF:
@@ -114,45 +121,52 @@ def _read(file: Path) -> GGUF:
     return read(file)
 
 
-def _check_architecture(found: GGUF) -> None:
-    if found.architecture not in ARCHITECTURES:
-        raise ValueError(f"packed architectures are {list(ARCHITECTURES)}, got {found.architecture!r}")
+def _check_architecture(contents: GGUF) -> None:
+    if contents.architecture not in ARCHITECTURES:
+        raise ValueError(f"packed architectures are {list(ARCHITECTURES)}, got {contents.architecture!r}")
 
 
-def _config(found: GGUF) -> PreTrainedConfig:
+def _config(contents: GGUF) -> PreTrainedConfig:
     """Return the config that Transformers reads, completed by sizes and RoPE scaling."""
-    config: Any = AutoConfig.from_pretrained(found.file.parent, gguf_file=found.file.name)
+    metadata = contents.metadata
+    config: Any = AutoConfig.from_pretrained(contents.file.parent, gguf_file=contents.file.name)
     mapping: Any = GGUF_CONFIG_MAPPING  # of several types of values
     read: Mapping[str, Any] = mapping.get(config.model_type.removesuffix("_text"), {})
-    own = {key: name for key, name in _OWN_KEYS.items() if not read.get(key)}
+    added = {key: name for key, name in _OWN_KEYS.items() if not read.get(key)}
     if config.model_type in _ALL_SLIDING:
-        own["attention.sliding_window"] = "sliding_window"
-    for key, name in own.items():
-        if key in found.metadata:
-            setattr(config, name, found.metadata[key] or None)
+        added["attention.sliding_window"] = "sliding_window"
+    for key, name in added.items():
+        if key in metadata:
+            setattr(config, name, metadata[key] or None)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     rope = parameters.get("full_attention", parameters)  # llama.cpp scales no others
-    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    same = {"attention.value_length": found.metadata.get("attention.key_length", head_dim), "rope.dimension_count": dim}
-    window_from = found.metadata.get("context_length", 0)
+    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    implied = {
+        "attention.value_length": metadata.get("attention.key_length", head_dim),
+        "rope.dimension_count": rotary_dim,
+    }
+    context_length = metadata.get("context_length", 0)
 
     def is_known(key: str) -> bool:
-        value = found.metadata[key]
-        if key in same:
-            return bool(value == same[key])
-        return bool(read.get(key) or key in own or (key == "attention.sliding_window" and value >= window_from))
+        value = metadata[key]
+        if key in implied:
+            return bool(value == implied[key])
+        if read.get(key) or key in added:
+            return True
+        return key == "attention.sliding_window" and bool(value >= context_length)
 
-    found.check_keys(is_known)
-    scaling = sorted({*filter(is_scaling, found.metadata), *found.rope_tensors})
-    if scaling and "rope_theta" not in rope:
-        raise ValueError(f"{scaling[0]} is not supported in the architecture {found.architecture!r}")
-    if scaling:
-        rope.update(scaled_rope(found.metadata, found.rope_tensors, rope["rope_theta"], dim))
-        original = "original_max_position_embeddings"
-        if original in rope and hasattr(config, original):  # Phi-3 has it twice
-            setattr(config, original, rope[original])
-    return config
+    contents.check_keys(is_known)
+    scaling = sorted({*filter(is_scaling, metadata), *contents.rope_tensors})
+    if not scaling:
+        return config  # type: ignore[no-any-return]
+    if "rope_theta" not in rope:
+        raise ValueError(f"{scaling[0]} is not supported in the architecture {contents.architecture!r}")
+    rope.update(scaled_rope(metadata, contents.rope_tensors, rope["rope_theta"], rotary_dim))
+    original = "original_max_position_embeddings"
+    if original in rope and hasattr(config, original):  # Phi-3 has it twice
+        setattr(config, original, rope[original])
+    return config  # type: ignore[no-any-return]
 
 
 def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -164,46 +178,48 @@ def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _tensor_names(found: GGUF, model: PreTrainedModel) -> dict[str, str]:
+def _tensor_names(contents: GGUF, model: PreTrainedModel) -> dict[str, str]:
     """Return the name of each parameter's tensor.
 
     Raises `ValueError` if it is missing or of another shape, or if the file has more tensors.
     """
     import gguf
 
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == found.architecture)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == contents.architecture)
     known = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
     names: dict[str, str] = {}
     for parameter, weight in model.named_parameters():
         layer, _, suffix = parameter.rpartition(".")
         name = f"{known.get_name(layer)}.{suffix}"
-        if found.shape(name) != weight.shape:
-            raise ValueError(f"the tensor {name} has shape {found.shape(name)}, {parameter} {tuple(weight.shape)}")
+        if contents.shape(name) != weight.shape:
+            raise ValueError(f"the tensor {name} has shape {contents.shape(name)}, {parameter} {tuple(weight.shape)}")
         names[parameter] = name
-    found.check_tensors(lambda name: name in names.values())
+    contents.check_tensors(lambda name: name in names.values())
     return names
 
 
-def _blocks(found: GGUF, model: PreTrainedModel) -> tuple[Blocks, dict[str, torch.Tensor]]:
+def _blocks(contents: GGUF, model: PreTrainedModel) -> tuple[Blocks, dict[str, torch.Tensor]]:
     import gguf
 
-    _check_architecture(found)
+    _check_architecture(contents)
     heads: dict[str, int] = {}
-    if found.architecture == "llama":  # llama.cpp interleaves the halves of rotated dimensions
+    if contents.architecture == "llama":  # llama.cpp interleaves the halves of rotated dimensions
         heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
     blocks: Blocks = {}
     weights: dict[str, torch.Tensor] = {}
-    names = _tensor_names(found, model)
+    names = _tensor_names(contents, model)
     for parameter, name in progress_bar(names.items(), total=len(names), what="Reading weights", unit="tensors"):
-        tensor = found.tensors[name]
-        packing, data = tensor.tensor_type.name, torch.from_numpy(tensor.data.view("uint8").copy())
+        tensor = contents.tensors[name]
+        packing = tensor.tensor_type.name
+        data = torch.from_numpy(tensor.data.view("uint8").copy())
         is_packed = data.dim() == 2 and packing in native.PACKINGS and packing != "F32"
         if not is_packed:
             data = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
-        if count := heads.get(name.split(".")[-2]):
-            data = data.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
+        num_heads = heads.get(name.split(".")[-2])
+        if num_heads:
+            data = data.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         if is_packed:
-            blocks[parameter] = packing, data
+            blocks[parameter] = (packing, data)
         else:
             weights[parameter] = data
     return blocks, weights

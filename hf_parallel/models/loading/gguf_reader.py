@@ -124,30 +124,43 @@ def read(file: Path) -> GGUF:
     architecture = fields.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
         raise ValueError(f"general.architecture must be a name, got {architecture!r}")
-    if (kind := fields.get("general.type", "model")) != "model":
+    kind = fields.get("general.type", "model")
+    if kind != "model":
         raise ValueError(f"general.type must be 'model', got {kind!r}")
-    if (parts := fields.get("split.count", 1)) not in (0, 1):
-        raise ValueError(f"it is one of {parts} parts (split.count): merge them with llama-gguf-split")
-    start = f"{architecture}."
-    metadata = {key.removeprefix(start): value for key, value in fields.items() if key.startswith(start)}
-    general = {key: value for key, value in fields.items() if not key.startswith(start)}
-    found = GGUF(file, architecture, general, metadata, tensors)
-    _check_sizes(found)
-    return found
+    num_parts = fields.get("split.count", 1)
+    if num_parts not in (0, 1):
+        raise ValueError(f"it is one of {num_parts} parts (split.count): merge them with llama-gguf-split")
+    prefix = f"{architecture}."
+    metadata: dict[str, Any] = {}
+    general: dict[str, Any] = {}
+    for key, value in fields.items():
+        if key.startswith(prefix):
+            metadata[key.removeprefix(prefix)] = value
+        else:
+            general[key] = value
+    contents = GGUF(file, architecture, general, metadata, tensors)
+    _check_sizes(contents)
+    return contents
 
 
-def _check_sizes(found: GGUF) -> None:
+def _check_sizes(contents: GGUF) -> None:
     """Raise `ValueError` if sizes cannot be those of the tensors: a damaged one would need any amount of memory."""
-    if not found.tensors:
+    if not contents.tensors:
         raise ValueError("it has no tensors")
-    layers = {int(part) for name in found.tensors if name.startswith("blk.") and (part := name.split(".")[1]).isdigit()}
-    if layers and found.integer("block_count") != max(layers) + 1:
-        raise ValueError(
-            f"{found.architecture}.block_count is {found.metadata['block_count']}, but it has {max(layers) + 1} layers"
-        )
-    largest = max(max(found.shape(name), default=0) for name in found.tensors)
-    for key, value in found.metadata.items():
+    architecture = contents.architecture
+    num_layers = 0
+    for name in contents.tensors:
+        first, *parts = name.split(".")
+        if first == "blk" and parts and parts[0].isdigit():
+            num_layers = max(num_layers, int(parts[0]) + 1)
+    if num_layers and contents.integer("block_count") != num_layers:
+        block_count = contents.metadata["block_count"]
+        raise ValueError(f"{architecture}.block_count is {block_count}, but it has {num_layers} layers")
+    largest = max(max(contents.shape(name), default=0) for name in contents.tensors)
+    for key, value in contents.metadata.items():
         is_size = key.endswith(("_length", "head_count", "head_count_kv", "dimension_count", "_size"))
+        if not is_size or key == "context_length":
+            continue
         for size in value if isinstance(value, list) else [value]:
-            if is_size and key != "context_length" and not (type(size) is int and 0 <= size <= largest):
-                raise ValueError(f"{found.architecture}.{key} must be at most {largest}, got {size!r}")
+            if type(size) is not int or not 0 <= size <= largest:
+                raise ValueError(f"{architecture}.{key} must be at most {largest}, got {size!r}")

@@ -349,10 +349,10 @@ def _checked_reads(
         if source != layer or (cutting and argument is None):
             reads[layer] = LayerReads(source, mask if cutting else None, chunk if cutting else None)
     where, window = next(iter(different.items()), ("", None))
-    other = ", ".join(sorted(recorder.others))
+    unknown = ", ".join(sorted(recorder.unknown))
     _raise_if(model, {f"has its sliding window of {window} only in {where}": window is not None})
     reasons = {
-        f"changes its attention by {other}, which block attention would ignore": other,
+        f"changes its attention by {unknown}, which block attention would ignore": unknown,
         "calls transformers' attention interface more than once per layer": recorder.repeated,
         f"calls transformers' attention interface in {num_called} of its {num_layers} layers, not in all": (
             num_called != num_layers
