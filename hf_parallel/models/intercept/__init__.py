@@ -45,6 +45,6 @@ Nothing else of Transformers, PEFT or torch is replaced: no module's globals, an
 Inductor (`decode/fused.py`) is an option of `torch.compile`.
 
 What all threads see (`forward`, `_compiled_call_impl`, the class of a config) asks a context variable whether this
-thread runs a pass, and runs the model's own code otherwise. The exceptions are linear layers, which compute the same,
-and adapters: while an engine with adapters is open, no other thread can call the model.
+thread runs a pass, and runs the model's own code otherwise. The exceptions are linear layers, whose results differ from
+PyTorch's in rounding only, `gradient_checkpointing`, and the active adapter, which all threads see during a pass.
 """
