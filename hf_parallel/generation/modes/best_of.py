@@ -158,7 +158,8 @@ class BestOfRun:
             self.loop.start(self.rows, leaves, initial_capacity(call.max_new_tokens, len(leaves)))
             self.groups = [self.rows[start : start + n] for start in range(0, len(self.rows), n)]
             for row in self.rows:  # `transformers` repeats prompts, and rows are numbered after the first of each
-                row.output_row = row.index + row.index // n * n * (self.num_returned - 1)
+                prompt = row.index // n
+                row.output_row = row.index + prompt * n * (self.num_returned - 1)
             self.racing = list(self.groups)
             self.ended: set[Row] = set()
             self.final: set[Row] = set()  # ended, and scored since
@@ -183,16 +184,21 @@ class BestOfRun:
         return active
 
     def _prune(self) -> None:
+        """Drop the rows of each group that rank below those that continue."""
         sizes = [max(self.num_returned, math.ceil(self.config.keep * len(group))) for group in self.racing]
-        contested = [row for group, size in zip(self.racing, sizes, strict=True) if len(group) > size for row in group]
+        contested: list[Row] = []
+        for group, size in zip(self.racing, sizes, strict=True):
+            if len(group) > size:
+                contested += group
         self._score(contested)
         for index, size in enumerate(sizes):
-            if len(self.racing[index]) > size:
-                ranked = sorted(self.racing[index], key=self._rank)
-                self.racing[index] = ranked[:size]
-                for row in ranked[size:]:
-                    if row not in self.ended:
-                        self.loop.drop(row, PRUNED)
+            if len(self.racing[index]) <= size:
+                continue
+            ranked = sorted(self.racing[index], key=self._rank)
+            self.racing[index] = ranked[:size]
+            for row in ranked[size:]:
+                if row not in self.ended:
+                    self.loop.drop(row, PRUNED)
 
     def _rank(self, row: Row) -> tuple[bool, float, int]:
         return row.dropped, -self.scores[row], row.index
@@ -200,22 +206,29 @@ class BestOfRun:
     def _score(self, rows: Sequence[Row]) -> None:
         """Set the scores of rows. Raises `TypeError` or `ValueError` if the scorer does not return a number."""
         new = [row for row in rows if row not in self.final]
+        if not new:
+            return
         self.final |= self.ended.intersection(new)
-        means = self.loop.log_probs(new).nanmean(dim=1).tolist() if new else []
+        means = self.loop.log_probs(new).nanmean(dim=1).tolist()
         for row, mean in zip(new, means, strict=True):
             self.scores[row] = mean if self.scorer is None else self._ask(self.scorer, row, mean)
 
     def _ask(self, scorer: Scorer, row: Row, mean: float) -> float:
-        tokenizer = self.call.tokenizer
-        n = self.config.num_candidates
-        prompt = tokenizer.decode(self.call.token_ids(self.call.prompts[row.index // n * self.num_returned]).tolist())
-        tokens = self.loop.new_tokens(row)
-        candidate = Candidate(prompt, self._text(row), tokens, mean, row in self.ended)
-        given = scorer(candidate)
+        """Return the score that the caller's scorer gives a row with this mean log-probability."""
+        prompt_row = row.index // self.config.num_candidates * self.num_returned
+        prompt_ids = self.call.token_ids(self.call.prompts[prompt_row]).tolist()
+        candidate = Candidate(
+            self.call.tokenizer.decode(prompt_ids),
+            self._text(row),
+            self.loop.new_tokens(row),
+            mean,
+            row in self.ended,
+        )
+        result = scorer(candidate)
         try:
-            score = float("text" if isinstance(given, str) else given)
+            score = float("text" if isinstance(result, str) else result)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"scorer must return a number, got {given!r} for {candidate.text!r}") from error
+            raise TypeError(f"scorer must return a number, got {result!r} for {candidate.text!r}") from error
         if math.isnan(score):
             raise ValueError(f"scorer must return a number, got nan for {candidate.text!r}")
         return score
@@ -224,17 +237,30 @@ class BestOfRun:
         return visible_text(self.call.tokenizer, self.loop.new_tokens(row), self.call.hidden_tokens)
 
     def _output(self) -> Generated:
+        """Return the best rows of each prompt, with the candidates of their prompts."""
         n = self.config.num_candidates
-        size = self.num_returned
-        best = [row for group in self.groups for row in sorted(group, key=self._rank)[:size]]
-        groups = [self.groups[row.index // n] for row in best]
+        ranked_groups = [sorted(group, key=self._rank) for group in self.groups]
+        best: list[Row] = []
+        for ranked in ranked_groups:
+            best += ranked[: self.num_returned]
+        texts = []
+        ratings = []
+        order = []
+        pruned = []
+        for row in best:
+            prompt = row.index // n
+            group = self.groups[prompt]
+            texts.append([self._text(candidate) for candidate in group])
+            ratings.append([self.scores[candidate] for candidate in group])
+            order.append([candidate.index % n for candidate in ranked_groups[prompt]])
+            pruned.append([candidate.index % n for candidate in group if candidate.dropped])
         return self.loop.output(
             BestOfOutput,
             best,
-            texts=[[self._text(row) for row in group] for group in groups],
-            ratings=[[self.scores[row] for row in group] for group in groups],
-            order=[[row.index % n for row in sorted(group, key=self._rank)] for group in groups],
-            pruned=[[row.index % n for row in group if row.dropped] for group in groups],
+            texts=texts,
+            ratings=ratings,
+            order=order,
+            pruned=pruned,
             chosen=[row.index % n for row in best],
         )
 
@@ -261,22 +287,22 @@ class BestOfOutput(ParallelOutput):
     """Per row the index of its candidate."""
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        order = self.order[prompt]
         ratings = self.ratings[prompt]
-        return [("Scores", ", ".join(f"candidate {index + 1}: {ratings[index]:.4g}" for index in order))]
+        scores = [f"candidate {index + 1}: {ratings[index]:.4g}" for index in self.order[prompt]]
+        return [("Scores", ", ".join(scores))]
 
 
 def resolve_scorer(scorer: object) -> Scorer:
     """Return a scorer, given as a function or as `"module:function"`; raise `ValueError` for anything else."""
-    found = scorer
+    function = scorer
     if isinstance(scorer, str):
         try:
-            found = pkgutil.resolve_name(scorer) if scorer.count(":") == 1 else None
+            function = pkgutil.resolve_name(scorer) if scorer.count(":") == 1 else None
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"scorer={scorer!r} cannot be imported: {error}") from error
-    if not callable(found):
+    if not callable(function):
         raise ValueError(f"scorer must be callable, or 'module:function', got {scorer!r}")
-    return found
+    return function
 
 
 def _num_returned(call: GenerationCall) -> int:

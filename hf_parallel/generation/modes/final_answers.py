@@ -47,7 +47,8 @@ def describe_pattern(pattern: str) -> str:
     """Return `answer_pattern` for a message: the default by its meaning, a long one shortened."""
     if pattern == BOXED:
         return "answer_pattern (the default, \\boxed{...})"
-    return f"answer_pattern={pattern[:SHOWN_LENGTH]!r}" + "..." * (len(pattern) > SHOWN_LENGTH)
+    ellipsis = "..." if len(pattern) > SHOWN_LENGTH else ""
+    return f"answer_pattern={pattern[:SHOWN_LENGTH]!r}{ellipsis}"
 
 
 def find_matches(pattern: str, text: str) -> list[regex.Match[str]]:
@@ -119,7 +120,7 @@ def normal_form(answer: str) -> str:
     sign, whole, fraction = number.groups(default="")
     whole = whole.replace(",", "").lstrip("0") or "0"
     fraction = fraction.rstrip("0")
-    value = whole + f".{fraction}" * bool(fraction)
+    value = f"{whole}.{fraction}" if fraction else whole
     return value if value == "0" else sign + value
 
 
@@ -136,4 +137,7 @@ def majority(answers: Sequence[Key | None], weights: Sequence[float] | None = No
     for answer, weight in zip(answers, weights or [1] * len(answers), strict=True):
         if answer is not None:
             votes[answer] = votes.get(answer, 0) + weight
-    return (answers.index(max(votes, key=votes.__getitem__)) if votes else 0), votes
+    if not votes:
+        return 0, votes
+    winner = max(votes, key=votes.__getitem__)
+    return answers.index(winner), votes

@@ -85,12 +85,18 @@ class ForkJoinOutput(ParallelOutput):
         names: dict[int, str] = {}
         counts: Counter[str] = Counter()
 
-        def add(forks: list[Fork], before: str) -> None:
-            for path in (path for fork in forks for path in fork.paths):
-                number = path.number if path.number.startswith(before) else before + path.number
-                counts[number] += 1
-                names[path.index] = f"Path {number}" + f" ({counts[number]})" * (counts[number] > 1)
-                add(path.forks, f"{number}.")
+        def add(forks: list[Fork], prefix: str) -> None:
+            for fork in forks:
+                for path in fork.paths:
+                    number = path.number
+                    if not number.startswith(prefix):
+                        number = prefix + number
+                    counts[number] += 1
+                    name = f"Path {number}"
+                    if counts[number] > 1:
+                        name += f" ({counts[number]})"
+                    names[path.index] = name
+                    add(path.forks, f"{number}.")
 
         add(self.forks[prompt], "")
         return [name for _, name in sorted(names.items())]
@@ -174,9 +180,9 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
         if isinstance(self.format, SkeletonDialect):
             self._skeletons(self.format)
             return
-        before, tag, after = self.opening.partition(self.format.fork_text)
-        gap = self.format.first_text("")[0]
-        if self.format.region[0] in before + tag and after not in ("", gap):
+        text, tag, after = self.opening.partition(self.format.fork_text)
+        gap, _ = self.format.first_text("")
+        if self.format.region[0] in text + tag and after not in ("", gap):
             raise ValueError(f"opening must end with {tag!r}, at which its paths start, got {after!r} after it")
 
     @property
@@ -285,12 +291,14 @@ class ForkJoinRun(BranchRun):
         if ended or not lane.num_samples or not self._is_planning(lane):
             return
         title = lane.reader
-        rest = self.outline[lane.reader.index + 1]
+        following = self.outline[title.index + 1]  # from the end of this title to the next one
         title.length += 1
-        is_end = title.length > 1 and rest.startswith(text.decode())
+        is_end = title.length > 1 and following.startswith(text.decode())
         if is_end or title.length == MAX_TITLE_TOKENS:
-            tokens = self.tokens(rest[len(text.decode()) :] if is_end else rest)
-            title.index = title.index + 1
+            if is_end:
+                following = following[len(text.decode()) :]
+            tokens = self.tokens(following)
+            title.index += 1
             title.length = 0
             if len(tokens) < lane.answer.left:
                 self.insert(lane, tokens)
@@ -310,29 +318,36 @@ class ForkJoinRun(BranchRun):
 
     def find_fork(self, lane: Lane, known: int) -> OpenFork | None:
         """See `BranchRun.find_fork`."""
-        tag = self.dialect.fork_text.encode()
-        if (at := lane.text.find(tag, max(known - len(tag) + 1, 0))) < 0:
+        dialect = self.dialect
+        tag = dialect.fork_text.encode()
+        start = lane.text.find(tag, max(known - len(tag) + 1, 0))
+        if start < 0:
             return None
-        end = at + len(tag)
-        before = lane.text[:end].decode(errors="replace")
-        if (begin := before.rfind(self.dialect.region[0])) < 0:
+        end = start + len(tag)
+        text = lane.text[:end].decode(errors="replace")
+        begin = text.rfind(dialect.region[0])
+        if begin < 0:
             return None
-        numbers = self.dialect.numbers(before[begin:], 1 if self.dialect.is_separate else self.config.paths)
-        if reason := self._why_not(lane, len(numbers)):
+        numbers = dialect.numbers(text[begin:], 1 if dialect.is_separate else self.config.paths)
+        reason = self._why_not(lane, len(numbers))
+        if reason:
             lane.answer.fallback = reason
             return None
-        gap = self.dialect.first_text("")[0]
+        gap, first_text = dialect.first_text("")
         if lane.text[end:].startswith(gap.encode()):
-            end = end + len(gap.encode())
+            end += len(gap.encode())
             gap = ""
         head = slice_tokens(lane.own, self.vocabulary, 0, end) + self.tokens(gap)
-        if self.dialect.is_separate:
+        if dialect.is_separate:
             *head, last = head
-            first = self.tokens(self.dialect.first_text("")[1])
             number = str(lane.answer.num_paths + 1)
-            return OpenFork(head, [(number, [last, *first]), ("", [last])], [], is_separate=True)
-        paths = [(number, self.tokens(self.dialect.first_text(number)[1])) for number in numbers]
-        return OpenFork(head, paths, self.tokens(self.dialect.joined_text))
+            path = [last, *self.tokens(first_text)]
+            return OpenFork(head, [(number, path), ("", [last])], [], is_separate=True)
+        paths = []
+        for number in numbers:
+            _, first_text = dialect.first_text(number)
+            paths.append((number, self.tokens(first_text)))
+        return OpenFork(head, paths, self.tokens(dialect.joined_text))
 
     def _why_not(self, lane: Lane, count: int) -> str:
         """Return why a lane may not fork; empty if it may."""
@@ -351,7 +366,9 @@ class ForkJoinRun(BranchRun):
 
     def path_end(self, text: bytes, end: int, cause: str) -> tuple[int, str]:
         """See `BranchRun.path_end`. A path without its closing tag gets it, and each the gap after it."""
-        following = ("" if cause == "tag" else self.dialect.branch[1]) + self.dialect.gap
+        following = self.dialect.gap
+        if cause != "tag":
+            following = self.dialect.branch[1] + following
         if text[end:].startswith(following.encode()):
             return end + len(following.encode()), ""
         return end, following

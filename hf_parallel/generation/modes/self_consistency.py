@@ -138,9 +138,10 @@ class SelfConsistencyConfig(ReplayConfig["SelfConsistencyOutput"]):
         total = super().max_kv_tokens(call)
         if self.vote == "majority":
             return total
-        headers = sum(call.count_tokens(self.answer_header.format(number=n + 1)) for n in range(self.num_answers))
         conclusion = call.count_tokens(self.conclusion_prompt) + self.conclusion_tokens
-        return total + call.num_rows * (headers + self.num_answers * call.max_new_tokens + conclusion)
+        for number in range(1, self.num_answers + 1):
+            conclusion += call.count_tokens(self.answer_header.format(number=number)) + call.max_new_tokens
+        return total + call.num_rows * conclusion
 
 
 class SelfConsistencyRun(StagedRun):
@@ -161,18 +162,25 @@ class SelfConsistencyRun(StagedRun):
         config = self.config
         call = self.call
         n = self.config.num_answers
-        answers = [[self.completion(prompt, prompt * n + i) for i in range(n)] for prompt in range(call.num_rows)]
+        all_rows = [self.completion(number // n, number) for number in range(call.num_rows * n)]
+        answers = [all_rows[start : start + n] for start in range(0, len(all_rows), n)]  # rows by prompt
         ids = call.input_ids.repeat_interleave(n, dim=0)  # the prompts that processors receive
-        loop = yield from self.run_stage([row for rows in answers for row in rows], input_ids=ids, seed=config.seed)
-        found = [[find_answer(config.answer_pattern, row.text) for row in rows] for rows in answers]
-        counted = [majority(_forms(given)) for given in found]
-        votes = [count for _, count in counted]
+        loop = yield from self.run_stage(all_rows, input_ids=ids, seed=config.seed)
+        found: list[list[str | None]] = []
+        winners = []
+        votes = []
+        for of_prompt in answers:
+            of_rows = [find_answer(config.answer_pattern, row.text) for row in of_prompt]
+            winner, counts = majority(_forms(of_rows))
+            found.append(of_rows)
+            winners.append(winner)
+            votes.append(counts)
         if config.vote == "majority":
-            chosen: list[int | None] = [index for index, _ in counted]
-            rows = [prompt * n + index for prompt, (index, _) in enumerate(counted)]
-            returned = [answers[prompt][index] for prompt, (index, _) in enumerate(counted)]
+            chosen: list[int | None] = [*winners]
+            rows = [prompt * n + winner for prompt, winner in enumerate(winners)]
+            returned = [all_rows[row] for row in rows]
             read: list[list[int]] = [[] for _ in rows]
-            final = [given[index] for given, (index, _) in zip(found, counted, strict=True)]
+            final = [of_rows[winner] for of_rows, winner in zip(found, winners, strict=True)]
         else:
             read = [self._reading(of_prompt) for of_prompt in answers]
             rows = list(range(call.num_rows))
@@ -180,21 +188,30 @@ class SelfConsistencyRun(StagedRun):
             returned = [self._conclusion(prompt, tokens) for prompt, tokens in enumerate(read)]
             loop = yield from self.run_stage(returned, seed=None if rngs is None else rngs[::n])
             final = [self._final_answer(row.text) for row in returned]
-            chosen = [_index_of(answer, given) for answer, given in zip(final, found, strict=True)]
+            chosen = [_index_of(answer, of_rows) for answer, of_rows in zip(final, found, strict=True)]
+        conclusions = [""] * len(returned)
+        if config.vote == "final":
+            conclusions = [row.prefix + row.text for row in returned]
+        tokens = []
+        log_probs = []
+        for prefix, row in zip(read, returned, strict=True):
+            tokens.append(prefix + row.tokens)
+            log_probs.append([math.nan] * len(prefix) + row.log_probs)
         output = self.output(
             SelfConsistencyOutput,
-            [before + row.tokens for before, row in zip(read, returned, strict=True)],
-            [[math.nan] * len(before) + row.log_probs for before, row in zip(read, returned, strict=True)],
-            texts=[[row.text for row in rows] for rows in answers],
+            tokens,
+            log_probs,
+            texts=[[row.text for row in of_prompt] for of_prompt in answers],
             found=found,
             votes=votes,
             chosen=chosen,
             answers=final,
-            conclusions=[row.prefix + row.text for row in returned] if config.vote == "final" else [""] * len(returned),
+            conclusions=conclusions,
         )
         self._warn_without(final)
         for name in ("scores", "logits"):
-            if (steps := getattr(loop.sampler, name)) is not None:
+            steps = getattr(loop.sampler, name)
+            if steps is not None:
                 longest = max(len(row.tokens) for row in returned)
                 setattr(output, name, tuple(step[rows] for step in steps[:longest]))
         return output
@@ -205,11 +222,17 @@ class SelfConsistencyRun(StagedRun):
         return self.completion(prompt, row, read, config.conclusion_tokens, config.conclusion_prompt, self._concludes)
 
     def _warn_without(self, answers: Sequence[str | None]) -> None:
+        """Warn about prompts without a final answer."""
         missing = [answer is None for answer in answers]
-        if any(missing) and self.config.answer_pattern:
-            text, result = ("answer", "vote") if self.config.vote == "majority" else ("conclusion", "final answer")
-            pattern = describe_pattern(self.config.answer_pattern)
-            warn_caller(f"no {text} to {name_prompts(missing)} matches {pattern}, so there is no {result}")
+        if not any(missing) or not self.config.answer_pattern:
+            return
+        text = "conclusion"
+        result = "final answer"
+        if self.config.vote == "majority":
+            text = "answer"
+            result = "vote"
+        pattern = describe_pattern(self.config.answer_pattern)
+        warn_caller(f"no {text} to {name_prompts(missing)} matches {pattern}, so there is no {result}")
 
     def _reading(self, answers: Sequence[CompletionRow]) -> list[int]:
         """Return the tokens of all answers with their headers, and of `conclusion_prompt`."""
@@ -229,10 +252,13 @@ def _forms(answers: Sequence[str | None]) -> list[str | None]:
     return [None if answer is None else normal_form(answer) for answer in answers]
 
 
-def _index_of(final: str | None, given: Sequence[str | None]) -> int | None:
-    forms = _forms(given)
-    wanted = None if final is None else normal_form(final)
-    return forms.index(wanted) if wanted in forms and wanted is not None else None
+def _index_of(final: str | None, answers: Sequence[str | None]) -> int | None:
+    """Return the index of the first answer that equals the final one; None: there is none."""
+    if final is None:
+        return None
+    form = normal_form(final)
+    forms = _forms(answers)
+    return forms.index(form) if form in forms else None
 
 
 @dataclass
@@ -266,15 +292,20 @@ class SelfConsistencyOutput(ParallelOutput):
 
     def ranking(self, prompt: int) -> tuple[list[int], list[int]]:
         votes = self.votes[prompt]
-        found = self.found[prompt]
-        scores = [0.0 if answer is None else votes[normal_form(answer)] for answer in found]
         chosen = self.chosen[prompt]
-        order = sorted(range(len(found)), key=lambda index: (-scores[index], index != chosen, index))
+        keys = []
+        for index, answer in enumerate(self.found[prompt]):
+            score = 0.0 if answer is None else votes[normal_form(answer)]
+            keys.append((-score, index != chosen, index))
+        order = [index for _, _, index in sorted(keys)]
         return order, [] if chosen is None else [chosen]
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        votes = ", ".join(f"{form}: {round(count, 3)}" for form, count in self.votes[prompt].items())
+        votes = [f"{form}: {round(count, 3)}" for form, count in self.votes[prompt].items()]
         chosen = self.chosen[prompt]
-        answer = self.answers[prompt]
-        found = (("Answer", answer), ("Votes", votes), ("Chosen", None if chosen is None else f"answer {chosen + 1}"))
-        return [(label, text) for label, text in found if text]
+        texts = {
+            "Answer": self.answers[prompt],
+            "Votes": ", ".join(votes),
+            "Chosen": None if chosen is None else f"answer {chosen + 1}",
+        }
+        return [(label, text) for label, text in texts.items() if text]

@@ -85,7 +85,9 @@ class SharedPrefixRun:
         cache = self.cache
         yield from score_prompts(self.loop, cache)
         begins = [table.lengths[row.index] for row in rows]
-        replayed = [table.ids[row.index, call.input_ids.shape[1] : n] for row, n in zip(rows, begins, strict=True)]
+        replayed = []
+        for row, begin in zip(rows, begins, strict=True):
+            replayed.append(table.ids[row.index, call.input_ids.shape[1] : begin])
         leaves: list[Node] = []
         for row, tokens in zip(rows, replayed, strict=True):
             leaf = yield from insert_prompt(cache, call.prompts[row.index], call.gaps[row.index])
@@ -93,7 +95,10 @@ class SharedPrefixRun:
                 leaf = yield from insert(cache, tokens.cpu().numpy(), root=leaf)
             leaves.append(leaf)
         logits = None
-        if all(map(len, replayed)) and (parents := defer_last_tokens(self.loop, cache, leaves)) is not None:
+        parents = None
+        if all(map(len, replayed)):
+            parents = defer_last_tokens(self.loop, cache, leaves)
+        if parents is not None:
             leaves = parents
             begins = [begin - 1 for begin in begins]
             for row, tokens in zip(rows, replayed, strict=True):

@@ -118,9 +118,12 @@ class _Stage:
         # Each row has its own budget, which MaxLengthCriteria cannot check.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         table = TokenTable(ids, call.pad_token_id, min(longest, SUFFIX_CAPACITY))
-        masked = [0 if input_ids is None else sum(row.gaps.values()) for row in self.rows]  # inside prompts
-        padding = torch.tensor([ids.shape[1] - len(r.prompt) - n for r, n in zip(self.rows, masked, strict=True)])
-        self.loop = DecodeLoop(_with_padding(call, padding), run.cache, table, criteria, seed, stream=False)
+        padding = []
+        for row in self.rows:
+            num_masked = 0 if input_ids is None else sum(row.gaps.values())  # inside the prompt
+            padding.append(ids.shape[1] - len(row.prompt) - num_masked)
+        padded_call = _with_padding(call, torch.tensor(padding))
+        self.loop = DecodeLoop(padded_call, run.cache, table, criteria, seed, stream=False)
 
     def generate(self, config: ReplayConfig) -> Steps[DecodeLoop]:
         prompts = [LogitsKey.of_prompt(row.prompt, row.gaps) for row in self.rows]
@@ -133,8 +136,9 @@ class _Stage:
             self.call.record.add_origins(self.loop.replayer.origins, output_rows)
         drawn = self.loop.sampler.log_probs_of_rows(by_draw=True).tolist()
         for row, values in zip(self.rows, drawn, strict=True):
-            known = values[: len(row.tokens)]
-            row.log_probs = known + [math.nan] * (len(row.tokens) - len(known))  # none were asked for
+            log_probs = values[: len(row.tokens)]
+            missing = len(row.tokens) - len(log_probs)  # none were asked for
+            row.log_probs = log_probs + [math.nan] * missing
         return self.loop
 
     def _decode(self, rows: Sequence[CompletionRow]) -> Steps[None]:

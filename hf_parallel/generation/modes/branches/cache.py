@@ -23,9 +23,11 @@ class TreeBranchCache(SharedPrefixCache):
     def new_answers(self, prompts: Sequence[Node], capacity: int) -> list[list[Block]]:
         """Return the view of an answer to each prompt, which ends with a new block of `capacity` tokens."""
         blocks = self.pool.new_blocks(len(prompts), capacity)
+        views = []
         for prompt, block in zip(prompts, blocks, strict=True):
             block.base = prompt.next_position
-        return [[*prompt.view, block] for prompt, block in zip(prompts, blocks, strict=True)]
+            views.append([*prompt.view, block])
+        return views
 
     def branch(self, view: View, count: int, position: int, expected_length: int) -> list[list[Block]]:
         """Return the views of `count` branches after a view, at one position: each sees the view and itself.
@@ -44,9 +46,12 @@ class TreeBranchCache(SharedPrefixCache):
         position and the text follows the longest; otherwise it sees them one after the other, by rotation.
         """
         lengths = [length for _, length in branches]
-        after = max(lengths) if at_depth else sum(lengths)
-        if at_depth:
-            for index, (blocks, length) in enumerate(branches):
-                blocks[-1].shift -= length if index < len(branches) - 1 else length - after
-        own = [block for blocks, _ in branches for block in blocks]
-        return [*view, *own, self.pool.new_block(base=position + after)]
+        total = max(lengths) if at_depth else sum(lengths)
+        joined = list(view)
+        for index, (blocks, length) in enumerate(branches):
+            if at_depth:
+                is_last = index == len(branches) - 1
+                blocks[-1].shift -= length - total if is_last else length
+            joined += blocks
+        joined.append(self.pool.new_block(base=position + total))
+        return joined

@@ -19,9 +19,11 @@ class FormatProcessor(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores `[rows, vocabulary]` of sampled rows or of all, minus infinity for forbidden tokens."""
         roots = self.run.roots
-        rows = self.run.loop.sampler.processors.rows
-        rows = rows if len(scores) == len(rows) else range(len(scores))
-        return force(scores, [self.run.allowed(roots[row]) if row < len(roots) else None for row in rows])
+        rows: Sequence[int] = self.run.loop.sampler.processors.rows
+        if len(scores) != len(rows):
+            rows = range(len(scores))
+        allowed = [self.run.allowed(roots[row]) if row < len(roots) else None for row in rows]
+        return force(scores, allowed)
 
 
 def force(scores: torch.Tensor, allowed: Sequence[torch.Tensor | None]) -> torch.Tensor:

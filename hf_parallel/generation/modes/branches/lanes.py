@@ -138,15 +138,17 @@ class Lane(Row):
 
     def replace(self, tokens: Sequence[Token], pool: Pool) -> int:
         """Replace the tokens since the last fork. Return how many of them stay."""
-        old = self.own
-        same = next((i for i, pair in enumerate(zip(old, tokens, strict=False)) if pair[0] is not pair[1]), None)
-        same = min(len(old), len(tokens)) if same is None else same
+        same = 0
+        for old, new in zip(self.own, tokens, strict=False):
+            if old is not new:
+                break
+            same += 1
         if self.text_from + same < self.block_from:
             self._reattach(pool)
-        kept = self.text_from + same - self.block_from
-        if kept < self.block.length:
-            pool.truncate(self.block, kept)
-            if not pool.continues(self.block, kept):
+        length = self.text_from + same - self.block_from
+        if length < self.block.length:
+            pool.truncate(self.block, length)
+            if not pool.continues(self.block, length):
                 pool.truncate(self.block, 0)
         self.tokens[self.text_from :] = tokens
         self.text = text_of(tokens)
@@ -194,14 +196,14 @@ class Lane(Row):
         `ends` holds for each marker or stop its bytes, the number of these that are kept, and its name in `ended_by`.
         """
         first = 0 if self.forks else len(text_of(self.opening))
-        found = []
-        for end, kept, cause in ends:
+        matches = []
+        for end, num_kept, cause in ends:
             start = self.text.find(end, max(known - len(end) + 1, first))
             while cause == "stop" and start >= 0 and not self.text[first:start].strip(WHITESPACE):
                 start = self.text.find(end, start + 1)
             if start >= 0:
-                found.append((start + kept, cause))
-        return min(found, default=None)
+                matches.append((start + num_kept, cause))
+        return min(matches, default=None)
 
 
 class Records:
@@ -225,19 +227,22 @@ def answer_log_probs(sampler: Sampler, answers: Sequence[Sequence[Token]]) -> to
     if not sampler.returns_log_probs:
         return None
     drawn = sampler.log_probs_of_rows(by_draw=True).tolist()
-    return padded_log_probs([[drawn[t.row][t.draw] if t.draw >= 0 else math.nan for t in answer] for answer in answers])
+    of_answers = []
+    for answer in answers:
+        of_answers.append([drawn[token.row][token.draw] if token.draw >= 0 else math.nan for token in answer])
+    return padded_log_probs(of_answers)
 
 
 def aligned(samples: list[torch.Tensor] | None, answers: Sequence[Sequence[Token]]) -> list[torch.Tensor] | None:
     """Reorder `[rows, vocabulary]` per sample into `[batch, vocabulary]` per token; zeros for tokens not sampled."""
     if samples is None:
         return None
-    found = []
+    of_tokens = []
     for position in range(max(map(len, answers))):
         values = samples[0].new_zeros(len(answers), samples[0].shape[-1])
         for index, tokens in enumerate(answers):
-            token = tokens[position] if position < len(tokens) else Token(-1, b"")
-            if token.draw >= 0:
+            if position < len(tokens) and tokens[position].draw >= 0:
+                token = tokens[position]
                 values[index] = samples[token.draw][token.row]
-        found.append(values)
-    return found
+        of_tokens.append(values)
+    return of_tokens

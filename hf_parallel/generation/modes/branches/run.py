@@ -154,10 +154,11 @@ class BranchRun:
                 root.before = call.logits_keys[index]
                 root.reader = self.new_reader()
                 self.roots.append(root)
-            for root in self.roots if self.opening else ():
-                self.insert(root, self.opening)
-                self.read(root, root.text, False)
-                self._fork(root, 0)
+            if self.opening:
+                for root in self.roots:
+                    self.insert(root, self.opening)
+                    self.read(root, root.text, False)
+                    self._fork(root, 0)
             rows = self._replay(self._active_rows())
             logits = None
             if not all(row.pending for row in rows):
@@ -169,7 +170,8 @@ class BranchRun:
             call.record.pass_log = None  # passes do not say after which token a replayed one was sampled
         sampler = loop.sampler
         answers = [root.tokens for root in self.roots]
-        sampler.scores, sampler.logits = (aligned(kept, answers) for kept in (sampler.scores, sampler.logits))
+        sampler.scores = aligned(sampler.scores, answers)
+        sampler.logits = aligned(sampler.logits, answers)
         kind, records = self.records.output(self.roots)
         records = {"fallback": [root.answer.fallback for root in self.roots], **records}
         output = loop.output(
@@ -180,8 +182,10 @@ class BranchRun:
             log_probs=answer_log_probs(sampler, answers),
             **records,
         )
-        pairs = zip(self.roots, records["fallback"], strict=True)
-        warn_sequential([None if root.forks else reason or self.none for root, reason in pairs])
+        reasons = []
+        for root, reason in zip(self.roots, records["fallback"], strict=True):
+            reasons.append(None if root.forks else reason or self.none)
+        warn_sequential(reasons)
         return output
 
     def _fill(self) -> Steps[torch.Tensor | None]:
@@ -198,10 +202,10 @@ class BranchRun:
     def tokens(self, text: str, name: str = "") -> list[Token]:
         """Return the tokens of a text of the format. Raises `ValueError` if there are none."""
         if text not in self._known:
-            found = encode_exactly(self.call.tokenizer, self._all_texts, text)
-            if found is None:
+            encoded = encode_exactly(self.call.tokenizer, self._all_texts, text)
+            if encoded is None:
                 raise ValueError(f"{name or 'the format'} must be text that the tokenizer can encode, got {text!r}")
-            self._known[text] = [Token(token, self._all_texts.texts[token]) for token in found]
+            self._known[text] = [Token(token, self._all_texts.texts[token]) for token in encoded]
         return self._known[text]
 
     def insert(self, lane: Lane, tokens: Sequence[Token]) -> None:
@@ -226,17 +230,21 @@ class BranchRun:
         lane.steps = lane.steps + 1
         lane.answer.left -= 1
         self.show(lane, text)
-        known = len(lane.text) - len(text)
+        num_read = len(lane.text) - len(text)
         self.read(lane, text, ended)
         path = lane.path
-        if path and (found := lane.find_end(self.ends, known)):
-            self._end(lane, found[1], found[0])
+        end = lane.find_end(self.ends, num_read) if path else None
+        if end is not None:
+            num_kept, cause = end
+            self._end(lane, cause, num_kept)
         elif ended:
             self._end(lane, "eos" if token in self.call.eos_token_ids else "criterion")
-        elif self._fork(lane, known):
+        elif self._fork(lane, num_read):
             return False
-        elif path and path.parent and self.limit and lane.num_samples - path.parent.num_samples >= self.limit:
-            self._end(lane, "budget")
+        elif path and path.parent and self.limit:
+            num_sampled = lane.num_samples - path.parent.num_samples
+            if num_sampled >= self.limit:
+                self._end(lane, "budget")
         return not lane.ended_by
 
     def _schedule(self, active: Sequence[Row]) -> Steps[list[Lane]]:
@@ -266,14 +274,18 @@ class BranchRun:
             is_joint = replayer.sampler.is_stateful or not all(root.tokens for root in self.roots)
             answers: dict[int, list[int]] = {}
             for row in rows:
-                answers.setdefault(0 if is_joint else row.answer.output_row, []).append(row.index)
-            hits = [n for n, indices in answers.items() if n not in computing and replayer.lookup(indices)]
-            computing |= answers.keys() - set(hits)
-            sampled = [row for row in rows if hits and (is_joint or row.answer.output_row in hits)]
-            if not sampled:
+                number = 0 if is_joint else row.answer.output_row
+                answers.setdefault(number, []).append(row.index)
+            hits = set()
+            for number, indices in answers.items():
+                if number not in computing and replayer.lookup(indices):
+                    hits.add(number)
+            computing |= answers.keys() - hits
+            if not hits:
                 break
-            tokens, ended, found = replayer.sample([row.index for row in sampled])
-            self.loop.append(sampled, tokens, ended, self._on_token, is_pass=False, log_probs=found)
+            sampled = rows if is_joint else [row for row in rows if row.answer.output_row in hits]
+            tokens, ended, log_probs = replayer.sample([row.index for row in sampled])
+            self.loop.append(sampled, tokens, ended, self._on_token, is_pass=False, log_probs=log_probs)
             rows = self._active_rows()
         self.stream.flush()
         return rows
@@ -296,10 +308,14 @@ class BranchRun:
         rows: list[Lane] = []
         for root in self.roots:
             self._join_ended(root)
-            while len(writing := root.writing()) > (left := max(root.answer.left, 0)):
+            writing = root.writing()
+            left = max(root.answer.left, 0)
+            while len(writing) > left:
                 for lane in writing[left:]:
                     self._end(lane, "budget")
                 self._join_ended(root)
+                writing = root.writing()
+                left = max(root.answer.left, 0)
             rows += writing
             if not root.paths:
                 self._settle(root)
@@ -405,21 +421,22 @@ class BranchRun:
         self.show(lane, b"", "end")
 
     def _end_path(self, path: Lane, cause: str, end: int) -> None:
-        own = path.own
+        written = path.own
         answer = path.answer
-        path.sampled = ids(own if path.forks else own[len(path.opening) :])
+        path.sampled = ids(written if path.forks else written[len(path.opening) :])
+        without_eos = written[:-1] if cause == "eos" else written
         room = answer.left - len(self.roots[answer.output_row].writing()) + len(self.closing)
         for stop in (end, len(path.text)):  # what follows the end stays if it cannot be cut
-            kept, following = self.path_end(path.text, stop, cause)
+            num_kept, following = self.path_end(path.text, stop, cause)
             try:
-                tokens = slice_tokens(own[: -1 if cause == "eos" else None], self.vocabulary, 0, kept)
+                tokens = slice_tokens(without_eos, self.vocabulary, 0, num_kept)
             except ValueError:
                 continue
             tokens += self.tokens(following)
-            if len(tokens) - len(own) <= room:
+            if len(tokens) - len(written) <= room:
                 break
-        path.kept = path.text[:kept]
-        answer.left += len(self.closing) + len(own) - len(tokens)
+        path.kept = path.text[:num_kept]
+        answer.left += len(self.closing) + len(written) - len(tokens)
         self._replace(path, tokens)
         path.num_computed = len(path.tokens) - len(path.uncached)
         if self.positions == "reencode" and path.parent is not None and path is not path.parent.paths[0]:
@@ -429,8 +446,12 @@ class BranchRun:
         """Join the forks of a lane whose paths have all ended, from the inside out."""
         for path in lane.paths:
             self._join_ended(path)
-        if lane.paths and not any(path.writing() for path in lane.paths):
-            (self._conclude if self.positions == "separate" else self._join)(lane)
+        if not lane.paths or any(path.writing() for path in lane.paths):
+            return
+        if self.positions == "separate":
+            self._conclude(lane)
+        else:
+            self._join(lane)
 
     def _join(self, lane: Lane) -> None:
         """Join the paths of a lane: with their keys and values, or as tokens that are computed again."""
@@ -442,12 +463,12 @@ class BranchRun:
         text = list(chain.from_iterable(path.tokens for path in paths))
         lane.forks.append(self.records.record(lane, start, start + len(text)))
         if self.positions == "reencode":  # the first path has followed the lane's text
-            first, *others = paths
+            first, *later = paths
             if first.block.length:
                 pool.forget_state(lane.block)
             view = list(first.view)
             block_from = start + first.block_from
-            self.stages[CONTINUATION].computed_again += sum(path.num_computed for path in others)
+            self.stages[CONTINUATION].computed_again += sum(path.num_computed for path in later)
             lane.before = lane.before.then(ids([*lane.own, *text, *fork.joined]))
             lane.fresh = [token for path in paths for token in path.fresh]
         else:
@@ -466,18 +487,18 @@ class BranchRun:
 
     def _conclude(self, lane: Lane) -> None:
         """End a lane with the rest of its text, which follows the path that was written beside it."""
-        path, rest = lane.paths
+        path, remainder = lane.paths
         _, *inside = path.tokens  # the first token of both ends the text before them
         start = len(lane.tokens) + 1
-        text = [path.tokens[0], *inside, *rest.tokens[1:]]
+        text = [path.tokens[0], *inside, *remainder.tokens[1:]]
         path.tokens = inside
         path.forks = self.records.moved(path.forks, -1)
         lane.forks.append(self.records.record(lane, start, start + len(inside)))
-        lane.forks += self.records.moved(rest.forks, start + len(inside) - 1)
-        lane.steps += max(path.steps, rest.steps)
+        lane.forks += self.records.moved(remainder.forks, start + len(inside) - 1)
+        lane.steps += max(path.steps, remainder.steps)
         lane.answer.left += 1
         lane.continue_after(text, lane.view, start + len(text))
-        lane.ended_by = rest.ended_by
+        lane.ended_by = remainder.ended_by
         self.loop.table.extend(lane.index, ids(text))
         lane.answer.free(self.cache.pool, lane.own_blocks())
 
@@ -490,8 +511,8 @@ class BranchRun:
         return self.cache.join(lane.view, branches, lane.position, at_depth=self.positions == "depth")
 
     def _transcript(self, root: Lane) -> str:
-        kept = ids(root.tokens[: -1 if root.ended_by == "eos" else None])
+        tokens = root.tokens[:-1] if root.ended_by == "eos" else root.tokens
         # Tokens that end rows were taken out, but may be tags of the format.
         hidden = hidden_tokens(self.call.tokenizer, (), self.config.format_texts)
-        kept = [token for token in kept if token not in hidden]
-        return decode(self.call.tokenizer, kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        visible = [token for token in ids(tokens) if token not in hidden]
+        return decode(self.call.tokenizer, visible, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -52,9 +52,9 @@ class BranchSettings(ReplayConfig[OutputT]):
     def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer, and add a processor that forces the format after the caller's processors."""
         check_tokenizer_given(kwargs, self.mode, "reads text to find branches")
-        given = kwargs.get("logits_processor")
-        if self.forces_format and (given is None or isinstance(given, list | tuple)):
-            kwargs["logits_processor"] = LogitsProcessorList([*(given or ()), FormatProcessor()])
+        processors = kwargs.get("logits_processor")
+        if self.forces_format and (processors is None or isinstance(processors, list | tuple)):
+            kwargs["logits_processor"] = LogitsProcessorList([*(processors or ()), FormatProcessor()])
 
     @property
     def forces_format(self) -> bool:
@@ -74,21 +74,25 @@ class BranchSettings(ReplayConfig[OutputT]):
     def check_call(self, call: GenerationCall) -> None:
         """Raise `UnsupportedModelError` if a model cannot place branches in this way, `ValueError` for a processor."""
         for processor in call.logits_processor:
-            if name := BATCH_DEPENDENT.get(type(processor).__name__):
+            name = BATCH_DEPENDENT.get(type(processor).__name__)
+            if name:
                 raise ValueError(f"{name} cannot be honoured by {self.mode}: branches are rows, but not prompts")
-        if reason := self._why_not(call, self.positions):
+        reason = self._why_not(call, self.positions)
+        if reason:
             raise UnsupportedModelError(f"{self.positions_setting} {reason}: use 'reencode'")
 
     def _why_not(self, call: GenerationCall, positions: str) -> str:
+        """Return why a model cannot place paths in this way; empty if it can."""
         name = type(call.model).__name__
-        found = call.capabilities
-        if positions == "overlap" and found.rotary is None:
-            return f"rotates keys to other positions ({found.why_no_rotation})"
-        if positions in ("depth", "overlap") and found.mixers:
-            return f"gives rows more than one sequence in order, but {name} keeps a state in {found.mixers[0].name}"
-        if positions == "depth" and found.has_window:
+        capabilities = call.capabilities
+        if positions == "overlap" and capabilities.rotary is None:
+            return f"rotates keys to other positions ({capabilities.why_no_rotation})"
+        if positions in ("depth", "overlap") and capabilities.mixers:
+            mixer = capabilities.mixers[0].name
+            return f"gives rows more than one sequence in order, but {name} keeps a state in {mixer}"
+        if positions == "depth" and capabilities.has_window:
             return f"lets paths share positions, but the sliding windows of {name} count tokens"
-        if positions == "depth" and found.dense:
+        if positions == "depth" and capabilities.dense:
             return f"lets paths share positions, but {name} counts tokens in its own attention"
         return ""
 

@@ -48,10 +48,10 @@ class Vocabulary:
 
     def without_text(self, tokens: Iterable[int]) -> Vocabulary:
         """Return a copy in which some tokens, such as the end-of-sequence tokens, have no text."""
-        found = copy.copy(self)
         empty = set(tokens)
-        found.texts = [b"" if token in empty else text for token, text in enumerate(self.texts)]
-        return found
+        vocabulary = copy.copy(self)
+        vocabulary.texts = [b"" if token in empty else text for token, text in enumerate(self.texts)]
+        return vocabulary
 
     def beginning_with(self, first: int) -> Sequence[int]:
         """Return the tokens that begin with the byte `first`, optionally after whitespace."""
@@ -59,15 +59,17 @@ class Vocabulary:
 
     def encode(self, text: bytes) -> list[int] | None:
         """Return the fewest tokens whose bytes are exactly `text`, or None if there are none."""
-        best: list[list[int] | None] = [[]]
+        best: list[list[int] | None] = [[]]  # by number of bytes: the fewest tokens of the first bytes
         for end in range(1, len(text) + 1):
-            found: list[int] | None = None
+            fewest: list[int] | None = None
             for start in range(max(end - self._longest, 0), end):
-                before = best[start]
+                prefix = best[start]
                 token = self._token_of.get(text[start:end])
-                if before is not None and token is not None and (found is None or len(before) + 1 < len(found)):
-                    found = [*before, token]
-            best.append(found)
+                if prefix is None or token is None:
+                    continue
+                if fewest is None or len(prefix) + 1 < len(fewest):
+                    fewest = [*prefix, token]
+            best.append(fewest)
         return best[-1]
 
 
@@ -80,19 +82,22 @@ def get_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> Vocabulary:
     The tokenizer is one of transformers, or any hashable object that encodes when called and has `decode`. `size` is
     the number of tokens of the model; those that the tokenizer lacks have no text.
     """
-    found = _vocabularies.get(tokenizer)
-    if found is None or found.state != _state_of(tokenizer, size):
-        found = _vocabularies[tokenizer] = Vocabulary(tokenizer, size)
-    return found
+    vocabulary = _vocabularies.get(tokenizer)
+    if vocabulary is None or vocabulary.state != _state_of(tokenizer, size):
+        vocabulary = Vocabulary(tokenizer, size)
+        _vocabularies[tokenizer] = vocabulary
+    return vocabulary
 
 
 def encode_exactly(tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary, text: str) -> list[int] | None:
     """Return the tokenizer's tokens of a text; if their text differs, the fewest tokens with this text, or None."""
-    if (fewest := vocabulary.encode(text.encode())) is None:
+    fewest = vocabulary.encode(text.encode())
+    if fewest is None:
         return None
     tokens = encode(tokenizer, text)
-    known = all(0 <= token < len(vocabulary) for token in tokens)
-    return tokens if known and vocabulary.decode(tokens) == text.encode() else fewest
+    if any(not 0 <= token < len(vocabulary) for token in tokens):
+        return fewest
+    return tokens if vocabulary.decode(tokens) == text.encode() else fewest
 
 
 class Token(NamedTuple):
@@ -127,18 +132,19 @@ def slice_tokens(tokens: Sequence[Token], vocabulary: Vocabulary, begin: int, en
 
     Raise a `ValueError` if no tokens have the text of the cut token.
     """
-    found: list[Token] = []
+    sliced: list[Token] = []
     start = 0
     for token in tokens:
         length = len(token.text)
-        part = token.text[max(begin - start, 0) : None if end is None else max(end - start, 0)]
-        inside = start >= begin and (end is None or start + max(length, 1) <= end)
-        if inside and part == token.text:
-            found.append(token)
+        part_end = length if end is None else max(end - start, 0)
+        part = token.text[max(begin - start, 0) : part_end]
+        is_inside = start >= begin and (end is None or start + max(length, 1) <= end)
+        if is_inside and part == token.text:
+            sliced.append(token)
         elif part:
-            found += tokens_of(part, vocabulary)
+            sliced += tokens_of(part, vocabulary)
         start += length
-    return found
+    return sliced
 
 
 def widen_span(tokens: Iterable[Token], begin: int, end: int) -> tuple[int, int]:
@@ -155,12 +161,16 @@ def widen_span(tokens: Iterable[Token], begin: int, end: int) -> tuple[int, int]
 
 
 def _state_of(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[int, int, frozenset[int]]:
-    known = len(tokenizer) if hasattr(type(tokenizer), "__len__") else size
-    return size, known, frozenset(special_tokens(tokenizer))
+    """Return what changes when tokens are added to a tokenizer."""
+    num_tokens = len(tokenizer) if hasattr(type(tokenizer), "__len__") else size
+    return size, num_tokens, frozenset(special_tokens(tokenizer))
 
 
 def _token_texts(tokenizer: PreTrainedTokenizerBase, size: int) -> list[bytes]:
     """Return the text that each token adds to a preceding one; decoders drop the leading space of a first token."""
     anchor = encode(tokenizer, "a")[-1:]
-    known = min(size, max(tokenizer.get_vocab().values()) + 1) if hasattr(tokenizer, "get_vocab") else size
-    return token_bytes(tokenizer, range(known), anchor) + [b""] * (size - known)
+    num_tokens = size
+    if hasattr(tokenizer, "get_vocab"):
+        num_tokens = min(size, max(tokenizer.get_vocab().values()) + 1)
+    texts = token_bytes(tokenizer, range(num_tokens), anchor)
+    return texts + [b""] * (size - num_tokens)

@@ -56,9 +56,11 @@ class Workspace:
         """
         view = self.views.get(worker)
         if view is None:
-            others = [] if self.layout == "interleaved" else [b for i, b in enumerate(self.workers) if i != worker]
+            other_steps = []
+            if self.layout != "interleaved":
+                other_steps = [block for number, block in enumerate(self.workers) if number != worker]
             own_header = self.own_headers[worker % len(self.own_headers)]
-            view = [*self.shared_view, *self._others(others), own_header, self.workers[worker]]
+            view = [*self.shared_view, *self._others(other_steps), own_header, self.workers[worker]]
             self.views[worker] = view
         return view
 
@@ -68,8 +70,9 @@ class Workspace:
         An ended step sees the history before it; a header sees the prompt and the headers before it.
         """
         if block in self.pending_steps:
-            last = len(self.shared_view) - len(self.pending_steps) + self.pending_steps.index(block)
-            return self.shared_view[: last + 1]
+            num_later = len(self.pending_steps) - self.pending_steps.index(block) - 1
+            shared_view = self.shared_view
+            return shared_view[: len(shared_view) - num_later]
         if block in self.own_headers:
             return [*self.prompt, self.history_header, self.others_header, block]
         if block in self.headers:
@@ -85,8 +88,11 @@ class Workspace:
         if block in self.workers:
             return f"worker {self.workers.index(block)}"
         if block in self.pending_steps:
-            return f"step {len(self.step_workers) - len(self.pending_steps) + self.pending_steps.index(block)}"
-        return f"header {self.headers.index(block)}" if block in self.headers else "reader"
+            num_moved = len(self.step_workers) - len(self.pending_steps)
+            return f"step {num_moved + self.pending_steps.index(block)}"
+        if block in self.headers:
+            return f"header {self.headers.index(block)}"
+        return "reader"
 
     def _others(self, steps: Sequence[Block]) -> list[Block]:
         """Return other workers' steps, after `others_header` and separated by `gap`."""

@@ -147,19 +147,22 @@ class HogwildConfig(HogwildSettings):
         prefixes. No group exceeds the model's positions, unless prompt and `max_new_tokens` alone do.
         """
         count = call.count_tokens
-        new = call.max_new_tokens
-        prefix = max(count(self.step_prefix_of(name, new)) for name in self.names)
-        steps = self.num_workers * (new // max(prefix, 1))  # after the first ones
-        checks = min(steps, self.num_workers * new // self.redundancy_interval)
-        workers = self.num_workers * (2 * (new + prefix) + count(self.separator))
-        inserted = sum(map(count, (*self.headers, self.control_prompt, self.finisher_prompt)))
-        inserted += checks * count(self.redundancy_prompt) + sum(map(count, self.openings or ()))
-        group = inserted + workers + self.finisher_tokens
+        new_tokens = call.max_new_tokens
+        prefix = max(count(self.step_prefix_of(name, new_tokens)) for name in self.names)
+        per_worker = 2 * (new_tokens + prefix) + count(self.separator)
+        max_steps = self.num_workers * (new_tokens // max(prefix, 1))  # after the first ones
+        max_checks = min(max_steps, self.num_workers * new_tokens // self.redundancy_interval)
+        per_group = self.num_workers * per_worker
+        per_group += sum(map(count, self.headers))
+        per_group += sum(map(count, self.openings or ()))
+        per_group += max_checks * count(self.redundancy_prompt)
+        per_group += count(self.control_prompt)
+        per_group += count(self.finisher_prompt) + self.finisher_tokens
         positions = max_positions(call.model.config)
-        longest = max(map(len, call.prompts)) + new
+        longest = max(map(len, call.prompts)) + new_tokens
         if positions is not None and longest <= positions:
-            group = min(group, positions + new + prefix)
-        return call.prompt_tokens + call.num_rows * group
+            per_group = min(per_group, positions + new_tokens + prefix)
+        return call.prompt_tokens + call.num_rows * per_group
 
     def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer before `generate` prepares the call."""

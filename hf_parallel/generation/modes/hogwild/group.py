@@ -71,7 +71,8 @@ class WorkerGroup(RowGroup):
         if self.leaf.num_cached == len(self.leaf.tokens):  # then those before it are, too
             return inputs
         for node in self.leaf.path:
-            if len(tokens := node.uncached):
+            tokens = node.uncached
+            if len(tokens):
                 inputs.append((Segment(node.view, len(tokens)), tokens.tolist()))
         return inputs
 
@@ -93,10 +94,11 @@ class WorkerGroup(RowGroup):
     def _append_headers(self) -> None:
         """Append the headers that the workers see."""
         layout = self.space.layout
-        workers = len(self.space.workers)
-        others = workers > 1 and (layout != "interleaved" or self.config.finisher_tokens > 0)
-        own = [True] * len(self.space.own_headers)
-        visible = (layout != "contiguous", others, *own, others and workers > 2)
+        num_workers = len(self.space.workers)
+        sees_history = layout != "contiguous"
+        sees_others = num_workers > 1 and (layout != "interleaved" or self.config.finisher_tokens > 0)
+        own_headers = [True] * len(self.space.own_headers)
+        visible = (sees_history, sees_others, *own_headers, sees_others and num_workers > 2)
         for block, tokens, is_visible in zip(self.space.headers, self.headers, visible, strict=True):
             if is_visible:
                 self.writes.add(block, tokens)
@@ -121,10 +123,10 @@ class WorkerGroup(RowGroup):
 
     def find_answer(self, text: str) -> bool:
         """Return whether a text holds a final answer. The first one found becomes the answer of the group."""
-        found = self._search.find(text)
+        answer = self._search.find(text)
         if self.answer is None:
-            self.answer = found
-        return found is not None
+            self.answer = answer
+        return answer is not None
 
     def is_full(self) -> bool:
         """Return whether a token and step prefix per worker, and the finisher, may exceed the positions; warns once."""

@@ -64,5 +64,13 @@ class HogwildOutput(ParallelOutput):
         return list(self.names[prompt])
 
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        found = (("Answer", self.answers), ("Written by a reader of everything", self.conclusions))
-        return [(label, texts[prompt] or "") for label, texts in found if texts[prompt]]
+        fields: dict[str, Sequence[str | None]] = {
+            "Answer": self.answers,
+            "Written by a reader of everything": self.conclusions,
+        }
+        notes = []
+        for label, texts in fields.items():
+            text = texts[prompt]
+            if text:
+                notes.append((label, text))
+        return notes

@@ -227,10 +227,13 @@ class HogwildRun:
 
     def fields(self) -> Arguments:
         """Return the current values of the fields of `HogwildOutput`."""
-        history = [
-            [*group.history, *(w.current_step() for w in self.workers if w.group is group and not w.stopped)]
-            for group in self.groups
-        ]
+        history = []
+        for group in self.groups:
+            steps = list(group.history)
+            for worker in self.workers:
+                if worker.group is group and not worker.stopped:
+                    steps.append(worker.current_step())
+            history.append(steps)
         return {
             "history": history,
             "texts": [worker.text for worker in self.workers],
@@ -243,9 +246,9 @@ class HogwildRun:
     def _prefill(self, loop: DecodeLoop, rows: Sequence[Row]) -> Steps[torch.Tensor]:
         """Run the first forward pass, over prompts and inserted tokens; its seconds count as prefill."""
         began = time.perf_counter()
-        before = loop.stats.prefill_seconds
+        prefill_seconds = loop.stats.prefill_seconds
         logits = yield from loop.step(rows, self.move_ended_steps)
-        loop.stats.prefill_seconds = before + time.perf_counter() - began
+        loop.stats.prefill_seconds = prefill_seconds + time.perf_counter() - began
         return logits
 
 

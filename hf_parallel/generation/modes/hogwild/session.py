@@ -223,8 +223,9 @@ class HogwildSession:
         if not isinstance(self._model, ParallelGenerationMixin):
             raise RuntimeError("the model is not enabled any more: call hf_parallel.enable(model) to continue")
         if location != self._location:
-            before, now = ("{} in {}".format(*pair) for pair in (self._location, location))
-            raise ValueError(f"the model was on {before} when this session began, now it is on {now}: move it back")
+            began = "{} in {}".format(*self._location)
+            now = "{} in {}".format(*location)
+            raise ValueError(f"the model was on {began} when this session began, now it is on {now}: move it back")
         claim = Claim()
         try:
             self._is_running = True

@@ -84,11 +84,11 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
                 if len(texts) != self.num_workers:
                     raise ValueError(f"{name} must be {self.num_workers} texts, got {texts!r}")
         check_choice("step_move", self.step_move, ("rotate", "reencode"))
-        found = f"num_workers={self.num_workers}, layout={self.layout!r}, control_prompt={self.control_prompt!r}"
+        settings = f"num_workers={self.num_workers}, layout={self.layout!r}, control_prompt={self.control_prompt!r}"
         if self.step_move != "rotate" and not self.has_steps:
-            raise ValueError(f"step_move must be 'rotate' where no step moves, got {self.step_move!r} with {found}")
+            raise ValueError(f"step_move must be 'rotate' where no step moves, got {self.step_move!r} with {settings}")
         if self.control_prompt and (self.num_workers < 2 or self.layout == "interleaved"):
-            raise ValueError(f"control_prompt needs two workers that see each other's unfinished text, got {found}")
+            raise ValueError(f"control_prompt needs two workers that see each other's unfinished text, got {settings}")
         if self.control_prompt and self.logits_cache is not None:
             raise ValueError("logits_cache must be None with a control_prompt, whose answers it does not hold")
         if not self.separator:

@@ -27,8 +27,9 @@ from hf_parallel.models.probing.rotary import max_positions
 
 def open_run(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Any, settings: Arguments) -> SteppedRun:
     """Return the run of a session of an enabled model; arguments and errors as of `HogwildSession`."""
-    given = settings.get("parallel_config")
-    settings = {"generation_mode": given.mode if isinstance(given, HogwildConfig) else HogwildConfig.mode, **settings}
+    parallel_config = settings.get("parallel_config")
+    mode = parallel_config.mode if isinstance(parallel_config, HogwildConfig) else HogwildConfig.mode
+    settings = {"generation_mode": mode, **settings}
     template = settings.pop("chat_template_kwargs", None)
     mode = settings["generation_mode"]
     config = take_parallel_config(model.generation_config, settings)
@@ -36,8 +37,9 @@ def open_run(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Any, settin
         raise ValueError(f"a HogwildSession has the generation_mode 'hogwild' or 'async_reasoning', got {mode!r}")
     if COMMON in config.names:
         raise ValueError(f"worker_names must not contain {COMMON!r}, the name of the history, got {config.names!r}")
-    if (given := config.logits_cache) is not None:
-        raise ValueError(f"logits_cache must be None in a session, whose steps are taken by the caller, got {given!r}")
+    if config.logits_cache is not None:
+        reason = "in a session, whose steps are taken by the caller"
+        raise ValueError(f"logits_cache must be None {reason}, got {config.logits_cache!r}")
     settings |= _prompt_arguments(prompt, tokenizer, config, template)
     _set_default_length(model, settings)
     claim = Claim()
@@ -78,10 +80,10 @@ class SteppedRun(HogwildRun):
         prefilling = stats.prefill_seconds
         self.group.move_ended_steps()  # before the transaction, which cannot undo it; affects no output
         with self.transaction():
-            before = [(worker, len(worker.text)) for worker in self.active]
+            lengths = [(worker, len(worker.text)) for worker in self.active]
             self.active = self.loop.call.drive(self._next())
             stats.decode_seconds += time.perf_counter() - began - (stats.prefill_seconds - prefilling)
-        return {worker.name: worker.text[length:] for worker, length in before}
+        return {worker.name: worker.text[length:] for worker, length in lengths}
 
     def _next(self) -> Steps[list[Worker]]:
         logits = yield from self.loop.step(self.active)
@@ -107,21 +109,27 @@ class SteppedRun(HogwildRun):
         cache = self.cache
         objects: list[object] = [self, group, group.space, group.writes, loop.table, loop.sampler, loop.stats]
         objects += [loop.call.record, *(loop.sampler.rngs or ())]
-        objects += [item for worker in self.workers for item in (worker, worker.current)]
-        before = [(vars(item), dict(vars(item))) for item in objects]
-        containers = [value for _, held in before for value in held.values() if type(value) in (list, dict, set)]
+        for worker in self.workers:
+            objects += [worker, worker.current]
+        saved = [(vars(item), dict(vars(item))) for item in objects]
+        containers: list[Any] = []
+        for _, attributes in saved:
+            containers += [value for value in attributes.values() if type(value) in (list, dict, set)]
         items = list(map(copy.copy, containers))
         log_state = None if cache.log is None else cache.log.state
         lengths = {block: block.length for block in cache.pool.blocks}
         try:
             yield
         except BaseException:
-            for now, held in before:
-                now.clear()
-                now.update(held)
-            for container, held_items in zip(containers, items, strict=True):
+            for current, attributes in saved:
+                current.clear()
+                current.update(attributes)
+            for container, saved_items in zip(containers, items, strict=True):
                 container.clear()
-                (container.extend if isinstance(container, list) else container.update)(held_items)
+                if isinstance(container, list):
+                    container.extend(saved_items)
+                else:
+                    container.update(saved_items)
             for row, length in enumerate(loop.table.lengths):
                 loop.table.truncate(row, length)
             cache.pool.touch()
@@ -141,18 +149,22 @@ def _prompt_arguments(
     if not isinstance(prompt, torch.Tensor | Mapping):
         return hogwild_prompt(prompt, tokenizer, config, chat_template_kwargs=template)
     check_unused_template_kwargs(template, NOT_RENDERED)
-    given: Arguments = {"input_ids": prompt} if isinstance(prompt, torch.Tensor) else dict(prompt)
-    if given.get("input_ids") is None:
-        raise ValueError(f"prompt must contain input_ids, got {sorted(given)}")
-    check_inputs(given)
-    return given
+    inputs: Arguments = {"input_ids": prompt} if isinstance(prompt, torch.Tensor) else dict(prompt)
+    if inputs.get("input_ids") is None:
+        raise ValueError(f"prompt must contain input_ids, got {sorted(inputs)}")
+    check_inputs(inputs)
+    return inputs
 
 
 def _set_default_length(model: Any, settings: Arguments) -> None:
     """Set `max_new_tokens` to the positions that the prompt leaves, unless a length is given."""
-    configs = [settings.get("generation_config"), model.generation_config]
-    sources = [settings, *(vars(config) for config in configs if config is not None)]
-    if all(source.get(name) is None for source in sources for name in ("max_new_tokens", "max_length")):
-        positions = max_positions(model.config) or 2**20
-        longest = min(positions, enabled(model).capabilities.max_length or positions)
-        settings["max_new_tokens"] = max(longest - settings["input_ids"].shape[1], 1)
+    sources: list[Mapping[str, Any]] = [settings]
+    for config in (settings.get("generation_config"), model.generation_config):
+        if config is not None:
+            sources.append(vars(config))
+    for source in sources:
+        if source.get("max_new_tokens") is not None or source.get("max_length") is not None:
+            return
+    positions = max_positions(model.config) or 2**20
+    longest = min(positions, enabled(model).capabilities.max_length or positions)
+    settings["max_new_tokens"] = max(longest - settings["input_ids"].shape[1], 1)

@@ -80,10 +80,14 @@ class Worker(Row):
 
     def on_new_line(self, text: str) -> str:
         """Return a text with the whitespace before it that separates it from the text of the current step."""
-        before = self.current.text
+        written = self.current.text
         if len(self.current.tokens) > self._num_prefix_tokens:
-            return text if before.endswith("\n") or text.startswith("\n") else "\n" + text.lstrip(" ")
-        return text if before[-1:].isspace() or text[0].isspace() else f" {text}"
+            if written.endswith("\n") or text.startswith("\n"):
+                return text
+            return "\n" + text.lstrip(" ")
+        if written[-1:].isspace() or text[0].isspace():
+            return text
+        return f" {text}"
 
     def stop(self, finished: bool) -> None:
         """Stop the worker. A finished step joins the history; an unfinished one stays visible in the worker's block."""
@@ -128,10 +132,14 @@ class Worker(Row):
     def _join_history(self, end: Sequence[int] = ()) -> None:
         """Append the step and the tokens `end` to the history. The next pass computes the tokens that it lacks."""
         group = self.group
-        again = self.group.config.step_move == "reencode"
-        tokens = [*(self.current.tokens if again else self.pending), *end]
+        if group.config.step_move == "reencode":
+            tokens = [*self.current.tokens, *end]
+            block = group.cache.end_step(group.space, self.number, len(tokens))
+        else:
+            tokens = [*self.pending, *end]
+            block = group.cache.end_step(group.space, self.number, 0)
         group.inserted_tokens += len(tokens) - len(self.pending)
-        group.writes.add(group.cache.end_step(group.space, self.number, len(tokens) if again else 0), tokens)
+        group.writes.add(block, tokens)
 
     def _record(self, finished: bool) -> None:
         self.group.history.append(self.current_step(finished))
@@ -156,9 +164,9 @@ def ends_step(text: str, added: str, separator: str, sentence_ends: Sequence[str
         return False
     start = text.find(separator, max(len(text) - len(added) - len(separator) + 1, 0))
     while start >= 0:
-        before = text[:start]
-        fenced = bool(code_fence) and before.count(code_fence) % 2 == 1
-        if not fenced and before.rstrip().endswith(tuple(sentence_ends)):
+        step = text[:start]
+        is_in_code = bool(code_fence) and step.count(code_fence) % 2 == 1
+        if not is_in_code and step.rstrip().endswith(tuple(sentence_ends)):
             return True
         start = text.find(separator, start + 1)
     return False

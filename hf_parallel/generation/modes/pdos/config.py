@@ -166,8 +166,10 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
         if not self.titles:
             return self.opening
         gap = "\n" if self.opening and not self.opening[-1].isspace() else ""
-        parts = "".join(f"{self.branch_marker}{title}{self.title_end}{self.ellipsis}\n" for title in self.titles)
-        return f"{self.opening}{gap}{parts}{self.terminator}"
+        text = self.opening + gap
+        for title in self.titles:
+            text += f"{self.branch_marker}{title}{self.title_end}{self.ellipsis}\n"
+        return text + self.terminator
 
     @property
     def format(self) -> SkeletonDialect:
@@ -219,8 +221,16 @@ class PDOSRun(BranchRun):
         self.config: PDOSConfig
         ends = [(marker.encode(), 0, "marker") for marker in (config.branch_marker, config.terminator)]
         ends += [(stop.encode(), len(stop.encode()), "stop") for stop in config.branch_stops]
-        opening = config.beginning, "titles" if config.titles else "opening"
-        super().__init__(config, call, records, ends, config.branch_separator, config.branch_max_new_tokens, *opening)
+        super().__init__(
+            config,
+            call,
+            records,
+            ends,
+            config.branch_separator,
+            config.branch_max_new_tokens,
+            opening=config.beginning,
+            opening_name="titles" if config.titles else "opening",
+        )
         for name, text in config.markers.items():
             self.tokens(text, name)
         vocabulary = get_vocabulary(call.tokenizer, vocabulary_size(call.model))

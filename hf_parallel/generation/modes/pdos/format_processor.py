@@ -73,44 +73,58 @@ class BlockMask:
         title = parser.title if parser.phase == TITLE else b""  # a complete title does not affect the mask
         key = (parser.phase, parser.matched, title, parser.spaced, parser.may_branch, parser.may_close)
         if key not in self._cached:
-            first = {text[0] for text in parser.expected}
-            mask = self._fitting(parser, [t for byte in first for t in self.vocabulary.beginning_with(byte)])
+            tokens: list[int] = []
+            for first_byte in {text[0] for text in parser.expected}:
+                tokens += self.vocabulary.beginning_with(first_byte)
+            mask = self._fitting(parser, tokens)
             if parser.phase == GAP and not parser.matched and not parser.spaced and self._line_end is not None:
                 mask[self._line_end] = True
             self._cached[key] = mask
         return self._cached[key]
 
     def _allowed_in_title(self, parser: SkeletonParser) -> torch.Tensor:
-        incomplete = _incomplete_character(parser.title)
+        title = parser.title
+        incomplete = _incomplete_character(title)
         allowed = (self._completing(parser, incomplete) if incomplete else self._plain).clone()
-        if not parser.title.strip():
+        if not title.strip():
             allowed &= ~self._blank
-        begun = [parser.rest[len(parser.title) :]] if parser.may_be_terminator else []
-        begun += [parser.marker[-1:]] if not parser.title else []
-        begun += [marker[n:] for marker in (parser.marker, parser.title_end) for n in _overlaps(parser.title, marker)]
-        uncertain = [token for text in begun for token in self.vocabulary.beginning_with(text[0])] + self._ends
+        continued = []  # what completes a marker that the title may have begun
+        if parser.may_be_terminator:
+            continued.append(parser.rest[len(title) :])
+        if not title:
+            continued.append(parser.marker[-1:])
+        for marker in (parser.marker, parser.title_end):
+            continued += [marker[length:] for length in _overlaps(title, marker)]
+        uncertain = list(self._ends)
+        for text in continued:
+            uncertain += self.vocabulary.beginning_with(text[0])
         allowed[uncertain] = self._fitting(parser, uncertain)[uncertain]
-        if parser.title_tokens >= parser.format.max_title_tokens:
-            ending = self._ending(parser)
-            return ending if ending.any() else allowed & ~self._blank  # whitespace would not make the title unique
-        return allowed
+        if parser.title_tokens < parser.format.max_title_tokens:
+            return allowed
+        ending = self._ending(parser)
+        if ending.any():
+            return ending
+        return allowed & ~self._blank  # whitespace would not make the title unique
 
     def _ending(self, parser: SkeletonParser) -> torch.Tensor:
         """Mask of the tokens that end the title; empty if it may not end here."""
         matched = max(_overlaps(parser.title, parser.title_end), default=0)
-        rest = parser.title_end[matched:]
+        missing = parser.title_end[matched:]
         ending = []
-        if not parser.after(rest).error:
-            for token in self.vocabulary.beginning_with(rest[0]):
-                text = self.vocabulary.texts[token].lstrip(b"" if matched else WHITESPACE)
-                if text.startswith(rest) or rest.startswith(text):
+        if not parser.after(missing).error:
+            for token in self.vocabulary.beginning_with(missing[0]):
+                text = self.vocabulary.texts[token]
+                if not matched:
+                    text = text.lstrip(WHITESPACE)
+                if text.startswith(missing) or missing.startswith(text):
                     ending.append(token)
         return self._fitting(parser, ending)
 
     def _completing(self, parser: SkeletonParser, incomplete: bytes) -> torch.Tensor:
         """Mask of the tokens that continue an incomplete character."""
         if incomplete not in self._cached:
-            allowed = self._cached[incomplete] = torch.zeros_like(self._plain)
+            allowed = torch.zeros_like(self._plain)
+            self._cached[incomplete] = allowed
             for token in self._continuations:
                 allowed[token] = self._is_title(parser, incomplete + self.vocabulary.texts[token])
         return self._cached[incomplete]
@@ -125,16 +139,19 @@ class BlockMask:
         text = self.vocabulary.texts[token]
         in_title = parser.phase == TITLE
         after = parser.after(text)
-        if after.error or token in self._banned or not (text.strip(WHITESPACE) or _is_inside(parser, after)):
+        if after.error or token in self._banned:
             return False
-        if not _is_utf8_prefix(_incomplete_character(parser.title if in_title else parser.matched) + text):
+        if not text.strip(WHITESPACE) and not _is_inside(parser, after):
+            return False
+        incomplete = _incomplete_character(parser.title if in_title else parser.matched)
+        if not _is_utf8_prefix(incomplete + text):
             return False
         whole_title = len(after.titles) - len(parser.titles) > in_title  # which may be a repeated one
         if whole_title or not _is_unambiguous(parser, after, text):
             return False
         if not after.expected:  # any text may follow; in another phase, a marker begins that may not occur
             return after.phase in (TITLE, DONE)
-        return any(self.vocabulary.encode(rest) for rest in after.expected)
+        return any(self.vocabulary.encode(expected) for expected in after.expected)
 
 
 _masks: WeakKeyDictionary[Vocabulary, dict[object, BlockMask]] = WeakKeyDictionary()
@@ -184,8 +201,11 @@ class ParallelBlockLogitsProcessor(LogitsProcessor):
         mask = get_block_mask(self.format, get_vocabulary(self.tokenizer, scores.shape[-1]))
         if self.prompt_length is None:
             self.prompt_length = input_ids.shape[1]
-        rows = input_ids[:, self.prompt_length :].tolist()
-        return force(scores, [mask.allowed(self._parser(mask, row, tokens)) for row, tokens in enumerate(rows)])
+        allowed = []
+        for row, tokens in enumerate(input_ids[:, self.prompt_length :].tolist()):
+            parser = self._parser(mask, row, tokens)
+            allowed.append(mask.allowed(parser))
+        return force(scores, allowed)
 
     def _parser(self, mask: BlockMask, row: int, tokens: list[int]) -> SkeletonParser:
         """Return a parser that has parsed all tokens of a row, continuing the last step's parser."""
@@ -195,12 +215,12 @@ class ParallelBlockLogitsProcessor(LogitsProcessor):
             parser = SkeletonParser(self.format)
         for token in tokens[len(parsed) :]:
             text = mask.vocabulary.texts[token]
-            before = parser.offset
+            offset = parser.offset
             parser.feed(text)
             if parser.phase == DONE:
-                rest = text[parser.offset - before :]
+                following = text[parser.offset - offset :]
                 parser = SkeletonParser(self.format)
-                parser.feed(rest)
+                parser.feed(following)
         self._parsed[row] = (tokens, parser)
         return parser
 

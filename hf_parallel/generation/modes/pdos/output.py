@@ -68,12 +68,18 @@ class PDOSOutput(ParallelOutput):
     @property
     def titles(self) -> list[list[list[str]]]:
         """Per prompt and block the titles of its branches."""
-        return [[[branch.title for branch in block.branches] for block in blocks] for blocks in self.blocks]
+        titles = []
+        for blocks in self.blocks:
+            titles.append([[branch.title for branch in block.branches] for block in blocks])
+        return titles
 
     @property
     def branch_texts(self) -> list[list[list[str]]]:
         """Per prompt and block the texts of its branches."""
-        return [[[branch.text for branch in block.branches] for block in blocks] for blocks in self.blocks]
+        texts = []
+        for blocks in self.blocks:
+            texts.append([[branch.text for branch in block.branches] for block in blocks])
+        return texts
 
     def columns(self, prompt: int) -> list[str]:
         titles = self.titles[prompt]

@@ -127,7 +127,11 @@ class SkeletonParser:
         if self.phase == ELLIPSIS:
             return [self.ellipsis[len(self.matched) :]]
         if self.phase == GAP:
-            texts = [self.marker] * self.may_branch + [self.terminator] * self.may_close
+            texts = []
+            if self.may_branch:
+                texts.append(self.marker)
+            if self.may_close:
+                texts.append(self.terminator)
             return [text[len(self.matched) :] for text in texts if text.startswith(self.matched)]
         if self.phase == TITLE and self.may_close and self.may_be_terminator and (self.title or not self.may_branch):
             return [self.rest[len(self.title) :]]
