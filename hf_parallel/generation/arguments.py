@@ -134,7 +134,10 @@ def check_supported_arguments(title: str, kwargs: Arguments) -> None:
     """Raise `ValueError` for an argument of `generate` that no mode supports."""
     for name in _UNSUPPORTED_ARGUMENTS:
         value = kwargs.get(name)
-        if value is not None and value is not False and not (name == "logits_to_keep" and is_int(value) and value == 0):
+        is_off = value is None or value is False
+        if name == "logits_to_keep":
+            is_off = is_off or (is_int(value) and value == 0)
+        if not is_off:
             raise ValueError(f"{name} is not supported by {title}{_PLAINLY}")
 
 
@@ -143,15 +146,16 @@ def check_uses_cache(title: str, kwargs: Arguments, own: GenerationConfig) -> No
 
     Files of trained models often have `use_cache=False`, which training sets.
     """
-    given = kwargs.get("generation_config")
-    is_asked = given is not None and given.use_cache is False and own.use_cache is not False
+    config = kwargs.get("generation_config")
+    is_asked = config is not None and config.use_cache is False and own.use_cache is not False
     if kwargs.get("use_cache", True) is False or is_asked:
         raise ValueError(f"use_cache=False is not supported by {title}, whose rows share a cache{_PLAINLY}")
 
 
 def check_keeps_states(config: Any, model: object, capabilities: Capabilities) -> None:
     """Raise `UnsupportedModelError` if layers keep states and rows of the mode see more than one sequence in order."""
-    if (mixers := capabilities.mixers) and not config.traits.keeps_states:
+    mixers = capabilities.mixers
+    if mixers and not config.traits.keeps_states:
         works = ", ".join(sorted(name for name, mode in MODES.items() if mode.traits.keeps_states))
         raise UnsupportedModelError(
             f"{config.mode} gives rows more than one sequence in order, but {type(model).__name__} keeps a state in "
@@ -166,7 +170,7 @@ def check_not_compiled(model: nn.Module) -> None:
         compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
         installed = module._compiled_call_impl
         if (installed is not None and not isinstance(installed, InstalledCall)) or compiled:
-            name = next(name for name, one in model.named_modules() if one is module)
+            name = next(name for name, other in model.named_modules() if other is module)
             part = f"its module {name!r} was" if name else "the model was"
             raise UnsupportedModelError(
                 f"generation modes run uncompiled models, but {part} compiled in place: load it again, and use "
@@ -176,11 +180,12 @@ def check_not_compiled(model: nn.Module) -> None:
 
 def check_prepares_own_inputs(model: PreTrainedModel) -> None:
     """Raise `ValueError` if the model's function that prepares inputs was replaced, as by PEFT's prompt tuning."""
-    given, own = (getattr(where, "prepare_inputs_for_generation", None) for where in (model, type(model)))
-    if _plain_function(given) is not _plain_function(own):
+    method = getattr(model, "prepare_inputs_for_generation", None)
+    function = getattr(type(model), "prepare_inputs_for_generation", None)
+    if _plain_function(method) is not _plain_function(function):
         raise ValueError(
             "generation modes do not call prepare_inputs_for_generation, but this model's was replaced by "
-            f"{getattr(given, '__qualname__', given)} (PEFT's prompt tuning adds its virtual tokens there)"
+            f"{getattr(method, '__qualname__', method)} (PEFT's prompt tuning adds its virtual tokens there)"
         )
 
 
@@ -194,7 +199,8 @@ def check_no_adapter_names(title: str, model: nn.Module) -> None:
     for module in all_modules(model):
         for hook in module._forward_pre_hooks.values():  # PEFT passes them by a `functools.partial`
             for name in ("adapter_names", "alora_offsets"):
-                if (value := getattr(hook, "keywords", {}).get(name)) is not None:
+                value = getattr(hook, "keywords", {}).get(name)
+                if value is not None:
                     raise ValueError(
                         f"{name}={value!r} is not supported by {title}, use one adapter for all rows "
                         f"(set_adapter); a call that raised may have left it in the layers' forward_pre_hooks"
@@ -203,12 +209,16 @@ def check_no_adapter_names(title: str, model: nn.Module) -> None:
 
 def check_model_inputs(title: str, inputs: Mapping[str, object], why_no_images: str = "") -> None:
     """Raise `ValueError` for arguments of `model.forward` that no mode supports, such as audio."""
-    empty = (name for name, value in inputs.items() if value is None or value is False or value == {})
-    if unknown := sorted(inputs.keys() - {*_SUPPORTED_INPUTS, *empty}):
-        allowed = (
-            f"token ids and settings only ({why_no_images})" if why_no_images else "token ids, images and settings"
-        )
-        raise ValueError(f"{unknown} are not supported by {title}: pass {allowed}")
+    unknown = []
+    for name, value in inputs.items():
+        is_empty = value is None or value is False or value == {}
+        if name not in _SUPPORTED_INPUTS and not is_empty:
+            unknown.append(name)
+    if unknown:
+        allowed = "token ids, images and settings"
+        if why_no_images:
+            allowed = f"token ids and settings only ({why_no_images})"
+        raise ValueError(f"{sorted(unknown)} are not supported by {title}: pass {allowed}")
 
 
 def check_tokens(config: GenerationConfig, vocabulary: int, prompt_length: int) -> None:
@@ -229,7 +239,8 @@ def check_supported_settings(title: str, config: GenerationConfig) -> None:
         if value not in harmless and (config.return_dict_in_generate or name not in _RETURNED):
             allowed = " or ".join(map(repr, harmless))
             raise ValueError(f"{name}={value!r} is not supported by {title}; allowed: {allowed}{_PLAINLY}")
-    if (strategy := config.get_generation_mode()) not in _SUPPORTED_STRATEGIES:
+    strategy = config.get_generation_mode()
+    if strategy not in _SUPPORTED_STRATEGIES:
         raise ValueError(f"these settings select {strategy.value}, which {title} does not support{_PLAINLY}")
 
 
@@ -266,7 +277,8 @@ def move_padding_left(kwargs: Arguments) -> None:
     padding = mask.flip(1).long().argmax(1)  # masked tokens at the end of each row; 0 if all are masked
     source = (torch.arange(length, device=mask.device) - padding[:, None]) % length
     for name in ("inputs", "input_ids", "attention_mask", "position_ids"):
-        if (value := kwargs.get(name)) is not None:
+        value = kwargs.get(name)
+        if value is not None:
             kwargs[name] = value.expand(mask.shape).gather(1, source.to(value.device))
 
 
@@ -289,9 +301,11 @@ def check_objects(kwargs: Arguments) -> None:
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise TypeError(f"streamer must have the methods put() and end(), got {type(streamer).__name__}")
     for name in ("logits_processor", "stopping_criteria"):
-        given = kwargs.get(name)
-        if given is not None and not (isinstance(given, list | tuple) and all(callable(item) for item in given)):
-            raise TypeError(f"{name} must be a list of callables, got {given!r}")
+        items = kwargs.get(name)
+        if items is None:
+            continue
+        if not isinstance(items, list | tuple) or not all(map(callable, items)):
+            raise TypeError(f"{name} must be a list of callables, got {items!r}")
     function = kwargs.get("prefix_allowed_tokens_fn")
     if function is not None and not callable(function):
         raise TypeError(f"prefix_allowed_tokens_fn must be a function, got {function!r}")
@@ -304,13 +318,13 @@ def check_objects(kwargs: Arguments) -> None:
 
 def check_values(values: Mapping[str, object]) -> None:
     """Check the values of `GenerationConfig` settings; None is always allowed."""
-    given = {name: value for name, value in values.items() if value is not None}
-    for name in _MINIMUM.keys() & given.keys():
-        check_int(name, given[name], at_least=_MINIMUM[name])
+    values = {name: value for name, value in values.items() if value is not None}
+    for name in _MINIMUM.keys() & values.keys():
+        check_int(name, values[name], at_least=_MINIMUM[name])
     for names, is_valid, description in _TYPES:
-        for name in given.keys() & set(names):
-            if not is_valid(given[name]):
-                raise ValueError(f"{name} must be {description}, got {given[name]!r}")
+        for name in values.keys() & set(names):
+            if not is_valid(values[name]):
+                raise ValueError(f"{name} must be {description}, got {values[name]!r}")
 
 
 def check_generation_config(config: object) -> None:

@@ -79,10 +79,13 @@ class GenerationCall:
     @cached_property
     def prompt_tokens(self) -> int:
         """Number of distinct prompt tokens: prefixes that the prompts share count once."""
-        keys = sorted(self.logits_keys)
-        prompts = [np.array(key.steps) for key in keys]
-        shared = sum(common_prefix(a, b) for a, b in zip(prompts, prompts[1:], strict=False))
-        return sum(map(len, prompts)) - shared
+        prompts = [np.array(key.steps) for key in sorted(self.logits_keys)]
+        count = 0
+        previous = np.empty(0, np.int64)
+        for prompt in prompts:
+            count += len(prompt) - common_prefix(previous, prompt)
+            previous = prompt
+        return count
 
     @cached_property
     def logits_keys(self) -> list[LogitsKey]:
@@ -92,8 +95,8 @@ class GenerationCall:
     @property
     def placeholder(self) -> int:
         """Token id of image tokens; -1 if the model has none."""
-        found = getattr(self.model.config, "image_token_id", None)
-        return -1 if found is None else found
+        token = getattr(self.model.config, "image_token_id", None)
+        return -1 if token is None else token
 
     def token_ids(self, tokens: np.ndarray) -> np.ndarray:
         """Return tokens with the placeholder's id in place of those of image tokens."""
@@ -112,10 +115,13 @@ class GenerationCall:
     def is_logged(self) -> bool:
         """Whether the record logs the forward passes: it is returned, and `sequences` do not say all of them."""
         config = self.record.config
-        returned = bool(self.generation_config.return_dict_in_generate) and self.past_key_values is None
-        returned = returned and not self.record.has_gaps and not self.record.images
-        returned = returned and not self.host.is_shared  # the cache would hold prefixes of other calls
-        return returned and config is not None and not config.traits.rows_continue_prompts
+        if config is None or config.traits.rows_continue_prompts:
+            return False
+        if not self.generation_config.return_dict_in_generate:
+            return False
+        if self.past_key_values is not None or self.host.is_shared:  # the cache holds prefixes of other calls
+            return False
+        return not self.record.has_gaps and not self.record.images
 
     @cached_property
     def pad_token_id(self) -> int:
@@ -220,7 +226,10 @@ def make_call(
     table = ImageTable()
     table.add(prepared["images"])
     if table:
-        record.images = [[span.image.thumbnail for span in table.spans(prompt) if not span.first] for prompt in prompts]
+        record.images = []
+        for prompt in prompts:
+            thumbnails = [span.image.thumbnail for span in table.spans(prompt) if not span.first]
+            record.images.append(thumbnails)
     record.begin = input_ids.shape[1]
     record.has_gaps = capabilities.has_window and any(gaps)
     is_usable = isinstance(cache, BlockCache) and not has_dropout(model, "past_key_values")
@@ -240,7 +249,8 @@ def has_dropout(model: PreTrainedModel, cache: str) -> bool:
 
     No later call would compute the same.
     """
-    if names := active_dropout(model):
+    names = active_dropout(model)
+    if names:
         _logger.warning_once(
             f"{cache} is neither read nor filled, as dropout is active in {names[0] or type(model).__name__} "
             f"({len(names)} modules): call model.eval() first"
@@ -259,18 +269,22 @@ def _unpad(
 ) -> tuple[list[np.ndarray], list[dict[int, int]]]:
     """Return the rows without masked tokens, and the number of masked ones before a token that is not the first."""
     ids = input_ids.cpu().numpy()
-    keep = np.ones(ids.shape, dtype=bool) if mask is None else mask.cpu().numpy().astype(bool)
+    is_token = np.ones(ids.shape, dtype=bool) if mask is None else mask.cpu().numpy().astype(bool)
     for row in range(len(ids)):
-        if not keep[row].any():
+        if not is_token[row].any():
             raise ValueError(f"the prompt of row {row} is empty: attention_mask masks all of it")
-        if not keep[row, -1]:
+        if not is_token[row, -1]:
             raise ValueError(f"row {row} is padded on the right; use tokenizer.padding_side = 'left'")
     if positions is not None:
-        given = positions.cpu().numpy()
-        given = given[np.arange(len(ids)) % len(given)]  # a single row of positions applies to all rows
-        if ((given != keep.cumsum(-1) - 1) & keep).any():
+        position_ids = positions.cpu().numpy()
+        position_ids = position_ids[np.arange(len(ids)) % len(position_ids)]  # a single row applies to all rows
+        if ((position_ids != is_token.cumsum(-1) - 1) & is_token).any():
             raise ValueError("custom position_ids are not supported: they must count the unmasked tokens from 0")
-    slots = [np.flatnonzero(row) for row in keep]
-    prompts = [np.ascontiguousarray(row[kept], dtype=np.int64) for row, kept in zip(ids, slots, strict=True)]
-    masked = [np.diff(kept) - 1 for kept in slots]
-    return prompts, [{int(i) + 1: int(count[i]) for i in np.flatnonzero(count)} for count in masked]
+    prompts = []
+    gaps = []
+    for row_ids, row_is_token in zip(ids, is_token, strict=True):
+        columns = np.flatnonzero(row_is_token)
+        prompts.append(np.ascontiguousarray(row_ids[columns], dtype=np.int64))
+        masked = np.diff(columns) - 1  # before each token but the first
+        gaps.append({int(index) + 1: int(masked[index]) for index in np.flatnonzero(masked)})
+    return prompts, gaps

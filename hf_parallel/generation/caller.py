@@ -27,9 +27,12 @@ def warn_caller(message: str) -> None:
 
 
 def _is_library(frame: FrameType) -> bool:
+    """Whether a frame runs code of this package, of Python or of an installed package."""
     file = Path(frame.f_code.co_filename)
-    installed = file.is_relative_to(_STANDARD) or not _INSTALLED.isdisjoint(file.parts)
-    return installed or frame.f_globals.get("__name__", "").partition(".")[0] == _OWN
+    if file.is_relative_to(_STANDARD) or not _INSTALLED.isdisjoint(file.parts):
+        return True
+    package, _, _ = frame.f_globals.get("__name__", "").partition(".")
+    return package == _OWN
 
 
 def name_prompts(affected: list[bool]) -> str:
@@ -39,6 +42,7 @@ def name_prompts(affected: list[bool]) -> str:
 
 def warn_sequential(reasons: list[str | None]) -> None:
     """Warn about prompts whose answer has no parallel part, with the first of the reasons; None: it has one."""
-    if given := [reason for reason in reasons if reason is not None]:
+    first_reason = next((reason for reason in reasons if reason is not None), None)
+    if first_reason is not None:
         prompts = name_prompts([reason is not None for reason in reasons])
-        warn_caller(f"nothing was generated in parallel for {prompts}: {given[0]}")
+        warn_caller(f"nothing was generated in parallel for {prompts}: {first_reason}")

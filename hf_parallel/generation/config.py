@@ -212,8 +212,8 @@ class ParallelConfig(Settings, Generic[OutputT]):
 
     def validate(self) -> None:
         """Check every setting; raise a `ValueError` that names the setting, the value and what is allowed."""
-        seeds = self.seed if isinstance(self.seed, list | tuple) else [] if self.seed is None else [self.seed]
-        if not all(map(is_int, seeds)):
+        seeds: Sequence[object] = self.seed if isinstance(self.seed, list | tuple) else [self.seed]
+        if self.seed is not None and not all(map(is_int, seeds)):
             raise ValueError(f"seed must be an int or a list of ints, got {self.seed!r}")
         check_bool("cuda_graph", self.cuda_graph)
         if self.compile is not None:
@@ -311,12 +311,14 @@ class ParallelConfig(Settings, Generic[OutputT]):
     def chosen_preset(self) -> Preset:
         """The preset that is named by the setting; raises `ValueError` if the mode has none of this name."""
         presets = self.traits.presets
-        if self.preset is not None and self.preset not in [*presets]:
+        if self.preset is None:
+            return Preset()
+        if self.preset not in [*presets]:
             owners = [mode for mode, cls in MODES.items() if self.preset in [*cls.traits.presets]]
             hint = f"; {', '.join(owners)} have it" if owners else ""
             allowed = " or ".join(map(repr, [*presets, None]))
             raise ValueError(f"preset must be {allowed} for {self.mode!r}, got {self.preset!r}{hint}")
-        return Preset() if self.preset is None else presets[self.preset]
+        return presets[self.preset]
 
     @property
     def rows(self) -> ModeRows:
@@ -350,7 +352,7 @@ def _texts_in(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping):
         yield from _texts_in(list(value.values()))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _texts_in([getattr(value, one.name) for one in dataclasses.fields(value)])
+        yield from _texts_in([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
 def make_config(mode: str, *sources: Mapping[str, object] | ParallelConfig | None) -> ParallelConfig:
@@ -402,14 +404,15 @@ def check_has_mode(config: object) -> None:
     hint = ""
     if isinstance(config, Mapping) and config:
         owners = [mode for mode, cls in MODES.items() if config.keys() <= set(cls.fields())]
+        mode = config.get("generation_mode", config.get("mode"))
         if owners:
             hint = f": {', '.join(config)} can be of {' or '.join(owners)}, so pass generation_mode={owners[0]!r}, too"
-        elif isinstance(mode := config.get("generation_mode", config.get("mode")), str):
+        elif isinstance(mode, str):
             hint = f": pass generation_mode={mode!r} as an argument of its own"
         else:
-            known = {name for cls in MODES.values() for name in cls.fields()}
-            unknown = next((name for name in config if name not in known), "")
-            hint = suggestion(unknown, known)
+            names = {name for cls in MODES.values() for name in cls.fields()}
+            unknown = next((name for name in config if name not in names), "")
+            hint = suggestion(unknown, names)
     raise ValueError(f"parallel_config was given without a generation_mode, got {config!r}{hint}")
 
 

@@ -96,10 +96,16 @@ class Dialect:
 
     def planned(self, count: int) -> list[str]:
         """Return the text of a region with `count` branches up to the fork, split where their titles stand."""
-        outline = f"\n{self.outline} {{number}}:{{title}}" if self.outline else ""
-        before, each, after = self.plan or (self.region[0], outline, f"\n{self.fork}" if self.fork else "")
-        outlines = (each.replace("{number}", str(number)) for number in range(1, count + 1))
-        return "".join([before, *outlines, after]).split("{title}")
+        if self.plan is not None:
+            opening, outline, closing = self.plan
+        else:
+            opening = self.region[0]
+            outline = f"\n{self.outline} {{number}}:{{title}}" if self.outline else ""
+            closing = f"\n{self.fork}" if self.fork else ""
+        text = opening
+        for number in range(1, count + 1):
+            text += outline.replace("{number}", str(number))
+        return (text + closing).split("{title}")
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -128,9 +134,10 @@ class Dialect:
 
     def opening_of(self, text: str) -> str:
         """Return the part of a branch's text that the model does not write: its opening, or its tag alone."""
-        pattern = re.escape(self.first_text("{number}")[1]).replace(re.escape("{number}"), NUMBER)
-        found = re.match(pattern, text)
-        return found[0] if found else self.branch[0]
+        _, first_text = self.first_text("{number}")
+        pattern = re.escape(first_text).replace(re.escape("{number}"), NUMBER)
+        match = re.match(pattern, text)
+        return match[0] if match else self.branch[0]
 
     def numbers(self, text: str, count: int) -> list[str]:
         """Return the numbers of the branches that a region's text announces; without an outline, 1 to `count`."""
@@ -178,12 +185,14 @@ AnyDialect: TypeAlias = Dialect | SkeletonDialect
 def make_dialect(settings: Mapping[str, Any]) -> AnyDialect:
     """Return the dialect with some settings. Raises `ValueError` for an unknown setting, and for a missing one."""
     cls: type[AnyDialect] = SkeletonDialect if "branch_marker" in settings else Dialect
-    known = {f.name: f.default is MISSING for f in fields(cls)}
-    if unknown := [name for name in settings if name not in known]:
-        raise ValueError(f"dialect has no {unknown[0]!r}{names_hint(unknown[0], sorted(known))}")
-    needed = [name for name, is_needed in known.items() if is_needed]
-    if missing := [name for name in needed if name not in settings]:
-        raise ValueError(f"dialect must have {' and '.join(needed)}, {missing[0]} is missing in {settings!r}")
+    names = sorted(field.name for field in fields(cls))
+    for name in settings:
+        if name not in names:
+            raise ValueError(f"dialect has no {name!r}{names_hint(name, names)}")
+    needed = [field.name for field in fields(cls) if field.default is MISSING]
+    for name in needed:
+        if name not in settings:
+            raise ValueError(f"dialect must have {' and '.join(needed)}, {name} is missing in {settings!r}")
     return cls(**settings)
 
 

@@ -23,11 +23,11 @@ def take_images(
     Images that are not `known`, by default those of running calls, are computed. Their keys are those of the `cache`.
     """
     inputs = {name: kwargs.pop(name) for name in image_inputs(model) & kwargs.keys()}
-    given = {name: value for name, value in inputs.items() if value is not None and name not in TOKEN_TYPES}
-    if not given:
+    features = {name: value for name, value in inputs.items() if value is not None and name not in TOKEN_TYPES}
+    if not features:
         return
-    if "pixel_values" not in given:
-        raise ValueError(f"{sorted(given)} describe images, but pixel_values are missing")
+    if "pixel_values" not in features:
+        raise ValueError(f"{sorted(features)} describe images, but pixel_values are missing")
     capabilities = enabled(model).capabilities
     if capabilities.why_no_images:
         raise UnsupportedModelError(capabilities.why_no_images)
@@ -38,7 +38,7 @@ def take_images(
         model,
         input_ids,
         kwargs.get("position_ids"),
-        given,
+        features,
         known,
         bidirectional_layers=capabilities.bidirectional_layers,
         salt=salt,

@@ -129,9 +129,9 @@ class ParallelGenerationMixin:
         arguments.name_cache(kwargs)
         if kwargs.get("tokenizer") is None and self._parallel.tokenizer is not None:
             kwargs["tokenizer"] = self._parallel.tokenizer
-        own: GenerationConfig = self.generation_config  # type: ignore[attr-defined]
-        is_named = config.preset != marked_preset(config.mode, own).get("preset")
-        add_preset(config.chosen_preset, None if is_named else own, kwargs)
+        model_config: GenerationConfig = self.generation_config  # type: ignore[attr-defined]
+        is_named = config.preset != marked_preset(config.mode, model_config).get("preset")
+        add_preset(config.chosen_preset, None if is_named else model_config, kwargs)
         arguments.check_keeps_states(config, self, self._parallel.capabilities)
         config.prepare(kwargs)
         self._check_arguments(config, kwargs)
@@ -144,7 +144,8 @@ class ParallelGenerationMixin:
             call = self._generate_plainly(kwargs, ())
         finally:
             preparation.calls = outer
-        if callable(begin_call := getattr(call.streamer, "begin_call", None)):
+        begin_call = getattr(call.streamer, "begin_call", None)
+        if callable(begin_call):
             begin_call(call)
         return call
 
@@ -153,7 +154,8 @@ class ParallelGenerationMixin:
         """Hold the model for one call of a mode. Raise `RuntimeError` while another call or an engine holds it."""
         try:
             with _CLAIM_LOCK:
-                if (other := self._active_claim()) is not None:
+                other = self._active_claim()
+                if other is not None:
                     raise RuntimeError(other.busy)
                 claim.active = True
                 self._parallel.claim = claim
@@ -240,16 +242,17 @@ class ParallelGenerationMixin:
         settings = arguments.setting_names()
         images = image_inputs(self)  # type: ignore[arg-type]
         inputs = parameters_of(self.forward).keys() - images  # type: ignore[attr-defined]
-        others = {name: value for name, value in kwargs.items() if name in inputs - settings}
-        arguments.check_model_inputs(config.title, others, self._parallel.capabilities.why_no_images)
-        known = settings | arguments.OTHER_ARGUMENTS | inputs | images | parameters_of(super().generate).keys()  # type: ignore[misc]
-        check_setting_names(None if config.is_implicit else type(config), kwargs, {*known, *config.fields()})
-        given = kwargs.get("generation_config")
-        for stored in (given, self.generation_config):  # type: ignore[attr-defined]
-            arguments.check_values({} if stored is None else vars(stored))
+        model_inputs = {name: value for name, value in kwargs.items() if name in inputs - settings}
+        arguments.check_model_inputs(config.title, model_inputs, self._parallel.capabilities.why_no_images)
+        names = {*settings, *arguments.OTHER_ARGUMENTS, *inputs, *images, *config.fields()}
+        names |= parameters_of(super().generate).keys()  # type: ignore[misc]
+        check_setting_names(None if config.is_implicit else type(config), kwargs, names)
+        generation_config = kwargs.get("generation_config")
+        for source in (generation_config, self.generation_config):  # type: ignore[attr-defined]
+            arguments.check_values({} if source is None else vars(source))
         arguments.check_values(kwargs)
         overrides = {name: value for name, value in kwargs.items() if name in settings}
-        prepared, _ = self._prepare_generation_config(given, **overrides)  # type: ignore[attr-defined]
+        prepared, _ = self._prepare_generation_config(generation_config, **overrides)  # type: ignore[attr-defined]
         arguments.check_supported_settings(config.title, prepared)
         ids = kwargs["inputs"] if kwargs.get("inputs") is not None else kwargs.get("input_ids")
         prompts, length = (1, 1) if ids is None else ids.shape
@@ -269,8 +272,10 @@ class ParallelGenerationMixin:
 
 def _positional(generate: Any) -> Sequence[str]:
     """Return the first arguments of a model's `generate`, whose order is its own in some classes (Janus)."""
-    parameters = parameters_of(generate)
-    names = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    names = []
+    for name, parameter in parameters_of(generate).items():
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            names.append(name)
     return names[: len(_POSITIONAL)] or _POSITIONAL  # the latter for `generate(*args, **kwargs)`
 
 
@@ -280,25 +285,34 @@ def take_parallel_config(own: GenerationConfig, kwargs: Arguments) -> ParallelCo
     `own` is the model's config. Return None if no mode is named, if the model drafts tokens for another one, or if
     `custom_generate` is to receive all arguments.
     """
-    given = kwargs.get("generation_config")
-    arguments.check_generation_config(given)
-    is_draft_model = given is not None and given.is_assistant  # of assisted generation, which reads its scores
-    if (kwargs.get("custom_generate") is not None or is_draft_model) and "generation_mode" not in kwargs:
+    generation_config = kwargs.get("generation_config")
+    arguments.check_generation_config(generation_config)
+    # A draft model of assisted generation, which reads its scores, has no mode of its own.
+    is_draft_model = generation_config is not None and generation_config.is_assistant
+    is_custom = kwargs.get("custom_generate") is not None
+    if (is_custom or is_draft_model) and "generation_mode" not in kwargs:
         return None
-    stored = [source for source in (given, own) if source is not None]
+    sources = [source for source in (generation_config, own) if source is not None]
     config = kwargs.pop("parallel_config", None)
+    mode = None
     if "generation_mode" in kwargs:
         mode = kwargs.pop("generation_mode")
     elif isinstance(config, ParallelConfig):
         mode = config.mode
     else:
-        mode = next((m for m in (getattr(source, "generation_mode", None) for source in stored) if m is not None), None)
+        for source in sources:
+            mode = getattr(source, "generation_mode", None)
+            if mode is not None:
+                break
     if mode is None:
         check_has_mode(config)
         return None
     settings = {name: kwargs.pop(name) for name in _fields(mode) if name in kwargs}
-    saved = [_stored_settings(s, mode) for s in stored if getattr(s, "generation_mode", mode) in (mode, None)]
-    return make_config(mode, settings, config, *(one for pair in saved for one in pair), marked_preset(mode, own))
+    stored: list[Any] = []
+    for source in sources:
+        if getattr(source, "generation_mode", mode) in (mode, None):
+            stored += _stored_settings(source, mode)
+    return make_config(mode, settings, config, *stored, marked_preset(mode, own))
 
 
 def _fields(mode: object) -> Sequence[str]:
@@ -358,7 +372,8 @@ def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None) -> _
             with cpu_as_default():
                 inner._parallel = Enabled(probe_capabilities(inner))
             inner.__class__ = _enabled_class(type(inner))  # type: ignore[arg-type] # types are hashable
-            if mode := getattr(inner.generation_config, "generation_mode", None):
+            mode = getattr(inner.generation_config, "generation_mode", None)
+            if mode:
                 _logger.warning_once(
                     f"generate uses generation_mode={mode!r}, which the model's generation_config names"
                 )
@@ -373,8 +388,8 @@ def _check_unchanged(model: object) -> None:
         return
     arguments.check_not_compiled(model)
     hidden = vars(model).keys() & (vars(ParallelGenerationMixin).keys() - {"save_pretrained"})
-    own = vars(model).get("generate")
-    if isinstance(own, partial) and own.keywords.get("model") is model:
+    generate = vars(model).get("generate")
+    if isinstance(generate, partial) and generate.keywords.get("model") is model:
         hidden -= {"generate"}  # that of a repository with `custom_generate`, which enables the model itself
     if hidden:
         name = min(hidden)
@@ -403,7 +418,8 @@ def disable(model: _Model) -> _Model:
     if not isinstance(inner, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(inner).__name__}")
     if isinstance(inner, ParallelGenerationMixin):
-        if (claim := inner._active_claim()) is not None:
+        claim = inner._active_claim()
+        if claim is not None:
             raise RuntimeError(claim.busy)
         inner.__class__ = plain_class(type(inner))
         forget(inner)

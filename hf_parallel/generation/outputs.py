@@ -85,13 +85,14 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle without the cache; see the class."""
         names = [field.name for field in dataclasses.fields(self)]
-        values = {name: getattr(self, name) for name in names} | {CACHE: None}
+        values = {name: getattr(self, name) for name in names}
+        values[CACHE] = None
         if self.record is not None and self.record.config is not None:
             config = self.record.config
-            kept = {name: value for name, value in config.given().items() if name not in config.not_stored()}
-            values["record"] = dataclasses.replace(self.record, config=type(config)(**kept))
-        others = {name: value for name, value in vars(self).items() if name not in names}
-        return partial(type(self), **values), (), others
+            settings = {name: value for name, value in config.given().items() if name not in config.not_stored()}
+            values["record"] = dataclasses.replace(self.record, config=type(config)(**settings))
+        attributes = {name: value for name, value in vars(self).items() if name not in names}
+        return partial(type(self), **values), (), attributes
 
     def to_dict(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Arguments:
         """Return the transcript of the call as plain data: which row generated which text at which forward pass.
@@ -137,13 +138,23 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
             return completion_sections(record, self.sequences.tolist(), tokenizer)
         sections = []
         for prompt, cards in sorted(cards_by_prompt(record).items()):
-            names = self.columns(prompt)
-            names = [*names, *column_names(record, prompt, cards)[len(names) :]]
+            names = list(self.columns(prompt))
+            names += column_names(record, prompt, cards)[len(names) :]
             separate_overlapping(cards, names, record.config.rows.style.spanning)
             tokens = record.prompts[prompt]
             text = None if tokenizer is None else decode(tokenizer, tokens.tolist())
-            shown = self.notes(prompt), *self.ranking(prompt), record.images_of([prompt])
-            sections.append(Section(text, len(tokens), names, cards, *shown))
+            ranking, chosen = self.ranking(prompt)
+            section = Section(
+                text,
+                len(tokens),
+                names,
+                cards,
+                notes=self.notes(prompt),
+                ranking=ranking,
+                chosen=chosen,
+                images=record.images_of([prompt]),
+            )
+            sections.append(section)
         return sections
 
     def to_records(self, log_probs: bool = False) -> list[Arguments]:
@@ -163,36 +174,45 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
             fields = {self.record.config.traits.rows_field: grouped(fields.pop("texts"), count), **fields}
             if log_probs:
                 fields["log_probs"] = grouped(fields["log_probs"], count)
-        items = [{n: v[i] if isinstance(v, list) else v for n, v in fields.items()} for i in range(count)]
-        return [
-            {self._item_name(name, value): _plain(value) for name, value in {**item, "stats": self.stats}.items()}
-            for item in items
-        ]
+        fields["stats"] = self.stats
+        records = []
+        for index in range(count):
+            record = {}
+            for name, value in fields.items():
+                item = value[index] if isinstance(value, list) else value
+                record[self._item_name(name, item)] = _plain(item)
+            records.append(record)
+        return records
 
     def _log_probs_by_row(self) -> list[list[float | None]]:
-        begin = self.record.begin
-        lengths = self.record.lengths
-        rows = zip(self.log_probs.tolist(), self.log_probs_mask.tolist(), lengths, strict=True)
-        return [
-            [value if is_sampled else None for value, is_sampled in list(zip(values, mask, strict=True))[: end - begin]]
-            for values, mask, end in rows
-        ]
+        """Return the log-probabilities of the new tokens of each row, None for those that were not sampled."""
+        log_probs = self.log_probs.tolist()
+        masks = self.log_probs_mask.tolist()
+        by_row = []
+        for values, mask, end in zip(log_probs, masks, self.record.lengths, strict=True):
+            sampled = [value if is_sampled else None for value, is_sampled in zip(values, mask, strict=True)]
+            by_row.append(sampled[: end - self.record.begin])
+        return by_row
 
     def answer_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Return the text of each answer, decoded without special and end tokens, or merged by the mode."""
         if self.record.config.traits.merges_rows:
             return list(self.transcripts)  # type: ignore[attr-defined]
         ends = self.record.lengths or [self.sequences.shape[1]] * len(self.sequences)
-        new = [row[self.record.begin : end] for row, end in zip(self.sequences, ends, strict=True)]
         hidden = self.record.hidden_tokens(tokenizer)
-        return [visible_text(tokenizer, tokens.tolist(), hidden) for tokens in new]
+        texts = []
+        for row, end in zip(self.sequences, ends, strict=True):
+            new_tokens = row[self.record.begin : end].tolist()
+            texts.append(visible_text(tokenizer, new_tokens, hidden))
+        return texts
 
     @classmethod
     def _own_fields(cls) -> list[str]:
         """Return the fields and the properties that a subclass adds to `ParallelOutput`."""
         common = {field.name for field in dataclasses.fields(ParallelOutput)} | vars(ParallelOutput).keys()
-        fields = [field.name for field in dataclasses.fields(cls) if field.name not in common]
-        return fields + [n for n, value in vars(cls).items() if isinstance(value, property) and n not in common]
+        names = [field.name for field in dataclasses.fields(cls)]
+        names += [name for name, value in vars(cls).items() if isinstance(value, property)]
+        return [name for name in names if name not in common]
 
     def _item_name(self, name: str, value: object) -> str:
         return self.item_names.get(name, name) if value is None or isinstance(value, str) else name
@@ -209,4 +229,6 @@ def _plain(value: object) -> Any:
         return dataclasses.asdict(value)
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

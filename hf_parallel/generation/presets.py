@@ -53,9 +53,13 @@ def add_preset(preset: Preset, own: GenerationConfig | None, kwargs: Arguments) 
     `own` is the model's generation config, or None if it does not override the preset, which the caller has named.
     """
     config = kwargs.get("generation_config")
-    known = {name: v for c in (own, config) if c is not None for name, v in vars(c).items() if v is not None} | kwargs
-    missing = {name: value for name, value in preset.generation.items() if name not in known}
-    if not {**missing, **known}.get("do_sample"):
+    settings: Arguments = {}
+    for source in (own, config):
+        if source is not None:
+            settings |= {name: value for name, value in vars(source).items() if value is not None}
+    settings |= kwargs
+    missing = {name: value for name, value in preset.generation.items() if name not in settings}
+    if not {**missing, **settings}.get("do_sample"):
         missing = {name: value for name, value in missing.items() if name not in SAMPLING_ONLY}
     if config is None:
         kwargs |= missing

@@ -145,7 +145,10 @@ class ConsoleStreamer:
 
     def print_line(self, text: str) -> None:
         """Print a separate line. Empty: only end the current line."""
-        self.out.write("\n" * (self._group is not None) + (f"{self._clean(text)}\n" if text else ""))
+        if self._group is not None:
+            self.out.write("\n")
+        if text:
+            self.out.write(f"{self._clean(text)}\n")
         self.out.flush()
         self._group = None
 
@@ -203,7 +206,9 @@ class ConsoleStreamer:
                 self.out.write("\n\n")
             of_group = self.headings[text.group] if text.group != self._group else ""
             self._group = text.group
-            self.out.write("".join(f"{self._clean(heading)}\n" for heading in (of_group, text.heading) if heading))
+            for heading in (of_group, text.heading):
+                if heading:
+                    self.out.write(f"{self._clean(heading)}\n")
             self._print_new(text)
             self._current = None if text.ended else text
 

@@ -92,9 +92,11 @@ def encode_task(
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
     check_text("task", text)
     encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not getattr(tokenizer, "chat_template", None))
-    given = encoded if isinstance(encoded, Mapping) else {}
-    ids = given.get("input_ids")
-    mask = given.get("attention_mask")
+    ids = None
+    mask = None
+    if isinstance(encoded, Mapping):
+        ids = encoded.get("input_ids")
+        mask = encoded.get("attention_mask")
     if not (isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor) and ids.numel()):
         raise ValueError(
             "tokenizer must return input_ids and attention_mask, tensors [1, length] with at least one token, for "
@@ -115,24 +117,30 @@ def render_prompt(
     `prompt` is the mode's (None: without a mode). `continue_final_message` defaults to whether the last message is the
     assistant's.
     """
-    rules, thinking = (None, None) if prompt is None else (prompt.rules(), prompt.thinking)
-    if prompt is not None and isinstance(task, str):
-        task = prompt.task_text(task)
-    given = check_template_kwargs(chat_template_kwargs)
+    rules = None
+    thinking = None
+    is_last = False  # whether the rules follow the task
+    if prompt is not None:
+        rules = prompt.rules()
+        thinking = prompt.thinking
+        is_last = prompt.rules_last
+        if isinstance(task, str):
+            task = prompt.task_text(task)
+    template_kwargs = check_template_kwargs(chat_template_kwargs)
     if isinstance(task, str):
         if not getattr(tokenizer, "chat_template", None):
-            check_unused_template_kwargs(given, "the tokenizer has no chat template")
-            parts = (task, rules) if prompt is not None and prompt.rules_last else (rules, task)
+            check_unused_template_kwargs(template_kwargs, "the tokenizer has no chat template")
+            parts = (task, rules) if is_last else (rules, task)
             return "".join(f"{part}\n\n" for part in parts if part)
         task = [{"role": "user", "content": task}]
     source = str(getattr(tokenizer, "chat_template", None))
     continued = template.pop("continue_final_message", None)
     if continued is None:
         continued = task[-1]["role"] == "assistant"
-    defaults = {ENABLE_THINKING: False} if thinking is False and ENABLE_THINKING in source else {}
-    template = {**defaults, **template, **given}
-    template |= {"continue_final_message": True} if continued else {"add_generation_prompt": True}
-    is_last = prompt is not None and prompt.rules_last
+    if thinking is False and ENABLE_THINKING in source:
+        template.setdefault(ENABLE_THINKING, False)
+    template |= template_kwargs
+    template["continue_final_message" if continued else "add_generation_prompt"] = True
     chat = with_rules(rules, task, "user" if is_last else "system", is_last)
     try:
         text = apply_template(chat, tokenizer, **template)
@@ -140,8 +148,10 @@ def render_prompt(
         if not rules or is_last:
             raise
         text = apply_template(with_rules(rules, task, "user"), tokenizer, **template)  # it has no system message
-    opens = thinking and THINK in source and not continued and not text.rstrip().endswith((THINK, END_THINK))
-    return f"{text}{THINK}\n" if opens else text
+    can_think = thinking and THINK in source and not continued
+    if can_think and not text.rstrip().endswith((THINK, END_THINK)):
+        text = f"{text}{THINK}\n"
+    return text
 
 
 def apply_template(chat: Chat, tokenizer: PreTrainedTokenizerBase, **template: Any) -> str:
@@ -162,7 +172,8 @@ def check_template_kwargs(given: object) -> Arguments:
             f"chat_template_kwargs must map variables of the chat template to values, such as "
             f"{{'{ENABLE_THINKING}': False}}, got {given!r}"
         )
-    if taken := sorted(given.keys() & _RESERVED):
+    taken = sorted(given.keys() & _RESERVED)
+    if taken:
         raise ValueError(f"chat_template_kwargs must hold variables of the chat template only, got {', '.join(taken)}")
     return dict(given)
 
@@ -185,11 +196,12 @@ def with_rules(rules: str | None, chat: Chat, role: str, is_last: bool = False) 
     """Prepend rules to the first message of a role, or insert one; `is_last`: append them to the last one."""
     if not rules:
         return chat
-    found = [i for i, message in enumerate(chat) if message["role"] == role]
-    index = found[-1 if is_last else 0] if found else None
+    of_role = [index for index, message in enumerate(chat) if message["role"] == role]
     part = {"type": "text", "text": rules}
-    if index is None:
-        return [{"role": role, "content": rules if isinstance(chat[0]["content"], str) else [part]}, *chat]
+    if not of_role:
+        is_text = isinstance(chat[0]["content"], str)
+        return [{"role": role, "content": rules if is_text else [part]}, *chat]
+    index = of_role[-1] if is_last else of_role[0]
     content = chat[index]["content"]
     if isinstance(content, str):
         content = f"{content}\n\n{rules}" if is_last else f"{rules}\n\n{content}"

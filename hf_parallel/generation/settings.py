@@ -53,8 +53,12 @@ class Settings:
     def given(self) -> Arguments:
         """Return the settings that were given or differ from the defaults."""
         defaults = self.defaults()
-        pairs = ((name, getattr(self, name)) for name in self.fields())
-        return {name: v for name, v in pairs if name in self._given or v != getattr(defaults, name)}
+        settings = {}
+        for name in self.fields():
+            value = getattr(self, name)
+            if name in self._given or value != getattr(defaults, name):
+                settings[name] = value
+        return settings
 
     def to_dict(self) -> Arguments:
         """Return `given()` without `not_stored()`, ready for `generation_config.json`."""
@@ -68,9 +72,13 @@ class Settings:
 
     def stored(self) -> Arguments:
         """Return `to_dict()` after a JSON round trip; raise `ValueError` if a setting is not JSON-serializable."""
-        texts = {f.name for f in dataclasses.fields(self) if "Sequence[str]" in str(f.type)}  # tuples become lists
-        settings = {name: list(v) if name in texts and v is not None else v for name, v in self.to_dict().items()}
+        settings = self.to_dict()
+        for field in dataclasses.fields(self):
+            is_texts = "Sequence[str]" in str(field.type)
+            if is_texts and settings.get(field.name) is not None:
+                settings[field.name] = list(settings[field.name])  # as JSON has no tuples
         for name, value in settings.items():
-            if reason := json_error(value):
+            reason = json_error(value)
+            if reason:
                 raise ValueError(f"{name}={value!r} cannot be stored: {reason}")
         return settings

@@ -44,8 +44,12 @@ class GenerationStats:
     def add(self, other: GenerationStats) -> None:
         """Add the cost of another call: sums, and the maximum of the memory."""
         for name, value in other.to_dict().items():
-            own = getattr(self, name)
-            setattr(self, name, max(own, value) if name.endswith("_bytes") else own + value)
+            total = getattr(self, name)
+            if name.endswith("_bytes"):
+                total = max(total, value)
+            else:
+                total += value
+            setattr(self, name, total)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics as a plain dictionary."""

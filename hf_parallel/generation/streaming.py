@@ -85,7 +85,8 @@ class ParallelIteratorStreamer:
     """
 
     def __init__(self, timeout: float | None = None) -> None:
-        if timeout is not None and (not isinstance(timeout, Real) or isinstance(timeout, bool) or not timeout > 0):
+        is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+        if timeout is not None and not (is_number and timeout > 0):
             raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
         self.timeout = timeout
         self._has_call = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 from string import Formatter
@@ -50,7 +51,8 @@ def suggestion(name: object, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the known name that resembles a misspelt one; empty if none does."""
     name = str(name)
     known = list(known)
-    if (other := OTHER_NAMES.get(name)) in known:
+    other = OTHER_NAMES.get(name)
+    if other in known:
         return f"; did you mean {other!r}?"
     if len(name) > 3 * max(map(len, known), default=0):  # it resembles none, and comparing a long one takes long
         return ""
@@ -77,7 +79,9 @@ def check_text(name: str, value: object) -> None:
 
 def check_texts(name: str, value: object, may_be_empty: bool = False) -> None:
     """Raise `ValueError` unless `value` is a list of strings, non-empty ones by default."""
-    if not isinstance(value, list | tuple) or not all(isinstance(one, str) and (one or may_be_empty) for one in value):
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(text, str) and (text or may_be_empty) for text in value
+    ):
         raise ValueError(f"{name} must be a list of {'' if may_be_empty else 'non-empty '}strings, got {value!r}")
     for text in value:
         check_text(name, text)
@@ -95,14 +99,16 @@ def check_template(name: str, template: Any, /, **values: object) -> None:
     """
     check_text(name, template)
     try:
-        named = [found for _, found, _, _ in Formatter().parse(template) if found is not None]
-        if many := [found for found in named if named.count(found) > MAX_REPEATS]:
-            raise ValueError(f"a field may occur at most {MAX_REPEATS} times, got more of {many[0]!r}")
-        if attributes := [found for found in named if "." in found]:
-            raise KeyError(attributes[0])  # a server accepts templates of others
-        specs = [spec for _, _, spec, _ in Formatter().parse(template) if spec]
-        if wide := [spec for spec in specs if re.search(r"\{|\d{4}", spec)]:
-            raise ValueError(f"a width must be a number of at most three digits, got {wide[0]!r}")
+        names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        for field, count in Counter(names).items():
+            if count > MAX_REPEATS:
+                raise ValueError(f"a field may occur at most {MAX_REPEATS} times, got more of {field!r}")
+        for field in names:
+            if "." in field:
+                raise KeyError(field)  # a server accepts templates of others
+        for _, _, spec, _ in Formatter().parse(template):
+            if spec and re.search(r"\{|\d{4}", spec):
+                raise ValueError(f"a width must be a number of at most three digits, got {spec!r}")
         template.format(**values)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         fields = " and ".join(f"{{{field}}}" for field in values)
