@@ -23,8 +23,10 @@ from hf_parallel.models.ranks import num_ranks
 
 def check_limits(required: Mapping[str, object], **optional: object) -> None:
     """Raise `ValueError` for a limit of an engine that is not a positive int, or None if it is optional."""
-    for name, limit in {**required, **optional}.items():
-        if name in required or limit is not None:
+    for name, limit in required.items():
+        check_int(name, limit, at_least=1)
+    for name, limit in optional.items():
+        if limit is not None:
             check_int(name, limit, at_least=1)
 
 
@@ -59,28 +61,31 @@ def split_arguments(
         raise ValueError("an engine has a cache of its own: past_key_values cannot be given")
     arguments = {**settings, "return_dict_in_generate": True}
     check_generation_config(arguments.get("generation_config"))
-    given = arguments.get("parallel_config")
+    parallel_config = arguments.get("parallel_config")
     config: ParallelConfig | None
-    if mode is None and not isinstance(given, ParallelConfig):
-        if given is not None:
+    if mode is None and not isinstance(parallel_config, ParallelConfig):
+        if parallel_config is not None:
             raise ValueError("parallel_config was given without a generation_mode")
-        own = {name: arguments.pop(name) for name in MODES[PLAIN_MODE].fields() if name in arguments}
-        config = make_config(PLAIN_MODE, own)
+        plain_settings = {name: arguments.pop(name) for name in MODES[PLAIN_MODE].fields() if name in arguments}
+        config = make_config(PLAIN_MODE, plain_settings)
         config.is_implicit = True
     else:
         if mode is not None:
             arguments["generation_mode"] = mode
         config = take_parallel_config(model.generation_config, arguments)
     assert config is not None, "a mode is named"
-    if num_ranks(model) > 1 and (images := image_inputs(model) & arguments.keys()):
+    images = image_inputs(model) & arguments.keys()
+    if images and num_ranks(model) > 1:
         raise ValueError(f"an engine over a model that several processes compute reads no images, got {sorted(images)}")
     if arguments.get("tokenizer") is None and tokenizer is not None:
         arguments["tokenizer"] = tokenizer
     template = arguments.pop("chat_template_kwargs", None)
+    mask = arguments.pop("attention_mask", None)
     tokenizer = arguments.get("tokenizer")
     device = execution_device(model)
-    encoded = encode_prompt(prompt, config, tokenizer, device, template, arguments.pop("attention_mask", None))
-    if given_twice := arguments.keys() & encoded.keys() | arguments.keys() & {"inputs", "input_ids"}:
+    encoded = encode_prompt(prompt, config, tokenizer, device, template, mask)
+    given_twice = arguments.keys() & {*encoded, "inputs", "input_ids"}
+    if given_twice:
         raise ValueError(f"the prompt is the first argument of submit, got {sorted(given_twice)} as well")
     return config, arguments | encoded
 
@@ -106,7 +111,7 @@ def encode_prompt(
         if not prompt or not all(isinstance(value, torch.Tensor) for value in prompt.values()):
             raise ValueError(f"prompt must have input_ids, and only tensors (return_tensors='pt'), got {types}")
         return {name: value.to(device) for name, value in prompt.items()}
-    if isinstance(prompt, list | tuple) and prompt and all(isinstance(one, str) for one in prompt):
+    if isinstance(prompt, list | tuple) and prompt and all(isinstance(item, str) for item in prompt):
         raise ValueError(f"prompt is a list of {len(prompt)} texts: submit each by itself")
     if is_chat or isinstance(prompt, str):
         if tokenizer is None:
@@ -124,10 +129,13 @@ def encode_prompt(
         raise ValueError(f"prompt must be text, a chat or token ids, got {type(prompt).__name__}") from error
     if not ids.numel():
         raise ValueError("prompt must have at least one message or token id")
-    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.dim() == 1:
+        ids = ids[None]
     if ids.dim() != 2 or ids.dtype.is_floating_point:
         got = f"{list(ids.shape)} {ids.dtype}"
         raise ValueError(f"prompt must be text, a chat, or token ids [length] or [rows, length], got {got}")
     if mask is None:
         mask = torch.ones_like(ids)
-    return {"input_ids": ids, "attention_mask": mask.to(device) if isinstance(mask, torch.Tensor) else mask}
+    if isinstance(mask, torch.Tensor):
+        mask = mask.to(device)
+    return {"input_ids": ids, "attention_mask": mask}

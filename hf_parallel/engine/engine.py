@@ -355,7 +355,8 @@ class Engine:
                 self._call(request, request.resume, request.awaited)
         for request in scheduler.resumable():
             self._call(request, request.recompute)
-        if admitted := scheduler.admit():
+        admitted = scheduler.admit()
+        if admitted:
             self._check_weights(admitted)
         for request in admitted:
             if request in scheduler.running:  # else it was preempted by one before it
@@ -365,7 +366,8 @@ class Engine:
             self._compute(batch)
         if not self._sample_waiting() and not batch and scheduler.is_busy:
             time.sleep(0.001)  # requests wait for each other
-        self._work.step_seconds += (elapsed := time.perf_counter() - began)
+        elapsed = time.perf_counter() - began
+        self._work.step_seconds += elapsed
         self._work.overhead_seconds += elapsed - self._known_seconds
 
     def _check_weights(self, new: Sequence[Request]) -> None:
@@ -373,7 +375,8 @@ class Engine:
         try:
             self._storage.check_weights(self.model)
         except WeightsChangedError as error:
-            for request in [request for request in self._scheduler.running if request not in new]:
+            started = [request for request in self._scheduler.running if request not in new]
+            for request in started:
                 self._call(request, request.fail, WeightsChangedError(*error.args))
             self._ranks.broadcast(())
             self._open_storage()
@@ -381,15 +384,16 @@ class Engine:
     def _call(self, request: Request, function: Callable[..., None], *arguments: Any) -> None:
         """Run a part of a request's code, until its next pass or its end."""
         began = time.perf_counter()
-        before = request.num_tokens
+        num_tokens = request.num_tokens
         self._current = request
         try:
             function(*arguments)
         finally:
             self._current = None
             self._known_seconds += time.perf_counter() - began
-        if tokens := request.num_tokens - before:
-            self._scheduler.charge(request, tokens)
+        new_tokens = request.num_tokens - num_tokens
+        if new_tokens:
+            self._scheduler.charge(request, new_tokens)
         has_exceeded = self._storage.has_exceeded
         self._storage.has_exceeded = False
         if has_exceeded and not request.is_done:
@@ -397,7 +401,7 @@ class Engine:
         if request.is_done:
             self._work.add(request.stats, request.handle.error)
             self._scheduler.remove(request)
-        elif tokens:
+        elif new_tokens:
             request.handle.notify()
 
     def _free_memory(self) -> bool:
@@ -428,8 +432,8 @@ class Engine:
             table.choose(members)
             if decoding:
                 pending.insert(0, PendingPass(table.next_pass()))
-            for one in pending:
-                one.expand_views()
+            for pending_pass in pending:
+                pending_pass.expand_views()
             joined = join_passes(pending)
             try:
                 forward = self._storage.cache.prepare_run(joined.passes)
@@ -468,8 +472,9 @@ class Engine:
                 error = raised
         self._known_seconds += time.perf_counter() - began
         if logits is None and (error is not None or self._storage.pool.states.in_use):
-            for request in batch if error is not None else ():
-                self._call(request, request.fail, error)
+            if error is not None:
+                for request in batch:
+                    self._call(request, request.fail, error)
             self._scheduler.isolate([request for request in batch if not request.is_done])
             return
         if logits is None:
@@ -478,23 +483,24 @@ class Engine:
             self._compute([request for request in batch[middle:] if request.needs_pass])
             return
         assert step is not None
-        if isolated := self._scheduler.isolated:
+        isolated = self._scheduler.isolated
+        if isolated:
             isolated.difference_update([request for request in batch if not request.is_recomputing])
         self._record(step)
         parts = [Part(logits, part) for part in step.joined.parts]
         if step.decoding:
             self._decode(step.decoding, parts.pop(0))
-        for request, one, part in zip(step.others, step.own_passes, parts, strict=True):
-            if request.pending is not one and not request.preempted:
+        for request, computed, part in zip(step.others, step.own_passes, parts, strict=True):
+            if request.pending is not computed and not request.preempted:
                 continue  # it was restarted by one before it
-            if one.sampling is not None:
-                request.take_logits(one.sampling, part)
+            if computed.sampling is not None:
+                request.take_logits(computed.sampling, part)
             else:
-                self._call(request, request.resume, one, part.tensor)
+                self._call(request, request.resume, computed, part.tensor)
 
     def _record(self, step: PlannedStep) -> None:
         """Record a pass in the logs of its requests."""
-        num_rows = sum(one.num_segments for one in step.pending)
+        num_rows = sum(computed.num_segments for computed in step.pending)
         shared: LoggedSteps | None = None  # by the other requests
         if step.decoding:
             record_decoding(step.decoding, self._table, step.pending[0].ids.tensor, num_rows)
@@ -538,13 +544,15 @@ class Engine:
         while waiting := [request for request in self._scheduler.running if isinstance(request.awaited, Sampling)]:
             began = time.perf_counter()
             awaited = [request.awaited for request in waiting if isinstance(request.awaited, Sampling)]
-            sampled = sample_together([one.task for one in awaited], [one.logits for one in awaited])
+            tasks = [sampling.task for sampling in awaited]
+            logits = [sampling.logits for sampling in awaited]
+            sampled = sample_together(tasks, logits)
             self._known_seconds += time.perf_counter() - began
-            for request, one, result in zip(waiting, awaited, sampled, strict=True):
+            for request, sampling, result in zip(waiting, awaited, sampled, strict=True):
                 if isinstance(result, BaseException):
                     self._call(request, request.fail, result)
                 else:
-                    self._call(request, request.resume, one, result)
+                    self._call(request, request.resume, sampling, result)
             has_sampled = True
         return has_sampled
 
@@ -553,7 +561,8 @@ class Engine:
         self._ranks.send(forward, joined.ids, joined.logits_to_keep, adapter)
         logits = self._cached_model.logits(forward, joined.ids, joined.logits_to_keep, adapter)
         self._work.steps += 1
-        if not bool(logits.amax(-1).isfinite().all()):
+        are_finite = logits.amax(-1).isfinite().all()
+        if not bool(are_finite):
             raise NonFiniteLogitsError("the model's logits are not finite")
         self._storage.commit()
         # A graph overwrites its last output, from which a request may sample after another pass (preemption, failures).

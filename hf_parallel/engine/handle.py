@@ -64,7 +64,8 @@ class TokenDecoder:
     def flush(self) -> Iterator[RowText]:
         """Yield the text of incomplete characters at the ends of rows, as no tokens follow."""
         for row, detokenizer in self._rows.items():
-            if text := detokenizer.flush():
+            text = detokenizer.flush()
+            if text:
                 yield RowText(row, text, "token")
 
 
@@ -233,8 +234,8 @@ class RequestHandle:
         if not self.waiting:
             return
         with self._lock:
-            ready = [one for one in self.waiting if one[0]() or one[1].cancelled()]
-            self.waiting = [one for one in self.waiting if one not in ready]
+            ready = [(holds, future) for holds, future in self.waiting if holds() or future.cancelled()]
+            self.waiting = [waiting for waiting in self.waiting if waiting not in ready]
         for _, future in ready:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)

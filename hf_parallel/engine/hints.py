@@ -43,8 +43,8 @@ class AgentHints:
             return cls()
         if not isinstance(given, Mapping):
             raise ValueError(f"agent_hints must be AgentHints or a mapping, got {type(given).__name__}")
-        known = [field.name for field in fields(cls)]
+        names = [field.name for field in fields(cls)]
         for name in given:
-            if name not in known:
-                raise ValueError(f"agent_hints may have {known}, got {name!r}{suggestion(name, known)}")
+            if name not in names:
+                raise ValueError(f"agent_hints may have {names}, got {name!r}{suggestion(name, names)}")
         return cls(**given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -39,9 +39,9 @@ class PendingPass:
         is_single = len(want.passes) == 1
         self.keeps_all = is_single and (self.ends is None or len(self.ends) == self.num_tokens)
         """Whether the logits of all tokens of a single pass are wanted, in their order."""
-        self.is_prefill = self.num_tokens > MAX_DECODED and (
-            not is_single or max(map(_NUM_TOKENS, self.passes[0])) > MAX_DECODED
-        )
+        self.is_prefill = False
+        if self.num_tokens > MAX_DECODED:
+            self.is_prefill = not is_single or max(map(_NUM_TOKENS, self.passes[0])) > MAX_DECODED
         """Whether it may wait for another step: a row has many new tokens, or passes that were missed are computed."""
 
     def expand_views(self) -> None:
@@ -49,7 +49,7 @@ class PendingPass:
         for segments in self.original:
             for segment in segments:
                 if any(map(_PARTS, segment.view)):
-                    self.passes = [[with_parts(one) for one in all_of_pass] for all_of_pass in self.original]
+                    self.passes = [list(map(with_parts, segments)) for segments in self.original]
                     return
 
     @property
@@ -65,8 +65,13 @@ class PendingPass:
         """
         if self.ends is None:
             return np.arange(self.num_tokens)
-        last = np.cumsum([segment.num_tokens for segments in self.passes for segment in segments]) - 1
-        return last[[*self.ends, *({len(last) - 1} - set(self.ends))]]
+        counts = [segment.num_tokens for segment in chain.from_iterable(self.passes)]
+        last_tokens = np.cumsum(counts) - 1  # of each segment
+        last_segment = len(counts) - 1
+        segments = [*self.ends]
+        if last_segment not in self.ends:
+            segments.append(last_segment)
+        return last_tokens[segments]
 
 
 class JoinedPasses(NamedTuple):
@@ -80,37 +85,40 @@ class JoinedPasses(NamedTuple):
 
 def join_passes(pending: Sequence[PendingPass]) -> JoinedPasses:
     """Join the passes of several requests. The last pass of each becomes the last one of all."""
-    if not [one for one in pending if not one.keeps_all]:  # such as decode steps
+    if not [request for request in pending if not request.keeps_all]:  # such as decode steps
         segments: list[Segment] = []
-        for one in pending:
-            segments += one.passes[0]
-        parts = _slices([one.num_tokens for one in pending])
-        return JoinedPasses([segments], join([one.ids for one in pending]), None, parts)
-    depth = max(len(one.passes) for one in pending)
+        for request in pending:
+            segments += request.passes[0]
+        parts = _slices([request.num_tokens for request in pending])
+        return JoinedPasses([segments], join([request.ids for request in pending]), None, parts)
+    depth = max(len(request.passes) for request in pending)
     passes: list[list[Segment]] = [[] for _ in range(depth)]
     ids: list[torch.Tensor] = []
     places: list[list[np.ndarray]] = [[] for _ in pending]  # of the tokens of each request among all
     taken = [0] * len(pending)
     total = 0
     for level, joined in enumerate(passes):
-        for index, one in enumerate(pending):
-            own = level - depth + len(one.passes)
-            if own < 0:
+        for index, request in enumerate(pending):
+            own_level = level - depth + len(request.passes)
+            if own_level < 0:
                 continue
-            joined.extend(one.passes[own])
-            count = sum(segment.num_tokens for segment in one.passes[own])
-            ids.append(one.ids.tensor[taken[index] : taken[index] + count])
+            new_segments = request.passes[own_level]
+            joined.extend(new_segments)
+            count = sum(segment.num_tokens for segment in new_segments)
+            begin = taken[index]
+            ids.append(request.ids.tensor[begin : begin + count])
             places[index].append(np.arange(total, total + count))
             taken[index] += count
             total += count
-    kept = [np.concatenate(place)[one.kept_tokens] for one, place in zip(pending, places, strict=True)]
-    to_keep = np.concatenate(kept)
-    is_all = len(to_keep) == total and bool((np.diff(to_keep) == 1).all())
-    parts = _slices([len(one) for one in kept])
-    for index, one in enumerate(pending):
-        if one.ends is not None:  # without the logits of the last token, which it did not ask for
-            parts[index] = slice(parts[index].start, parts[index].start + len(one.ends))
-    return JoinedPasses(passes, torch.cat(ids), None if is_all else to_keep.tolist(), parts)
+    kept_by_request = [np.concatenate(runs)[request.kept_tokens] for request, runs in zip(pending, places, strict=True)]
+    to_keep = np.concatenate(kept_by_request)
+    keeps_all = len(to_keep) == total and bool((np.diff(to_keep) == 1).all())
+    parts = _slices([len(tokens) for tokens in kept_by_request])
+    for index, request in enumerate(pending):
+        if request.ends is not None:  # without the logits of the last token, which it did not ask for
+            begin = parts[index].start
+            parts[index] = slice(begin, begin + len(request.ends))
+    return JoinedPasses(passes, torch.cat(ids), None if keeps_all else to_keep.tolist(), parts)
 
 
 def _slices(counts: Sequence[int]) -> list[slice]:

@@ -32,9 +32,12 @@ class Ranks:
         count = num_ranks(model)
         self.leads = leads(model)
         self.are_several = count > 1
-        if self.are_several and (world := distributed.get_world_size()) != count:
-            raise ValueError(f"an engine needs all {world} processes for one model, but {count} compute this one")
-        self._group = distributed.new_group(backend="gloo", timeout=_PATIENCE) if self.are_several else None
+        self._group: Any = None
+        if self.are_several:
+            world = distributed.get_world_size()
+            if world != count:
+                raise ValueError(f"an engine needs all {world} processes for one model, but {count} compute this one")
+            self._group = distributed.new_group(backend="gloo", timeout=_PATIENCE)
         self._changes: list[tuple[bool, str, tuple[Any, ...], int, int | None]] = []
         self._last: ForwardPass | None = None  # sent or received
 
@@ -42,8 +45,11 @@ class Ranks:
         """Record the changes of an arena, whose storage is equal in all processes, from now on."""
         self._changes = []
         self._last = None
-        for one in filter(None, (arena, arena.quantized)) if self.are_several and self.leads else ():
-            one.on_change = self._add
+        if not self.are_several or not self.leads:
+            return
+        arena.on_change = self._add
+        if arena.quantized is not None:
+            arena.quantized.on_change = self._add
 
     def _add(self, arena: Arena, name: str, arguments: tuple[Any, ...]) -> None:
         self._changes.append((arena.first_slot > 0, name, arguments, arena.num_slots, arena.max_slots))
@@ -74,14 +80,16 @@ class Ranks:
             if not received:
                 open_storage()
                 continue
-            changes, forward, ids, *others = received
-            for is_quantized, name, given, *slots in changes:
+            changes, forward, ids, *arguments = received
+            for is_quantized, name, values, *slots in changes:
                 arena: Any = cache.pool.arena.quantized if is_quantized else cache.pool.arena
                 arena.num_slots, arena.max_slots = slots
-                getattr(arena, name)(*given)
-            self._last = self._last.next_step() if forward is None and self._last is not None else forward
-            cache.adopt(self._last)
-            model().logits(self._last, ids.to(model().device), *others)
+                getattr(arena, name)(*values)
+            if forward is None and self._last is not None:
+                forward = self._last.next_step()
+            self._last = forward
+            cache.adopt(forward)
+            model().logits(forward, ids.to(model().device), *arguments)
             cache.commit()
 
     def broadcast(self, message: Any) -> Any:

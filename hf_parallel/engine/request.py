@@ -86,10 +86,12 @@ class Request(Host):
         self.priority = priority
         self.submitter = submitter
         # Log-probabilities of a prompt need all of its logits: its prefixes are neither shared nor kept.
-        self.is_private = any(getattr(one, "prompt_top", None) is not None for one in call.logits_processor)
+        self.is_private = any(getattr(processor, "prompt_top", None) is not None for processor in call.logits_processor)
         self.hints = hints
         self.adapter = adapter  # each adapter has prefixes of its own
-        self.identity = self if self.is_private else cache_salt if adapter is None else (adapter, cache_salt)
+        self.identity: Any = cache_salt if adapter is None else (adapter, cache_salt)
+        if self.is_private:
+            self.identity = self
         self.call = replace(call, host=self)  # instead of the call's own
         handle.stats = call.stats
         self.sink = handle.sink
@@ -219,7 +221,7 @@ class Request(Host):
 
     def _restore_states(self, passes: Sequence[Sequence[Segment]]) -> Steps[None]:
         """Compute dropped states again from which passes continue, and keep them meanwhile."""
-        before = self._restored_for
+        restored_for = self._restored_for
         try:
             while self._lacks_states(passes):
                 self._restored_for = states_read(passes)
@@ -227,9 +229,10 @@ class Request(Host):
                 if node is None:
                     return  # planning the pass raises `MissingStateError`
                 tokens = node.tokens[: node.num_cached]
-                yield self._pass_of(Segment(node.view, len(tokens), write=False, keeps_state=True), tokens)
+                segment = Segment(node.view, len(tokens), write=False, keeps_state=True)
+                yield self._pass_of(segment, tokens)
         finally:
-            self._restored_for = before
+            self._restored_for = restored_for
 
     @property
     def is_recomputing(self) -> bool:
@@ -417,8 +420,9 @@ class Request(Host):
     @property
     def missing_lengths(self) -> list[int]:
         """Lengths of what a preempted request must compute to be resumed: its blocks, and uncached nodes."""
-        own = [self._lengths.get(block, 0) for block in self.blocks]
-        return own + [len(node.uncached) for node in self._storage.tree.pinned(self)]
+        of_blocks = [self._lengths.get(block, 0) for block in self.blocks]
+        of_nodes = [len(node.uncached) for node in self._storage.tree.pinned(self)]
+        return of_blocks + of_nodes
 
     def recompute(self) -> None:
         """Start to compute the keys and values again; the request continues where it was preempted."""
@@ -438,8 +442,11 @@ class Request(Host):
     def _fill(self) -> Steps[None]:
         """Compute nodes of the tree that it uses: new ones, and after a preemption those that were evicted."""
         tree = self._storage.tree
-        while missing := [node for node in tree.pinned(self) if len(self._missing(node))]:
-            free = [node for node in missing if not any(tree.is_computed_by_other(one, self) for one in node.path)]
+        while True:
+            missing = [node for node in tree.pinned(self) if len(self._missing(node))]
+            if not missing:
+                return
+            free = [node for node in missing if not self._waits_for_other(node)]
             if not free:
                 yield Wait()
                 continue
@@ -450,11 +457,17 @@ class Request(Host):
                     size = tree.pool.images.chunk(tokens, self.chunk_size)
                     yield self._pass_of(Segment(node.view, size), tokens[:size])
 
+    def _waits_for_other(self, node: Node) -> bool:
+        """Return whether another request computes a node, or one before it."""
+        tree = self._storage.tree
+        return any(tree.is_computed_by_other(ancestor, self) for ancestor in node.path)
+
     def _pass_of(self, segment: Segment, tokens: np.ndarray) -> Pass:
         """Return the pass of one segment, with its tokens as the tree knows them, int64 `[num_tokens]`."""
         images = self._storage.pool.images
         segment, ids = find_images(segment, tokens.tolist(), images, self.call.placeholder)
-        return Pass(self._storage.cache, [[segment]], Part(to_device(ids, self.call.input_ids.device)), [0])
+        device = self.call.input_ids.device
+        return Pass(self._storage.cache, [[segment]], Part(to_device(ids, device)), [0])
 
     def _missing(self, node: Node) -> np.ndarray:
         """Return the tokens of a node, int64, that were computed before the request was preempted and are not now."""
@@ -487,14 +500,17 @@ class Request(Host):
 
     def _copy(self, event: BlockCopy) -> None:
         pool = self._storage.pool
+        source = event.source
+        target = event.target
         count = event.stop - event.start
-        pool.reserve([(event.target, event.at + count)])
-        source = event.source.extent.range(event.source.first + event.start, count)
-        target = event.target.extent.range(event.target.first + event.at, count)
-        delta = (event.target.base + event.at) - (event.source.base + event.start)
-        pool.arena.copy(source, target, delta, pool.rotary)
-        event.target.length = event.at + count
-        pool.move_state(event.source, event.target)
+        end = event.at + count
+        pool.reserve([(target, end)])
+        read = source.extent.range(source.first + event.start, count)
+        written = target.extent.range(target.first + event.at, count)
+        delta = (target.base + event.at) - (source.base + event.start)
+        pool.arena.copy(read, written, delta, pool.rotary)
+        target.length = end
+        pool.move_state(source, target)
 
 
 def record_passes(
@@ -505,13 +521,13 @@ def record_passes(
     `logged` has the tokens of all of them, if they are decode steps that the next ones may continue.
     """
     begin = 0
-    for request, one in zip(requests, pending, strict=True):
+    for request, computed in zip(requests, pending, strict=True):
         request.batch_rows = num_rows
         if logged is not None:
-            request.log.add_steps(one.original, logged, begin)
+            request.log.add_steps(computed.original, logged, begin)
         elif not request.is_recomputing:
-            request.log.add_steps(one.original, LoggedSteps([one.ids.tensor]))
-        begin += one.num_tokens
+            request.log.add_steps(computed.original, LoggedSteps([computed.ids.tensor]))
+        begin += computed.num_tokens
 
 
 def record_decoding(requests: Sequence[Request], table: DecodeTable, ids: torch.Tensor, num_rows: int) -> None:

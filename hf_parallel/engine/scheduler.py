@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -79,13 +80,16 @@ class Scheduler:
         interval = self.storage.tree.state_interval
         states = 0
         if budget.state_bytes:
-            states = request.config.max_states(request.call) + (request.max_tokens // interval if interval else 0)
-        if (needed := budget.cost(request.max_tokens, states)) > budget.bytes:
+            states = request.config.max_states(request.call)
+            if interval:
+                states += request.max_tokens // interval
+        needed = budget.cost(request.max_tokens, states)
+        if needed > budget.bytes:
+            and_states = f"; and {states} states of {budget.state_bytes}" if states else ""
             raise KVBudgetError(
                 f"max_kv_bytes={budget.bytes}, but this request may need {needed} bytes: {request.max_tokens} tokens "
                 f"of {budget.token_bytes}, {prompt} of the prompt, and {request.max_tokens - prompt} of up to "
-                f"{request.num_rows} rows with max_new_tokens={request.call.max_new_tokens}"
-                + (f"; and {states} states of {budget.state_bytes}" if states else "")
+                f"{request.num_rows} rows with max_new_tokens={request.call.max_new_tokens}{and_states}"
             )
 
     def has_place(self, submitted: Iterable[Request], submitter: Any, most: int) -> bool:
@@ -95,13 +99,14 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Append a request to the queue."""
-        account = request.account = self.submitters.setdefault(request.submitter, Account())
+        account = self.submitters.setdefault(request.submitter, Account())
+        request.account = account
         if not account.num_requests:  # one that was idle has no advantage over the others
             account.served = max(account.served, self._fair)
             self._num_active += 1
         account.num_requests += 1
         request.number = self._submitted
-        self._submitted = self._submitted + 1
+        self._submitted += 1
         self.waiting.append(request)
 
     def charge(self, request: Request, tokens: int) -> None:
@@ -141,7 +146,8 @@ class Scheduler:
         budget = self.storage.pool.budget
         for request in preempted:
             if budget is not None:
-                needed += _cost(budget, request.missing_lengths) + budget.cost(request.num_rows * EXPECTED_TOKENS, 0)
+                needed += _cost(budget, request.missing_lengths)
+                needed += budget.cost(request.num_rows * EXPECTED_TOKENS, 0)
                 if (is_busy or resumed) and needed > self._available_bytes(budget, [*resumed, request]):
                     break
             resumed.append(request)
@@ -155,7 +161,8 @@ class Scheduler:
         rows = sum(request.num_rows for request in self.running)
         while self.waiting and (rows < self.max_rows or not self.running):
             request = min(self.waiting, key=self._order)
-            if self.running and (rows + request.num_rows > self.max_rows or not self._fits([*admitted, request])):
+            has_place = rows + request.num_rows <= self.max_rows
+            if self.running and not (has_place and self._fits([*admitted, request])):
                 break
             self.waiting.remove(request)
             self.running.append(request)
@@ -168,11 +175,13 @@ class Scheduler:
     def next_batch(self) -> list[Request]:
         """Return the requests whose passes are computed in the next step."""
         ready = [request for request in self.running if isinstance(request.awaited, (PendingPass, Standing))]
-        if self.isolated and (alone := [request for request in ready if request in self.isolated]):
-            return alone[:1]
+        if self.isolated:
+            alone = [request for request in ready if request in self.isolated]
+            if alone:
+                return alone[:1]
         batch: list[Request] = []
         adapters = {request.adapter for request in ready}
-        adapter = min(adapters, key=lambda one: self._last_step.get(one, 0), default=None)
+        adapter = min(adapters, key=lambda adapter: self._last_step.get(adapter, 0), default=None)
         self._last_step[adapter] = self.storage.tree.clock
         prefills: dict[Request, int] = {}  # with their numbers of tokens
         free = self.max_batch_tokens
@@ -205,14 +214,20 @@ class Scheduler:
         if not candidates or len(running) == 1:
             return None
         youngest = max(candidates, key=self._age)
-        rank = youngest.priority, youngest.submitter
-        equals = [request for request in candidates if (request.priority, request.submitter) == rank]
+        equals = [
+            request
+            for request in candidates
+            if request.priority == youngest.priority and request.submitter == youngest.submitter
+        ]
         return max(equals, key=self._turn)
 
     def victim_of(self, batch: list[Request]) -> Request | None:
         """Return the request to preempt so that the requests of a batch can continue; None: there is none."""
         victim = self.victim()
-        if batch == [victim] and not any(other.is_ready for other in self.running if other is not victim):
+        if batch != [victim]:
+            return victim
+        others_wait = not any(request.is_ready for request in self.running if request is not victim)
+        if others_wait:
             return self.victim(but=victim)  # one that waits for it: else it would be resumed and preempted for ever
         return victim
 
@@ -252,8 +267,9 @@ class Scheduler:
 
     def _available_bytes(self, budget: Budget, resumed: Collection[Request] = ()) -> int:
         """Return the number of bytes that are free or can be freed by evicting, with these requests resumed."""
-        own = [block for request in self.running for block in request.blocks]
-        return budget.bytes - budget.held([*own, *self.storage.used_blocks(resumed)])
+        blocks = list(chain.from_iterable(request.blocks for request in self.running))
+        blocks += self.storage.used_blocks(resumed)
+        return budget.bytes - budget.held(blocks)
 
     def _fits(self, requests: list[Request]) -> bool:
         budget = self.storage.pool.budget
@@ -271,6 +287,8 @@ def _cost(budget: Budget, lengths: Sequence[int]) -> int:
 
 
 def _least_bytes(request: Request, budget: Budget) -> int:
-    new = request.num_rows * min(request.call.max_new_tokens, EXPECTED_TOKENS)
-    tokens = min(request.call.prompt_tokens + new, request.max_tokens)
-    return budget.cost(tokens, request.num_rows + 2)  # states before the last token of a prompt, and at its end
+    call = request.call
+    new_tokens = request.num_rows * min(call.max_new_tokens, EXPECTED_TOKENS)
+    tokens = min(call.prompt_tokens + new_tokens, request.max_tokens)
+    states = request.num_rows + 2  # before the last token of a prompt, and at its end
+    return budget.cost(tokens, states)

@@ -55,9 +55,12 @@ class EngineStats:
         """Count a request that has ended."""
         for name in _TOKENS:
             setattr(self, name, getattr(self, name) + getattr(cost, name))
-        self.finished += error is None
-        self.cancelled += isinstance(error, RequestCancelledError)
-        self.failed += error is not None and not isinstance(error, RequestCancelledError)
+        if error is None:
+            self.finished += 1
+        elif isinstance(error, RequestCancelledError):
+            self.cancelled += 1
+        else:
+            self.failed += 1
 
 
 def engine_stats(scheduler: Scheduler, work: EngineStats, num_submitted: int) -> EngineStats:
@@ -65,14 +68,19 @@ def engine_stats(scheduler: Scheduler, work: EngineStats, num_submitted: int) ->
     running = list(scheduler.running)
     storage = scheduler.storage
     preempted = sum(request.preempted for request in running)
+    states = storage.pool.states
+    tokens = {name: getattr(work, name) for name in _TOKENS}
+    for request in running:
+        for name in _TOKENS:
+            tokens[name] += getattr(request.stats, name)
     return replace(
         work,
         running=len(running) - preempted,
         waiting=num_submitted + len(scheduler.waiting) + preempted,
         kv_bytes=storage.pool.kv_bytes,
-        state_bytes=storage.pool.states.num_used * storage.pool.states.bytes_per_slot,
-        reserved_bytes=storage.arena.reserved_bytes + storage.pool.states.reserved_bytes,
+        state_bytes=states.num_used * states.bytes_per_slot,
+        reserved_bytes=storage.arena.reserved_bytes + states.reserved_bytes,
         evicted_tokens=storage.evicted_tokens,
         preemptions=scheduler.preemptions,
-        **{name: getattr(work, name) + sum(getattr(one.stats, name) for one in running) for name in _TOKENS},
+        **tokens,
     )

@@ -116,13 +116,17 @@ class KVStorage:
 
     def set_token_size(self, bytes_per_token: int) -> None:
         """Apply the budget, given the bytes of one token over all layers."""
-        if self.max_bytes is not None:
-            state_bytes = self.pool.states.bytes_per_slot
-            if self.max_bytes < bytes_per_token + state_bytes:
-                needed = f"{bytes_per_token} bytes" + (f", and its state {state_bytes}" if state_bytes else "")
-                raise ValueError(f"max_kv_bytes={self.max_bytes} is less than one token needs: {needed}")
-            quantized_bytes = 0 if self.arena.quantized is None else self.arena.quantized.bytes_per_token
-            self.pool.set_budget(Budget(self.max_bytes, bytes_per_token, state_bytes, quantized_bytes))
+        if self.max_bytes is None:
+            return
+        state_bytes = self.pool.states.bytes_per_slot
+        if self.max_bytes < bytes_per_token + state_bytes:
+            and_state = f", and its state {state_bytes}" if state_bytes else ""
+            raise ValueError(
+                f"max_kv_bytes={self.max_bytes} is less than one token needs: {bytes_per_token} bytes{and_state}"
+            )
+        quantized = self.arena.quantized
+        quantized_bytes = 0 if quantized is None else quantized.bytes_per_token
+        self.pool.set_budget(Budget(self.max_bytes, bytes_per_token, state_bytes, quantized_bytes))
 
     def _make_room(self, wanted: Wanted, slots: int) -> None:
         """Free memory for blocks that grow by moving, evicting or preempting; raise `KVBudgetError` if that fails."""
@@ -137,7 +141,8 @@ class KVStorage:
             return
         if self._drop_states(wanted, needed - pool.free_bytes) or self.free_memory():
             return
-        missing = budget.cost(sum(length - block.length for block, length in wanted), pool.new_states(wanted))
+        new_tokens = sum(length - block.length for block, length in wanted)
+        missing = budget.cost(new_tokens, pool.new_states(wanted))
         raise KVBudgetError(
             f"max_kv_bytes={self.max_bytes}: {budget.held(pool.blocks)} are in use, and {missing} more are needed"
         )
@@ -151,13 +156,13 @@ class KVStorage:
 
     def evict(self, size: int) -> bool:
         """Evict unused nodes, keys and states, until `size` more bytes are free. Return whether a node was evicted."""
-        before = self.evicted_tokens
+        evicted_tokens = self.evicted_tokens
         target = self.pool.free_bytes + size
         for tokens, _ in self.tree.evict(self.policy.priority):
             self.evicted_tokens += tokens
             if self.pool.free_bytes >= target:
                 break
-        return self.evicted_tokens > before
+        return self.evicted_tokens > evicted_tokens
 
     def _drop_states(self, wanted: Wanted, size: int) -> bool:
         """Drop states of the tree that no pass needs now, until `size` more bytes are free. Return whether one was."""
@@ -178,6 +183,9 @@ class KVStorage:
 def _versions(model: PreTrainedModel) -> list[Any]:
     """Return what changes with the weights and costs little: adapters, and id and version counter of each parameter."""
     # Offloaded parameters are left out: they are replaced at each use. Some rotary embeddings replace buffers, too.
-    present = (parameter for parameter in model.parameters() if not parameter.is_meta)
-    versions = [(id(parameter), 0 if parameter.is_inference() else parameter._version) for parameter in present]
-    return [str(active_adapters(model)), *versions]
+    versions: list[Any] = [str(active_adapters(model))]
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            counter = 0 if parameter.is_inference() else parameter._version
+            versions.append((id(parameter), counter))
+    return versions

@@ -173,18 +173,21 @@ class ContributionScores:
                 weight = math.sqrt(number) * math.log1p(events[owner, user])
                 shared.update({owner: weight, user: weight})  # type: ignore[dict-item]
         columns = [
-            _normalised([one["calls"] for one in totals.values()]),
-            _normalised([one["prompt_tokens"] + one["new_tokens"] for one in totals.values()]),
-            _normalised([one["reused_tokens"] / max(one["prompt_tokens"], 1) for one in totals.values()]),
-            _normalised([(one["concurrency"] / one["calls"] + peaks[agent]) / 2 for agent, one in totals.items()]),
+            _normalised([counts["calls"] for counts in totals.values()]),
+            _normalised([counts["prompt_tokens"] + counts["new_tokens"] for counts in totals.values()]),
+            _normalised([counts["reused_tokens"] / max(counts["prompt_tokens"], 1) for counts in totals.values()]),
+            _normalised(
+                [(counts["concurrency"] / counts["calls"] + peaks[agent]) / 2 for agent, counts in totals.items()]
+            ),
         ]
         intrinsic = _normalised([math.prod(factors) for factors in zip(*columns, strict=True)])
         collaborative = _normalised([shared[agent] for agent in totals])
-        self.current = {
-            agent: Contribution(self.alpha * u + (1 - self.alpha) * v, u, v, *factors)
-            for agent, u, v, *factors in zip(totals, intrinsic, collaborative, *columns, strict=True)
-        }
-        self._neutral = median(one.score for one in self.current.values())
+        current: dict[str, Contribution] = {}
+        for agent, alone, together, *factors in zip(totals, intrinsic, collaborative, *columns, strict=True):
+            score = self.alpha * alone + (1 - self.alpha) * together
+            current[agent] = Contribution(score, alone, together, *factors)
+        self.current = current
+        self._neutral = median(contribution.score for contribution in current.values())
         self.history.append(self.current)
 
 
@@ -228,12 +231,15 @@ class ContributionPolicy(RequestObserver, EvictionPolicy, SchedulingPolicy):
         self._last: Member | None = None
 
     def priority(self, node: Node) -> tuple[float, float]:
-        expected = 0.0
         uses = self.uses.get(node)
-        for member, use in () if uses is None else uses.users.items():
+        if uses is None:
+            return 0.0, node.last_used
+        expected = 0.0
+        for member, use in uses.users.items():
             age = max(member.calls - use.calls - 1, 0)
             presence = min(1.0, PATIENCE / max(self.turn - member.last_turn, 1))
-            expected += self.scores.of(member.agent) * (1 - 0.5**use.times) * 0.5**age * presence
+            reuse = 1 - 0.5**use.times
+            expected += self.scores.of(member.agent) * reuse * 0.5**age * presence
         return expected, node.last_used
 
     def contribution(self, request: Any) -> float:
@@ -261,19 +267,24 @@ class ContributionPolicy(RequestObserver, EvictionPolicy, SchedulingPolicy):
         call.new_tokens = request.num_tokens
         self.running -= Counter([member.agent])
         if member is not self._last:
-            self.turn = self.turn + 1
+            self.turn += 1
             self._last = member
         member.last_turn = self.turn
         self.scores.add(call)
-        for uses in [self.uses[node] for node in nodes if node in self.uses]:
-            before = uses.users.pop(member, None)
-            uses.users[member] = Use(member.calls, 1 if before is None else before.times + 1)
-            if len(uses.users) > MAX_USERS:
-                del uses.users[next(iter(uses.users))]
+        for node in nodes:
+            if node not in self.uses:
+                continue
+            users = self.uses[node].users
+            last_use = users.pop(member, None)
+            times = 1 if last_use is None else last_use.times + 1
+            users[member] = Use(member.calls, times)
+            if len(users) > MAX_USERS:
+                del users[next(iter(users))]
         member.calls += 1
 
     def on_split(self, head: Node, tail: Node) -> None:
-        if (uses := self.uses.get(tail)) is not None:
+        uses = self.uses.get(tail)
+        if uses is not None:
             self.uses[head] = NodeUses(uses.owner, dict(uses.users))
 
     def on_evict(self, node: Node) -> None:
@@ -289,5 +300,6 @@ class ContributionPolicy(RequestObserver, EvictionPolicy, SchedulingPolicy):
         if len(self._members) > MAX_MEMBERS:
             self._members.popitem(last=False)
         self.running[member.agent] += 1
-        call = self._calls[request] = AgentRequest(member, self.running[member.agent])
+        call = AgentRequest(member, self.running[member.agent])
+        self._calls[request] = call
         return call
