@@ -60,8 +60,9 @@ def dense_attention(
             out, lse = dense_attention(q, k, v, mask, causal, scale, softcap)
             return out[..., :dim], lse
         if mask is None and flash_supports(q):
-            is_large = q.shape[2] * k.shape[2] >= CUDNN_SCORES and os.environ.get(BACKEND_VARIABLE) != FLASH
-            if is_large and _cudnn_is_preferred(q, k, v, causal, scale):
+            num_scores = q.shape[2] * k.shape[2]
+            may_be_cudnn = num_scores >= CUDNN_SCORES and os.environ.get(BACKEND_VARIABLE) != FLASH
+            if may_be_cudnn and _cudnn_is_preferred(q, k, v, causal, scale):
                 out, lse, *_ = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
                 return out, lse.squeeze(-1)
             return _flash(q, k, v, causal, scale)

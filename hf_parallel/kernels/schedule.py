@@ -263,7 +263,8 @@ def _evenly_spaced(origins: np.ndarray, starts: np.ndarray, ends: np.ndarray) ->
         return 1, 0
     spacing = int(gaps[0])
     slots = np.cumsum(gaps // spacing) + 1  # extents and gaps of the first two calls, the first three, ...
-    even = (gaps % spacing == 0) & (gaps > 0) & (slots <= 2 * np.arange(2, len(origins) + 1))
+    most_slots = 2 * np.arange(2, len(origins) + 1)
+    even = (gaps % spacing == 0) & (gaps > 0) & (slots <= most_slots)
     longest = np.maximum.accumulate(ends)[1:] - np.minimum.accumulate(starts)[1:]
     fits = longest * slots <= 2 * np.cumsum(ends - starts)[1:] + PADDED_KEYS
     joined = np.flatnonzero(fits & np.logical_and.accumulate(even))

@@ -134,7 +134,9 @@ class QuantizedStorage(Storage):
     def read(self, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values at `rows`, int64 `[..]`: `[.., head_dim]` each."""
         scales = self.scales[rows]
-        return dequantize(self.keys[rows], scales[..., 0], dtype), dequantize(self.values[rows], scales[..., 1], dtype)
+        keys = dequantize(self.keys[rows], scales[..., 0], dtype)
+        values = dequantize(self.values[rows], scales[..., 1], dtype)
+        return keys, values
 
 
 def dequantize(quantized: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

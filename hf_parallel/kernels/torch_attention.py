@@ -76,13 +76,13 @@ class _LayerCalls(Derived):
             return None
         calls = []
         tables = _rotation_tables(plan, schedule.calls, self.shape)
-        for before, call, table in zip(self.native.calls, schedule.calls, tables, strict=True):
-            after = before | {"num_keys": call.num_keys} | _key_offsets(call, self.shape)
+        for last, call, table in zip(self.native.calls, schedule.calls, tables, strict=True):
+            following = last | {"num_keys": call.num_keys} | _key_offsets(call, self.shape)
             if self.shape.rotary is not None:
-                after["cos"], after["sin"] = table or (None, None)
+                following["cos"], following["sin"] = table or (None, None)
             if call.hi is not None:
-                after["hi"] = torch.from_numpy(call.hi.reshape(-1))
-            calls.append(after)
+                following["hi"] = torch.from_numpy(call.hi.reshape(-1))
+            calls.append(following)
         return replace(self, schedule=schedule, native=native.NativeCalls(calls))
 
 
@@ -135,7 +135,8 @@ class TorchBackend:
             if latent is None:
                 return native.attend(query, keys, values, *settings, quantized=quantized)[0]
             absorbed = latent.absorb(query)
-            return latent.project(native.attend(absorbed, keys, keys, *settings, leads=values, quantized=quantized)[0])
+            out, _ = native.attend(absorbed, keys, keys, *settings, leads=values, quantized=quantized)
+            return latent.project(out)
         outs = []
         lses = []
         for call in calls.dense:
@@ -144,18 +145,22 @@ class TorchBackend:
                 q = rotate(q, *call.tables, rotary)
             if quantized is not None and call.call.is_quantized:
                 scales = quantized.scales.as_strided(*_strided_view(call.call, params.num_kv_heads, 2))
-                k = dequantize(quantized.keys.as_strided(*call.key_view), scales[..., 0], query.dtype)
-                v = dequantize(quantized.values.as_strided(*call.value_view), scales[..., 1], query.dtype)
+                keys_in_8_bits = quantized.keys.as_strided(*call.key_view)
+                values_in_8_bits = quantized.values.as_strided(*call.value_view)
+                k = dequantize(keys_in_8_bits, scales[..., 0], query.dtype)
+                v = dequantize(values_in_8_bits, scales[..., 1], query.dtype)
             else:
                 k = keys.as_strided(*call.key_view)
                 v = values.as_strided(*call.value_view)
             if latent is None:
                 out, lse = _attend(q, k, v, call, params.scale, params.softcap)
             elif call.folds:
-                out, lse = _attend(latent.absorb(q), torch.cat((v, k), -1), k, call, params.scale, params.softcap)
+                stored_keys = torch.cat((v, k), -1)
+                out, lse = _attend(latent.absorb(q), stored_keys, k, call, params.scale, params.softcap)
                 out = latent.project(out)
             else:
-                out, lse = _attend(q, *latent.expand(k, v), call, params.scale, params.softcap)
+                k, v = latent.expand(k, v)
+                out, lse = _attend(q, k, v, call, params.scale, params.softcap)
             outs.append(out)
             lses.append(lse)
         return _merge(outs, lses, calls.schedule, params.sinks, query)
@@ -171,7 +176,8 @@ class TorchBackend:
             dim = new.shape[2]
             if writes.spacing is not None:
                 token, head = writes.spacing
-                storage.as_strided(new.shape, (head * dim, token * dim, 1), writes.first * dim).copy_(new)
+                strides = (head * dim, token * dim, 1)
+                storage.as_strided(new.shape, strides, writes.first * dim).copy_(new)
             else:
                 storage.index_copy_(0, writes.rows, new.reshape(-1, dim))
 
@@ -189,18 +195,24 @@ class TorchBackend:
 
         Without `rotary` (a layer without RoPE), keys are not rotated.
         """
-        from_rows, to_rows = (tokens.rows(num_kv_heads, keys.device).reshape(-1) for tokens in (source, target))
+        from_rows = source.rows(num_kv_heads, keys.device).reshape(-1)
+        to_rows = target.rows(num_kv_heads, keys.device).reshape(-1)
         moved = keys[from_rows]
-        keys[to_rows] = rotate_by(moved, delta, rotary) if delta and rotary is not None else moved
+        if delta and rotary is not None:
+            moved = rotate_by(moved, delta, rotary)
+        keys[to_rows] = moved
         values[to_rows] = values[from_rows]
 
 
 def _writes(plan: AttentionPlan, num_kv_heads: int, device: torch.device) -> _Writes:
     """Locate the new tokens. Those of one row, and of a decode step over adjacent blocks, are evenly spaced."""
-    stored = None if len(plan.write_query) == plan.num_queries else torch.from_numpy(plan.write_query).to(device)
+    stored: Tensor | None = None
+    if len(plan.write_query) != plan.num_queries:
+        stored = torch.from_numpy(plan.write_query).to(device)
     rows = storage_row(plan.write_origin, plan.write_capacity, plan.write_index, num_kv_heads)
     steps = np.diff(rows) if len(rows) > 1 else np.ones(1, np.int64)
-    if len(rows) and steps[0] > 0 and (steps == steps[0]).all() and len(set(plan.write_capacity.tolist())) == 1:
+    are_even = len(rows) > 0 and steps[0] > 0 and (steps == steps[0]).all()
+    if are_even and (plan.write_capacity == plan.write_capacity[0]).all():
         spacing = int(steps[0]), int(plan.write_capacity[0])
         return _Writes(stored, int(rows[0]), spacing, torch.empty(0, dtype=torch.int64))
     return _Writes(stored, 0, None, write_rows(plan, num_kv_heads, device))
@@ -219,19 +231,24 @@ def _layer_calls(plan: AttentionPlan, shape: _DenseShape) -> _LayerCalls:
     schedule = plan.cached(key, lambda: make_schedule(plan, scatters))
     tables = _rotation_tables(plan, schedule.calls, shape)
     pairs = list(zip(schedule.calls, tables, strict=True))
-    if scatters or _is_native(max((call.num_queries for call in schedule.calls), default=0), shape):
-        calls = native.NativeCalls([_native_call(plan, call, table, shape) for call, table in pairs])
-        return _LayerCalls(shape, schedule, calls, [], key)
-    return _LayerCalls(shape, schedule, None, [_prepare(plan, call, table, shape) for call, table in pairs], key)
+    num_queries = max((call.num_queries for call in schedule.calls), default=0)
+    if scatters or _is_native(num_queries, shape):
+        structs = [_native_call(plan, call, table, shape) for call, table in pairs]
+        return _LayerCalls(shape, schedule, native.NativeCalls(structs), [], key)
+    prepared = [_prepare(plan, call, table, shape) for call, table in pairs]
+    return _LayerCalls(shape, schedule, None, prepared, key)
 
 
-def _is_native(most: int, shape: _DenseShape) -> bool:
-    """Whether the compiled kernel supports calls of at most `most` queries: no latents are better expanded."""
-    dims = shape.key_dim, shape.value_dim, 0
-    if shape.expands_from is not None:
-        dims = shape.key_dim, shape.key_dim, shape.value_dim
-    fits = not shape.capped and (shape.expands_from is None or most < shape.expands_from)
-    return fits and native.supports(shape.dtype, shape.device, most * shape.heads // shape.kv_heads, *dims)
+def _is_native(num_queries: int, shape: _DenseShape) -> bool:
+    """Whether the compiled kernel supports calls of at most `num_queries`: no latents are better expanded."""
+    if shape.capped:
+        return False
+    rows = num_queries * shape.heads // shape.kv_heads
+    if shape.expands_from is None:
+        return native.supports(shape.dtype, shape.device, rows, shape.key_dim, shape.value_dim)
+    if num_queries >= shape.expands_from:
+        return False
+    return native.supports(shape.dtype, shape.device, rows, shape.key_dim, shape.key_dim, shape.value_dim)
 
 
 def _expands_from(latent: LatentHeads) -> int:
@@ -246,24 +263,34 @@ def _expands_from(latent: LatentHeads) -> int:
 
 def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _DenseShape) -> native.NativeCall:
     _, (block_stride, head_stride, _, _), _ = _strided_view(call, shape.kv_heads, shape.key_dim)
-    fields: native.NativeCall = {"blocks": call.num_blocks, "queries": call.num_queries, "num_keys": call.num_keys}
-    fields["quantized"] = int(call.is_quantized)
-    fields |= {"key_block": block_stride, "key_head": head_stride} | _key_offsets(call, shape)
+    fields: native.NativeCall = {
+        "blocks": call.num_blocks,
+        "queries": call.num_queries,
+        "num_keys": call.num_keys,
+        "quantized": int(call.is_quantized),
+        "key_block": block_stride,
+        "key_head": head_stride,
+        **_key_offsets(call, shape),
+    }
     index = np.where(call.pairs < 0, -1, plan.pair_query[call.pairs])
     if not np.array_equal(index, np.arange(plan.num_queries)):
-        fields |= {"query_index": torch.from_numpy(index), "repeats": int(np.bincount(index[index >= 0]).max() > 1)}
+        occurrences = np.bincount(index[index >= 0])
+        fields["query_index"] = torch.from_numpy(index)
+        fields["repeats"] = int(occurrences.max() > 1)
     if shape.rotary is not None:
         cos, sin = tables or (None, None)
-        half = len(shape.rotary.inv_freq)
-        interleaved = int(shape.rotary.interleaved)
-        fields |= {"cos": cos, "sin": sin, "half": half, "interleaved": interleaved}
+        fields["cos"] = cos
+        fields["sin"] = sin
+        fields["half"] = len(shape.rotary.inv_freq)
+        fields["interleaved"] = int(shape.rotary.interleaved)
     lo = call.lo
     hi = call.hi
     if call.causal:
         lo = np.zeros(call.num_queries, np.int64)
         hi = np.arange(1, call.num_queries + 1, dtype=np.int64)
     if lo is not None and hi is not None:
-        fields |= {"lo": torch.from_numpy(lo.reshape(-1)), "hi": torch.from_numpy(hi.reshape(-1))}
+        fields["lo"] = torch.from_numpy(lo.reshape(-1))
+        fields["hi"] = torch.from_numpy(hi.reshape(-1))
     return fields
 
 
@@ -279,14 +306,24 @@ def _key_offsets(call: DenseCall, shape: _DenseShape) -> native.NativeCall:
 def _prepare(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _DenseShape) -> _PreparedCall:
     folds = not call.causal and call.num_queries < (shape.expands_from or UNFOLDED_QUERIES)
     index = plan.pair_query[call.pairs]
+    are_successive = (call.pairs >= 0).all() and (np.diff(index) == 1).all()
     queries: slice | Tensor | None
-    if (call.pairs >= 0).all() and (np.diff(index) == 1).all():
-        queries = None if len(index) == plan.num_queries else slice(int(index[0]), int(index[-1]) + 1)
-    else:
+    if not are_successive:
         queries = torch.from_numpy(index).to(shape.device)
-    mask = _mask(call, shape.heads // shape.kv_heads if folds else 1, shape)
-    views = [_strided_view(call, shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim)]
-    return _PreparedCall(call, queries, tables, folds, mask, *views)
+    elif len(index) == plan.num_queries:
+        queries = None
+    else:
+        queries = slice(int(index[0]), int(index[-1]) + 1)
+    groups = shape.heads // shape.kv_heads if folds else 1
+    return _PreparedCall(
+        call,
+        queries,
+        tables,
+        folds,
+        mask=_mask(call, groups, shape),
+        key_view=_strided_view(call, shape.kv_heads, shape.key_dim),
+        value_view=_strided_view(call, shape.kv_heads, shape.value_dim),
+    )
 
 
 def _rotation_tables(plan: AttentionPlan, calls: Sequence[DenseCall], shape: _DenseShape) -> list[Tables]:
@@ -298,14 +335,19 @@ def _rotation_tables(plan: AttentionPlan, calls: Sequence[DenseCall], shape: _De
         deltas.append(delta if delta.any() else delta[:0])
     cos, sin = shape.rotary.tables(np.concatenate(deltas), table_dtype(shape.dtype), shape.device)
     sizes = list(map(len, deltas))
-    parts = zip(cos[:, None].split(sizes), sin[:, None].split(sizes), strict=True)
-    return [part if size else None for size, part in zip(sizes, parts, strict=True)]
+    cos_parts = cos[:, None].split(sizes)
+    sin_parts = sin[:, None].split(sizes)
+    return [
+        (cos_part, sin_part) if size else None
+        for size, cos_part, sin_part in zip(sizes, cos_parts, sin_parts, strict=True)
+    ]
 
 
 def _strided_view(call: DenseCall, num_kv_heads: int, dim: int) -> StridedView:
+    shape = call.num_blocks, num_kv_heads, call.num_keys, dim
     strides = call.spacing * num_kv_heads * dim, call.capacity * dim, dim, 1
-    offset = storage_row(call.origin, call.capacity, call.first, num_kv_heads) * dim
-    return (call.num_blocks, num_kv_heads, call.num_keys, dim), strides, offset
+    row = storage_row(call.origin, call.capacity, call.first, num_kv_heads)
+    return shape, strides, row * dim
 
 
 def _mask(call: DenseCall, groups: int, shape: _DenseShape) -> Tensor | None:
@@ -318,10 +360,15 @@ def _mask(call: DenseCall, groups: int, shape: _DenseShape) -> Tensor | None:
         lo = lo[:, :1]
         hi = hi[:, :1]
         groups = 1
-    key = torch.arange(-(-call.num_keys // MASK_ALIGNMENT) * MASK_ALIGNMENT)
-    visible = (key >= torch.from_numpy(lo)[..., None]) & (key < torch.from_numpy(hi)[..., None])  # [N, M, L]
-    mask = torch.zeros(visible.shape, dtype=shape.dtype).masked_fill_(~visible, float("-inf"))
-    return mask.repeat_interleave(groups, dim=1)[:, None].to(shape.device)[..., : call.num_keys]
+    aligned = -(-call.num_keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
+    key = torch.arange(aligned)
+    after_start = key >= torch.from_numpy(lo)[..., None]
+    before_end = key < torch.from_numpy(hi)[..., None]
+    visible = after_start & before_end  # [N, M, L]
+    mask = torch.zeros(visible.shape, dtype=shape.dtype)
+    mask.masked_fill_(~visible, float("-inf"))
+    folded = mask.repeat_interleave(groups, dim=1)[:, None]
+    return folded.to(shape.device)[..., : call.num_keys]
 
 
 def _attend(
@@ -341,25 +388,31 @@ def _attend(
     total, heads, dim = q.shape
     groups = heads // kv_heads
     if not call.folds:
-        out, lse = dense_attention(q.view(n, m, heads, dim).transpose(1, 2), k, v, mask, causal, scale, softcap)
-        return out.transpose(1, 2).reshape(total, heads, -1), lse.transpose(1, 2).reshape(total, heads)
-    if m == 1:
+        by_head = q.view(n, m, heads, dim).transpose(1, 2)
+        out, lse = dense_attention(by_head, k, v, mask, causal, scale, softcap)
+        out = out.transpose(1, 2)
+        lse = lse.transpose(1, 2)
+    elif m == 1:
         out, lse = dense_attention(q.view(n, kv_heads, groups, dim), k, v, mask, False, scale, softcap)
-        return out.reshape(n, heads, -1), lse.reshape(n, heads)
-    folded = q.view(n, m, kv_heads, groups, dim).transpose(1, 2).reshape(n, kv_heads, m * groups, dim)
-    out, lse = dense_attention(folded, k, v, mask, False, scale, softcap)
-    out = out.view(n, kv_heads, m, groups, -1).transpose(1, 2).reshape(total, heads, -1)
-    return out, lse.view(n, kv_heads, m, groups).transpose(1, 2).reshape(total, heads)
+    else:
+        folded = q.view(n, m, kv_heads, groups, dim).transpose(1, 2).reshape(n, kv_heads, m * groups, dim)
+        out, lse = dense_attention(folded, k, v, mask, False, scale, softcap)
+        out = out.view(n, kv_heads, m, groups, -1).transpose(1, 2)
+        lse = lse.view(n, kv_heads, m, groups).transpose(1, 2)
+    return out.reshape(total, heads, -1), lse.reshape(total, heads)
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor], schedule: Schedule, sinks: Tensor | None, query: Tensor) -> Tensor:
     """Merge partial results by their log-sum-exp (Hydragen, eq. 5); a sink is one more result, whose output is zero."""
     count = len(schedule.merge)
-    if count == 1 and sinks is None and schedule.in_order:
+    is_simple = sinks is None and schedule.in_order
+    if is_simple and count == 1:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-    if count == 2 and sinks is None and schedule.in_order and [len(out) for out in outs] == [len(query)] * 2:
+    if is_simple and count == 2 and [len(out) for out in outs] == [len(query), len(query)]:
         weight = torch.sigmoid(lses[1] - lses[0])[..., None]
-        return torch.lerp(outs[0].to(weight.dtype), outs[1].to(weight.dtype), weight).to(query.dtype)
+        first = outs[0].to(weight.dtype)
+        second = outs[1].to(weight.dtype)
+        return torch.lerp(first, second, weight).to(query.dtype)
     out = torch.cat(outs)
     lse = torch.cat(lses)
     if schedule.in_order:
@@ -372,6 +425,8 @@ def _merge(outs: list[Tensor], lses: list[Tensor], schedule: Schedule, sinks: Te
         if missing is not None:
             lse = lse.masked_fill(missing, float("-inf"))
     if sinks is not None:
-        lse = torch.cat((lse, sinks.to(lse.dtype).expand(1, *lse.shape[1:])))
+        sink_lse = sinks.to(lse.dtype).expand(1, *lse.shape[1:])
+        lse = torch.cat((lse, sink_lse))
     weights = lse.softmax(dim=0)[:count, ..., None]
-    return (out.to(weights.dtype) * weights).sum(dim=0).to(query.dtype)
+    weighted = out.to(weights.dtype) * weights
+    return weighted.sum(dim=0).to(query.dtype)

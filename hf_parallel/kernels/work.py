@@ -69,19 +69,23 @@ def make_work(
     per_tile = np.array([partition.pairs_per_tile for partition in partitions])
     partition_of_block = np.zeros(plan.num_blocks, np.int64)
     quantized = plan.block_origin >= FIRST_QUANTIZED
-    for kind in {partition.quantized for partition in partitions}:
-        numbers = np.array([i for i, partition in enumerate(partitions) if partition.quantized == kind])
+    for is_quantized in {partition.quantized for partition in partitions}:
+        numbers = np.array([i for i, partition in enumerate(partitions) if partition.quantized == is_quantized])
         chosen = np.minimum(np.searchsorted(per_tile[numbers], counts), len(numbers) - 1)
-        partition_of_block[quantized == kind] = numbers[chosen][quantized == kind]
+        blocks = quantized == is_quantized
+        partition_of_block[blocks] = numbers[chosen][blocks]
     per_tile = per_tile[partition_of_block]
 
     tile_block, tile_index = _expand(-(-counts // per_tile))
-    tile_pair = (np.cumsum(counts) - counts)[tile_block] + tile_index * per_tile[tile_block]
-    tile_pairs = np.minimum(per_tile[tile_block], counts[tile_block] - tile_index * per_tile[tile_block])
+    first_pair = np.cumsum(counts) - counts  # of each block
+    pairs_before = tile_index * per_tile[tile_block]  # of each tile, in its block
+    tile_pair = first_pair[tile_block] + pairs_before
+    tile_pairs = np.minimum(per_tile[tile_block], counts[tile_block] - pairs_before)
     tile_start = np.minimum.reduceat(start, tile_pair)
     tile_stop = np.maximum.reduceat(stop, tile_pair)
     rotated = plan.pair_delta != 0  # in this step, or in a following one
-    rotated = rotated if plan.increments is None else rotated | (plan.increments.delta != 0)
+    if plan.increments is not None:
+        rotated |= plan.increments.delta != 0
     tile_rotated = np.logical_or.reduceat(rotated[pairs], tile_pair)
 
     parts = []
@@ -96,12 +100,23 @@ def make_work(
     tile, first, last = (np.concatenate(columns) for columns in zip(*parts, strict=True))
 
     of_block = tile_block[tile]
+    item_pair = tile_pair[tile]
     num_pairs = tile_pairs[tile]
     slot_item, slot_index = _expand(num_pairs)
-    slot_query = plan.pair_query[pairs[tile_pair[tile][slot_item] + slot_index]]
-    extent = (array[of_block] for array in (plan.block_origin, plan.block_capacity, plan.block_first))
+    slot_pair = pairs[item_pair[slot_item] + slot_index]
+    slot_query = plan.pair_query[slot_pair]
     first_slot = np.cumsum(num_pairs) - num_pairs
-    columns = (*extent, first, last, tile_pair[tile], num_pairs, first_slot, tile_rotated[tile])
+    columns = (  # in the order of `ITEM_FIELDS`
+        plan.block_origin[of_block],
+        plan.block_capacity[of_block],
+        plan.block_first[of_block],
+        first,
+        last,
+        item_pair,
+        num_pairs,
+        first_slot,
+        tile_rotated[tile],
+    )
     merge_counts = np.bincount(slot_query, minlength=plan.num_queries)
     return Work(
         items=np.stack(columns, axis=1).astype(np.int32),
@@ -110,7 +125,7 @@ def make_work(
         merge_start=np.concatenate(([0], np.cumsum(merge_counts))).astype(np.int32),
         merge_slot=np.argsort(slot_query, kind="stable").astype(np.int32),
         max_items=len(tile_block) + sum(partition.max_programs - 1 for partition in partitions),
-        max_slots=len(pairs) + sum((p.max_programs - 1) * p.pairs_per_tile for p in partitions),
+        max_slots=len(pairs) + sum((partition.max_programs - 1) * partition.pairs_per_tile for partition in partitions),
     )
 
 
@@ -146,11 +161,12 @@ def _split_evenly(
     bounds = total * np.arange(num_programs + 1) // num_programs
     points = np.unique(np.concatenate((begins, bounds)))
     tile = np.searchsorted(ends, points[:-1], side="right")
-    first = np.maximum(points[:-1] - begins[tile] - ITEM_COST, 0)
-    last = points[1:] - begins[tile] - ITEM_COST
-    nonempty = first < last
+    first_step = np.maximum(points[:-1] - begins[tile] - ITEM_COST, 0)
+    last_step = points[1:] - begins[tile] - ITEM_COST
+    nonempty = first_step < last_step
     tile = tile[nonempty]
-    first, last = (start[tile] + step[nonempty] * partition.block_n for step in (first, last))
+    first = start[tile] + first_step[nonempty] * partition.block_n
+    last = start[tile] + last_step[nonempty] * partition.block_n
     program = np.searchsorted(bounds, points[:-1][nonempty], side="right") - 1
     offsets = np.searchsorted(program, np.arange(partition.max_programs + 1))
     return tile, first, np.minimum(last, stop[tile]), offsets
@@ -159,4 +175,5 @@ def _split_evenly(
 def _expand(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Each index `i` repeated `counts[i]` times, and the position within its repeats."""
     owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = np.cumsum(counts) - counts
+    return owner, np.arange(len(owner)) - np.repeat(begins, counts)

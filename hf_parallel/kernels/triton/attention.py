@@ -44,7 +44,9 @@ def unsupported_reason(keys: Tensor, values: Tensor) -> str:
     if keys.dtype == torch.bfloat16 and knobs.runtime.interpret:
         return "Triton's interpreter multiplies bfloat16 as integers"
     sizes = keys.shape[-1], values.shape[-1]
-    limit = MAX_DIM // 2 if keys.dtype == torch.float32 and min(sizes) > MAX_DIM // 2 else MAX_DIM  # else it spills
+    limit = MAX_DIM
+    if keys.dtype == torch.float32 and min(sizes) > MAX_DIM // 2:
+        limit = MAX_DIM // 2  # else it spills
     if max(sizes) > limit:
         return f"Triton kernels support head sizes of up to {limit} in {keys.dtype}, got {sizes[0]} and {sizes[1]}"
     return ""
@@ -84,14 +86,30 @@ class TritonBackend(TorchBackend):
         if quantized is not None:
             in_8_bits = quantized.keys, quantized.values, quantized.values, quantized.scales
         tokens, heads, dim = query.shape
-        sizes = heads // params.num_kv_heads, params.num_kv_heads, dim - lead, values.shape[-1]
-        shape = LayerShape(*sizes, query.dtype, query.device, params.window, params.rotary, lead, params.chunk)
+        shape = LayerShape(
+            groups=heads // params.num_kv_heads,
+            num_kv_heads=params.num_kv_heads,
+            head_dim=dim - lead,
+            value_dim=values.shape[-1],
+            dtype=query.dtype,
+            device=query.device,
+            window=params.window,
+            rotary=params.rotary,
+            lead=lead,
+            chunk=params.chunk,
+        )
         max_tokens = bucket(tokens)
         launch = launch_for(plan, (shape, max_tokens), lambda: AttendLaunch(plan, shape, max_tokens))
-        query = query if query.stride(-1) == 1 else query.contiguous()
+        if query.stride(-1) != 1:
+            query = query.contiguous()
         out = query.new_empty(tokens, heads, shape.value_dim)
-        limits = shape.window or _NO_WINDOW, shape.chunk or 1
-        scalars = shape.num_kv_heads, params.scale, params.softcap or 0.0, *limits
+        scalars = (
+            shape.num_kv_heads,
+            params.scale,
+            params.softcap or 0.0,
+            shape.window or _NO_WINDOW,
+            shape.chunk or 1,
+        )
         with on_device(query.device):
             for grid, tensors, constants in launch.calls:
                 attend_kernel[grid](
@@ -121,10 +139,13 @@ class TritonBackend(TorchBackend):
         num_kv_heads = new_keys.shape[0]
         buffers = launch_for(plan, ("writes", device), lambda: WriteLaunch(plan, device)).buffers
         writes = [buffers[name] for name in ("query", "origin", "capacity", "index", "count", "step")]
-        new_keys = new_keys if new_keys.stride(-1) == 1 else new_keys.contiguous()
-        new_values = new_values if new_values.stride(-1) == 1 else new_values.contiguous()
+        if new_keys.stride(-1) != 1:
+            new_keys = new_keys.contiguous()
+        if new_values.stride(-1) != 1:
+            new_values = new_values.contiguous()
+        num_programs = -(-len(buffers["query"]) // _TOKENS_PER_PROGRAM)
         with on_device(device):
-            append_kernel[(-(-len(buffers["query"]) // _TOKENS_PER_PROGRAM), num_kv_heads)](
+            append_kernel[(num_programs, num_kv_heads)](
                 new_keys, new_values, keys, values, *writes,
                 num_kv_heads, *new_keys.stride()[:2], *new_values.stride()[:2],
                 **dim_constants(keys.shape[-1], values.shape[-1]), BLOCK_T=_TOKENS_PER_PROGRAM,

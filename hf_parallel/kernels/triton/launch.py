@@ -69,12 +69,15 @@ class Tiling(NamedTuple):
 
 def select_tilings(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Tiling, ...]:
     """Return the tilings for a head size, a dtype and a GPU, in ascending order of rows (see docs/kernels.md)."""
+    if dtype == torch.float32 and head_dim > 256:
+        return (Tiling(16, 16, 8, 1, 1),)
     if dtype == torch.float32:
-        return (Tiling(16, 16, 4, 3, 2 if head_dim <= 128 else 1) if head_dim <= 256 else Tiling(16, 16, 8, 1, 1),)
+        programs = 2 if head_dim <= 128 else 1
+        return (Tiling(16, 16, 4, 3, programs),)
+    if head_dim > 256 and capability < (9, 0):
+        return (Tiling(16, 32, 8, 2, 1),)
     if head_dim > 256:
-        smallest = Tiling(16, 32, 8, 2, 1)
-        wide = Tiling(32, 32, 8, 1, 1)
-        return (smallest, wide) if capability >= (9, 0) else (smallest,)
+        return Tiling(16, 32, 8, 2, 1), Tiling(32, 32, 8, 1, 1)
     if head_dim > 128:
         return Tiling(16, 32, 4, 3, 2), Tiling(32, 32, 4, 2, 2)
     if head_dim > 64 and capability < (9, 0):
@@ -131,7 +134,8 @@ def launch_for(plan: AttentionPlan, key: Hashable, make: Callable[[], AnyLaunch]
     if launch is None:
         launch = plan.cached(key, make)
     if not launch.update(plan):
-        launch = plan.derived[key] = make()
+        launch = make()
+        plan.derived[key] = launch
     return launch
 
 
@@ -228,8 +232,12 @@ class AttendLaunch(Launch):
         quantized = plan.block_origin >= FIRST_QUANTIZED
         if not quantized.any():
             return self._select_for(rows, keys)
-        own = self._select_for(rows[~quantized], keys[~quantized]) if not quantized.all() else ()
-        return *own, *(one.for_quantized() for one in self._select_for(rows[quantized], keys[quantized]))
+        tilings: list[Tiling] = []
+        if not quantized.all():
+            tilings += self._select_for(rows[~quantized], keys[~quantized])
+        for tiling in self._select_for(rows[quantized], keys[quantized]):
+            tilings.append(tiling.for_quantized())
+        return tuple(tilings)
 
     def _select_for(self, rows: np.ndarray, keys: np.ndarray) -> tuple[Tiling, ...]:
         """Select one tiling for blocks with few rows and one for blocks with many, or one for all if that is faster.
@@ -238,26 +246,34 @@ class AttendLaunch(Launch):
         blocks of few rows in tiles for many.
         """
         shape = self.shape
-        smallest, *wider = select_tilings(max(shape.head_dim, shape.value_dim), shape.dtype, _capability(shape.device))
+        dim = max(shape.head_dim, shape.value_dim)
+        smallest, *wider = select_tilings(dim, shape.dtype, _capability(shape.device))
         if not wider or rows.max() <= smallest.block_m:
             return (smallest,)
         steps = -(-keys // smallest.block_n)
-        if (steps * ((rows - 1) // smallest.block_m)).sum() <= self._max_programs(smallest):
+        repeats = (rows - 1) // smallest.block_m  # times that keys are read again
+        if (steps * repeats).sum() <= self._max_programs(smallest):
             return (smallest,)
         wide = next((tiling for tiling in wider if rows.max() <= tiling.block_m), wider[-1])
-        return (wide,) if (rows <= smallest.block_m).sum() <= self._max_programs(wide) else (smallest, wide)
+        num_small = (rows <= smallest.block_m).sum()
+        if num_small <= self._max_programs(wide):
+            return (wide,)
+        return smallest, wide
 
     def _arrays(self, plan: AttentionPlan) -> dict[str, np.ndarray] | None:
-        if plan.num_queries > self.max_tokens or not set(self._select(plan)) <= set(self._tilings):
+        if plan.num_queries > self.max_tokens:
+            return None
+        if not set(self._select(plan)) <= set(self._tilings):
             return None
         return self._named(plan, self._work(plan))
 
     def _work(self, plan: AttentionPlan) -> Work:
         groups = self.shape.groups
-        partitions = [
-            Partition(one.block_m // one.group_tile(groups), one.block_n, self._max_programs(one), one.quantized)
-            for one in self._tilings
-        ]
+        partitions = []
+        for tiling in self._tilings:
+            pairs_per_tile = tiling.block_m // tiling.group_tile(groups)
+            max_programs = self._max_programs(tiling)
+            partitions.append(Partition(pairs_per_tile, tiling.block_n, max_programs, tiling.quantized))
         horizon = 0 if plan.increments is None else self.horizon
         return make_work(plan, partitions, self.shape.window, self.shape.chunk, horizon)
 
@@ -265,14 +281,8 @@ class AttendLaunch(Launch):
         pairs = work.pairs
         zeros = np.zeros(len(plan.pair_query), np.int64)
         step = plan.increments or Increments(zeros, zeros, zeros)
-        chunks = {}
-        if self.shape.chunk is not None:
-            start, later = (plan.block_start(at) for at in (plan.pair_position, plan.pair_position + step.position))
-            chunks = {"block_start": start[pairs], "start_increment": (later - start)[pairs]}
-        return {
-            **chunks,
+        arrays = {
             "items": work.items.reshape(-1),
-            **{f"item_offsets {i}": offsets for i, offsets in enumerate(work.item_offsets)},
             "pair_query": plan.pair_query[pairs],
             "pair_lo": plan.pair_lo[pairs],
             "pair_hi": plan.pair_hi[pairs],
@@ -285,6 +295,14 @@ class AttendLaunch(Launch):
             "merge_slot": work.merge_slot,
             "step": np.zeros(1),
         }
+        for number, offsets in enumerate(work.item_offsets):
+            arrays[f"item_offsets {number}"] = offsets
+        if self.shape.chunk is not None:
+            start = plan.block_start(plan.pair_position)
+            next_start = plan.block_start(plan.pair_position + step.position)
+            arrays["block_start"] = start[pairs]
+            arrays["start_increment"] = (next_start - start)[pairs]
+        return arrays
 
     def _load(self, plan: AttentionPlan, arrays: Mapping[str, np.ndarray]) -> None:
         self._rotates = bool(arrays["items"][ITEM_FIELDS.index("rotated") :: len(ITEM_FIELDS)].any())
@@ -311,11 +329,15 @@ class Buffers:
     """Named int32 arrays in one device tensor, filled by one copy. `sizes` reserves more; all sizes are rounded up."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], device: torch.device, **sizes: int) -> None:
-        capacity = {name: bucket(max(len(array), sizes.get(name, 0))) for name, array in arrays.items()}
-        aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in capacity.values()]
+        capacities: list[int] = []
+        for name, array in arrays.items():
+            size = max(len(array), sizes.get(name, 0))
+            capacities.append(bucket(size))
+        aligned = [-(-capacity // _ALIGNMENT) * _ALIGNMENT for capacity in capacities]
         self._all = torch.zeros(sum(aligned), dtype=torch.int32, device=device)
-        parts = self._all.split(aligned)
-        self._views = {name: part[:size] for (name, size), part in zip(capacity.items(), parts, strict=True)}
+        self._views: dict[str, torch.Tensor] = {}
+        for name, capacity, part in zip(arrays, capacities, self._all.split(aligned), strict=True):
+            self._views[name] = part[:capacity]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._views[name]
@@ -337,7 +359,10 @@ class Buffers:
 def bucket(n: int) -> int:
     """Round up to 32, 48, 64, 96, 128, ..., so that few sizes occur."""
     power = 1 << max(5, (n - 1).bit_length())
-    return power * 3 // 4 if n <= power * 3 // 4 and power > 32 else power
+    three_quarters = power * 3 // 4
+    if power > 32 and n <= three_quarters:
+        return three_quarters
+    return power
 
 
 def block_size(dim: int) -> int:

@@ -31,7 +31,8 @@ def sample(
     `settings`, float32 `[rows or 1, 4]`, are the `Warpers.numbers` of each row or of all. `filtered` and `unfiltered`
     say whether there are rows with and without filters. Random numbers come from `keys`, or are given as `noise`.
     """
-    scores = scores if scores.dtype in _SHIFTS else scores.float()
+    if scores.dtype not in _SHIFTS:
+        scores = scores.float()
     call = _SamplingLaunch(scores, settings, keys, noise)
     if unfiltered:
         call.race(False)
@@ -51,15 +52,24 @@ class _SamplingLaunch:
     """Arguments that the kernels share, and their outputs."""
 
     def __init__(self, scores: Tensor, settings: Tensor, keys: Tensor | None, noise: Tensor | None) -> None:
+        is_seeded = keys is not None
         rows, self.vocabulary = scores.shape
         self.scores = scores if scores.stride(1) == 1 else scores.contiguous()
         self.drawn = torch.empty(2, rows, dtype=torch.int64, device=scores.device)
         self.probs = torch.empty(rows, dtype=torch.float32, device=scores.device)
-        self.settings = settings, settings.stride(0) if len(settings) > 1 else 0
+        settings_stride = settings.stride(0) if len(settings) > 1 else 0
+        self.settings = settings, settings_stride
         # The kernels do not read the source that they are not compiled for.
-        self.sources = self.drawn if keys is None else keys, self.probs if noise is None else noise
-        self.constants: dict[str, Any] = {"SEEDED": keys is not None, "LIBDEVICE": not knobs.runtime.interpret}
-        self.constants["enable_fp_fusion"] = False  # PyTorch rounds between product and difference
+        if keys is None:
+            keys = self.drawn
+        if noise is None:
+            noise = self.probs
+        self.sources = keys, noise
+        self.constants: dict[str, Any] = {
+            "SEEDED": is_seeded,
+            "LIBDEVICE": not knobs.runtime.interpret,
+            "enable_fp_fusion": False,  # PyTorch rounds between product and difference
+        }
 
     def race(self, is_probs: bool) -> None:
         """Race among all tokens of the rows without filters."""
@@ -80,11 +90,13 @@ class _SamplingLaunch:
         """Race among the tokens that filters keep, of the rows with filters."""
         rows = len(self.scores)
         num_groups = -(-self.vocabulary // _GROUP)
-        maxima, sums = (self.probs.new_empty(rows, num_groups) for _ in range(2))
+        maxima = self.probs.new_empty(rows, num_groups)
+        sums = self.probs.new_empty(rows, num_groups)
+        num_programs = -(-num_groups // _GROUPS_PER_PROGRAM)
         inputs = self.scores, self.scores.stride(0), self.vocabulary, *self.settings
         registers = {"maxnreg": _REGISTERS} if num_groups > _MOST_GROUPS else {}
         with on_device(self.scores.device):
-            group_kernel[(rows, -(-num_groups // _GROUPS_PER_PROGRAM))](
+            group_kernel[(rows, num_programs)](
                 *inputs, maxima, sums, num_groups, BLOCK_G=_GROUPS_PER_PROGRAM, num_warps=8, enable_fp_fusion=False
             )
             choose_kernel[(rows,)](
