@@ -27,7 +27,8 @@ class AgentHandle:
 
     def __init__(self, search: Search) -> None:
         self._search = search
-        self._is_read = self._is_cancelled = False
+        self._is_read = False
+        self._is_cancelled = False
 
     @property
     def agent_id(self) -> str:

@@ -282,7 +282,10 @@ class Arena:
             return 0
         for i, (origin, free) in enumerate(self._free):
             if free >= size:
-                self._free[i : i + 1] = [(origin + size, free - size)] if free > size else []
+                if free > size:
+                    self._free[i] = (origin + size, free - size)
+                else:
+                    del self._free[i]
                 return origin
         self.num_slots += size
         return self.num_slots - size
@@ -314,8 +317,10 @@ class QuantizedArena(Arena):
 
     def storage_of(self, layer: LayerStorage) -> QuantizedStorage:
         """Return empty storage for blocks of a layer."""
-        keys, values = (t.new_zeros(0, t.shape[-1], dtype=self._dtype) for t in (layer.keys, layer.values))
-        return QuantizedStorage(keys, values, layer.num_kv_heads, keys.new_zeros(0, 2, dtype=torch.float32))
+        keys = layer.keys.new_zeros(0, layer.keys.shape[-1], dtype=self._dtype)
+        values = layer.values.new_zeros(0, layer.values.shape[-1], dtype=self._dtype)
+        scales = layer.keys.new_zeros(0, 2, dtype=torch.float32)
+        return QuantizedStorage(keys, values, layer.num_kv_heads, scales)
 
 
 def _storage_rows(ranges: Sequence[TokenRange], num_kv_heads: int, device: torch.device) -> torch.Tensor:

@@ -205,7 +205,8 @@ class BlockCache(Cache):
         for block, length in self._undo:
             block.length = length
         if self._states is not None:  # they may be half written
-            self._states = self._last = None
+            self._states = None
+            self._last = None
         self._undo = []
         self._pass = None
 
@@ -267,8 +268,11 @@ class BlockCache(Cache):
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Store the keys `[rows, n, dim]` of a sparse indexer; return those of the rows, `[rows, L, dim]`."""
-        first, second = keys[:, None].split((keys.shape[-1] - 1, 1), dim=-1)  # in the place of keys and of values
-        return torch.cat(self.update(first, second, -1 - layer_idx), dim=-1)[:, 0]
+        by_head = keys[:, None]
+        first = by_head[..., :-1]  # in the place of keys
+        last = by_head[..., -1:]  # in the place of values
+        stored = self.update(first, last, -1 - layer_idx)
+        return torch.cat(stored, dim=-1)[:, 0]
 
     def _dense_batch(self) -> DenseBatch:
         """Return the running call of a model with its own attention: all rows of the prepared pass, unless set."""

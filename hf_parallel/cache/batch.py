@@ -195,7 +195,10 @@ def _add_pairs(
     """Add a table entry for each block of a segment's view: rotation and slot, and their increments per step."""
     target = segment.view[-1]
     n = segment.num_tokens
-    target_start = target_step = masked = shift = 0
+    target_start = 0
+    target_step = 0
+    masked = 0
+    shift = 0
     for block in segment.view:
         target_start += block.length
         target_step += block in growing
@@ -205,14 +208,16 @@ def _add_pairs(
     target_start -= target.length
     target_step -= target in growing
     shift -= target.shift
-    start = start_step = 0
+    start = 0
+    start_step = 0
     for block in segment.view:
         grows = block in growing
         masked -= block.gap  # those after the start of the block
         if block.length:
             delta = (target_start + shift - target.base) - (start - block.base)
             step = target_step - start_step
-            row = (offset, n, delta, position - start + masked, block.length, step, step + 1, grows, block is target)
+            first_position = position - start + masked
+            row = (offset, n, delta, first_position, block.length, step, step + 1, grows, block is target)
             table.setdefault(block, []).append(row)
         start += block.length
         shift -= block.shift  # those after the start of the next block
@@ -262,4 +267,5 @@ def _attention_plan(
 
 def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Concatenate ranges of `counts` integers that begin with `first`, int64 `[segments]` each."""
-    return np.arange(counts.sum()) + np.repeat(first + counts - np.cumsum(counts), counts)
+    before = np.cumsum(counts) - counts  # integers of the ranges before each
+    return np.arange(counts.sum()) + np.repeat(first - before, counts)

@@ -91,15 +91,17 @@ def dense_batches(
     """
     plan = forward.plan
     position = plan.query_position(plan.pair_position)
-
+    batches: list[DenseBatch] = []
     if states is None:
 
         def kind(row: list[int]) -> tuple[int, int]:
             return len(row), 0 if padded else int(position[row[-1]])
 
         groups = groupby(_rows(forward, position, kind), kind)
-        return [_batch(plan, np.array([*group], np.int64), position, device) for _, group in groups]
-    batches = []
+        for _, group in groups:
+            rows = np.array([*group], np.int64)
+            batches.append(_batch(plan, rows, position, device))
+        return batches
     for call in states.calls:
         rows = np.arange(plan.num_queries) if call.tokens is None else call.tokens.cpu().numpy()
         rows = rows.reshape(call.num_rows, -1)

@@ -162,7 +162,8 @@ def _is_random(module: nn.Module) -> bool:
     names = [name for name, value in settings.items() if isinstance(value, float | int) and 0 < value < 1]
     if any(_RANDOM.search(name) and not _UNUSED.search(name) for name in names):
         return True
-    if _RANDOM.search(type(module).__name__.lower()) and any(name in vars(module) for name in names):
+    is_named_random = _RANDOM.search(type(module).__name__.lower()) is not None
+    if is_named_random and any(name in vars(module) for name in names):
         return True
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     used = () if code is None else code.co_names

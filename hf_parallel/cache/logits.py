@@ -69,7 +69,8 @@ class LogitsCache:
         self.max_bytes = max_bytes
         self.top_k = top_k
         self.salt = SALT  # of the keys of images; a loaded cache has that of its file
-        self.hits = self.misses = 0
+        self.hits = 0
+        self.misses = 0
         self.num_bytes = 0
         self._roots: dict[str, TrieNode] = {}
         self._vocabularies: dict[str, int] = {}  # of loaded logits

@@ -29,7 +29,8 @@ class LogitsKey:
     @classmethod
     def of_prompt(cls, tokens: np.ndarray, gaps: Mapping[int, int]) -> LogitsKey:
         """Return the key of a prompt, int64 `[length]`; `gaps` is the number of masked tokens before an index."""
-        return cls(tuple(np.insert(tokens, list(gaps), [-count for count in gaps.values()]).tolist()))
+        steps = [-count for count in gaps.values()]
+        return cls(tuple(np.insert(tokens, list(gaps), steps).tolist()))
 
     def then(self, tokens: Iterable[int]) -> LogitsKey:
         """Return the key after further tokens."""

@@ -60,7 +60,9 @@ class CachedLogits:
     @cached_property
     def log_total(self) -> float:
         """Log of the sum of the exponentials of all logits."""
-        return float(self.values.double().logsumexp(-1) - np.log(-np.expm1(self.log_tail)))
+        of_values = self.values.double().logsumexp(-1)
+        log_share = np.log(-np.expm1(self.log_tail))  # of the values, among all logits
+        return float(of_values - log_share)
 
     def log_prob(self, token: int) -> float:
         """Return the log-probability of a token; NaN if its logit was dropped."""
@@ -149,7 +151,8 @@ class TrieNode:
         """Free the tensors, even if the node is referenced elsewhere; a pinned node keeps them."""
         self.alive = False
         if not self.pins:
-            self.logits = self.distribution = None
+            self.logits = None
+            self.distribution = None
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -246,7 +249,8 @@ def check_arrays(arrays: dict[str, torch.Tensor], top_k: int | None) -> None:
     edges = set(zip(parents.tolist(), tokens.tolist(), strict=True))
     _require("nodes", len(edges) == count)
     _require("places", (places >= -1).all(), (places < len(values)).all())
-    _require("shapes", values.ndim == 2, log_tails.shape == values.shape[:1], (ids is None) == (most == vocabulary))
+    _require("shapes", values.ndim == 2, log_tails.shape == values.shape[:1])
+    _require("shapes", (ids is None) == (most == vocabulary))
     _require("logits", not values.isnan().any(), not (values == torch.inf).any())
     has_any = (values > -torch.inf).any(1)  # only a tie of the highest of `top_k` logits keeps none
     if ids is None:

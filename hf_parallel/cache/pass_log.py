@@ -127,7 +127,8 @@ class PassLog:
     @property
     def state(self) -> tuple[int, int, int]:
         """Argument of `restore`: numbers of events, of steps of the last run, and of samples."""
-        return len(self._events), 0 if self._last is None else len(self._last.ids), len(self._samples)
+        num_steps = 0 if self._last is None else len(self._last.ids)
+        return len(self._events), num_steps, len(self._samples)
 
     def restore(self, state: tuple[int, int, int]) -> None:
         """Forget what was recorded since `state`."""

@@ -267,7 +267,13 @@ class Pool:
 
     def _tail(self, block: Block, at: int) -> Block:
         """Return a new block of the tokens of another one from index `at` on, in the same extent."""
-        tail = Block(block.extent, block.base + at, block.first + at, block.length - at, shift=block.shift)
+        tail = Block(
+            block.extent,
+            base=block.base + at,
+            first=block.first + at,
+            length=block.length - at,
+            shift=block.shift,
+        )
         block.shift = 0
         block.extent.owners += 1
         if block.state_at > at:

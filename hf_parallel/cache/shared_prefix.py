@@ -149,7 +149,8 @@ class SharedPrefixCache(BlockCache):
 
         Blocks of `rows`, which plain forward passes continue, stay.
         """
-        self.log = self.pool.on_copy = None
+        self.log = None
+        self.pool.on_copy = None
         for block in self.pool.blocks - {node.block for node in self.tree.nodes()}.union(*self.rows):
             self.pool.free(block)
         self.tree.discard_uncached()

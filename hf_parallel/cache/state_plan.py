@@ -35,7 +35,8 @@ class StateCall:
 
     def of_rows(self, rows: Sequence[int]) -> StateCall:
         """Return the call for some of the rows, and for no other token."""
-        sources, targets = (slots if slots is None else _of_rows(slots, rows) for slots in (self.sources, self.targets))
+        sources = None if self.sources is None else _of_rows(self.sources, rows)
+        targets = None if self.targets is None else _of_rows(self.targets, rows)
         return StateCall(None, len(rows), sources, targets, self.in_place)
 
 
@@ -117,7 +118,8 @@ def plan_states(arena: StateArena, passes: Sequence[Sequence[Segment]], device: 
         if is_kept:
             lengths[block] = start + count
             state_at[block] = start + count
-    without_slot = list(dict.fromkeys(chunk.block for chunk in chunks if chunk.is_kept and chunk.block.state < 0))
+    kept_chunks = [chunk for chunk in chunks if chunk.is_kept]
+    without_slot = list(dict.fromkeys(chunk.block for chunk in kept_chunks if chunk.block.state < 0))
     slots = arena.allocate(len(without_slot))
     for block, slot in zip(without_slot, slots, strict=True):
         block.state = slot

@@ -27,7 +27,8 @@ class StateArena:
     max_slots: int | None = None
 
     def __init__(self) -> None:
-        self.in_use = self.stepwise = False
+        self.in_use = False
+        self.stepwise = False
         self.clear()
 
     def clear(self) -> None:

@@ -461,7 +461,8 @@ class PrefixTree:
         if len(node.uncached):
             for child in node.all_children():
                 self._remove(child)
-            node.shift = node.block.shift = 0  # type: ignore[union-attr]
+            node.shift = 0
+            node.block.shift = 0  # type: ignore[union-attr]
         node.tokens = node.tokens[: node.num_cached]
 
     def _remove(self, node: Node) -> None:
@@ -506,7 +507,8 @@ class PrefixTree:
         """Split a node in two without copying. The node keeps the tail, as it is the leaf of rows; returns the head."""
         parent = node.parent
         assert parent is not None, "the root has no tokens to split"
-        head = Node(node.tokens[:at], parent, children={int(node.tokens[at]): [node]}, is_finite=node.is_finite)
+        first_of_tail = int(node.tokens[at])
+        head = Node(node.tokens[:at], parent, children={first_of_tail: [node]}, is_finite=node.is_finite)
         head.gap = node.gap
         node.gap = 0
         node.siblings[node.siblings.index(node)] = head

@@ -220,7 +220,8 @@ class RequestHandle:
 
     def fork(self, row: int, forks: Sequence[int]) -> None:
         """Append the tokens of a row as those of the rows `forks`, which continue it."""
-        tokens = [token for token, owner in zip(self.sink.tokens, self.sink.rows, strict=True) if owner == row]
+        pairs = zip(self.sink.tokens, self.sink.rows, strict=True)
+        tokens = [token for token, owner in pairs if owner == row]
         for fork in forks:
             self.sink.rows.extend([fork] * len(tokens))
             self.sink.tokens.extend(tokens)

@@ -60,9 +60,12 @@ class Ranks:
             return
         plan = forward.plan
         last = None if self._last is None else self._last.plan
-        sent = replace(forward, plan=replace(plan, derived={}, windows={}), position_ids=forward.position_ids.cpu())
+        sent: ForwardPass | None = None
         is_next = last is not None and (last.lineage, last.step + 1) == (plan.lineage, plan.step)
-        self.broadcast((self._changes, None if is_next else sent, ids.cpu(), *arguments))
+        if not is_next:
+            bare_plan = replace(plan, derived={}, windows={})
+            sent = replace(forward, plan=bare_plan, position_ids=forward.position_ids.cpu())
+        self.broadcast((self._changes, sent, ids.cpu(), *arguments))
         self._changes = []
         self._last = forward
 

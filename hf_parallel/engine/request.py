@@ -95,13 +95,15 @@ class Request(Host):
         self.call = replace(call, host=self)  # instead of the call's own
         handle.stats = call.stats
         self.sink = handle.sink
-        self.chunk_size = self.batch_rows = 0
+        self.chunk_size = 0
+        self.batch_rows = 0
         self.number = -1  # in the order of submission
         self.account: Any = None  # its submitter's, see `Scheduler`
         self.num_tokens = 0  # tokens generated
         self.has_started = False  # whether it samples or has shown something, so that it cannot start again
         self.awaited: Awaited | None = None
-        self.preempted = self.is_done = False
+        self.preempted = False
+        self.is_done = False
         self._suspended: PendingPass | Standing | Wait | None = None
         self.open_nodes: dict[Node, int] = {}  # nodes that it was computing when it was preempted, with their lengths
         self._restored_for: set[Block] = set()  # whose states a pass needs for which others are computed again
@@ -289,7 +291,8 @@ class Request(Host):
                 if steps is self._recomputing:
                     self._recomputing = None
                 continue
-            value = error = None
+            value = None
+            error = None
             match want:
                 case Prefix():
                     self._stack.append(self._wait_for_prefix(want))

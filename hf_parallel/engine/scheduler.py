@@ -33,7 +33,8 @@ def has_place(counts: Counter[Any], submitter: Any, most: int) -> bool:
     It may if there are fewer than `most`, or if it has less than an equal share of these: no submitter can keep all
     others out.
     """
-    return counts.total() < most or counts[submitter] * len(counts.keys() | {submitter}) < most
+    submitters = counts.keys() | {submitter}
+    return counts.total() < most or counts[submitter] * len(submitters) < most
 
 
 @dataclass

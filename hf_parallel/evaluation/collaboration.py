@@ -120,7 +120,12 @@ def _text(row: Pieces) -> str:
 def _passes(row: Pieces, ends: Sequence[int]) -> list[int]:
     """Return the decode passes at which the characters before `ends` of a row's text were written."""
     limits = list(accumulate(len(text) for _, text in row))
-    return [row[min(bisect_right(limits, end - 1), len(row) - 1)][0] for end in ends]
+    passes = []
+    for end in ends:
+        index = min(bisect_right(limits, end - 1), len(row) - 1)
+        number, _ = row[index]
+        passes.append(number)
+    return passes
 
 
 def _phrases(row: Pieces) -> list[tuple[int, tuple[str, ...]]]:

@@ -89,7 +89,8 @@ class ParallelLM(HFLM):
         cls = type(make_config(generation_mode))
         self.max_batch_tokens = max_batch_tokens
         self.generation_mode = generation_mode
-        self.settings = {name: kwargs.pop(name) for name in [*kwargs] if name in {*cls.fields()} - _OWN_ARGUMENTS}
+        names = {*cls.fields()} - _OWN_ARGUMENTS
+        self.settings = {name: kwargs.pop(name) for name in [*kwargs] if name in names}
         make_config(generation_mode, self.settings)  # checks them before the model is loaded
         self.stats = GenerationStats()
         self._prefixes = SharedPrefixCache()
@@ -176,7 +177,9 @@ class ParallelLM(HFLM):
             new[torch.isin(new, new.new_tensor(hidden))] = tokenizer.pad_token_id
             return output.sequences  # type: ignore[return-value]
         answers = [self.tok_encode(text, add_special_tokens=False) for text in output.answer_texts(tokenizer)]
-        rows = [torch.cat((row, row.new_tensor(tokens))) for row, tokens in zip(context, answers, strict=True)]
+        rows = []
+        for row, tokens in zip(context, answers, strict=True):
+            rows.append(torch.cat((row, row.new_tensor(tokens))))
         return pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
 
     def _take_config(self, kwargs: dict[str, Any]) -> ParallelConfig:

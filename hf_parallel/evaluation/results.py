@@ -183,7 +183,11 @@ def _optional(results: Sequence[Result]) -> Result:
 
 def settings_text(settings: Mapping[str, object]) -> str:
     """Return settings in the form of the command line."""
-    return " ".join(f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in sorted(settings.items()))
+    parts = []
+    for name, value in sorted(settings.items()):
+        text = value if isinstance(value, str) else json.dumps(value)
+        parts.append(f"{name}={text}")
+    return " ".join(parts)
 
 
 def format_table(rows: Sequence[Result]) -> str:

@@ -67,14 +67,16 @@ class Dialect:
     plan: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
-        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in (self.region, self.branch)):
+        pairs = (self.region, self.branch)
+        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
             raise ValueError(f"region and branch must be pairs of tags, got {self.region!r} and {self.branch!r}")
         for name in ("region", "branch"):  # lists in JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
         tags = (*self.region, *self.branch)
         if self.is_separate and (self.region[1] or self.fork or self.outline or self.joined or self.plan):
             raise ValueError("positions='separate' has no text that closes a region, plans branches or follows them")
-        if not all(isinstance(tag, str) for tag in tags) or len(set(self.tags)) != 4 - self.is_separate:
+        are_texts = all(isinstance(tag, str) for tag in tags)
+        if not are_texts or len(set(self.tags)) != 4 - self.is_separate:
             count = "three" if self.is_separate else "four"
             raise ValueError(f"region and branch must be {count} different tags, got {tags!r}")
         for name in ("gap", "fork", "outline", "opening", "joined"):

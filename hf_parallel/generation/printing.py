@@ -76,7 +76,8 @@ class ConsoleStreamer:
         self._num_sequences = num_sequences
         self._record: Record | None = None  # of a call in a mode
         self._ends: frozenset[int] = frozenset()
-        self._prints_text = self._by_end = False
+        self._prints_text = False
+        self._by_end = False
         self._decoders: list[IncrementalDetokenizer] = []  # of the rows, if tokens are printed
         self.rows: dict[int, list[PrintedText]] = {}
         self._waiting: list[PrintedText] = []  # not printed: in the order of their beginnings, or ends if `_by_end`
@@ -122,7 +123,8 @@ class ConsoleStreamer:
         """Receive text of a row; see `ParallelStreamer.write_row`."""
         if self._record is None or not self._prints_text:
             return
-        if event == "begin" or (text and (row not in self.rows or self.rows[row][-1].ended)):
+        is_closed = row not in self.rows or self.rows[row][-1].ended
+        if event == "begin" or (text and is_closed):
             self._begin(row, text if event == "begin" else "")
         if row not in self.rows:
             return

@@ -135,7 +135,9 @@ class LayoutBatch:
         return out, lse.masked_fill(is_blind, float("-inf"))
 
     def _uses_flex(self, view: _BatchView, q: torch.Tensor) -> bool:
-        wanted = q.is_cuda and view.keys.shape[1] >= FLEX_FROM if self._flex is None else self._flex
+        wanted = self._flex
+        if wanted is None:
+            wanted = q.is_cuda and view.keys.shape[1] >= FLEX_FROM
         return wanted and q.dtype != torch.float64
 
 

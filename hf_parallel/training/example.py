@@ -286,8 +286,9 @@ class ParallelExample:
         copied = self.target_queries[extra]
         segments = segment_of[copied]
         positions = self.segment_positions[segments] + copied - firsts[segments]
-        offsets = np.cumsum(self.view_lengths) - self.view_lengths
-        blocks = np.concatenate([offsets[segment] + np.arange(self.view_lengths[segment]) for segment in segments])
+        ends = np.cumsum(self.view_lengths)
+        by_segment = np.split(np.arange(len(self.view_blocks)), ends[:-1])
+        blocks = np.concatenate([by_segment[segment] for segment in segments])
         targets = self.target_queries.copy()
         targets[extra] = len(self) + np.arange(len(extra))
         return replace(

@@ -190,7 +190,8 @@ def _intervals(
         begin = begins[seen.block, seen.start + part.shift]
         end: np.ndarray | int = begin + seen.stop
         if seen.start + seen.stop > start + 1:
-            end = begin + np.minimum(seen.stop, start - seen.start + 1 + np.arange(n))
+            visible = start - seen.start + 1 + np.arange(n)
+            end = begin + np.minimum(seen.stop, visible)
         if intervals:
             previous_begin, previous_end = intervals[-1]
             if isinstance(previous_end, int) and previous_end == begin:

@@ -104,7 +104,8 @@ def _stock_view(example: ParallelExample) -> LayoutView:
     views = make_views(example)
     view = views[0]
     rotations = view.query_positions - example.position_ids[view.queries]
-    if len(views) > 1 or rotations.any() or (view.key_positions != example.position_ids[view.keys]).any():
+    moved_keys = view.key_positions != example.position_ids[view.keys]
+    if len(views) > 1 or rotations.any() or moved_keys.any():
         raise ValueError(
             "this example has tokens that move or are seen at other positions: stock attention cannot compute it; use "
             f"attn_implementation={IMPLEMENTATION!r}"
@@ -225,7 +226,8 @@ def _make_block_mask(
     def is_seen(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         seen = (begins[b, q, 0] <= k) & (k < ends[b, q, 0])
         for interval in range(1, begins.shape[2]):
-            seen = seen | ((begins[b, q, interval] <= k) & (k < ends[b, q, interval]))
+            is_inside = (begins[b, q, interval] <= k) & (k < ends[b, q, interval])
+            seen = seen | is_inside
         if window is not None:
             distance = query_positions[b, q] - key_positions[b, k]
             seen = seen & (distance < window)

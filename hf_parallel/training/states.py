@@ -222,7 +222,10 @@ class RowTree:
             length = 2 if level else 1
             for _, tokens, _ in members:
                 length = max(length, len(tokens))
-            table = [tokens + tokens[-1:] * (length - len(tokens)) for _, tokens, _ in members]
+            table = []
+            for _, tokens, _ in members:
+                padding = tokens[-1:] * (length - len(tokens))
+                table.append(tokens + padding)
             parents = None
             if level:
                 parents = torch.tensor([number[trunk] for _, _, trunk in members], device=device)
@@ -421,4 +424,5 @@ def _are_per_token(outputs: Sequence[Any], shapes: Sequence[torch.Size]) -> bool
 def _with_gradient(results: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
     """Return results of all tokens, and the gradient of a function of them."""
     outputs = [x for x in tree_leaves(results) if x is not None]
-    return [*outputs, *torch.autograd.grad([x.float().square().sum() for x in outputs], [hidden])]
+    sums = [output.float().square().sum() for output in outputs]
+    return [*outputs, *torch.autograd.grad(sums, [hidden])]

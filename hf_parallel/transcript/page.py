@@ -294,7 +294,11 @@ def _parts(card: JSONObject, style: Mapping[str, str]) -> list[tuple[str, int | 
 def _source(at: int, origin: str, style: Mapping[str, str]) -> str:
     """Return a description of a token's origin."""
     has_pass = origin not in (*_WITHOUT_PASS, GIVEN)
-    return ", ".join(filter(None, [f"{style['tick']} {at}" if has_pass else "", _SOURCES.get(origin, "")]))
+    parts = [
+        f"{style['tick']} {at}" if has_pass else "",
+        _SOURCES.get(origin, ""),
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _footer(card: JSONObject, style: Mapping[str, str]) -> str:

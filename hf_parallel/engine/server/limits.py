@@ -67,7 +67,8 @@ class Limits:
 
 def check_keys(keys: Sequence[str]) -> None:
     """Raise `ValueError` for keys that a header cannot hold, and for a string instead of a list of strings."""
-    if isinstance(keys, str) or not all(isinstance(key, str) and key and key == key.strip() for key in keys):
+    are_valid = all(isinstance(key, str) and key and key == key.strip() for key in keys)
+    if isinstance(keys, str) or not are_valid:
         raise ValueError("api_keys must be a list of keys that are not empty, and have no space around them")
 
 

@@ -54,7 +54,9 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to end: also if the engine has stopped, for whose end other processes wait."""
-        return await super().on_tick(counter) or (self._engine.error is not None and num_ranks(self._engine.model) > 1)
+        ends = await super().on_tick(counter)
+        has_stopped = self._engine.error is not None and num_ranks(self._engine.model) > 1
+        return ends or has_stopped
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """Accept no more connections, and wait for the running requests."""

@@ -39,7 +39,8 @@ class DocumentsProblem(Problem):
     def from_row(cls, row: Mapping[str, object]) -> DocumentsProblem:
         """Read `context` (all documents), `input` (the question) and `answers` (a list)."""
         answers = column(row, "answers")
-        if not isinstance(answers, list) or not answers or not all(isinstance(text, str) and text for text in answers):
+        is_list = isinstance(answers, list) and len(answers) > 0
+        if not is_list or not all(isinstance(text, str) and text for text in answers):
             raise ValueError(f"column 'answers' must be a list of texts, got {answers!r:.80}")
         prompt = (
             f"{text_column(row, 'context')}\n\nQuestion: {text_column(row, 'input')}\n\nGo through all passages, "

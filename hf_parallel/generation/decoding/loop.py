@@ -82,7 +82,8 @@ class DecodeLoop:
         self._text_tokenizer = text_tokenizer(call) if self.streamer is not None else None
         self.replayer: Replayer | None = None
         self.draft: Callable[[Sequence[Any]], Steps[list[Any]]] | None = None
-        self._num_kept = self._num_void = 0  # passes that were queued ahead
+        self._num_kept = 0  # of the passes that were queued ahead
+        self._num_void = 0
         self._state_interval = cache.tree.state_interval if call.capabilities.mixers else None
 
     @contextmanager

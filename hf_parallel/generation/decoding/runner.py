@@ -176,7 +176,8 @@ class Runner:
             chunk.append(inputs)
             free -= size
         logits = yield from self.forward(*chunk, ends=ends)
-        self.stats.prefilled_tokens += sum(len(tokens) for inputs in passes[:-1] for _, tokens in inputs)
+        for inputs in passes[:-1]:
+            self.stats.prefilled_tokens += sum(len(tokens) for _, tokens in inputs)
         self.stats.prefill_seconds += time.perf_counter() - began
         return logits
 
@@ -199,7 +200,8 @@ class PassAhead:
         """Queue the pass."""
         log = self._cache.log
         self._cache.log = None  # `confirm` records the pass
-        logits = yield from self._runner.compute(Pass(self._cache, [self._segments], self._ids, range(len(self._rows))))
+        wanted = Pass(self._cache, [self._segments], self._ids, range(len(self._rows)))
+        logits = yield from self._runner.compute(wanted)
         assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
         self._cache.log = log
         self._logits = logits

@@ -65,11 +65,16 @@ class TreeScores:
         self._max_tokens = max_tokens
         self._nodes = cache.nodes_to_prefill()
         self._ends = np.cumsum([len(node.uncached) for node in self._nodes])
-        starts = {node: end - len(node.tokens) for node, end in zip(self._nodes, self._ends, strict=True)}
+        starts: dict[Node, int] = {}
+        for node, end in zip(self._nodes, self._ends, strict=True):
+            starts[node] = end - len(node.tokens)
         predicting = []  # packed tokens that predict each row's targets; cached ones never do
         targets = []
         for (tokens, first), leaf in zip(rows, leaves, strict=True):
-            packed = [starts.get(node, -1) + np.arange(len(node.tokens)) for node in leaf.path]
+            packed = []
+            for node in leaf.path:
+                start = starts.get(node, -1)
+                packed.append(start + np.arange(len(node.tokens)))
             predicting.append(np.concatenate(packed)[first:])
             targets.append(tokens[first + 1 :])
         self._bounds = np.cumsum(list(map(len, predicting)))[:-1]
@@ -160,8 +165,10 @@ def _ranked(logits: torch.Tensor, queries: np.ndarray, targets: np.ndarray, top:
     vocabulary = logits.shape[1]
     pairs, pair_of = np.unique(queries * vocabulary + targets, return_inverse=True)  # most are of several rows
     pair_queries, pair_targets = np.divmod(pairs, vocabulary)
-    log_probs = logits.log_softmax(-1, dtype=torch.float32)[to_device(pair_queries, logits.device)]
-    of_targets = log_probs.gather(1, to_device(pair_targets, logits.device)[:, None])
+    queries_of_pairs = to_device(pair_queries, logits.device)
+    targets_of_pairs = to_device(pair_targets, logits.device)
+    log_probs = logits.log_softmax(-1, dtype=torch.float32)[queries_of_pairs]
+    of_targets = log_probs.gather(1, targets_of_pairs[:, None])
     ranks = (log_probs > of_targets).sum(-1) + 1
     values, ids = log_probs.topk(min(top, vocabulary))
     results = (of_targets[:, 0], ranks, values, ids)

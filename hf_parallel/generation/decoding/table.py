@@ -68,7 +68,11 @@ class DecodeTable:
     def parts(self, logits: Part) -> list[Part]:
         """Return the logits of each member, of those of all."""
         first = logits.rows.start
-        return [Part(logits.whole, slice(first + part.start, first + part.stop)) for part in self._batch.parts]
+        parts = []
+        for part in self._batch.parts:
+            rows = slice(first + part.start, first + part.stop)
+            parts.append(Part(logits.whole, rows))
+        return parts
 
     def advance(self, logits: Part) -> list[tuple[int, BaseException | None]]:
         """Sample and append a token of each row, given the logits of the pass, `[rows, vocabulary]`.

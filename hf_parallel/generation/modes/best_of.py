@@ -107,7 +107,8 @@ class BestOfConfig(ParallelConfig["BestOfOutput"]):
             resolve_scorer(self.scorer)
         if self.prune_every is not None:
             check_int("prune_every", self.prune_every, at_least=1)
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
+        is_number = isinstance(self.keep, int | float) and not isinstance(self.keep, bool)
+        if not is_number or not 0 < self.keep < 1:
             raise ValueError(f"keep must be a number between 0 and 1, both excluded, got {self.keep!r}")
 
     def prepare(self, kwargs: Arguments) -> None:
@@ -185,7 +186,10 @@ class BestOfRun:
 
     def _prune(self) -> None:
         """Drop the rows of each group that rank below those that continue."""
-        sizes = [max(self.num_returned, math.ceil(self.config.keep * len(group))) for group in self.racing]
+        sizes: list[int] = []
+        for group in self.racing:
+            size = math.ceil(self.config.keep * len(group))
+            sizes.append(max(self.num_returned, size))
         contested: list[Row] = []
         for group, size in zip(self.racing, sizes, strict=True):
             if len(group) > size:

@@ -308,7 +308,9 @@ class ForkJoinRun(BranchRun):
 
     def _is_planning(self, lane: Lane) -> bool:
         """Whether a lane writes the titles of a forced fork."""
-        return lane.parent is None and not lane.forks and not lane.paths and lane.reader.index < len(self.outline) - 1
+        if lane.parent is not None or lane.forks or lane.paths:
+            return False
+        return lane.reader.index < len(self.outline) - 1
 
     def allowed(self, lane: Lane) -> torch.Tensor | None:
         """See `BranchRun.allowed`."""

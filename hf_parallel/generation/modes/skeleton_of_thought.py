@@ -354,7 +354,11 @@ class SkeletonAnswer:
 
 
 def _missing_end(text: str, end: str) -> str:
-    return next(end[i:] for i in range(len(end), -1, -1) if text.endswith(end[:i]))
+    """Return the rest of `end` that a text lacks, which may end within it."""
+    for size in range(len(end), 0, -1):
+        if text.endswith(end[:size]):
+            return end[size:]
+    return end
 
 
 @dataclass

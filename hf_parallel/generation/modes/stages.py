@@ -159,7 +159,8 @@ class _Stage:
         self.call.show(row.output_row, row.detokenizer.add([token]), "token")
         ended = ended or (row.is_complete is not None and row.is_complete(row.text))
         if not ended and len(row.tokens) >= row.max_new_tokens:
-            ended = row.truncated = True
+            ended = True
+            row.truncated = True
             self.call.record.truncated.add(row.output_row)
         if ended:
             self.call.show(row.output_row, "", "end")
@@ -229,7 +230,8 @@ def _left_padded(call: GenerationCall, rows: Sequence[CompletionRow]) -> torch.T
     longest = max(len(row.prompt) for row in rows)
     ids = call.input_ids.new_full((len(rows), longest), call.pad_token_id)
     for row in rows:
-        ids[row.index, longest - len(row.prompt) :] = torch.from_numpy(call.token_ids(row.prompt))
+        begin = longest - len(row.prompt)
+        ids[row.index, begin:] = torch.from_numpy(call.token_ids(row.prompt))
     return ids
 
 

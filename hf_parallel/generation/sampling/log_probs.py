@@ -132,7 +132,11 @@ def spread(
 def padded_log_probs(rows: Sequence[Sequence[float]]) -> torch.Tensor:
     """Return rows as one tensor float32 `[rows, longest]`, padded with NaN."""
     longest = max(map(len, rows))
-    return torch.tensor([[*row, *[torch.nan] * (longest - len(row))] for row in rows], dtype=torch.float32)
+    padded = []
+    for row in rows:
+        padding = [torch.nan] * (longest - len(row))
+        padded.append([*row, *padding])
+    return torch.tensor(padded, dtype=torch.float32)
 
 
 class TokenLogProbs(NamedTuple):

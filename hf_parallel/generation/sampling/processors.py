@@ -187,8 +187,10 @@ class ThinkingBudget(LogitsProcessor):
 
     def opens(self, ids: torch.Tensor) -> torch.Tensor:
         """Return where the tokens that open reasoning end, bool `[rows, length]`."""
-        windows = F.pad(ids, (len(self.begin) - 1, 0), value=-1).unfold(1, len(self.begin), 1)
-        return (windows == torch.tensor(self.begin, device=ids.device)).all(-1)
+        begin = torch.tensor(self.begin, device=ids.device)
+        padded = F.pad(ids, (len(begin) - 1, 0), value=-1)
+        windows = padded.unfold(1, len(begin), 1)
+        return (windows == begin).all(-1)
 
 
 class PerPromptProcessor(LogitsProcessor):

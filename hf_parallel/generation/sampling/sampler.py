@@ -527,7 +527,9 @@ class SamplingBatch:
         log_probs: list[LogProbs | None] = []
         for task, part in zip(self.tasks, self.parts, strict=True):
             if task.sampler.top_log_probs:
-                log_probs.append(task.sampler.log_probs(draws.logits[part], draws.tokens[part], sampling[part]))
+                logits = draws.logits[part]
+                tokens = draws.tokens[part]
+                log_probs.append(task.sampler.log_probs(logits, tokens, sampling[part]))
             elif task.sampler.returns_log_probs:
                 log_probs.append(LogProbs(model, sampling, None, part))
             else:

@@ -158,4 +158,8 @@ class StopFilter:
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of a text that is a beginning of a stop text."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    longest = min(len(text), len(stop) - 1)
+    for size in range(longest, 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

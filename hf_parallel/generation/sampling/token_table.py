@@ -148,7 +148,9 @@ class TokenTable:
         """Return rows as one matrix `int64 [len(rows), longest]`, padded on the left."""
         lengths = [self.lengths[row] for row in rows]
         longest = max(lengths)
-        ids = self.ids if len(rows) == len(self.lengths) else self.ids[self.index(rows)]
+        ids = self.ids
+        if len(rows) != len(self.lengths):
+            ids = ids[self.index(rows)]
         if min(lengths) == longest:
             return ids[:, :longest]
         shift = longest - to_device(lengths, ids.device)[:, None]

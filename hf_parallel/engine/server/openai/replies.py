@@ -95,7 +95,9 @@ class Reply:
 
     def _make_parser(self, template: ResponseTemplate, prompt: str) -> ResponseParser:
         # The parser casts strings to the types of a schema, which arguments in JSON already have.
-        tools: list[Any] = [] if self.spec.format.has_json_calls else [dict(tool) for tool in self.spec.tools]
+        tools: list[Any] = []
+        if not self.spec.format.has_json_calls:
+            tools = [dict(tool) for tool in self.spec.tools]
         return ResponseParser(template, prefix=prompt, tools=tools)
 
     def _protect(self, character: str) -> str:

@@ -88,7 +88,9 @@ Stops = Annotated[
 
 
 def _is_empty(value: object) -> bool:
-    return value is None or value == [] or (isinstance(value, dict) and all(map(_is_empty, value.values())))
+    if isinstance(value, dict):
+        return all(map(_is_empty, value.values()))
+    return value is None or value == []
 
 
 class BodyObject(BaseModel):

@@ -308,7 +308,10 @@ def _padded(prompts: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch
     longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
     inputs = {}
     for name in ("input_ids", "attention_mask"):
-        rows = [F.pad(prompt[name], (longest - prompt[name].shape[1], 0)) for prompt in prompts]
+        rows = []
+        for prompt in prompts:
+            row = prompt[name]
+            rows.append(F.pad(row, (longest - row.shape[1], 0)))
         inputs[name] = torch.cat(rows)
     return inputs
 

@@ -229,7 +229,8 @@ def answer_log_probs(sampler: Sampler, answers: Sequence[Sequence[Token]]) -> to
     drawn = sampler.log_probs_of_rows(by_draw=True).tolist()
     of_answers = []
     for answer in answers:
-        of_answers.append([drawn[token.row][token.draw] if token.draw >= 0 else math.nan for token in answer])
+        values = [drawn[token.row][token.draw] if token.draw >= 0 else math.nan for token in answer]
+        of_answers.append(values)
     return padded_log_probs(of_answers)
 
 

@@ -475,7 +475,8 @@ class BranchRun:
             view = self._placed(lane)
             block_from = start + len(text)
             branches = [path.before.then(ids(path.own)) for path in paths]
-            lane.before = lane.before.join(ids(lane.own), branches, self.positions).then(ids(fork.joined))
+            joined = lane.before.join(ids(lane.own), branches, self.positions)
+            lane.before = joined.then(ids(fork.joined))
             lane.fresh = []
         text += fork.joined
         lane.steps += max(path.steps for path in paths)

@@ -81,7 +81,8 @@ class Workspace:
 
     def full_view(self) -> list[Block]:
         """Return the shared view followed by every worker's current step, whatever the layout."""
-        return [*self.shared_view, *self._others(self.workers[:-1]), self.own_headers[-1], self.workers[-1]]
+        *first_workers, last_worker = self.workers
+        return [*self.shared_view, *self._others(first_workers), self.own_headers[-1], last_worker]
 
     def block_name(self, block: Block) -> str:
         """Return a name of a block that does not change when other blocks are moved."""

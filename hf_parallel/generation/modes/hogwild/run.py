@@ -107,7 +107,8 @@ class HogwildRun:
         for index, leaf in enumerate(leaves):
             group = WorkerGroup(config, self.loop, self.cache, index, leaf)
             self.groups.append(group)
-            self.workers += [Worker(group, len(self.workers) + i, i, name) for i, name in enumerate(config.names)]
+            for number, name in enumerate(config.names):
+                self.workers.append(Worker(group, len(self.workers), number, name))
             group.check_positions()
         self._warn_other_prompts()
 

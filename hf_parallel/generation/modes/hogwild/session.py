@@ -236,4 +236,5 @@ class HogwildSession:
                     raise ValueError("the weights of the model have changed since this session began") from error
                 function()
         finally:
-            claim.active = self._is_running = False
+            claim.active = False
+            self._is_running = False

@@ -113,8 +113,11 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
     @property
     def names(self) -> list[str]:
         """Names of the workers."""
-        default = (NAMES[i] if i < len(NAMES) else f"Worker {i + 1}" for i in range(self.num_workers))
-        return list(self.worker_names or default)
+        if self.worker_names:
+            return list(self.worker_names)
+        names = list(NAMES[: self.num_workers])
+        names += [f"Worker {i + 1}" for i in range(len(names), self.num_workers)]
+        return names
 
     @property
     def headers(self) -> list[str]:

@@ -23,8 +23,10 @@ class Worker(Row):
         self.name = name
         self.num_passes = 0
         self.text = ""  # of all its steps
-        self.answered = self.stopped = False
-        self._step = self._num_prefix_tokens = 0
+        self.answered = False
+        self.stopped = False
+        self._step = 0
+        self._num_prefix_tokens = 0
         self._begin_step()
 
     def current_view(self) -> View:
@@ -162,7 +164,8 @@ def ends_step(text: str, added: str, separator: str, sentence_ends: Sequence[str
     """
     if not added:
         return False
-    start = text.find(separator, max(len(text) - len(added) - len(separator) + 1, 0))
+    earliest = len(text) - len(added) - len(separator) + 1
+    start = text.find(separator, max(earliest, 0))
     while start >= 0:
         step = text[:start]
         is_in_code = bool(code_fence) and step.count(code_fence) % 2 == 1

@@ -65,7 +65,8 @@ class BlockFormat:
     def validate(self) -> None:
         """Check every setting; see `ParallelConfig.validate`."""
         for name, text in self.markers.items():
-            if not isinstance(text, str) or not text or text != text.strip() or len(text.splitlines()) != 1:
+            is_text = isinstance(text, str) and text != ""
+            if not is_text or text != text.strip() or len(text.splitlines()) != 1:
                 raise ValueError(f"{name} must be one line of text without spaces at its ends, got {text!r}")
             check_text(name, text)
         marker = self.branch_marker
