@@ -35,6 +35,7 @@ from hf_parallel.generation.decoding.host import C, Host
 from hf_parallel.generation.decoding.standing import Standing
 from hf_parallel.generation.decoding.table import DecodeTable
 from hf_parallel.generation.decoding.wants import Draw, Pass, Prefix, Steps, Wait, check_steps
+from hf_parallel.generation.enabled import Claim
 from hf_parallel.generation.sampling.parts import Part
 from hf_parallel.generation.sampling.sampler import SamplingTask
 from hf_parallel.generation.stats import GenerationStats
@@ -159,6 +160,15 @@ class Request(Host):
         cache.log_to(self.log)
         self._caches.append(cache)
         return cache
+
+    def begin_cache(
+        self, cache: SharedPrefixCache, dtype: str | None, claim: Claim | None, weights: str | None
+    ) -> None:
+        """Check the dtype. The engine has checked the weights."""
+        if dtype is not None and dtype != cache.pool.arena.cache_dtype:
+            raise ValueError(
+                f"cache_dtype={dtype!r}: an engine has one for all calls; open it with Engine(cache_dtype=)"
+            )
 
     def running(self, cache: BlockCache) -> AbstractContextManager[None]:
         return nullcontext()  # the engine has prepared the model

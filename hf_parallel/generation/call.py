@@ -162,21 +162,13 @@ class GenerationCall:
         """
         cache.pool.images.add(self.images)
         dtype = None if self.record.config is None else self.record.config.cache_dtype
-        if dtype is not None and self.host.is_shared and dtype != cache.pool.arena.cache_dtype:
-            raise ValueError(
-                f"cache_dtype={dtype!r}: an engine has one for all calls; open it with Engine(cache_dtype=)"
-            )
-        if dtype is not None:
-            cache.pool.arena.cache_dtype = dtype
-        if not self.host.is_shared:  # else the host has checked the model
-            is_kept |= self.past_key_values is not None
-            cache.begin_call(self.model, self.claim, is_kept, self.fingerprint if is_kept else None)
+        is_kept |= self.past_key_values is not None
+        self.host.begin_cache(cache, dtype, self.claim, self.fingerprint if is_kept else None)
 
     def show(self, row: int, text: str, event: str) -> None:
         """Record text of a row and stream it. Events as in `ParallelStreamer.write_row`."""
         self.record.write(row, text, event)
-        if self.host.is_shared:  # its caller reads the text from a handle
-            self.host.add_text(row, text, event)
+        self.host.add_text(row, text, event)
         write = getattr(self.streamer, "write_row", None)
         if write is not None:
             write(row, text, event)

@@ -59,9 +59,9 @@ def computed_logits() -> Iterator[list[torch.Tensor]]:
     computed: list[torch.Tensor] = []
     plain = LocalHost._sample
 
-    def spy(executor: LocalHost, task: SamplingTask, logits: torch.Tensor) -> Any:
+    def spy(host: LocalHost, task: SamplingTask, logits: torch.Tensor) -> Any:
         computed.append(logits)
-        return plain(executor, task, logits)
+        return plain(host, task, logits)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalHost, "_sample", spy)

@@ -21,6 +21,7 @@ from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.decoding.standing import Standing, TokenSink
 from hf_parallel.generation.decoding.table import DecodeTable
 from hf_parallel.generation.decoding.wants import Draw, Pass, Prefix, Steps, Wait, Want
+from hf_parallel.generation.enabled import Claim
 from hf_parallel.generation.sampling.parts import Part
 from hf_parallel.generation.sampling.sampler import Sampled, SamplingBatch, SamplingTask
 from hf_parallel.generation.stats import GenerationStats
@@ -62,6 +63,15 @@ class Host:
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
         """Return an empty cache for the call."""
+        raise NotImplementedError
+
+    def begin_cache(
+        self, cache: SharedPrefixCache, dtype: str | None, claim: Claim | None, weights: str | None
+    ) -> None:
+        """Start a call over a cache, in a `cache_dtype` if one is given.
+
+        `weights`: fingerprint of the weights, if the cache outlives the call; see `SharedPrefixCache.begin_call`.
+        """
         raise NotImplementedError
 
     def prefill_chunk(self, asked: int | None) -> int:
@@ -120,6 +130,13 @@ class LocalHost(Host):
 
     def new_cache(self, cls: type[C], rotary: Mapping[int, RotarySpec | None] | None) -> C:
         return cls(rotary, self.device)
+
+    def begin_cache(
+        self, cache: SharedPrefixCache, dtype: str | None, claim: Claim | None, weights: str | None
+    ) -> None:
+        if dtype is not None:
+            cache.pool.arena.cache_dtype = dtype
+        cache.begin_call(self.model, claim, kept=weights is not None, weights=weights)
 
     def prefill_chunk(self, asked: int | None) -> int:
         return asked or prefill_chunk(self.model, self.device)

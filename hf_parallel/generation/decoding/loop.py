@@ -489,8 +489,7 @@ class DecodeLoop:
         record = self.call.record
         scores = self.sampler.scores
         logits = self.sampler.logits
-        is_new = self.call.past_key_values is None and not self.call.host.is_shared
-        if is_new:
+        if self.call.past_key_values is None:
             self.cache.record_weights(self.call.model, self.call.fingerprint)
         indices: list[int] | None = None
         record.lengths = list(self.table.lengths)
