@@ -119,7 +119,9 @@ def push_to_hub(
     with TemporaryDirectory() as temporary:
         full_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         _write(Path(temporary), full_id, config, model, tokenizer)
-        card = Path(api.hf_hub_download(full_id, CARD)).read_bytes() if api.file_exists(full_id, CARD) else None
+        card: bytes | None = None
+        if api.file_exists(full_id, CARD):
+            card = Path(api.hf_hub_download(full_id, CARD)).read_bytes()
         if card is not None and CARD_MARK.encode() not in card:
             Path(temporary, CARD).unlink()
         stale = None if model is None else list(WEIGHTS)

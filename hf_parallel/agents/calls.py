@@ -281,4 +281,6 @@ def now() -> float:
 def rng() -> random.Random:
     """Return a random number generator, seeded by the run's seed and the place in the agent."""
     frame = current_frame()
-    return random.Random(frame.once("rng", lambda key: derive_seed(frame.execution.search.runtime.seed, key)))
+    runtime_seed = frame.execution.search.runtime.seed
+    seed = frame.once("rng", lambda key: derive_seed(runtime_seed, key))
+    return random.Random(seed)

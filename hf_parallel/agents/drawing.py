@@ -95,7 +95,8 @@ def _words(event: Event) -> tuple[str, str] | None:
         case "gen":
             return "", data["text"]
         case "tool":
-            return f"tool {data['name']}: ", data["result"] if data["error"] is None else f"failed: {data['error']}"
+            result = data["result"] if data["error"] is None else f"failed: {data['error']}"
+            return f"tool {data['name']}: ", result
         case "next":
             return f"waits for {data['child']}", ""
         case "spawn" | "resume":

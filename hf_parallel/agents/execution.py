@@ -214,7 +214,8 @@ class Execution(Context):
         self.frame = Frame(self)
         self._begin()
         self._go = asyncio.get_running_loop().create_future()
-        self.task = asyncio.get_running_loop().create_task(self.frame.run(self._run(state, self._go)))
+        running = self.frame.run(self._run(state, self._go))
+        self.task = asyncio.get_running_loop().create_task(running)
         self._runtime = search.runtime
         self._runtime.executions.add(self)
         self.task.add_done_callback(self._done)

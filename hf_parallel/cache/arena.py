@@ -274,7 +274,9 @@ class Arena:
     def _grow(self, layer: Storage) -> None:
         """Reallocate a layer's storage with more slots."""
         slots = int(layer.keys.shape[0] // layer.num_kv_heads * GROWTH)
-        layer.resize(max(self.num_slots, slots if self.max_slots is None else min(slots, self.max_slots)))
+        if self.max_slots is not None:
+            slots = min(slots, self.max_slots)
+        layer.resize(max(self.num_slots, slots))
 
     def _allocate_slots(self, size: int) -> int:
         """First fit; returns the origin."""

@@ -107,7 +107,8 @@ class BlockCache(Cache):
     @property
     def state_bytes(self) -> int:
         """Bytes of the states that layers keep instead of keys."""
-        return sum(block.state >= 0 for block in self.pool.blocks) * self.pool.states.bytes_per_slot
+        num_states = sum(block.state >= 0 for block in self.pool.blocks)
+        return num_states * self.pool.states.bytes_per_slot
 
     # Forward passes
 
@@ -260,7 +261,8 @@ class BlockCache(Cache):
             self.prepare(self.dense.next_segments(key_states.shape[0], key_states.shape[2]))
         batch = self._dense_batch()
         batch.updated.add(layer_idx)
-        keys, values = (states.transpose(0, 1).flatten(1, 2) for states in (key_states, value_states))
+        keys = key_states.transpose(0, 1).flatten(1, 2)
+        values = value_states.transpose(0, 1).flatten(1, 2)
         self.pool.arena.write(layer_idx, keys, values, batch.plan)
         return batch.states(
             self.pool.arena.layers[layer_idx], None if self.rotary is None else self.rotary.get(layer_idx)
@@ -353,4 +355,5 @@ class BlockCache(Cache):
 
     def __repr__(self) -> str:
         blocks = self.pool.blocks
-        return f"{type(self).__name__}({len(blocks)} blocks, {sum(block.length for block in blocks)} tokens)"
+        num_tokens = sum(block.length for block in blocks)
+        return f"{type(self).__name__}({len(blocks)} blocks, {num_tokens} tokens)"

@@ -185,7 +185,8 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
     for span in images:
         corrections = span.image.corrections
         if corrections is not None:
-            positions[:, span.at : span.end] += corrections[:, span.first : span.stop].numpy()
+            of_span = corrections[:, span.first : span.stop]
+            positions[:, span.at : span.end] += of_span.numpy()
     return ForwardPass(plan, to_device(positions, device), tuple(packed), len(passes), images=images, in_order=in_order)
 
 
@@ -232,7 +233,8 @@ def _attention_plan(
     ahead: Sequence[tuple[int, int, int]],
 ) -> AttentionPlan:
     """Expand the table of `_add_pairs` to (query, block) pairs, with the blocks at their current locations."""
-    pairs = np.array([row for rows in table.values() for row in rows], np.int64).reshape(-1, 9)
+    all_rows = [row for rows in table.values() for row in rows]
+    pairs = np.array(all_rows, np.int64).reshape(-1, 9)
     first_query, counts, delta, first_position, num_keys, delta_step, position_step, hi_step, sees_ahead = pairs.T
     last_rows = np.cumsum([len(rows) for rows in table.values()], dtype=np.int64) - 1
     locations = [(block.extent.origin, block.extent.capacity, block.first) for block in table]

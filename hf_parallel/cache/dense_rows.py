@@ -103,12 +103,13 @@ def dense_batches(
             batches.append(_batch(plan, rows, position, device))
         return batches
     for call in states.calls:
-        rows = np.arange(plan.num_queries) if call.tokens is None else call.tokens.cpu().numpy()
-        rows = rows.reshape(call.num_rows, -1)
+        tokens = np.arange(plan.num_queries) if call.tokens is None else call.tokens.cpu().numpy()
+        rows = tokens.reshape(call.num_rows, -1)
         lengths = position[rows[:, -1]]
         for length in np.unique(lengths):
             chosen = np.flatnonzero(lengths == length)
-            batches.append(_batch(plan, rows[chosen], position, device, call.of_rows(chosen.tolist())))
+            states_call = call.of_rows(chosen.tolist())
+            batches.append(_batch(plan, rows[chosen], position, device, states_call))
     return batches
 
 

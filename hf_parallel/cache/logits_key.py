@@ -44,7 +44,8 @@ class LogitsKey:
         """Return the key after further tokens and the branches that follow these, joined at positions of a kind."""
         inside = [list(branch.steps[len(self.steps) :]) for branch in branches]
         digest = hashlib.sha256(repr((positions, inside)).encode()).digest()
-        return LogitsKey((*self.steps, *tokens, _FIRST_JOIN - int.from_bytes(digest[:7], "big")))
+        step = _FIRST_JOIN - int.from_bytes(digest[:7], "big")
+        return LogitsKey((*self.steps, *tokens, step))
 
 
 def state_step(digest: bytes) -> int:

@@ -45,7 +45,8 @@ class CachedLogits:
         values = values[higher]
         ids = ids[higher]
         wide = logits.double()
-        log_tail = wide.index_fill(0, ids, -torch.inf).logsumexp(0) - wide.logsumexp(0)
+        tail = wide.index_fill(0, ids, -torch.inf)
+        log_tail = tail.logsumexp(0) - wide.logsumexp(0)
         return cls(values.cpu(), ids.to("cpu", torch.int32), size, float(log_tail))
 
     @property
@@ -114,7 +115,8 @@ class CachedDistribution:
 
     def fill(self, out: torch.Tensor) -> None:
         """Write the probabilities into `out`, zeros `[vocabulary]`."""
-        out[self.ids.to(out.device, torch.int64)] = self.probs.to(out.device)
+        ids = self.ids.to(out.device, torch.int64)
+        out[ids] = self.probs.to(out.device)
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ class LoggedSteps:
     """A forward pass, and the decode steps that continue it. Requests of an engine share those of the same passes."""
 
     ids: list[torch.Tensor]  # packed tokens of each step, int64 `[T]`
-    given: list[list[Segment]] = field(default_factory=list)
+    segments: list[list[Segment]] = field(default_factory=list)
     """Segments of each step, as the mode created them; only needed for samples."""
 
 
@@ -89,12 +89,12 @@ class PassLog:
 
     def add_pass(self, passes: Sequence[Sequence[Segment]], forward: ForwardPass, ids: torch.Tensor) -> None:
         """Record a forward pass over packed tokens `ids`, int64 `[T]`, computed for the given consecutive passes."""
-        given = [segment for segments in passes for segment in segments]
+        all_segments = [segment for segments in passes for segment in segments]
         if forward.continues and self._last is not None:
             self._last.ids.append(ids)
-            self._last.given.append(given)
+            self._last.segments.append(all_segments)
         else:
-            self._last = LoggedSteps([ids], [given])
+            self._last = LoggedSteps([ids], [all_segments])
             self.add_steps(passes, self._last)
 
     def add_steps(self, passes: Sequence[Sequence[Segment]], logged: LoggedSteps, begin: int = 0) -> None:
@@ -107,7 +107,8 @@ class PassLog:
             end = begin + sum(segment.num_tokens for segment in segments)
             frozen = [replace(segment, view=tuple(segment.view)) for segment in segments]
             bases = [segment.view[-1].base for segment in segments]
-            self._events.append(_LoggedPass(frozen, dict(lengths), bases, logged, slice(begin, end), first))
+            entry = _LoggedPass(frozen, dict(lengths), bases, logged, slice(begin, end), first)
+            self._events.append(entry)
             _append(lengths, segments)
             begin = end
             first = first + len(segments)
@@ -140,7 +141,7 @@ class PassLog:
                 self._last = event.logged
                 break
         if self._last is not None:
-            del self._last.ids[steps:], self._last.given[steps:]
+            del self._last.ids[steps:], self._last.segments[steps:]
 
     def needed(self, blocks: Collection[Block], cached: Collection[Block]) -> set[Block]:
         """Return the blocks that must be computed for `blocks`, themselves included, if others are `cached`."""
@@ -259,9 +260,9 @@ class _Freezer:
                 source = self.contents[self.current[event.source]]
                 self._write(event.target, event.at, source[event.start : event.stop])
                 continue
-            for given, (lengths, ids) in zip(event.logged.given, event.steps(), strict=True):
+            for segments, (lengths, ids) in zip(event.logged.segments, event.steps(), strict=True):
                 self.ids.append(ids)
-                self._add_pass(event, given[event.first :], dict(lengths))
+                self._add_pass(event, segments[event.first :], dict(lengths))
         taken = [(sample.row, self._origin(sample), sample.token) for sample in samples]
         tokens = torch.cat(self.ids).cpu().numpy() if self.ids else np.empty(0, np.int64)
         return FrozenLog(tokens, np.array(self.positions, np.int64), self.contents, self.segments, taken)

@@ -84,7 +84,10 @@ class Budget:
 
     def max_tokens(self, states: int, quantized: int = 0) -> int:
         """Return how many tokens fit beside some states and tokens in 8 bits."""
-        return (self.bytes - self.cost(0, states, quantized)) // self.token_bytes if self.token_bytes else sys.maxsize
+        if not self.token_bytes:
+            return sys.maxsize
+        free = self.bytes - self.cost(0, states, quantized)
+        return free // self.token_bytes
 
 
 class Pool:
@@ -418,7 +421,8 @@ class Pool:
             quantized.limit(tokens)
         if self.states.in_use:
             states += left // 2 // budget.state_bytes
-            moved = self.states.defragment([block.state for block in self.blocks if block.state >= 0])
+            slots = [block.state for block in self.blocks if block.state >= 0]
+            moved = self.states.defragment(slots)
             for block in self.blocks:
                 block.state = moved.get(block.state, block.state)
             self.states.limit(states)

@@ -223,8 +223,10 @@ class PrefixTree:
         Where layers keep states, the last token is a part: it is computed again for its logits, which needs the state
         before it.
         """
-        runs = (tokens[:-1], tokens[-1:]) if self.pool.states.in_use else (tokens,)
-        return [part for run in runs for part in self.pool.images.split(run)]
+        images = self.pool.images
+        if not self.pool.states.in_use:
+            return list(images.split(tokens))
+        return [*images.split(tokens[:-1]), *images.split(tokens[-1:])]
 
     def cached_child(self, parent: Node, tokens: np.ndarray) -> Node | None:
         """Return the child of a node that begins with some tokens, if their keys and values are cached."""
@@ -379,7 +381,8 @@ class PrefixTree:
 
     def stop_computing(self, owner: Owner, but: Collection[Node] = ()) -> None:
         """Register that an owner computes no nodes except `but`."""
-        for node in [node for node, other in self.computing.items() if other is owner and node not in but]:
+        nodes = [node for node, computing in self.computing.items() if computing is owner and node not in but]
+        for node in nodes:
             del self.computing[node]
 
     def is_computed_by_other(self, node: Node, owner: Owner) -> bool:

@@ -32,7 +32,8 @@ class LentPrefixes(Prefixes):
             raise RuntimeError("another request computes this prefix: insert it with `yield from insert(...)`")
         leaf = self.tree.insert(tokens, root, gap)
         self.tree.pin(leaf, self._request)
-        self.tree.start_computing([node for node in leaf.path if len(node.uncached)], self._request)
+        uncached = [node for node in leaf.path if len(node.uncached)]
+        self.tree.start_computing(uncached, self._request)
         return leaf
 
     def add(self, parent: Node, tokens: np.ndarray, block: Block | None) -> Node:

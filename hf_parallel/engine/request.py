@@ -189,7 +189,9 @@ class Request(Host):
         self.handle.add_text(row, text, event)
 
     def fingerprint(self) -> str:
-        return self._storage.fingerprint if self.adapter is None else f"{self._storage.fingerprint} {self.adapter}"
+        if self.adapter is None:
+            return self._storage.fingerprint
+        return f"{self._storage.fingerprint} {self.adapter}"
 
     def _wait_for_prefix(self, want: Prefix) -> Steps[None]:
         """Wait while others compute nodes of a prefix. Its own nodes come first: else two could wait for each other.
@@ -417,7 +419,8 @@ class Request(Host):
             if not isinstance(self.awaited, Sampling):  # which needs no keys
                 self._suspended = self.awaited
             self._lengths = {block: block.length for block in self.blocks}
-            self.open_nodes = {node: node.num_cached for node in self._storage.tree.pinned(self) if len(node.uncached)}
+            pinned = self._storage.tree.pinned(self)
+            self.open_nodes = {node: node.num_cached for node in pinned if len(node.uncached)}
         self._storage.tree.stop_computing(self, but=self.open_nodes)
         for block in self.blocks:
             self._storage.pool.release(block)

@@ -115,7 +115,8 @@ def _main() -> None:
             return False
         gold_value = complex(gold.evalf())
         given_value = complex(given.evalf())
-        return any(abs(gold_value * scale - given_value) <= tolerance * 1.01 for scale in (1, 100, 0.01))
+        distances = [abs(gold_value * scale - given_value) for scale in (1, 100, 0.01)]
+        return any(distance <= tolerance * 1.01 for distance in distances)
 
     read("1")  # loads the parser
     packages = [module for name, module in sys.modules.items() if "." not in name and hasattr(module, "__path__")]

@@ -75,7 +75,7 @@ def score_by_position(text: str, answers: Sequence[str], units: bool = False) ->
     if len(given_answers) > len(answers):
         return 0.0
     equal = numbers_equal if units else _forms_equal
-    correct = sum(equal(answer, given) for given, answer in zip(given_answers, answers, strict=False))
+    correct = sum(equal(answer, given_answer) for given_answer, answer in zip(given_answers, answers, strict=False))
     return correct / len(answers)
 
 
@@ -130,6 +130,8 @@ def _lines_equal(line: str, other: str) -> bool:
     if line == other:
         return True
     try:
-        return [Decimal(word) for word in line.split()] == [Decimal(word) for word in other.split()]
+        numbers = list(map(Decimal, line.split()))
+        other_numbers = list(map(Decimal, other.split()))
+        return numbers == other_numbers
     except InvalidOperation:
         return False

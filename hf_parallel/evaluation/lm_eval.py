@@ -111,7 +111,10 @@ class ParallelLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each request, and whether it is the greedy continuation."""
         # A request is (key, context, continuation), truncated on the left to `max_length`. Batch sizes have no effect.
-        rows = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
+        rows = []
+        for _, context, continuation in requests:
+            tokens = context + continuation
+            rows.append(tokens[-(self.max_length + 1) :])
         lengths = [len(continuation) for _, _, continuation in requests]
         if lengths and max(lengths) > self.max_length:
             raise ValueError(f"a continuation has {max(lengths)} tokens, more than max_length={self.max_length}")
@@ -156,7 +159,9 @@ class ParallelLM(HFLM):
         cache = None
         if config.traits.rows_continue_prompts:
             cache = self._prefixes
-            cache.tree.retain(context[0][kwargs["attention_mask"][0].bool()].cpu().numpy())
+            mask = kwargs["attention_mask"][0].bool()
+            tokens = context[0][mask]
+            cache.tree.retain(tokens.cpu().numpy())
         merges = config.traits.merges_rows
         with self._autocast():
             output: ParallelOutput = self.model.generate(

@@ -222,7 +222,10 @@ class _Scorer:
         stats.kv_bytes = max(stats.kv_bytes, cache.kv_bytes)
         stats.reserved_bytes = max(stats.reserved_bytes, cache.pool.arena.reserved_bytes)
         stats.prefill_seconds += time.perf_counter() - began
-        return [(float(log_probs.sum()), bool(is_best.all())) for log_probs, is_best in scores.result()]
+        sums = []
+        for log_probs, is_best in scores.result():
+            sums.append((float(log_probs.sum()), bool(is_best.all())))
+        return sums
 
     def _log_probs(self, logits: torch.Tensor, queries: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probabilities of tokens `ids` after tokens `queries` of a pass, and if they are the best."""

@@ -152,7 +152,9 @@ class Solver:
     def _solve(self, engine: Engine, batch: Sequence[Generation]) -> Iterator[list[Result]]:
         """Solve a batch: first all generations, then the early finishers, which would delay them."""
         clocks = [PassClock() for _ in batch]
-        handles = [self._submit(engine, generation, clock) for generation, clock in zip(batch, clocks, strict=True)]
+        handles = []
+        for generation, clock in zip(batch, clocks, strict=True):
+            handles.append(self._submit(engine, generation, clock))
         outputs = [handle.result() for handle in handles]
         written = []
         measures = []

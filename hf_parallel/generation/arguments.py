@@ -106,7 +106,7 @@ _TYPES: tuple[tuple[Sequence[str], Callable[[object], bool], str], ...] = (
     ),
     (
         ("stop_strings",),
-        lambda value: all(isinstance(one, str) for one in (value if isinstance(value, list | tuple) else [value])),
+        lambda value: all(isinstance(text, str) for text in (value if isinstance(value, list | tuple) else [value])),
         "a string or a list of strings",
     ),
 )

@@ -208,7 +208,8 @@ def make_call(
         )
     vocabulary = vocabulary_size(model)
     for row, text in enumerate(texts):
-        unknown = text[((text < 0) | (text >= vocabulary)) & (prompts[row] == text)]
+        is_outside = (text < 0) | (text >= vocabulary)
+        unknown = text[is_outside & (prompts[row] == text)]
         if len(unknown):
             raise ValueError(f"input_ids of row {row} hold {unknown[0]}, outside the vocabulary of {vocabulary}")
     new_tokens = int(prepared["generation_config"].max_length) - input_ids.shape[1]
@@ -261,7 +262,9 @@ def _unpad(
 ) -> tuple[list[np.ndarray], list[dict[int, int]]]:
     """Return the rows without masked tokens, and the number of masked ones before a token that is not the first."""
     ids = input_ids.cpu().numpy()
-    is_token = np.ones(ids.shape, dtype=bool) if mask is None else mask.cpu().numpy().astype(bool)
+    is_token = np.ones(ids.shape, dtype=bool)
+    if mask is not None:
+        is_token = mask.cpu().numpy().astype(bool)
     for row in range(len(ids)):
         if not is_token[row].any():
             raise ValueError(f"the prompt of row {row} is empty: attention_mask masks all of it")
@@ -278,5 +281,8 @@ def _unpad(
         columns = np.flatnonzero(row_is_token)
         prompts.append(np.ascontiguousarray(row_ids[columns], dtype=np.int64))
         masked = np.diff(columns) - 1  # before each token but the first
-        gaps.append({int(index) + 1: int(masked[index]) for index in np.flatnonzero(masked)})
+        of_prompt: dict[int, int] = {}
+        for index in np.flatnonzero(masked).tolist():
+            of_prompt[index + 1] = int(masked[index])
+        gaps.append(of_prompt)
     return prompts, gaps

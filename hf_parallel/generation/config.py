@@ -212,7 +212,9 @@ class ParallelConfig(Settings, Generic[OutputT]):
 
     def validate(self) -> None:
         """Check every setting; raise a `ValueError` that names the setting, the value and what is allowed."""
-        seeds: Sequence[object] = self.seed if isinstance(self.seed, list | tuple) else [self.seed]
+        seeds: Sequence[object] = [self.seed]
+        if isinstance(self.seed, list | tuple):
+            seeds = self.seed
         if self.seed is not None and not all(map(is_int, seeds)):
             raise ValueError(f"seed must be an int or a list of ints, got {self.seed!r}")
         check_bool("cuda_graph", self.cuda_graph)

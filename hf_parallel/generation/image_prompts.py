@@ -32,7 +32,8 @@ def take_images(
     if capabilities.why_no_images:
         raise UnsupportedModelError(capabilities.why_no_images)
     input_ids: torch.Tensor = kwargs["input_ids"]
-    known = enabled(model).images if known is None else known
+    if known is None:
+        known = enabled(model).images
     salt = SALT if cache is None else cache.salt
     ids, images = read_images(
         model,

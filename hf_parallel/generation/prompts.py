@@ -210,4 +210,5 @@ def with_rules(rules: str | None, chat: Chat, role: str, is_last: bool = False) 
         content = [*content, rule] if is_last else [rule, *content]
     else:
         raise ValueError(f"the {role} message must hold a string or a list of parts for the rules, got {content!r}")
-    return [*chat[:index], {**chat[index], "content": content}, *chat[index + 1 :]]
+    message = {**chat[index], "content": content}
+    return [*chat[:index], message, *chat[index + 1 :]]

@@ -27,7 +27,10 @@ class LayerStorage(Storage):
     @property
     def addresses(self) -> list[int]:
         """Addresses of all tensors, which change when the storage grows."""
-        return [t.data_ptr() for storage in (self, self.quantized) if storage is not None for t in storage.tensors]
+        tensors = [*self.tensors]
+        if self.quantized is not None:
+            tensors += self.quantized.tensors
+        return [tensor.data_ptr() for tensor in tensors]
 
     def read(self, tokens: TokenRange) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of tokens: `[kv_heads, length, head_dim]` each."""

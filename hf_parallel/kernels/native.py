@@ -232,7 +232,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Ten
     size = x.shape[-1]
     weight_address = None if weight is None else weight.data_ptr()
     num_threads = torch.get_num_threads()
-    library.rms_norm(x.data_ptr(), weight_address, out.data_ptr(), x.numel() // size, size, eps, offset, num_threads)
+    rows = x.numel() // size
+    library.rms_norm(x.data_ptr(), weight_address, out.data_ptr(), rows, size, eps, offset, num_threads)
     return out
 
 

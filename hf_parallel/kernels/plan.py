@@ -241,7 +241,9 @@ class AttentionPlan:
 
     def _appear(self, before: AttentionPlan) -> bool:
         """Whether a block comes into view: one that moves into the chunk of a query, as others before it grow."""
-        return bool(((self.pair_lo < self.pair_hi) & (before.pair_lo >= before.pair_hi)).any())
+        sees_now = self.pair_lo < self.pair_hi
+        saw_none = before.pair_lo >= before.pair_hi
+        return bool((sees_now & saw_none).any())
 
     def windowed(self, window: int | None, chunk: int | None = None) -> AttentionPlan:
         """Return the plan in which a query sees only the last `window` positions, its own included (None: all).

@@ -285,8 +285,10 @@ def _join(calls: list[DenseCall], spacing: int, first: int, num_keys: int) -> De
         slot = (call.origin - origin) // spacing
         shift = call.first - first
         pairs[slot] = call.pairs
-        lo[slot] = shift if call.lo is None else call.lo[0] + shift
-        hi[slot] = shift + call.num_keys if call.hi is None else call.hi[0] + shift
+        first_key: np.ndarray | int = 0 if call.lo is None else call.lo[0]
+        end_key: np.ndarray | int = call.num_keys if call.hi is None else call.hi[0]
+        lo[slot] = shift + first_key
+        hi[slot] = shift + end_key
     is_masked = bool(lo.any() or (hi != num_keys).any())
     return replace(
         calls[0],

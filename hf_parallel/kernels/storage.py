@@ -82,7 +82,8 @@ class Storage:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in this layer."""
-        return self.num_kv_heads * sum(tensor.shape[-1] * tensor.element_size() for tensor in self.tensors)
+        bytes_per_head = sum(tensor.shape[-1] * tensor.element_size() for tensor in self.tensors)
+        return self.num_kv_heads * bytes_per_head
 
     def rows(self, tokens: TokenRange) -> torch.Tensor:
         """Storage rows of tokens: int64 `[kv_heads, length]`."""

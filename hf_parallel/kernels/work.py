@@ -97,7 +97,9 @@ def make_work(
         parts.append((tiles[tile], first, last))
         item_offsets.append((offsets + num_items).astype(np.int32))
         num_items += len(tile)
-    tile, first, last = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    tile = np.concatenate([tiles for tiles, _, _ in parts])
+    first = np.concatenate([starts for _, starts, _ in parts])
+    last = np.concatenate([stops for _, _, stops in parts])
 
     of_block = tile_block[tile]
     item_pair = tile_pair[tile]

@@ -130,7 +130,8 @@ class LayoutBatch:
             out, lse = flex(q, k, v, block_mask, params.scale, params.softcap)
             return out, lse.masked_fill(lse.isneginf(), float("-inf"))
         mask, is_blind = view.masks(params.window)
-        bias = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
+        zero = torch.zeros((), dtype=q.dtype, device=q.device)
+        bias = zero.masked_fill(~mask, float("-inf"))
         out, lse = matmul_attention(q, k, v, bias, False, params.scale, params.softcap)
         return out, lse.masked_fill(is_blind, float("-inf"))
 

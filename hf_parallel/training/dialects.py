@@ -121,7 +121,10 @@ def _append(pieces: list[Piece], text: str, keep: bool) -> None:
 
 
 def _open(stack: Sequence[tuple[str, int, list[Piece]]]) -> str:
-    return f"{stack[-1][0]} of line {stack[-1][1]}" if stack else "nothing"
+    if not stack:
+        return "nothing"
+    tag, line, _ = stack[-1]
+    return f"{tag} of line {line}"
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,8 @@ def make_rollout_func(
             output = generate(**inputs, parallel_config=config, tokenizer=tokenizer, streamer=PassStreamer(bar.update))
         whole = ParallelExample.from_output(output)
         _, log_probs = output.record.sampled_log_probs(processed=True)  # as TRL has vLLM return them
-        prompt_of = np.array([output.record.place(row)[0] for row in whole.target_rows.tolist()])  # of each target
+        prompts_of_targets = [output.record.place(row)[0] for row in whole.target_rows.tolist()]
+        prompt_of = np.array(prompts_of_targets)
         examples: list[ParallelExample] = []
         completion_ids = []
         completion_log_probs = []

@@ -162,7 +162,8 @@ class RowTree:
         previous = np.full((len(examples), length), PADDING)
         for row, example in enumerate(examples):
             in_example = previous_tokens(example)
-            previous[row, : len(example)] = np.where(in_example < 0, -1, in_example + row * length)
+            in_batch = in_example + row * length
+            previous[row, : len(example)] = np.where(in_example < 0, -1, in_batch)
         return cls(previous.ravel())
 
     @cached_property
@@ -229,7 +230,8 @@ class RowTree:
             parents = None
             if level:
                 parents = torch.tensor([number[trunk] for _, _, trunk in members], device=device)
-            levels[level].append(_SequenceBatch(torch.tensor(table, device=device), parents, not is_last))
+            rows = torch.tensor(table, device=device)
+            levels[level].append(_SequenceBatch(rows, parents, not is_last))
             for node, tokens, _ in members:
                 source[tokens] = begin + np.arange(len(tokens))
                 begin += length
@@ -321,7 +323,8 @@ class MixerPass:
 
     def _probe(self) -> _Behavior:
         """Compute `PROBE` in whole rows and from states. Its calls have several lengths, so that outputs are told."""
-        index = torch.arange(len(PROBE.previous), device=self._leaves[0].value.device) % self._shape.numel()
+        device = self._leaves[0].value.device
+        index = torch.arange(len(PROBE.previous), device=device) % self._shape.numel()
         hidden, *leaves = [_Flat(leaf[index], leaf.is_per_token) for leaf in self._leaves]
         hidden = _Flat(hidden.value.detach().requires_grad_(), True)
         whole = self.compute(PROBE, WHOLE_ROWS, [hidden, *leaves])

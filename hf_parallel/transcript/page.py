@@ -168,7 +168,8 @@ def _facts(stats: JSONObject) -> list[tuple[object, str]]:
 def _section(section: JSONObject, style: Mapping[str, str]) -> dict[str, object]:
     """Return a section as the template needs it, with grid rows and the positions of the cards."""
     ranking = list(section.get("ranking", ()))
-    order = [*ranking, *(column for column in range(len(section["columns"])) if column not in ranking)]
+    unranked = [column for column in range(len(section["columns"])) if column not in ranking]
+    order = ranking + unranked
     position = {column: index for index, column in enumerate(order)}
     cards = [{**card, "column": position.get(card["column"])} for card in section["cards"]]
     section = {
@@ -276,7 +277,8 @@ def _passes(card: JSONObject, style: Mapping[str, str]) -> str:
 
 def _parts(card: JSONObject, style: Mapping[str, str]) -> list[tuple[str, int | None, str, str]]:
     """Return the text of a card by token, without blank text around it: text, pass (None: given), origin, source."""
-    parts: list[tuple[str, int | None, str, str]] = [(card["given"], None, GIVEN, _SOURCES[GIVEN])]
+    parts: list[tuple[str, int | None, str, str]] = []
+    parts.append((card["given"], None, GIVEN, _SOURCES[GIVEN]))
     for at, text, origin in card["pieces"]:
         parts.append((text, at, origin, _source(at, origin, style)))
     while parts and not parts[0][0].strip():

@@ -77,7 +77,9 @@ class CodeProblem(Problem):
         The code is the last fenced block. An answer without a block is wrong.
         """
         source = last_block(text)
-        return float(source is not None and all(self.passes(source, test) for test in self.tests))
+        if source is None:
+            return 0.0
+        return float(all(self.passes(source, test) for test in self.tests))
 
     def passes(self, source: str, test: Test) -> bool:
         """Return whether code passes a test."""
@@ -190,7 +192,9 @@ class APPSProblem(CodeProblem):
 
     def is_result(self, result: object, expected: object) -> bool:
         """Return whether a function's result is correct; the expected one may be in a list."""
-        return bool(result == expected or (isinstance(expected, list) and expected and result == expected[0]))
+        if result == expected:
+            return True
+        return isinstance(expected, list) and len(expected) > 0 and bool(result == expected[0])
 
 
 EXAMPLES = Path(__file__).with_name("code_prompt.txt").read_text(encoding="utf-8")

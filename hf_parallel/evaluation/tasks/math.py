@@ -166,6 +166,7 @@ def _gsm8k_answer(row: Mapping[str, object]) -> str:
 def _tolerance(error: object) -> float:
     """Return the largest error bound of a text such as `1e-2` or `0.5,0.1`."""
     try:
-        return max((float(part) for part in str(error or "").split(",") if part.strip()), default=1e-8)
+        parts = str(error or "").split(",")
+        return max((float(part) for part in parts if part.strip()), default=1e-8)
     except ValueError:
         raise ValueError(f"column 'error' must be numbers, separated by commas, got {error!r:.80}") from None

@@ -95,7 +95,8 @@ class NeedleProblem(Problem):
         if not shots < num_facts <= len(names):
             raise ValueError(f"num_facts must be between shots={shots} and {len(names)}, got {num_facts}")
         draw = random.Random(f"{cls.name} {seed}")
-        facts = [(name, draw.choice(WORDS["colors"].split())) for name in draw.sample(names, num_facts)]
+        colors = WORDS["colors"].split()
+        facts = [(name, draw.choice(colors)) for name in draw.sample(names, num_facts)]
         needles = [NEEDLE.format(name=name, color=color) for name, color in facts]
         free_characters = characters - sum(len(needle) + 1 for needle in needles)
         sentences = re.split(r"(?<=[.!?])\s+", text[: max(free_characters, 0)].strip())

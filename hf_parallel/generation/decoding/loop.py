@@ -536,8 +536,11 @@ class DecodeLoop:
 
         They are those of the model, and NaN for tokens that were not sampled; see `ParallelOutput.log_probs`.
         """
-        indices = list(range(len(self.table.lengths))) if rows is None else [row.index for row in rows]
+        indices = list(range(len(self.table.lengths)))
+        if rows is not None:
+            indices = [row.index for row in rows]
         longest = max(self.table.lengths[index] for index in indices)
         begin = self.call.record.begin
         values = self.sampler.log_probs_of_rows()[indices, begin:longest]
-        return F.pad(values, (0, longest - begin - values.shape[1]), value=torch.nan)
+        padding = longest - begin - values.shape[1]
+        return F.pad(values, (0, padding), value=torch.nan)

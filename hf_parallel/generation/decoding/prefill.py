@@ -90,7 +90,8 @@ def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[
     for leaf in dict.fromkeys(leaves):
         if leaf not in index_of:  # recompute the last token for its logits
             index_of[leaf] = len(inputs)
-            inputs.append((Segment(leaf.view, 1, write=False), leaf.tokens[-1:].tolist()))
+            segment = Segment(leaf.view, 1, write=False)
+            inputs.append((segment, leaf.tokens[-1:].tolist()))
     logits = yield from loop.runner.prefill(inputs)
     loop.stats.reused_tokens += reused
     indices = torch.tensor([index_of[leaf] for leaf in leaves], device=logits.device)

@@ -149,7 +149,9 @@ class Runner:
                 of_pass.append(segment)
                 tokens += segment_tokens
             segments.append(of_pass)
-        ids = self.sampled[1] if tokens == self.sampled[0] else Part(to_device(tokens, self.device))
+        sampled_tokens, ids = self.sampled
+        if tokens != sampled_tokens:
+            ids = Part(to_device(tokens, self.device))
         return Pass(self.cache, segments, ids, ends, sampling)
 
     def _take_backlog(self, groups: Sequence[RowGroup]) -> Steps[list[PassInputs]]:

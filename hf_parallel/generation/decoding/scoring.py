@@ -101,7 +101,8 @@ class TreeScores:
 
     def add(self, logits: torch.Tensor) -> None:
         """Read the logits `[k, vocabulary]` of the last pass."""
-        self._results.append(self._read(logits, self._queries, self._targets[self._order[-1]]))
+        targets = self._targets[self._order[-1]]
+        self._results.append(self._read(logits, self._queries, targets))
 
     def result(self) -> list[list[np.ndarray]]:
         """Return for each row what `read` returns for its targets."""

@@ -45,7 +45,8 @@ class DecodeTable:
         self._batch = SamplingBatch([member.task for member in members])
         self._segments = [segment for member in members for segment in member.segments]
         self._version = -1
-        self._ids = Part(to_device([token for member in members for token in member.tokens], self._cache.device))
+        tokens = [token for member in members for token in member.tokens]
+        self._ids = Part(to_device(tokens, self._cache.device))
         self._steps = TableSteps()
         self._end_tokens = []
         self._member_of = []

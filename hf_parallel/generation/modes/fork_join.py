@@ -277,10 +277,13 @@ class ForkJoinRun(BranchRun):
         opening = config.opening + self.outline[0]
         opening_name = "the plan of force" if config.force else "opening"
         records = PathRecords(call, self.dialect.fork_text)
-        super().__init__(config, call, records, [(tag, len(tag), "tag")], closing, limit, opening, opening_name)
+        markers = [(tag, len(tag), "tag")]
+        super().__init__(config, call, records, markers, closing, limit, opening, opening_name)
         for text in (self.dialect.fork_text, *self.dialect.branch, self.dialect.joined_text):
             self.tokens(text, "tags of the dialect")
-        self.titles = _TitleMask(self.dialect, self.outline[1], self.vocabulary) if self.outline[1:] else None
+        self.titles: _TitleMask | None = None
+        if len(self.outline) > 1:
+            self.titles = _TitleMask(self.dialect, self.outline[1], self.vocabulary)
 
     def new_reader(self) -> _Titles:
         """See `BranchRun.new_reader`."""

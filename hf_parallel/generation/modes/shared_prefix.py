@@ -72,7 +72,8 @@ class SharedPrefixRun:
         """Generate. Return a tensor `int64 [rows, length]` or a `ParallelOutput`."""
         prompts = self.call.logits_keys
         with self.loop.running(), replaying(self.loop, self.config, prompts, self.config.draft_tokens):
-            rows = yield from self.loop.replay([Row(index, ()) for index in range(self.call.num_rows)], may_wait=True)
+            all_rows = [Row(index, ()) for index in range(self.call.num_rows)]
+            rows = yield from self.loop.replay(all_rows, may_wait=True)
             if rows:
                 yield from self._decode(rows)
         self.loop.record_truncated()

@@ -169,7 +169,8 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
         point = new if self.point_tokens is None else self.point_tokens
         conclusion = new if self.conclusion_tokens is None else self.conclusion_tokens
         titles = count(self.outline_start) + outline  # of all points together
-        skeleton = count("".join(f"{number}. \n" for number in range(1, n + 1))) + titles
+        numbers = "".join(f"{number}. \n" for number in range(1, n + 1))
+        skeleton = count(numbers) + titles
 
         def fixed(text: str) -> int:
             return count(_FIELD.sub("", text))
@@ -211,7 +212,9 @@ class SkeletonOfThoughtConfig(ReplayConfig["SkeletonOfThoughtOutput"]):
     def _point(self, line: str) -> str:
         """Return the point in a line of an outline, or an empty string."""
         matches = find_matches(self.point_pattern, line[:POINT_LENGTH])
-        return (matches[0].group(1) or "").strip() if matches and matches[0].start() == 0 else ""
+        if not matches or matches[0].start() != 0:
+            return ""
+        return (matches[0].group(1) or "").strip()
 
 
 class SkeletonRun(StagedRun):
@@ -350,7 +353,8 @@ class SkeletonAnswer:
 
     def _completion(self, point: int, *arguments: Any) -> CompletionRow:
         """Return a row for a point, or for another text if `point` is 0; see `StagedRun.completion`."""
-        return self.run.completion(self.prompt, self.prompt + point * self.run.call.num_rows, *arguments)
+        number = self.prompt + point * self.run.call.num_rows
+        return self.run.completion(self.prompt, number, *arguments)
 
 
 def _missing_end(text: str, end: str) -> str:

@@ -186,7 +186,8 @@ class StagedRun:
         is_complete: Callable[[str], bool] | None = None,
     ) -> CompletionRow:
         """Return a completion of a prompt of the call, followed by the tokens of `suffix`; see `CompletionRow`."""
-        tokens = np.concatenate((self.call.prompts[prompt], np.array(suffix, np.int64)))
+        suffix_tokens = np.array(suffix, np.int64)
+        tokens = np.concatenate((self.call.prompts[prompt], suffix_tokens))
         budget = self.call.max_new_tokens if max_new_tokens is None else max_new_tokens
         gaps = self.call.gaps[prompt]
         return CompletionRow(tokens, gaps, budget, self.call.new_text(), output_row, prefix, is_complete)

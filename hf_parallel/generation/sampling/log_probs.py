@@ -65,7 +65,8 @@ class LogProbSteps:
     def of_rows(self, rows: slice, count: int) -> torch.Tensor:
         """Return those of some rows in the first `count` steps, float32 `[2, steps x rows]`: model and sampling."""
         if self._joined is None:  # rows that stood together are read one call after the other
-            self._joined = torch.stack((*self._model, *self._sampling)).view(2, len(self), -1)
+            stacked = torch.stack((*self._model, *self._sampling))
+            self._joined = stacked.view(2, len(self), -1)
         return self._joined[:, :count, rows].flatten(1)
 
 

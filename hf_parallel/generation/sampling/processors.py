@@ -99,7 +99,8 @@ class RowPenalty(LogitsProcessor):
         count = len(table.lengths)
         ignored = processor.prompt_ignore_length
         if isinstance(ignored, torch.Tensor):  # one number per prompt
-            self.ignored = ignored.cpu()[torch.arange(count) * len(ignored) // count].tolist()
+            prompt_of_row = torch.arange(count) * len(ignored) // count
+            self.ignored = ignored.cpu()[prompt_of_row].tolist()
         else:
             self.ignored = [ignored or 0] * count
 
@@ -276,7 +277,9 @@ def suppress(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
             rows += [row] * len(of_row)
             tokens += of_row
     if rows:
-        scores[to_device(rows, scores.device), to_device(tokens, scores.device)] = -torch.inf
+        row_index = to_device(rows, scores.device)
+        token_index = to_device(tokens, scores.device)
+        scores[row_index, token_index] = -torch.inf
     return scores
 
 

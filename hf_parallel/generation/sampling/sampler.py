@@ -132,8 +132,8 @@ class Sampler:
         self.do_sample = bool(config.do_sample)
         self.rngs = make_rngs(seed, self.num_rows)  # by row; None: PyTorch's global generator
         self.top_log_probs = [processor for processor in processors if isinstance(processor, TopLogProbs)]
-        others = [processor for processor in processors if not isinstance(processor, TopLogProbs)]
-        self.processors = RowProcessors(others, table)
+        applied = [processor for processor in processors if not isinstance(processor, TopLogProbs)]
+        self.processors = RowProcessors(applied, table)
         self.is_stateful = self.processors.is_stateful or any(map(is_stateful, criteria))
         returned = config.return_dict_in_generate
         self.returns_log_probs = bool(returned or self.top_log_probs)
@@ -152,7 +152,9 @@ class Sampler:
     @property
     def is_order_independent(self) -> bool:
         """Whether a row's tokens do not depend on the order in which the tokens of several rows are sampled."""
-        return not self.is_stateful and (not self.do_sample or self.rngs is not None or self.num_rows == 1)
+        if self.is_stateful:
+            return False
+        return not self.do_sample or self.rngs is not None or self.num_rows == 1
 
     @property
     def num_rows(self) -> int:
@@ -250,7 +252,8 @@ class Sampler:
             for row in rows:
                 columns.append(self.table.lengths[row] - left)
                 draws.append(self._draws[row] - left)
-        self.drawn.append(Drawn(tuple(rows) * num_steps, tuple(columns), tuple(draws), log_probs))
+        every_row = tuple(rows) * num_steps
+        self.drawn.append(Drawn(every_row, tuple(columns), tuple(draws), log_probs))
         for collector in self.top_log_probs:
             collector.add(output_rows, log_probs)
 

@@ -83,7 +83,9 @@ class TokenTable:
                 all_rows += of_rows
                 all_columns += of_columns
                 parts.append(part)
-            self._ids[to_device(all_rows, self.device), to_device(all_columns, self.device)] = join(parts)
+            row_index = to_device(all_rows, self.device)
+            column_index = to_device(all_columns, self.device)
+            self._ids[row_index, column_index] = join(parts)
         elif min(columns) < max(columns):
             self._ids[self.index(rows), to_device(columns, self.device)] = tokens.tensor
         elif len(rows) == len(self.lengths):
@@ -139,7 +141,9 @@ class TokenTable:
         """Append `count` copies of a row; return their indices."""
         first = len(self.lengths)
         with torch.inference_mode(False):
-            self._ids = torch.cat((self.ids, self.ids[row].expand(count, -1)))
+            ids = self.ids
+            copies = ids[row].expand(count, -1)
+            self._ids = torch.cat((ids, copies))
         self.lengths += [self.lengths[row]] * count
         self.changes += [0] * count
         return list(range(first, first + count))

@@ -220,10 +220,13 @@ class AttendLaunch(Launch):
         return grid, tensors, constants
 
     def _head_tiles(self, tiling: Tiling) -> int:
-        return self.shape.num_kv_heads * -(-self.shape.groups // tiling.group_tile(self.shape.groups))
+        groups = self.shape.groups
+        tiles_per_group = -(-groups // tiling.group_tile(groups))
+        return self.shape.num_kv_heads * tiles_per_group
 
     def _max_programs(self, tiling: Tiling) -> int:
-        return max(1, tiling.programs * num_processors(self.shape.device) // self._head_tiles(tiling))
+        num_programs = tiling.programs * num_processors(self.shape.device)
+        return max(1, num_programs // self._head_tiles(tiling))
 
     def _select(self, plan: AttentionPlan) -> tuple[Tiling, ...]:
         """Select the tilings for blocks in the dtype of the queries, and for blocks in 8 bits."""
@@ -305,7 +308,8 @@ class AttendLaunch(Launch):
         return arrays
 
     def _load(self, plan: AttentionPlan, arrays: Mapping[str, np.ndarray]) -> None:
-        self._rotates = bool(arrays["items"][ITEM_FIELDS.index("rotated") :: len(ITEM_FIELDS)].any())
+        items = arrays["items"].reshape(-1, len(ITEM_FIELDS))
+        self._rotates = bool(items[:, ITEM_FIELDS.index("rotated")].any())
         super()._load(plan, arrays)
 
     def _advance(self, step: int) -> None:

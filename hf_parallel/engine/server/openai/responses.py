@@ -129,7 +129,8 @@ class Writer:
         """Return a token of a chat with its most probable alternatives."""
         assert logged.log_probs is not None, "chats have no echo"
         fields = self._entry(logged.token, logged.log_probs.log_prob, logged.is_first)
-        fields["top_logprobs"] = [self._entry(token, value, logged.is_first) for token, value in logged.log_probs.top]
+        top = logged.log_probs.top
+        fields["top_logprobs"] = [self._entry(token, value, logged.is_first) for token, value in top]
         return fields
 
     def _alternatives(self, logged: LoggedToken) -> dict[str, float] | None:

@@ -146,7 +146,9 @@ def call_grammar(
     for index, (function, parameters) in enumerate(zip(functions, schemas, strict=True)):
         opening, closing = around_arguments(call, function["name"])
         schema = json.dumps({**parameters, "x-guidance": {"whitespace_flexible": False}})
-        rules.append(f"tool{index}: {_literal(opening, specials)} %json {schema} {_literal(closing, specials)}")
+        begin = _literal(opening, specials)
+        end = _literal(closing, specials)
+        rules.append(f"tool{index}: {begin} %json {schema} {end}")
     return "\n".join(rules)
 
 

@@ -82,7 +82,8 @@ class Replayer:
             for row, prompt in enumerate(prompts):
                 self.cursors.start(row, self.model_key, prompt.steps)
                 self._tracked.add(row)
-            roots = {self.cursors.node(row): self.sampler.table.lengths[row] for row in self._tracked}
+            lengths = self.sampler.table.lengths
+            roots = {self.cursors.node(row): lengths[row] for row in self._tracked}
             self.prompts = list(roots)
             with nullcontext() if self._prefetcher is None else self._prefetcher.open(roots):
                 yield
@@ -147,7 +148,8 @@ class Replayer:
             has_ended.update(zip(drawing, ended, strict=True))
         if repeated:
             repeating = sorted(repeated)
-            tokens, ended = self.sampler.append(repeating, [repeated[row] for row in repeating]).read()
+            repeated_tokens = [repeated[row] for row in repeating]
+            tokens, ended = self.sampler.append(repeating, repeated_tokens).read()
             token_of.update(zip(repeating, tokens, strict=True))
             has_ended.update(zip(repeating, ended, strict=True))
         tokens = [token_of[row] for row in rows]
@@ -210,7 +212,8 @@ class Replayer:
             return distribution
         computed = [index for index, row in enumerate(rows) if row not in self._cached]
         combined = logits.new_empty(len(rows), logits.shape[-1], dtype=torch.float32)
-        combined[cached] = torch.stack([dense(nodes[index]) for index in cached]).to(combined)
+        cached_logits = torch.stack([dense(nodes[index]) for index in cached])
+        combined[cached] = cached_logits.to(combined)
         combined[computed] = logits
         return self.sampler.distribution(rows, combined)
 

@@ -93,7 +93,8 @@ class SpeculativeDecoder:
             positions = to_device([firsts[i] + step for i in verifying], logits.device)
             sampling = [rows[i] for i in verifying]
             indices = [row.index for row in sampling]
-            tokens, ended, log_probs = self.replayer.sample(indices, logits.index_select(0, positions), step > 0)
+            step_logits = logits.index_select(0, positions)
+            tokens, ended, log_probs = self.replayer.sample(indices, step_logits, step > 0)
             continuing = set(self.loop.append(sampling, tokens, ended, is_pass=step == 0, log_probs=log_probs))
             accepted = []
             for i, token in zip(verifying, tokens, strict=True):

@@ -346,7 +346,8 @@ class BranchRun:
 
     def _count(self, tokens: Sequence[Token], fresh: Iterable[Token]) -> None:
         """Count tokens of the next pass as prefilled, except those that were just sampled."""
-        self.loop.stats.prefilled_tokens += len(tokens) - sum(token in tokens for token in fresh)
+        num_fresh = sum(token in tokens for token in fresh)
+        self.loop.stats.prefilled_tokens += len(tokens) - num_fresh
 
     # Forks
 
@@ -368,7 +369,8 @@ class BranchRun:
             answer.fallback = "the budget is too small for the paths"
             return False
         answer.left = left
-        computed = set(map(id, lane.tokens[: len(lane.tokens) - len(lane.uncached)]))
+        num_computed = len(lane.tokens) - len(lane.uncached)
+        computed = set(map(id, lane.tokens[:num_computed]))
         self._replace(lane, fork.head)
         tail = lane.uncached
         lane.open_fork = fork

@@ -35,7 +35,8 @@ class WorkerGroup(RowGroup):
         self.leaf = leaf
         self.call = loop.call
         prompt = self.call.prompts[index]
-        super().__init__((config.layout, config.num_workers, list(self.call.logits_keys[index].steps)))
+        prompt_steps = list(self.call.logits_keys[index].steps)
+        super().__init__((config.layout, config.num_workers, prompt_steps))
         self.headers = [self.encode(text) for text in config.headers]
         lengths = [len(tokens) for tokens in self.headers]
         self.space = cache.new_workspace(config.layout, leaf.view, config.num_workers, lengths)
@@ -78,7 +79,8 @@ class WorkerGroup(RowGroup):
 
     def describe(self, inputs: PassInputs) -> tuple[list[str], object]:
         """Return the blocks' names, which do not depend on their positions, and the authors of ended steps."""
-        return [self.space.block_name(segment.view[-1]) for segment, _ in inputs], self.space.step_workers
+        names = [self.space.block_name(segment.view[-1]) for segment, _ in inputs]
+        return names, self.space.step_workers
 
     def move_ended_steps(self) -> None:
         """Move ended steps without pending writes into the history block."""

@@ -198,7 +198,9 @@ class HogwildRun:
         finishers = [FinisherRow(group) for group in unanswered]
         table = TokenTable(call.input_ids, call.pad_token_id, config.finisher_tokens + len(finishers[0].pending))
         # A finisher continues the random numbers of the first worker of its prompt.
-        seed = None if rngs is None else [rngs[group.index * config.num_workers] for group in self.groups]
+        seed = None
+        if rngs is not None:
+            seed = [rngs[group.index * config.num_workers] for group in self.groups]
         reader = DecodeLoop(call, self.cache, table, loop.sampler.criteria, seed, stream=False)
         for finisher in finishers:
             table.extend(finisher.index, finisher.pending)

@@ -38,7 +38,9 @@ class Worker(Row):
     def is_active(self) -> bool:
         """Return whether no answer stops the worker; another worker may have answered in the same pass."""
         rule = self.group.config.stop_on_answer
-        return not ((rule == "any" and self.group.answer is not None) or (rule == "all" and self.answered))
+        if rule == "any":
+            return self.group.answer is None
+        return rule != "all" or not self.answered
 
     @property
     def ends_paragraph(self) -> bool:
