@@ -452,7 +452,7 @@ class Engine:
         return None
 
     def _compute(self, batch: list[Request]) -> None:
-        """Run one forward pass for the requests of a batch, and continue each with its logits."""
+        """Run one forward pass for the requests of a batch, and continue those to which something has happened."""
         began = time.perf_counter()
         logits = None
         error = None

@@ -1,7 +1,7 @@
 """Request: one call of a mode in an engine, which computes what its run wants together with what others want.
 
 The run is that of `model.generate`, a generator. The request advances it until it wants something that only the engine
-can give: a forward pass, sampled tokens, or a step of the other requests.
+can give: a forward pass, sampled tokens, rows that stand, or a step of the other requests.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Request(Host):
     """
 
     is_shared = True
-    decodes = True
+    allows_standing = True
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ class ParallelGenerationMixin:
             if config is None:
                 if self._prepares():
                     raise RuntimeError(BUSY)
-                return self._generate_plainly(kwargs, args)
+                return self._call_transformers(kwargs, args)
             if args:
                 raise ValueError(f"with a generation_mode, pass arguments after {names[-1]} by name")
             if config.seed is None and num_ranks(self) > 1:  # the ranks sample the same tokens
@@ -141,7 +141,7 @@ class ParallelGenerationMixin:
         outer = preparation.calls
         try:
             preparation.calls = *outer, (self, config, claim)
-            call = self._generate_plainly(kwargs, ())
+            call = self._call_transformers(kwargs, ())
         finally:
             preparation.calls = outer
         begin_call = getattr(call.streamer, "begin_call", None)
@@ -172,7 +172,7 @@ class ParallelGenerationMixin:
         is_held = claim is not None and claim.active and claim.process == os.getpid()  # not after a fork
         return claim if is_held else None
 
-    def _generate_plainly(self, kwargs: Arguments, args: tuple[object, ...]) -> Any:
+    def _call_transformers(self, kwargs: Arguments, args: tuple[object, ...]) -> Any:
         """Call `generate` of transformers; in a thread that prepares a call, it ends in `_sample`."""
         if not args:
             return super().generate(**kwargs)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Host: what a run needs beside its wants, from where it is driven.
+"""Host: the storage of a run, and the receivers of its tokens.
 
 LocalHost drives the run of a call that has the model to itself: it computes forward passes and samples. In an engine,
 the host is the request, and the engine computes what the runs of all requests want.
@@ -43,7 +43,7 @@ class Host:
 
     is_shared = False
     """Whether other calls use the same storage, and may compute what this call needs."""
-    decodes = False
+    allows_standing = False
     """Whether rows may stand, see `Standing`; else their run takes each pass itself."""
     runs_ahead = False
     """Whether a pass can be queued before the tokens of the pass before it are read."""
@@ -110,7 +110,7 @@ class LocalHost(Host):
         self.model = model
         self.device = execution_device(model)
         self.runs_ahead = self.device.type in ASYNC_DEVICES
-        self.decodes = not self.runs_ahead
+        self.allows_standing = not self.runs_ahead
         self._stats = stats
         self._capabilities = capabilities
         self._cuda_graph = cuda_graph

@@ -168,7 +168,7 @@ class DecodeLoop:
         """Whether nothing in the run needs to see each token of rows; see `Standing`."""
         is_watched = self.replayer is not None or self.draft is not None or self._pass_log is not None
         host = self.call.host
-        if is_watched or self.streamer is not None or not host.decodes:
+        if is_watched or self.streamer is not None or not host.allows_standing:
             return False
         if host.is_shared and not self.sampler.can_join:
             return False

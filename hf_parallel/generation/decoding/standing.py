@@ -44,8 +44,8 @@ class Standing:
     """Rows of a call that stand, until one of them ends or for `num_steps` tokens: a want of its run.
 
     In each step, a row appends its last token to the last block of its view, and samples the next. The table in which
-    they stand counts the steps in `stats`, and writes the tokens to `sink`, if there is one. The rows, and the table of
-    their sampler, have the tokens after `settle`; the latter at once if `reads_tokens`.
+    they stand counts the steps in `stats`, and writes the tokens to `sink`, if there is one. `settle` gives the rows
+    their last tokens, and the sampler's `TokenTable` all of them; if `reads_tokens`, this has them after each step.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Standing:
     @property
     def tokens(self) -> list[int]:
         """The last token of each row, which the next pass appends."""
-        for steps, rows in self._spans[:-3:-1]:
+        for steps, rows in self._spans[:-3:-1]:  # the last span may have no step yet
             if steps.tokens:
                 return steps.tokens[-1][rows]
         return self._first_tokens
@@ -103,7 +103,7 @@ class Standing:
         self._spans.append(_Span(steps, rows))
 
     def end_step(self) -> bool:
-        """Return whether something has happened to a row in the last step, so that the run continues.
+        """Set `ended` after a step. Return whether something has happened to a row, so that the run continues.
 
         Must be called in each step if `reads_tokens`, else where a row may have ended.
         """

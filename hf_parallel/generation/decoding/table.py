@@ -102,7 +102,7 @@ class DecodeTable:
             if member.sink is not None:
                 member.sink.rows.extend(member.output_rows)
                 member.sink.tokens.extend(tokens[rows])
-        happened = failed
+        happened = dict(failed)
         for index in self._touched(tokens):
             if index not in failed:
                 try:
