@@ -29,13 +29,11 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 
-DECODE_LOOP = ["ahead", "call", "decode", "host", "prefill", "rows", "runner"]
-SAMPLING = ["criteria", "log_probs", "rng", "row_processors", "sampling", "token_table", "warpers"]
 ROOMS = {  # files of the package
     "kernels": ["kernels/*.py"],
     "cache": ["cache/*.py"],
-    "decode loop": [f"generation/{name}.py" for name in DECODE_LOOP],
-    "sampling": [f"generation/{name}.py" for name in SAMPLING],
+    "decode loop": ["generation/decoding/*.py"],
+    "sampling": ["generation/sampling/*.py"],
     "engine": ["engine/*.py", "engine/policies/*.py"],
 }
 OTHER_DEVICES = re.compile(r"cuda|triton|flash|ASYNC_DEVICES|\b_backend\b")
