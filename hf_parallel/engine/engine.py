@@ -528,7 +528,8 @@ class Engine:
         finally:
             self._known_seconds += time.perf_counter() - began
         self._scheduler.charge_all(requests, [len(member.rows) for member in members])
-        for request in requests:
+        for request, member in zip(requests, members, strict=True):
+            request.num_tokens += len(member.rows)
             if request.handle.waiting:
                 request.handle.notify()
         for index, cause in happened:
