@@ -29,7 +29,8 @@ WORKERS = (1, 2, 4)  # that the model is trained with
 MEASURED = (1, 2, 3, 4)
 BATCH = 4
 RANK = 16
-RUNS = 32  # that are computed together
+RUNS = 32  # scripted ones that are computed together
+LISTS = 8  # that are solved together
 NAMES = ["Alice", "Bob", "Carol", "Dave"]
 LABELS = "abcdef"
 MAX_PASSES = 64
@@ -180,8 +181,8 @@ def count_tokens(history, num_workers):
 def measure(model, tokenizer, problems, num_workers, prefix="", **settings):
     """Return how many sums are right after how many passes, and what the workers spent."""
     ended, tokens, passes, repeated = [], [], [], 0
-    for first in range(0, len(problems), RUNS):
-        of_batch = problems[first : first + RUNS]
+    for first in range(0, len(problems), LISTS):
+        of_batch = problems[first : first + LISTS]
         prompts = [prefix + write_prompt(problem, num_workers) for problem in of_batch]
         out = generate(model, tokenizer, prompts, num_workers, max_new_tokens=MAX_PASSES, **settings)
         for problem, history in zip(of_batch, out.history, strict=True):
@@ -258,8 +259,8 @@ def main():
     """Measure, train, and measure again; write the report and the adapter."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100, help=f"of {BATCH} examples each")
-    parser.add_argument("--problems", type=int, default=48, help="held-out problems")
-    parser.add_argument("--untrained", type=int, default=16, help="number of these for the model before training")
+    parser.add_argument("--problems", type=int, default=32, help="held-out problems")
+    parser.add_argument("--untrained", type=int, default=8, help="number of these for the model before training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("trained-sums"), help="folder of report and adapter")
     parser.add_argument("--again", action="store_true", help="measure the adapter in the folder, without training")
