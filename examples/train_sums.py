@@ -16,10 +16,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from train_workers import about, train
+from train_workers import Scripted, about, train
 
 import hf_parallel
 from hf_parallel.progress import progress_bar
@@ -96,18 +95,6 @@ def solve(problem, num_workers, tokenizer):
                 steps[worker] = sums.pop(0)
             texts[worker].append(steps[worker].pop(0))
     return texts
-
-
-class Scripted(transformers.LogitsProcessor):
-    """Lets the rows write given tokens."""
-
-    def __init__(self, texts):
-        self.tokens = [iter(text) for text in texts]
-
-    def __call__(self, input_ids, scores):
-        """Leave the next token of each row as the only one."""
-        tokens = torch.tensor([[next(of_row, 0)] for of_row in self.tokens])
-        return torch.full_like(scores, -1e4).scatter(1, tokens, 0.0)
 
 
 def generate(model, tokenizer, prompts, num_workers, **settings):

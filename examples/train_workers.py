@@ -108,14 +108,14 @@ def solve(problem, num_workers):
 
 
 class Scripted(transformers.LogitsProcessor):
-    """Lets the workers write given words."""
+    """Lets the rows write given tokens."""
 
     def __init__(self, texts):
-        self.tokens = [iter([WORDS.index(word) for word in text]) for text in texts]
+        self.tokens = [iter(text) for text in texts]
 
     def __call__(self, input_ids, scores):
-        """Leave the next word of each worker as the only one."""
-        tokens = torch.tensor([[next(of_worker, 0)] for of_worker in self.tokens])
+        """Leave the next token of each row as the only one."""
+        tokens = torch.tensor([[next(of_row, 0)] for of_row in self.tokens])
         return torch.full_like(scores, -1e4).scatter(1, tokens, 0.0)
 
 
@@ -129,7 +129,7 @@ def make_layout(rng, model, tokenizer, num_workers):
         tokenizer=tokenizer,
         num_workers=num_workers,
         max_new_tokens=max(map(len, texts)),
-        logits_processor=[Scripted(texts)],
+        logits_processor=[Scripted([[WORDS.index(word) for word in text] for text in texts])],
         return_dict_in_generate=True,
     )
     return ParallelExample.from_output(out)

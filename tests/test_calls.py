@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from ascii_tokenizer import AsciiTokenizer
+from held_engine import first_step_held
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_parallel
@@ -80,18 +81,10 @@ def two_workers(model: Any, length: int) -> None:
 
 def requests_of_an_engine(model: Any, length: int) -> None:
     """Run 16 requests of different prompts, which are all there at the first step."""
-    submitted = threading.Event()
-    run_step = Engine._step
-
-    def step(engine: Engine) -> None:
-        submitted.wait()
-        run_step(engine)
-
-    with pytest.MonkeyPatch.context() as patch, Engine(model) as engine:
-        patch.setattr(Engine, "_step", step)
+    with Engine(model) as engine:
         prompts = [[1 + number, *range(20, 20 + number)] for number in range(16)]
-        handles = [engine.submit(prompt, max_new_tokens=length, **GREEDY) for prompt in prompts]
-        submitted.set()
+        with first_step_held():
+            handles = [engine.submit(prompt, max_new_tokens=length, **GREEDY) for prompt in prompts]
         for handle in handles:
             handle.result(600)
 

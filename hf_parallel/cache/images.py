@@ -56,7 +56,7 @@ class Image:
 
 
 def is_image(ids: Any) -> Any:
-    """Return whether an id, or which ids of an array or tensor, are those of image tokens."""
+    """Return whether an id stands for an image token; elementwise for an array or tensor."""
     return ids >= FIRST_ID
 
 

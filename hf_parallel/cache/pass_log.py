@@ -21,7 +21,7 @@ Passes = tuple[list[list[Segment]], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LoggedSteps:
-    """A forward pass, and the decode steps that continue it. Requests of an engine share those of the same passes."""
+    """Token ids of a forward pass and the decode steps after it. Requests that share passes share this object."""
 
     ids: list[torch.Tensor]  # packed tokens of each step, int64 `[T]`
     segments: list[list[Segment]] = field(default_factory=list)

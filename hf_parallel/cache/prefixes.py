@@ -11,7 +11,7 @@ from hf_parallel.cache.tree import Node, PrefixTree
 
 
 class Prefixes:
-    """All prefixes of a tree, and the pool of the cache's blocks, which has those of the tree, too."""
+    """All prefixes of a tree. The tree and the rows of the cache share one pool of blocks."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self.tree = tree

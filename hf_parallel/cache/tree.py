@@ -112,7 +112,7 @@ class RequestObserver:
     """
 
     def on_use(self, request: Any, nodes: Sequence[Node]) -> None:
-        """Receive the nodes that a request begins to use, parents before children, with those that it creates."""
+        """Receive the nodes that a request starts to use, new nodes included, parents before children."""
 
     def on_end(self, request: Any, nodes: Sequence[Node]) -> None:
         """Receive the nodes that a request has used, as it ends or starts again."""

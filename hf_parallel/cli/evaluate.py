@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hf_parallel.cli.generate import add_model_options, check_model_options, load
-from hf_parallel.cli.serve import free_memory, parse_bytes
+from hf_parallel.cli.serve import kv_budget, parse_bytes
 from hf_parallel.cli.settings import add_template_option, check_generation, parse
 from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_problems, read_results, table
 from hf_parallel.evaluation.judge import Judge
@@ -93,7 +93,6 @@ def evaluate(options: argparse.Namespace) -> int:
         options.device = str(state.device)
     model, tokenizer = load(options)
     try:
-        max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // 2
         results = sweep(
             model,
             tokenizer,
@@ -106,7 +105,7 @@ def evaluate(options: argparse.Namespace) -> int:
             finisher=finisher,
             judge=judge,
             concurrent=options.concurrent,
-            max_kv_bytes=max_kv_bytes,
+            max_kv_bytes=kv_budget(options, model.device),
             progress=True,
             **common,
         )

@@ -94,6 +94,11 @@ def free_memory(device: torch.device) -> int:
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def kv_budget(options: argparse.Namespace, device: torch.device) -> int:
+    """Return the bytes of `--max-kv-bytes`; by default half of the free memory."""
+    return options.max_kv_bytes or free_memory(device) // 2
+
+
 def serve(options: argparse.Namespace) -> int:
     """Run the command until SIGTERM or Ctrl-C; running requests finish first. Return the exit status."""
     from hf_parallel.engine import Engine
@@ -123,7 +128,7 @@ def serve(options: argparse.Namespace) -> int:
         if adapters:
             model = load_adapters(model, adapters)
         limits = _limits(options, reads_images=processor is not None)
-        max_kv_bytes = options.max_kv_bytes or free_memory(model.device) // 2
+        max_kv_bytes = kv_budget(options, model.device)
         with Engine(
             model,
             tokenizer,
@@ -205,7 +210,7 @@ def log_requests() -> None:
 
 
 def _name(model: str | None) -> str:
-    """Return the name of a model: a folder's own name, or that of the demo model."""
+    """Return the name of a model: the name of its folder, or the demo model's."""
     if model is None:
         return MODEL_NAME
     path = Path(model)

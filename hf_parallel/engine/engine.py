@@ -429,11 +429,11 @@ class Engine:
                 elif isinstance(request.awaited, PendingPass):
                     others.append(request)
                     pending.append(request.awaited)
+            for pending_pass in pending:
+                pending_pass.expand_views()
             table.choose(members)
             if decoding:
                 pending.insert(0, PendingPass(table.next_pass()))
-            for pending_pass in pending:
-                pending_pass.expand_views()
             joined = join_passes(pending)
             try:
                 forward = self._storage.cache.prepare_run(joined.passes)

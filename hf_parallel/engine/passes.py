@@ -17,7 +17,6 @@ from hf_parallel.generation.sampling.parts import join
 
 MAX_DECODED = 4
 """Most new tokens of a row in a decode pass, such as draft tokens; passes with more are prefills."""
-_PARTS = attrgetter("parts")
 _NUM_TOKENS = attrgetter("num_tokens")
 
 
@@ -45,12 +44,8 @@ class PendingPass:
         """Whether it may wait for another step: a row has many new tokens, or passes that were missed are computed."""
 
     def expand_views(self) -> None:
-        """Replace blocks that were split by their parts. Runs for each row and step, so that it makes few calls."""
-        for segments in self.original:
-            for segment in segments:
-                if any(map(_PARTS, segment.view)):
-                    self.passes = [list(map(with_parts, segments)) for segments in self.original]
-                    return
+        """Replace blocks that were split by their parts."""
+        self.passes = [list(map(with_parts, segments)) for segments in self.original]
 
     @property
     def num_segments(self) -> int:
@@ -59,9 +54,9 @@ class PendingPass:
 
     @property
     def kept_tokens(self) -> np.ndarray:
-        """Indices of the tokens whose logits are computed, int64: those asked for, and always that of the last token.
+        """Indices of the tokens whose logits are computed, int64: the wanted tokens, and always the last one.
 
-        The last one's show whether the pass produced NaN.
+        The logits of the last token show whether the pass produced NaN.
         """
         if self.ends is None:
             return np.arange(self.num_tokens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-import threading
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +23,7 @@ from engine_requests import (
     random_prefixes,
     submit_all,
 )
+from held_engine import first_step_held
 from hybrids import SETTINGS as HYBRIDS
 from transformers import PreTrainedModel
 
@@ -53,20 +53,18 @@ def enabled(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 def peak_bytes(model: PreTrainedModel, cases: list[Case]) -> int:
     """Return the most bytes that an engine without budget holds for requests that are all there at its first step."""
     run_step = Engine._step
-    submitted = threading.Event()
     peak = 0
 
     def measured(engine: Engine) -> None:
         nonlocal peak
-        submitted.wait()
         run_step(engine)
         peak = max(peak, engine.stats.kv_bytes + engine.stats.state_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "_step", measured)
         with Engine(model, TOKENIZER) as engine:
-            handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case in cases]
-            submitted.set()
+            with first_step_held():
+                handles = [engine.submit(case.prompt, case.mode, **case.arguments) for case in cases]
             for handle in handles:
                 handle.result(600)
     return peak

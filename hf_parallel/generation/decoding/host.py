@@ -188,12 +188,12 @@ class LocalHost(Host):
         """Decode rows that stand, until something happens to one of them."""
         table = DecodeTable(standing.cache)
         table.choose([standing])
-        while True:
-            logits = self._forward(table.next_pass())
-            for _, error in table.advance(Part(logits)):
-                if error is not None:
-                    raise error
-                return
+        happened: list[tuple[int, BaseException | None]] = []
+        while not happened:
+            happened = table.advance(Part(self._forward(table.next_pass())))
+        _, error = happened[0]  # of the only member
+        if error is not None:
+            raise error
 
     def _sample(self, task: SamplingTask, logits: torch.Tensor) -> Sampled:
         """Sample the next tokens of rows, in most steps of the same rows as before."""

@@ -50,8 +50,8 @@ class DecodeLoop:
     """Generates tokens for the rows of one call.
 
     `table` holds the tokens of the rows, `criteria` defaults to those of the call, and `stream` says whether the
-    caller's streamer receives new tokens. `log_probs`: record those of sampled tokens for the method. `replaying` sets
-    the `replayer`, and `draft`, which appends several tokens per forward pass where it can.
+    caller's streamer receives new tokens. `log_probs`: record log-probabilities, for the method. `replaying` sets the
+    `replayer`, and `draft`, which appends several tokens per forward pass where it can.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ class SettingsReader:
         return config
 
     def _sampling(self, body: Body, config: ParallelConfig) -> dict[str, object]:
-        """Return the settings of `generate`; the model's generation config has those that a body leaves out."""
+        """Return the settings of `generate` that a body names; the model's generation config supplies the rest."""
         preset = {name for name, value in vars(self._generation_config).items() if value is not None}
         preset |= set(config.chosen_preset.generation)
         sampling = {}

@@ -59,7 +59,7 @@ class PromptReader:
         return encode_prompt(prompt, config, self.engine.tokenizer, torch.device("cpu"), template)
 
     def _check_prompt_text(self, text: str, config: ParallelConfig, name: str) -> None:
-        """Raise an error for a text without tokens, and for one that is too long."""
+        """Raise an error for an empty prompt, or for one that is too long."""
         if not text and not self.engine.tokenizer("").input_ids:
             raise APIError(400, f"{name} must have at least one token, got ''", name)
         self.check_length(name, len(text))

@@ -1,6 +1,6 @@
 """Bodies of responses, as OpenAI defines them: whole ones, and the chunks of a stream.
 
-Lists of log-probabilities in them are iterators, whose items are made as they are encoded: they can be megabytes.
+Log-probabilities can take megabytes: their lists are iterators, which make each item when it is encoded.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ class Translator:
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer, those of the model's generation config or else of its tokenizer."""
+    """Return the tokens that end an answer: from the model's generation config, else from its tokenizer."""
     ends = model.generation_config.eos_token_id
     if ends is None:
         ends = tokenizer.eos_token_id
