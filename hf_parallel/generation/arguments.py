@@ -19,6 +19,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from transformers.generation import BaseWatermarkingConfig, GenerationMode
 
 from hf_parallel.cache import BlockCache
+from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.placement import all_modules
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.registry import MODES
@@ -312,6 +313,8 @@ def check_objects(kwargs: Arguments) -> None:
     cache = kwargs.get(CACHE)
     empty = isinstance(cache, DynamicCache) and not cache.get_seq_length()
     if cache is not None and not empty and not isinstance(cache, BlockCache):
+        if isinstance(cache, LogitsCache):
+            raise ValueError("past_key_values must be a cache of keys and values: pass a LogitsCache as logits_cache=")
         got = _kind(cache)
         raise ValueError(f"past_key_values must be a cache of hf_parallel, such as SharedPrefixCache, got {got}")
 

@@ -20,10 +20,13 @@ from hf_parallel.generation.prompts import Chat, encode_task
 from hf_parallel.progress import progress_bar
 from hf_parallel.training.attention import require_enabled
 from hf_parallel.training.example import ParallelExample
+from hf_parallel.transcript.record import Record
 
 EXAMPLES = "parallel_examples"
 TEXTS = "parallel_texts"
 """Fields of the dictionary that a `rollout_func` returns: layout and text of each completion."""
+PASSES = "passes"
+"""Field that reward functions receive: decode passes until the last row of each completion ended."""
 
 RolloutFunc = Callable[[Sequence[str | Chat], GRPOTrainer], dict[str, list[object]]]
 
@@ -34,8 +37,9 @@ def make_rollout_func(
     """Return a `rollout_func` for `SharedPrefixGRPOTrainer` whose completions are runs of a mode.
 
     A completion is all tokens that the model samples in a run, of all its rows, in the order of
-    `ParallelExample.target_ids`. Reward functions receive the transcript of the run. The trainer computes
-    log-probabilities from the layout of the run, because a token saw more than the tokens before it in its row.
+    `ParallelExample.target_ids`. Reward functions receive the transcript of the run as its completion, and a column
+    `passes`: the number of decode passes until the last row of the run ended. The trainer computes log-probabilities
+    from the layout of the run, because a token saw more than the tokens before it in its row.
 
     Prompts are tasks or chats, from which `build_prompt` makes the prompt of the mode. Other arguments of `generate`
     are those of the trainer; its `max_completion_length` is the `max_new_tokens` of each row.
@@ -95,6 +99,7 @@ def make_rollout_func(
             "prompt_ids": prompt_ids,
             "completion_ids": completion_ids,
             "logprobs": completion_log_probs,
+            PASSES: _passes(output.record, len(prompt_ids)),
             EXAMPLES: examples,
             TEXTS: _texts(output, tokenizer),
         }
@@ -140,6 +145,18 @@ def _inputs(prompts: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, torch
         ids.append([pad] * padding + list(prompt))
         mask.append([0] * padding + [1] * len(prompt))
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def _passes(record: Record, num_prompts: int) -> list[int]:
+    """Return the decode pass of the call in which the last row of each prompt wrote or ended."""
+    last_of_row: dict[int, int] = {}
+    for event in record.events:
+        last_of_row[event.row] = event.forward_pass  # events are in the order of passes
+    last = [0] * num_prompts
+    for row, forward_pass in last_of_row.items():
+        prompt, _ = record.place(row)
+        last[prompt] = max(last[prompt], forward_pass)
+    return last
 
 
 def _texts(output: ParallelOutput, tokenizer: PreTrainedTokenizerBase) -> list[str]:

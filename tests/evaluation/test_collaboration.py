@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_parallel.evaluation.collaboration import NGRAM, duplicated_work, measure, names_mentioned, reused_results
 
+LABELS = "ABCDEFGHIJKL"
 WORDS = st.lists(st.tuples(st.sampled_from(range(9)), st.sampled_from("abc")), max_size=24)
 
 
@@ -34,6 +39,47 @@ def test_duplicated_work_equals_its_definition(drawn: list[list[tuple[int, str]]
     spelled = [[(at, f" {word.upper()}," if at % 2 else f" {word}") for at, word in pieces] for pieces in rows]
     expected = sum(again) / len(again) if again else 0.0
     assert duplicated_work(spelled, " ".join(prompt)) == pytest.approx(expected)
+
+
+def solve(rng: random.Random, chance: float) -> tuple[float, float]:
+    """Let two workers share twelve tasks. Return the fraction of answers to a solved task, counted and measured.
+
+    A worker takes a task that the other has solved with the given chance.
+    """
+    terms = rng.sample(range(10, 99), len(LABELS))
+    free = [f" Task {label}: seven plus {term} is worked out.\n" for label, term in zip(LABELS, terms, strict=True)]
+    done: list[list[str]] = [[], []]
+    rows: list[list[tuple[int, str]]] = [[], []]
+    repeated = 0
+    for step in range(len(LABELS)):
+        worker = step % 2
+        others = [text for text in done[1 - worker] if text not in done[worker]]
+        is_repeated = bool(others) and rng.random() < chance
+        text = rng.choice(others) if is_repeated else free.pop()
+        repeated += is_repeated
+        done[worker].append(text)
+        rows[worker].append((step, text))
+    return repeated / len(LABELS), duplicated_work(rows, "Solve these tasks.")
+
+
+def ranks(values: Sequence[float]) -> np.ndarray:
+    return (np.less.outer(values, values).sum(0) + np.less_equal.outer(values, values).sum(0) - 1) / 2
+
+
+def test_duplicated_work_ranks_runs_as_the_exact_count_of_repeated_tasks() -> None:
+    rng = random.Random(0)
+    counted, measured = zip(*(solve(rng, run / 60) for run in range(60)), strict=True)
+    for truth, value in zip(counted, measured, strict=True):
+        assert (value > 0) == (truth > 0)
+        assert value == pytest.approx(truth, abs=0.1)
+    assert np.corrcoef(ranks(counted), ranks(measured))[0, 1] > 0.95  # 0.98 seen
+    assert max(counted) > 0.4
+
+
+def test_repeated_tasks_of_fewer_words_than_a_phrase_are_not_seen() -> None:
+    same = " a 7+5=12\n"  # four words
+    assert duplicated_work([row(same, " b 30+4=34\n"), row(same, " c 18+6=24\n", begin=5)]) == 0
+    assert duplicated_work([row(same, " b 30+4=34\n"), row(same, " b 30+4=34\n", begin=5)]) == 0.5
 
 
 def test_names_of_others_are_counted_per_hundred_words() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,25 @@ def test_gradients_of_runs_are_those_of_their_layouts(mode: str, checkpoint: Pat
     expected.backward()
     for gradient, parameter in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", RUNS)
+def test_rewards_know_the_passes_of_each_run(mode: str, checkpoint: Path) -> None:
+    columns: list[dict[str, Any]] = []
+
+    def record(completions: list[str], **given: Any) -> list[float]:
+        columns.append(given)
+        return reward(completions)
+
+    _, inputs = rollouts(mode, checkpoint, reward_funcs=record)
+    (given,) = columns
+    assert len(set(given["passes"])) > 1
+    for passes, ids in zip(given["passes"], given["completion_ids"], strict=True):
+        (example,) = (e for e in inputs["parallel_examples"] if e.target_ids.tolist() == ids)
+        longest = max(Counter(example.target_rows.tolist()).values())  # a row samples a token per pass
+        if mode == "hogwild":
+            assert passes == longest
+        assert longest <= passes <= len(ids)
 
 
 @pytest.mark.slow
