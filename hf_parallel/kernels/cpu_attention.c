@@ -1,11 +1,19 @@
-/* Attention of query rows to all blocks of keys that they see, summed in float32, merged: one call per layer.
+/* Attention of query rows to all blocks of keys that they see, in float32, with the same bits whatever the schedule: one
+ * call per layer.
  *
- * Rows that see the same block are in adjacent vector lanes, so that each key and value is read once for all of them
- * and a multiply-add computes one row per lane (Hydragen, section 3.2). Tiles of rows share tiles of keys, and skip
- * those that none of their rows sees, such as the keys after a causal run. If there are few tiles of rows, threads
- * compute different parts of the block. For a block of few rows, such as a completion's own, the lanes hold dimensions
- * instead. Softmax is online over tiles of keys; all partial results are merged exactly (Hydragen, eq. 5). Queries, keys
- * and values may be in half precision; tiles of keys are converted where they are used. C with GCC's vector types.
+ * The keys that a row sees are cut into tiles of TILE keys at fixed positions of the row. The result of a tile is
+ * computed from its keys alone, in one order; the results of tiles are merged in the order of their positions (Hydragen,
+ * eq. 5). So a row's result does not depend on where blocks begin, which rows share them, how many queries a pass has, or
+ * the number of threads. A tile that lies in one block is read once for all rows that see it (Hydragen, section 3.2).
+ * The first tile of a block may begin in earlier blocks: it is computed for the rows that share all of these.
+ *
+ * Where many rows see a block, vectors hold rows, so that a multiply-add computes one row per lane. Tiles of rows share
+ * tiles of keys, and skip those that none of their rows sees. For a block of few rows, such as a completion's own, vectors
+ * hold keys, then dimensions. If there are few tiles of rows, threads compute different tiles of keys. Queries, keys and
+ * values may be in half precision; tiles of keys are converted where they are used. C with GCC's vector types.
+ *
+ * Every multiply-add is explicit, and the compiler may fuse no others (`-ffp-contract=off`): two loops that compute the
+ * same must round alike.
  */
 
 #include <math.h>
@@ -34,11 +42,12 @@
 #define SHARING 4 /* tiles of rows per task, which share tiles of keys */
 #define MOST 8   /* keys or dimensions that are computed together */
 #define TOGETHER(width) ((width) * MOST <= ACCUMULATORS ? MOST : (width) * 4 <= ACCUMULATORS ? 4 : 2)
-#define NARROW (LANES / 2) /* rows per block up to which the lanes hold dimensions */
-#define SHORT 8  /* lanes of dimensions; the head size is a multiple */
+#define NARROW (LANES / 2) /* rows per block up to which vectors hold keys and dimensions */
+#define SHORT 8  /* lanes of keys or dimensions; the head size is a multiple */
+#define CHAINS 8 /* of the sum of a tile's weights: key i is added to chain i % CHAINS */
+#define LEAST_PART 4 /* tiles of keys per task */
 #define HIDDEN (-1e30f) /* score of a hidden key: finite, since exp(-inf + inf) is NaN */
 #define LOG2E 1.44269504f
-#define LN2 0.693147181f
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
@@ -50,6 +59,22 @@ INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE vec splat(float x) { return x - (vec){0}; }
 
+/* a * b + sum, rounded once where the processor can, and everywhere alike. */
+#if defined __AVX512F__
+#define MULTIPLY_ADD(a, b, sum) ((vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(sum)))
+#elif defined __FMA__
+#define MULTIPLY_ADD(a, b, sum) ((vec)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(sum)))
+#else
+#define MULTIPLY_ADD(a, b, sum) ((a) * (b) + (sum))
+#endif
+#if defined __FMA__
+#define SHORT_MULTIPLY_ADD(a, b, sum) ((shortvec)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(sum)))
+#else
+#define SHORT_MULTIPLY_ADD(a, b, sum) ((a) * (b) + (sum))
+#endif
+
+INLINE shortvec short_splat(float x) { return x - (shortvec){0}; }
+
 /* a > b ? a : b in each lane; b if one of them is NaN. */
 INLINE vec larger(vec a, vec b) {
 #if defined __AVX512F__
@@ -59,19 +84,6 @@ INLINE vec larger(vec a, vec b) {
 #else
     ivec a_wins = a > b;
     return (vec)(((ivec)a & a_wins) | ((ivec)b & ~a_wins));
-#endif
-}
-
-INLINE int any_larger(vec a, vec b) {
-#if defined __AVX512F__
-    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
-#elif defined __AVX__
-    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
-#else
-    ivec is_larger = a > b;
-    int any = 0;
-    for (int lane = 0; lane < LANES; lane++) any |= is_larger[lane];
-    return any;
 #endif
 }
 
@@ -97,18 +109,39 @@ INLINE vec exp2_nonpositive(vec x) {
 #endif
     const vec r = x - n;
     vec p = splat(0.0001535336196f);
-    p = p * r + splat(0.001339887385f);
-    p = p * r + splat(0.009618436918f);
-    p = p * r + splat(0.05550332367f);
-    p = p * r + splat(0.2402264774f);
-    p = p * r + splat(0.6931471825f);
-    p = p * r + splat(1.0f);
+    p = MULTIPLY_ADD(p, r, splat(0.001339887385f));
+    p = MULTIPLY_ADD(p, r, splat(0.009618436918f));
+    p = MULTIPLY_ADD(p, r, splat(0.05550332367f));
+    p = MULTIPLY_ADD(p, r, splat(0.2402264774f));
+    p = MULTIPLY_ADD(p, r, splat(0.6931471825f));
+    p = MULTIPLY_ADD(p, r, splat(1.0f));
 #if defined __AVX512F__
     return (vec)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)splat(-126.0f), _CMP_NLT_UQ), (__m512)p,
                                        (__m512)n);
 #else
     return (vec)((((ivec)shifted << 23) + (ivec)p) & ~(x < splat(-126.0f)));
 #endif
+}
+
+/* tanh(x) by Cephes' polynomial for small x, by an exponential for others. */
+INLINE vec tanh_of(vec x) {
+    const vec magnitude = larger(x, -x), square = x * x;
+    vec p = splat(-5.70498872745e-3f);
+    p = MULTIPLY_ADD(p, square, splat(2.06390887954e-2f));
+    p = MULTIPLY_ADD(p, square, splat(-5.37397155531e-2f));
+    p = MULTIPLY_ADD(p, square, splat(1.33314422036e-1f));
+    p = MULTIPLY_ADD(p, square, splat(-3.33332819422e-1f));
+    const vec near = MULTIPLY_ADD(p * square, x, x);
+    const vec decay = exp2_nonpositive(magnitude * splat(-2.0f * LOG2E));
+    const vec far = (splat(1.0f) - decay) / (splat(1.0f) + decay);
+    const ivec is_near = magnitude < splat(0.625f), sign = (ivec)x & (ivec)splat(-0.0f);
+    return (vec)(((ivec)near & is_near) | (((ivec)far | sign) & ~is_near));
+}
+
+/* cap * tanh(score / cap) for `count` vectors of scores in units of log 2. */
+INLINE void cap_scores(float cap, int count, vec *scores) {
+    const vec most = splat(cap * LOG2E), inverse = splat(1.0f / (cap * LOG2E));
+    for (int i = 0; i < count; i++) scores[i] = most * tanh_of(scores[i] * inverse);
 }
 
 /* Formats of keys and values, by the numbers of `native.py`. */
@@ -164,18 +197,28 @@ INLINE const float *unpack(const Storage *storage, int which, int64_t row, int c
     return to;
 }
 
-/* Keys and values of a block: its first row in the storage. */
+/* Pieces of keys, one after another: their first row in the storage, of one KV head. */
 typedef struct {
     const Storage *storage;
-    int64_t row, lead, dim;
+    int64_t row, count;
+} Piece;
+
+/* Keys and values of a block for one KV head, counted from the start of the tile in which it begins: `before` keys of
+ * that tile, in `pieces`, belong to earlier blocks. */
+typedef struct {
+    const Piece *pieces;
+    int64_t before, lead, dim;
+    float softcap;
+    Piece own;
 } Block;
 
-/* `count` keys from `start` on, and their values. `ahead`: keys and values (or leads) of the next tile in the storage. */
+/* `count` keys, and their values. `ahead`: keys and values (or leads) of the next tile in the storage. */
 typedef struct {
     const float *leads, *keys, *values;
     int64_t lead, dim;
     const uint8_t *ahead[2];
     int64_t bytes[2];                                /* of a key and a value */
+    float softcap;                                   /* of scores, 0: none */
 } Tile;
 
 /* Prefetches every `parts`th line of `count` keys and values from `first` on of the next tile. */
@@ -187,27 +230,56 @@ INLINE void prefetch(const Tile *tile, int first, int count, int64_t part, int64
     }
 }
 
+/* Numbers of a tile that is not read in place. */
 INLINE int64_t room_of(const Block *block) {
-    return block->storage->format == FLOAT32 ? 1 : TILE * (2 * block->dim + block->lead);
+    const int is_in_place = block->own.storage->format == FLOAT32 && !block->before;
+    return is_in_place ? 1 : TILE * (2 * block->dim + block->lead);
 }
 
-INLINE Tile tile_of(const Block *block, int64_t start, int count, float *room) {
-    const int64_t dim = block->dim, lead = block->lead, row = block->row + start;
-    const float *keys = unpack(block->storage, 0, row, count, dim, room);
-    const float *others = unpack(block->storage, 1, row, count, lead ? lead : dim, room + TILE * dim);
-    const int64_t size = block->storage->format == FLOAT32 ? 4 : block->storage->format < INT8 ? 2 : 1;
-    const int64_t key_bytes = size * dim, other_bytes = lead ? size * lead : key_bytes;
-    return (Tile){others, keys, lead ? keys : others, lead, dim,
-                  {block->storage->keys + (row + count) * key_bytes, block->storage->values + (row + count) * other_bytes},
-                  {key_bytes, other_bytes}};
+/* Copies the keys (`which` 0) or values (1) of the first tile, from the pieces before the block and its own. */
+static void gather(const Block *block, int which, int count, int64_t dim, float *to) {
+    int64_t copied = 0;
+    for (const Piece *piece = block->pieces; copied < count; piece++) {
+        const int is_own = copied == block->before;
+        const Piece *from = is_own ? &block->own : piece;
+        const int part = (int)(is_own ? count - copied : smaller(piece->count, count - copied));
+        const float *unpacked = unpack(from->storage, which, from->row, part, dim, to + copied * dim);
+        if (unpacked != to + copied * dim) memcpy(to + copied * dim, unpacked, sizeof(float) * part * dim);
+        copied += part;
+    }
 }
+
+/* The tile that begins with key `start`, a multiple of TILE. */
+INLINE Tile tile_of(const Block *block, int64_t start, int count, float *room) {
+    const Storage *storage = block->own.storage;
+    const int64_t dim = block->dim, lead = block->lead, other_dim = lead ? lead : dim;
+    const int64_t row = block->own.row + start - block->before;
+    const float *keys = room, *others = room + TILE * dim;
+    if (start < block->before) {
+        gather(block, 0, count, dim, room);
+        gather(block, 1, count, other_dim, room + TILE * dim);
+    } else {
+        keys = unpack(storage, 0, row, count, dim, room);
+        others = unpack(storage, 1, row, count, other_dim, room + TILE * dim);
+    }
+    const int64_t size = storage->format == FLOAT32 ? 4 : storage->format < INT8 ? 2 : 1;
+    const int64_t key_bytes = size * dim, other_bytes = size * other_dim;
+    return (Tile){others, keys, lead ? keys : others, lead, dim,
+                  {storage->keys + (row + count) * key_bytes, storage->values + (row + count) * other_bytes},
+                  {key_bytes, other_bytes}, block->softcap};
+}
+
+/* The result of a row for some keys, unnormalised: sums of values weighted by 2^(score - best), and of the weights.
+ * Results are merged by `new = larger(best, best2)`: each sum becomes sum2 * 2^(best2 - new) + sum * 2^(best - new).
+ *
+ * A tile of rows has them as vectors: sums [dim][width], then `best` [width] and totals [width]. */
 
 /* acc[j] += sum_d keys[j][d] * qt[d] */
 INLINE void add_products(int width, int count, const vec *qt, const float *keys, int64_t dim, vec (*acc)[WIDEST]) {
     for (int64_t d = 0; d < dim; d++)
         for (int j = 0; j < count; j++) {
             vec k = splat(keys[j * dim + d]);
-            for (int w = 0; w < width; w++) acc[j][w] += k * qt[d * width + w];
+            for (int w = 0; w < width; w++) acc[j][w] = MULTIPLY_ADD(k, qt[d * width + w], acc[j][w]);
         }
 }
 
@@ -222,15 +294,15 @@ INLINE void score(int width, int count, const vec *qt, const Tile *tile, int fir
         for (int w = 0; w < width; w++) scores[(first + j) * width + w] = acc[j][w];
 }
 
-/* A tile of rows: queries qt [lead + dim][width], unnormalised sums ot [dim][width], maxima and totals of weights. */
+/* A tile of rows: queries qt [lead + dim][width], and their result. */
 typedef struct {
-    vec *qt, *ot;                                    /* the maxima [width] and totals [width] follow the sums */
+    vec *qt, *result;
     ivec lo[WIDEST], hi[WIDEST];                     /* keys visible to each row */
     int32_t least_lo, most_lo, least_hi, most_hi;
 } Rows;
 
-/* Hides the keys of a tile outside the rows' bounds. A row that sees no key gets a log-sum-exp of about HIDDEN, which
- * has no weight in the merge. */
+/* Hides the keys of a tile outside the rows' bounds. A row that sees no key of the tile gets a result for which `best` is
+ * HIDDEN, which has no weight in a merge, and which gets none as soon as the row sees a key. */
 INLINE void hide(int width, int64_t start, int count, const Rows *rows, vec *scores) {
     const vec hidden = splat(HIDDEN);
     for (int i = 0; i < count; i++)
@@ -241,56 +313,71 @@ INLINE void hide(int width, int64_t start, int count, const Rows *rows, vec *sco
         }
 }
 
-/* Adds `count` keys from `start` on to the results of `width` vectors of rows. */
-INLINE void attend_tile(int width, const Rows *rows, const Tile *tile, int64_t start, int count) {
+/* Sets `best` to the larger one, and the factors of both results. */
+INLINE void weights_of(vec *best, vec best2, vec *factor, vec *factor2) {
+    const vec peak = larger(*best, best2);
+    *factor = exp2_nonpositive(*best - peak);
+    *factor2 = exp2_nonpositive(best2 - peak);
+    *best = peak;
+}
+
+/* Merges the result of `count` keys from `start` on into that of the rows, or replaces it. */
+INLINE void attend_tile(int width, const Rows *rows, const Tile *tile, int64_t start, int count, int replaces) {
     const int together = TOGETHER(width);
     const int64_t dim = tile->dim;
     const float *v = tile->values;
-    vec scores[TILE * WIDEST], peaks[WIDEST], sums[WIDEST];
-    vec *ot = rows->ot, *best = ot + dim * width, *total = best + width;
+    vec scores[TILE * WIDEST], peaks[WIDEST], sums[CHAINS][WIDEST], factors[WIDEST], factors2[WIDEST];
+    vec *results = rows->result, *best = results + dim * width, *total = best + width;
     int j = 0;
     for (; j + together <= count; j += together) {
         prefetch(tile, j, together, 0, 1);
         score(width, together, rows->qt, tile, j, scores);
     }
     for (; j < count; j++) score(width, 1, rows->qt, tile, j, scores);
+    if (tile->softcap) cap_scores(tile->softcap, count * width, scores);
     if (start < rows->most_lo || start + count > rows->least_hi) hide(width, start, count, rows, scores);
 
-    for (int w = 0; w < width; w++) peaks[w] = best[w], sums[w] = splat(0.0f);
+    for (int w = 0; w < width; w++) peaks[w] = splat(HIDDEN);
     for (int i = 0; i < count; i++)
         for (int w = 0; w < width; w++) peaks[w] = larger(scores[i * width + w], peaks[w]);
-    for (int w = 0; w < width; w++)
-        if (any_larger(peaks[w], best[w])) { /* a new maximum: rescale the running sums */
-            vec decay = exp2_nonpositive(best[w] - peaks[w]);
-            total[w] *= decay;
-            for (int64_t d = 0; d < dim; d++) ot[d * width + w] *= decay;
-            best[w] = peaks[w];
-        }
+    for (int c = 0; c < CHAINS; c++)
+        for (int w = 0; w < width; w++) sums[c][w] = splat(0.0f);
     for (int i = 0; i < count; i++)
         for (int w = 0; w < width; w++) {
             vec p = exp2_nonpositive(scores[i * width + w] - peaks[w]);
             scores[i * width + w] = p;
-            sums[w] += p;
+            sums[i % CHAINS][w] += p;
         }
-    for (int w = 0; w < width; w++) total[w] += sums[w];
+    for (int pairs = CHAINS / 2; pairs; pairs /= 2)
+        for (int c = 0; c < pairs; c++)
+            for (int w = 0; w < width; w++) sums[c][w] = sums[2 * c][w] + sums[2 * c + 1][w];
+    for (int w = 0; w < width; w++)
+        if (replaces) best[w] = peaks[w], total[w] = sums[0][w];
+        else {
+            weights_of(best + w, peaks[w], factors + w, factors2 + w);
+            total[w] = MULTIPLY_ADD(sums[0][w], factors2[w], total[w] * factors[w]);
+        }
 
     for (int64_t d = 0; d < dim; d += together) {
         vec acc[MOST][WIDEST];
         for (int u = 0; u < together; u++)
-            for (int w = 0; w < width; w++) acc[u][w] = ot[(d + u) * width + w];
+            for (int w = 0; w < width; w++) acc[u][w] = splat(0.0f);
         for (int i = 0; i < count; i++)
             for (int u = 0; u < together; u++) {
                 vec x = splat(v[i * dim + d + u]);
-                for (int w = 0; w < width; w++) acc[u][w] += x * scores[i * width + w];
+                for (int w = 0; w < width; w++) acc[u][w] = MULTIPLY_ADD(x, scores[i * width + w], acc[u][w]);
             }
         for (int u = 0; u < together; u++)
-            for (int w = 0; w < width; w++) ot[(d + u) * width + w] = acc[u][w];
+            for (int w = 0; w < width; w++) {
+                vec *sum = results + (d + u) * width + w;
+                *sum = replaces ? acc[u][w] : MULTIPLY_ADD(acc[u][w], factors2[w], *sum * factors[w]);
+            }
     }
 }
 
 /* `attend_tile`, compiled for each width. */
-static void attend_width(int width, const Rows *rows, const Tile *tile, int64_t start, int count) {
-#define OF(n) case n: attend_tile(n, rows, tile, start, count); break;
+static void attend_width(int width, const Rows *rows, const Tile *tile, int64_t start, int count, int replaces) {
+#define OF(n) case n: attend_tile(n, rows, tile, start, count, replaces); break;
     switch (width) {
         OF(1) OF(2) OF(3)
 #if WIDEST > 3
@@ -303,174 +390,106 @@ static void attend_width(int width, const Rows *rows, const Tile *tile, int64_t 
 #undef OF
 }
 
-/* One task: `tiles` tiles of rows over the keys `first .. end` of their block. */
-static void attend_rows(int width, int tiles, Rows *rows, const Block *block, int64_t first, int64_t end) {
-    const int64_t dim = block->dim;
-    float room[room_of(block)];
-    int64_t begin = end, stop = first;
-    for (int t = 0; t < tiles; t++) {
-        vec *best = rows[t].ot + dim * width, *total = best + width;
-        memset(rows[t].ot, 0, sizeof(vec) * dim * width);
-        for (int w = 0; w < width; w++) best[w] = splat(HIDDEN), total[w] = splat(0.0f);
-        if (rows[t].least_lo < begin) begin = rows[t].least_lo;
-        if (rows[t].most_hi > stop) stop = rows[t].most_hi;
-    }
-    if (begin < first) begin = first;
-    if (stop > end) stop = end;
-    for (int64_t start = begin; start < stop; start += TILE) {
-        const int count = (int)smaller(stop - start, TILE);
-        const Tile tile = tile_of(block, start, count, room);
-        for (int t = 0; t < tiles; t++) {
-            const int64_t seen = rows[t].most_hi - start; /* rounded up to keys that are computed together */
-            if (seen > 0 && rows[t].least_lo < start + count)
-                attend_width(width, rows + t, &tile, start, (int)smaller(count, (seen + MOST - 1) / MOST * MOST));
-        }
-    }
-}
-
-/* A call, as laid out by `native.py`: N blocks of num_keys keys, each with M queries. */
+/* The blocks and pairs of a pass, as laid out by `native.py`. Blocks are in the order in which their results are merged:
+ * a row sees at most one block of each level. Keys are counted as in `Block`. */
 typedef struct {
-    int64_t blocks, queries, num_keys;               /* N, M, L */
-    int64_t key_offset, key_block, key_head;         /* of the first key, block stride, head stride, in elements */
-    const int64_t *key_offsets;                      /* [N] of the first keys instead, NULL: evenly spaced */
-    const int64_t *query_index;                      /* [N * M] query of each position, -1: none; NULL: in order */
-    const int64_t *lo, *hi;                          /* [N * M] visible keys, NULL: all */
-    const float *cos, *sin;                          /* [N * M][half] rotations, NULL: none */
+    int64_t levels;
+    const int64_t *level_blocks;                     /* [levels + 1] first blocks */
+    const int64_t *row, *stride, *quantized;         /* [blocks] of the first own key; from KV head to KV head; in 8 bits */
+    const int64_t *before;                           /* [blocks] */
+    const int64_t *first_piece, *first_pair;         /* [blocks + 1] */
+    const int64_t *pieces;                           /* [pieces][4]: row, stride, quantized, number of keys */
+    const int64_t *query, *lo, *hi;                  /* [pairs] a query, and the keys that it sees: lo <= key < hi */
+    const float *cos, *sin;                          /* [pairs][half] rotations, NULL: none */
     int64_t half, interleaved;
-    int64_t repeats;                                 /* whether a query is at several positions */
-    int64_t quantized;                               /* whether keys and values are in 8 bits */
-} DenseCall;
+} Plan;
 
-/* Arguments shared by all calls of a layer. Initial result of a query: lse -inf, or its sink and out 0.
- * With leads, there is one KV head. */
+/* Arguments of a layer. With leads, there is one KV head. */
 typedef struct {
     const void *query;                               /* [T][heads][lead + dim] in the format of the keys, by strides */
     int64_t query_token, query_head;
-    float *out, *lse;                                /* [T][heads][dim], [T][heads] */
+    float *out, *best, *total;                       /* [T][heads][dim], [T][heads] twice: results, at the end normalised */
+    const float *sinks;                              /* [heads] logits, NULL: none */
     Storage storage, quantized;
-    int64_t heads, kv_heads, lead, dim;
-    float scale;
+    int64_t tokens, heads, kv_heads, lead, dim;
+    float scale, softcap;                            /* softcap 0: none */
 } Layer;
 
-/* A KV head of a block of a call. */
-INLINE Block block_of(const Layer *layer, const DenseCall *call, int64_t block, int64_t head) {
-    const int64_t first = call->key_offsets ? call->key_offsets[block] : call->key_offset + block * call->key_block;
-    const int64_t at = first + head * call->key_head;
-    return (Block){call->quantized ? &layer->quantized : &layer->storage, at / layer->dim, layer->lead, layer->dim};
+/* A task: some tiles of rows of a block and KV head, over tiles of keys. */
+typedef struct {
+    int64_t block, head, first_row, tiles;           /* `tiles` of rows; 0: few rows, in vectors of keys */
+    int64_t start, stop;                             /* keys */
+    int64_t result;                                  /* where results of its tiles of keys are stored, -1: merged at once */
+} Task;
+
+INLINE Piece piece_of(const Layer *layer, const int64_t *piece, int64_t head) {
+    return (Piece){piece[2] ? &layer->quantized : &layer->storage, piece[0] + head * piece[1], piece[3]};
 }
 
-INLINE int64_t token_at(const DenseCall *call, int64_t position) {
-    return call->query_index ? call->query_index[position] : position;
+/* The block of a task; `pieces`: room for TILE of them. */
+INLINE Block block_of(const Layer *layer, const Plan *plan, const Task *task, Piece *pieces) {
+    const int64_t block = task->block;
+    const int64_t own[] = {plan->row[block], plan->stride[block], plan->quantized[block], 0};
+    int count = 0;
+    for (int64_t i = plan->first_piece[block]; i < plan->first_piece[block + 1]; i++)
+        pieces[count++] = piece_of(layer, plan->pieces + 4 * i, task->head);
+    return (Block){pieces, plan->before[block], layer->lead, layer->dim, layer->softcap, piece_of(layer, own, task->head)};
 }
 
-/* Writes the query of one position and head, rotated and scaled, to to[d * stride]; returns 0 if there is none. */
-static int load_query(const Layer *layer, const DenseCall *call, int64_t position, int64_t head, float *to, int64_t stride) {
-    const int64_t token = token_at(call, position), dim = layer->lead + layer->dim, format = layer->storage.format;
-    if (token < 0) return 0;
-    const int64_t at = token * layer->query_token + head * layer->query_head;
+/* Rows of a block: its pairs, times the heads of a group. Returns where the results of one are in `out`, as a row. */
+INLINE int64_t pair_of(const Layer *layer, const Plan *plan, int64_t block, int64_t row) {
+    return plan->first_pair[block] + row / (layer->heads / layer->kv_heads);
+}
+
+INLINE int64_t result_row(const Layer *layer, const Plan *plan, const Task *task, int64_t row) {
+    const int64_t groups = layer->heads / layer->kv_heads;
+    return plan->query[pair_of(layer, plan, task->block, row)] * layer->heads + task->head * groups + row % groups;
+}
+
+/* Writes the query of a row, rotated and scaled, to to[d * stride]. */
+static void load_query(const Layer *layer, const Plan *plan, const Task *task, int64_t row, float *to, int64_t stride) {
+    const int64_t dim = layer->lead + layer->dim, format = layer->storage.format;
+    const int64_t pair = pair_of(layer, plan, task->block, row), at = result_row(layer, plan, task, row);
+    const int64_t from = at / layer->heads * layer->query_token + at % layer->heads * layer->query_head;
     float room[dim];
-    const float *q = (const float *)layer->query + at, scale = layer->scale * LOG2E;
-    if (format != FLOAT32) widen(format, (const uint16_t *)layer->query + at, dim, room), q = room;
+    const float *q = (const float *)layer->query + from, scale = layer->scale * LOG2E;
+    if (format != FLOAT32) widen(format, (const uint16_t *)layer->query + from, dim, room), q = room;
     int64_t d = 0;
-    if (call->cos) {
-        const float *cos = call->cos + position * call->half, *sin = call->sin + position * call->half;
-        for (int64_t i = 0; i < call->half; i++) {
-            const int64_t one = call->interleaved ? 2 * i : i, other = call->interleaved ? one + 1 : i + call->half;
+    if (plan->cos) {
+        const float *cos = plan->cos + pair * plan->half, *sin = plan->sin + pair * plan->half;
+        for (int64_t i = 0; i < plan->half; i++) {
+            const int64_t one = plan->interleaved ? 2 * i : i, other = plan->interleaved ? one + 1 : i + plan->half;
             to[one * stride] = (q[one] * cos[i] - q[other] * sin[i]) * scale;
             to[other * stride] = (q[other] * cos[i] + q[one] * sin[i]) * scale;
         }
-        d = 2 * call->half;
+        d = 2 * plan->half;
     }
     for (; d < dim; d++) to[d * stride] = q[d] * scale;
-    return 1;
 }
 
-/* Number of parts of a call's keys: one, or about four tasks per thread, equally many for each. */
-static int64_t split(const DenseCall *call, int64_t units, int threads) {
-    if (threads == 1) return 1;
-    int64_t parts = (4 * threads + units - 1) / units;
-    while (units * parts % threads) parts++;
-    if (parts > call->num_keys / (4 * TILE)) parts = call->num_keys / (4 * TILE);
-    return parts < 1 ? 1 : parts;
+/* Many rows: vectors of rows. */
+
+static int width_of(int64_t rows) { return (int)smaller((rows + LANES - 1) / LANES, WIDEST); }
+
+INLINE int64_t rows_of(const Layer *layer, const Plan *plan, int64_t block) {
+    return (plan->first_pair[block + 1] - plan->first_pair[block]) * (layer->heads / layer->kv_heads);
 }
 
-/* Merges sums[d * stride] of a row, weighted by 2^(score - peak), with its result for other blocks (Hydragen, eq. 5). */
-INLINE void merge_row(const Layer *layer, int64_t at, const float *sums, int64_t stride, float peak, float total) {
-    const float mine = (peak + log2f(total)) * LN2, seen = layer->lse[at];
-    float *out = layer->out + at * layer->dim;
-    if (seen == -INFINITY) {
-        const float weight = 1.0f / total;
-        for (int64_t d = 0; d < layer->dim; d++) out[d] = sums[d * stride] * weight;
-        layer->lse[at] = mine;
-        return;
-    }
-    const float others = 1.0f / (1.0f + expf(mine - seen)), weight = (1.0f - others) / total;
-    for (int64_t d = 0; d < layer->dim; d++) out[d] = out[d] * others + sums[d * stride] * weight;
-    layer->lse[at] = (mine > seen ? mine : seen) + log1pf(expf(-fabsf(mine - seen)));
-}
-
-/* How `attend_wide` divides a call: `units` of up to `sharing` tiles of rows that share a block, in `parts` of keys. */
-typedef struct {
-    int64_t rows, tiles, units, parts, share, per_tile, memory;
-    int width, sharing, direct;                      /* direct: a task merges its own results */
-} Division;
-
-static Division divide(const Layer *layer, const DenseCall *call, int threads) {
-    Division the = {.rows = call->queries * (layer->heads / layer->kv_heads)};
-    const int64_t all = call->blocks * layer->kv_heads, vectors = (the.rows + LANES - 1) / LANES;
-    the.tiles = (the.rows + SPAN - 1) / SPAN, the.width = (int)smaller(vectors, WIDEST);
-    const int64_t most = threads == 1 ? SHARING : all * the.tiles / (4 * threads); /* each thread gets a few tasks */
-    the.sharing = most < 1 ? 1 : (int)smaller(smaller(most, SHARING), the.tiles);
-    the.units = all * ((the.tiles + the.sharing - 1) / the.sharing);
-    the.parts = split(call, the.units, threads);
-    the.share = ((call->num_keys + the.parts - 1) / the.parts + TILE - 1) / TILE * TILE;
-    the.parts = (call->num_keys + the.share - 1) / the.share;
-    the.direct = the.parts == 1 && !call->repeats;
-    the.per_tile = (layer->dim + 2) * the.width;
-    const int64_t results = the.sharing * (the.direct ? threads : the.units * the.parts);
-    the.memory = results * the.per_tile + threads * the.sharing * (layer->lead + layer->dim) * the.width;
-    return the;
-}
-
-/* Merges the parts of one tile, then the result with those of other blocks. */
-static void merge_tile(const Layer *layer, const DenseCall *call, const Division *the, vec *ot, int64_t block,
-                       int64_t head, int64_t from) {
-    const int64_t dim = layer->dim, groups = layer->heads / layer->kv_heads, span = (int64_t)the->width * LANES;
-    const int width = the->width;
-    vec *best = ot + dim * width, *total = best + width;
-    for (int64_t part = 1; part < the->parts; part++) {
-        vec *ot2 = ot + part * the->sharing * the->per_tile, *best2 = ot2 + dim * width, *total2 = best2 + width;
-        for (int w = 0; w < width; w++) {
-            vec peak = larger(best[w], best2[w]);
-            vec a = exp2_nonpositive(best[w] - peak), b = exp2_nonpositive(best2[w] - peak);
-            for (int64_t d = 0; d < dim; d++) ot[d * width + w] = ot[d * width + w] * a + ot2[d * width + w] * b;
-            total[w] = total[w] * a + total2[w] * b;
-            best[w] = peak;
-        }
-    }
-    const float *sums = (const float *)ot, *peaks = (const float *)best, *totals = (const float *)total;
-    for (int64_t r = 0; r < span && from + r < the->rows; r++) {
-        const int64_t position = block * call->queries + (from + r) / groups, token = token_at(call, position);
-        if (token >= 0 && (!call->lo || call->lo[position] < call->hi[position]))
-            merge_row(layer, token * layer->heads + head * groups + (from + r) % groups, sums + r, span, peaks[r], totals[r]);
-    }
-}
-
-/* Loads the queries of a tile, zero-padded, and the bounds of the keys that they see. */
-static void load_rows(const Layer *layer, const DenseCall *call, const Division *the, int64_t block, int64_t head,
-                      int64_t from, Rows *rows) {
-    const int64_t groups = layer->heads / layer->kv_heads, span = (int64_t)the->width * LANES;
+/* Loads the queries of a tile of rows, zero-padded, and the bounds of the keys that they see. */
+static void load_rows(const Layer *layer, const Plan *plan, const Task *task, int64_t first, int64_t count, int width,
+                      Rows *rows) {
+    const int64_t span = (int64_t)width * LANES;
     int32_t *lo = (int32_t *)rows->lo, *hi = (int32_t *)rows->hi;
     rows->least_lo = rows->least_hi = INT32_MAX, rows->most_lo = rows->most_hi = 0;
     for (int64_t r = 0; r < span; r++) {
-        const int64_t position = block * call->queries + (from + r) / groups;
         lo[r] = 0, hi[r] = INT32_MAX;
-        if (from + r >= the->rows || !load_query(layer, call, position, head * groups + (from + r) % groups,
-                                                 (float *)rows->qt + r, span)) {
+        if (r >= count) {
             for (int64_t d = 0; d < layer->lead + layer->dim; d++) ((float *)rows->qt)[d * span + r] = 0.0f;
             continue;
         }
-        if (call->lo) lo[r] = (int32_t)call->lo[position], hi[r] = (int32_t)call->hi[position];
+        load_query(layer, plan, task, first + r, (float *)rows->qt + r, span);
+        const int64_t pair = pair_of(layer, plan, task->block, first + r);
+        lo[r] = (int32_t)plan->lo[pair], hi[r] = (int32_t)plan->hi[pair];
         if (lo[r] < rows->least_lo) rows->least_lo = lo[r];
         if (lo[r] > rows->most_lo) rows->most_lo = lo[r];
         if (hi[r] < rows->least_hi) rows->least_hi = hi[r];
@@ -478,179 +497,286 @@ static void load_rows(const Layer *layer, const DenseCall *call, const Division 
     }
 }
 
-/* A call with many rows per block, or with one block. Runs inside a parallel region. */
-static void attend_wide(const Layer *layer, const DenseCall *call, vec *memory, int threads) {
-    const Division the = divide(layer, call, threads);
-    const int64_t kv_heads = layer->kv_heads, per_head = the.units / (call->blocks * kv_heads);
-    const int64_t span = (int64_t)the.width * LANES, queries = (layer->lead + layer->dim) * the.width;
-    vec *own = memory + omp_get_thread_num() * the.sharing * queries, *results = memory + threads * the.sharing * queries;
-
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < the.units * the.parts; task++) { /* the last rows of a causal run first: they see most */
-        const int64_t unit = the.units - 1 - task / the.parts, part = task % the.parts;
-        const int64_t block = unit / (per_head * kv_heads), head = unit / per_head % kv_heads;
-        const int64_t first = unit % per_head * the.sharing, end = smaller(call->num_keys, (part + 1) * the.share);
-        const int tiles = (int)smaller(the.sharing, the.tiles - first);
-        const Block keys = block_of(layer, call, block, head);
-        vec *ot = results + (the.direct ? omp_get_thread_num() : unit * the.parts + part) * the.sharing * the.per_tile;
-        Rows rows[SHARING];
-        for (int t = 0; t < tiles; t++) {
-            rows[t].qt = own + t * queries, rows[t].ot = ot + t * the.per_tile;
-            load_rows(layer, call, &the, block, head, (first + t) * span, rows + t);
-        }
-        attend_rows(the.width, tiles, rows, &keys, part * the.share, end);
-        if (the.direct)
-            for (int t = 0; t < tiles; t++) merge_tile(layer, call, &the, rows[t].ot, block, head, (first + t) * span);
-    }
-    if (the.direct) return;
-
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < (call->repeats ? kv_heads : the.units); i++) /* rows with several blocks: one head per thread */
-        for (int64_t unit = call->repeats ? 0 : i; unit < (call->repeats ? the.units : i + 1); unit++) {
-            const int64_t block = unit / (per_head * kv_heads), head = unit / per_head % kv_heads;
-            if (call->repeats && head != i) continue;
-            const int64_t first = unit % per_head * the.sharing;
-            for (int64_t t = 0; t < smaller(the.sharing, the.tiles - first); t++)
-                merge_tile(layer, call, &the, results + (unit * the.parts * the.sharing + t) * the.per_tile, block, head,
-                           (first + t) * span);
-        }
+static void clear_result(int64_t dim, int width, vec *result) {
+    memset(result, 0, sizeof(vec) * (dim + 2) * width);
+    for (int w = 0; w < width; w++) result[dim * width + w] = splat(HIDDEN);
 }
 
-/* The even or odd pairs of lanes of `a` and `b`, added: half of a step that sums the lanes of 8 vectors at once. */
-#define PAIRS(a, b, ...) __builtin_shuffle(a, b, (shortivec){__VA_ARGS__})
-INLINE shortvec add_pairs(shortvec a, shortvec b) {
-    return PAIRS(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + PAIRS(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-}
-INLINE shortvec add_fours(shortvec a, shortvec b) {
-    return PAIRS(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + PAIRS(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-}
-INLINE shortvec add_eights(shortvec a, shortvec b) {
-    return PAIRS(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + PAIRS(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-}
-
-/* Scores of one row with SHORT keys. */
-INLINE shortvec score_short(const float *q, const Tile *tile, int first) {
-    shortvec s[SHORT] = {0};
-    const float *leads = tile->leads + first * tile->lead, *keys = tile->keys + first * tile->dim;
-    for (int64_t d = 0; d < tile->lead; d += SHORT)
-        for (int j = 0; j < SHORT; j++) s[j] += *(const shortvec *)(q + d) * *(const shortvec *)(leads + j * tile->lead + d);
-    q += tile->lead;
-    for (int64_t d = 0; d < tile->dim; d += SHORT)
-        for (int j = 0; j < SHORT; j++) s[j] += *(const shortvec *)(q + d) * *(const shortvec *)(keys + j * tile->dim + d);
-    const shortvec low = add_fours(add_pairs(s[0], s[1]), add_pairs(s[2], s[3]));
-    return add_eights(low, add_fours(add_pairs(s[4], s[5]), add_pairs(s[6], s[7])));
-}
-
-/* acc[0 .. width * SHORT] = acc * decay + sum over keys of weight * value. */
-INLINE void add_values(int width, const float *weights, const float *values, int count, int64_t dim, float decay,
-                       float *acc) {
-    shortvec sum[8];
-    for (int w = 0; w < width; w++) sum[w] = *(shortvec *)(acc + w * SHORT) * decay;
-    for (int j = 0; j < count; j++)
-        for (int w = 0; w < width; w++) sum[w] += weights[j] * *(const shortvec *)(values + j * dim + w * SHORT);
-    for (int w = 0; w < width; w++) *(shortvec *)(acc + w * SHORT) = sum[w];
-}
-
-/* The weights 2^(score - best) of `count` scores, in place, with a new best. Returns the factor of earlier sums. */
-INLINE float weigh(float *scores, int count, float *best, vec *total) {
-    for (int j = count; j < (count + LANES - 1) / LANES * LANES; j++) scores[j] = -INFINITY;
-    vec highest = splat(*best), sum = splat(0.0f);
-    for (int j = 0; j < count; j += LANES) highest = larger(*(vec *)(scores + j), highest);
-    const float peak = highest_lane(highest), decay = *best == peak ? 1.0f : exp2f(*best - peak);
-    for (int j = 0; j < count; j += LANES) {
-        vec p = exp2_nonpositive(*(vec *)(scores + j) - splat(peak));
-        *(vec *)(scores + j) = p;
-        sum += p;
-    }
-    *total = *total * decay + sum, *best = peak;
-    return decay;
-}
-
-/* Some rows q [rows][lead + dim] over a tile of keys. results [rows][dim + 2]: the sum of values, weighted by
- * 2^(score - best), then best. */
-static void attend_narrow(int64_t rows, const float *q, const Tile *tile, int count, float *results, vec *totals) {
-    const int64_t lead = tile->lead, dim = tile->dim, query_dim = lead + dim;
-    float scores[rows][TILE] __attribute__((aligned(64)));
-    int j = 0;
-    for (; j + SHORT <= count; j += SHORT)
-        for (int64_t r = 0; r < rows; r++) {
-            prefetch(tile, j, SHORT, r, rows);
-            *(shortvec *)(scores[r] + j) = score_short(q + r * query_dim, tile, j);
-        }
-    if (j < count) { /* the last keys: of a copy that ends with zeros */
-        float last[SHORT * query_dim];
-        memset(last, 0, sizeof last);
-        memcpy(last, tile->leads + j * lead, sizeof(float) * (count - j) * lead);
-        memcpy(last + SHORT * lead, tile->keys + j * dim, sizeof(float) * (count - j) * dim);
-        const Tile copy = {.leads = last, .keys = last + SHORT * lead, .lead = lead, .dim = dim};
-        for (int64_t r = 0; r < rows; r++) *(shortvec *)(scores[r] + j) = score_short(q + r * query_dim, &copy, 0);
-    }
-    for (int64_t r = 0; r < rows; r++, results += dim + 2) {
-        const float decay = weigh(scores[r], count, results + dim, totals + r), *v = tile->values;
-        int64_t d = 0;
-        for (; d + 8 * SHORT <= dim; d += 8 * SHORT) add_values(8, scores[r], v + d, count, dim, decay, results + d);
-        for (; d < dim; d += SHORT) add_values(1, scores[r], v + d, count, dim, decay, results + d);
+/* Reads the results of `count` rows so far. */
+static void load_results(const Layer *layer, const Plan *plan, const Task *task, int64_t first, int64_t count, int width,
+                         vec *result) {
+    const int64_t dim = layer->dim, span = (int64_t)width * LANES;
+    clear_result(dim, width, result);
+    float *sums = (float *)result;
+    for (int64_t r = 0; r < count; r++) {
+        const int64_t at = result_row(layer, plan, task, first + r);
+        for (int64_t d = 0; d < dim; d++) sums[d * span + r] = layer->out[at * dim + d];
+        sums[dim * span + r] = layer->best[at];
+        sums[(dim + 1) * span + r] = layer->total[at];
     }
 }
 
-/* The rows of one position and KV head over a part of their block: results [groups][dim + 2] of a sum, best and total. */
-static void attend_position(const Layer *layer, const DenseCall *call, int64_t position, int64_t head, int64_t first,
-                            int64_t end, float *results) {
-    const int64_t dim = layer->dim, query_dim = layer->lead + dim, groups = layer->heads / layer->kv_heads;
-    const Block block = block_of(layer, call, position / call->queries, head);
-    float q[groups * query_dim] __attribute__((aligned(64))), room[room_of(&block)];
-    vec totals[groups];
-    memset(results, 0, sizeof(float) * groups * (dim + 2));
-    for (int64_t group = 0; group < groups; group++) {
-        results[group * (dim + 2) + dim] = -INFINITY, totals[group] = splat(0.0f);
-        if (!load_query(layer, call, position, head * groups + group, q + group * query_dim, 1)) end = first;
+static void store_results(const Layer *layer, const Plan *plan, const Task *task, int64_t first, int64_t count, int width,
+                          const vec *result) {
+    const int64_t dim = layer->dim, span = (int64_t)width * LANES;
+    const float *sums = (const float *)result;
+    for (int64_t r = 0; r < count; r++) {
+        const int64_t at = result_row(layer, plan, task, first + r);
+        for (int64_t d = 0; d < dim; d++) layer->out[at * dim + d] = sums[d * span + r];
+        layer->best[at] = sums[dim * span + r];
+        layer->total[at] = sums[(dim + 1) * span + r];
     }
-    if (call->lo && call->lo[position] > first) first = call->lo[position];
-    if (call->hi && call->hi[position] < end) end = call->hi[position];
-    for (int64_t start = first; start < end; start += TILE) {
-        const int count = (int)smaller(end - start, TILE);
+}
+
+/* Merges the result of a tile of keys. */
+static void merge_vectors(int64_t dim, int width, vec *result, const vec *result2) {
+    vec *best = result + dim * width, *total = best + width;
+    const vec *best2 = result2 + dim * width, *total2 = best2 + width;
+    for (int w = 0; w < width; w++) {
+        vec factor, factor2;
+        weights_of(best + w, best2[w], &factor, &factor2);
+        total[w] = MULTIPLY_ADD(total2[w], factor2, total[w] * factor);
+        for (int64_t d = 0; d < dim; d++)
+            result[d * width + w] = MULTIPLY_ADD(result2[d * width + w], factor2, result[d * width + w] * factor);
+    }
+}
+
+/* A task of many rows. Results of tiles of keys that are not merged at once: `results`, [tiles of keys][tiles of rows]. */
+static void attend_many(const Layer *layer, const Plan *plan, const Task *task, int is_first, vec *memory, vec *results) {
+    const int64_t dim = layer->dim, all = rows_of(layer, plan, task->block), span = width_of(all) * LANES;
+    const int width = width_of(all), tiles = (int)task->tiles;
+    const int64_t size = (dim + 2) * width, query_size = (layer->lead + dim) * width;
+    Piece pieces[TILE];
+    const Block block = block_of(layer, plan, task, pieces);
+    float room[room_of(&block)];
+    Rows rows[SHARING];
+    int64_t begin = task->stop, stop = task->start;
+    for (int t = 0; t < tiles; t++, memory += size + query_size) {
+        const int64_t first = task->first_row + t * span, count = smaller(all - first, span);
+        rows[t].qt = memory, rows[t].result = memory + query_size;
+        load_rows(layer, plan, task, first, count, width, rows + t);
+        if (task->result < 0 && !is_first) load_results(layer, plan, task, first, count, width, rows[t].result);
+        else clear_result(dim, width, rows[t].result);
+        if (rows[t].least_lo < begin) begin = rows[t].least_lo;
+        if (rows[t].most_hi > stop) stop = rows[t].most_hi;
+    }
+    begin = (task->result < 0 && begin > task->start ? begin : task->start) / TILE * TILE;
+    if (task->result >= 0 || stop > task->stop) stop = task->stop;
+    for (int64_t start = begin; start < stop; start += TILE) {
+        const int count = (int)smaller(stop - start, TILE);
         const Tile tile = tile_of(&block, start, count, room);
-        attend_narrow(groups, q, &tile, count, results, totals);
+        for (int t = 0; t < tiles; t++) {
+            const int64_t seen = rows[t].most_hi - start; /* rounded up to keys that are computed together */
+            const int is_seen = seen > 0 && rows[t].least_lo < start + count;
+            const int computed = (int)smaller(count, (seen + MOST - 1) / MOST * MOST);
+            if (task->result >= 0) {
+                rows[t].result = results + (start / TILE * tiles + t) * size;
+                if (is_seen) attend_width(width, rows + t, &tile, start, computed, 1);
+                else clear_result(dim, width, rows[t].result);
+            } else if (is_seen) attend_width(width, rows + t, &tile, start, computed, 0);
+        }
     }
-    for (int64_t group = 0; group < groups; group++)
-        for (int lane = 0; lane < LANES; lane++) results[group * (dim + 2) + dim + 1] += totals[group][lane];
+    for (int t = 0; t < tiles && task->result < 0; t++) {
+        const int64_t first = task->first_row + t * span;
+        store_results(layer, plan, task, first, smaller(all - first, span), width, rows[t].result);
+    }
 }
 
-static void merge_position(const Layer *layer, const DenseCall *call, int64_t position, int64_t head, const float *results) {
-    const int64_t dim = layer->dim, groups = layer->heads / layer->kv_heads, token = token_at(call, position);
-    for (int64_t group = 0; group < groups; group++, results += dim + 2)
-        if (token >= 0 && results[dim + 1] != 0.0f) /* it sees a key of this part */
-            merge_row(layer, token * layer->heads + head * groups + group, results, 1, results[dim], results[dim + 1]);
+/* Few rows: vectors of keys for the scores, and of dimensions for the values. */
+
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (shortivec){__VA_ARGS__})
+
+/* The first four numbers of two keys. */
+INLINE shortvec fours(const float *a, const float *b) {
+#if defined __AVX__
+    return (shortvec)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(a)), _mm_loadu_ps(b), 1);
+#else
+    return (shortvec){a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]};
+#endif
 }
 
-/* Whether the lanes hold dimensions: for a single row, or a few rows in each of many blocks. */
-INLINE int is_narrow(const Layer *layer, const DenseCall *call) {
-    return call->queries * (layer->heads / layer->kv_heads) <= NARROW && (call->blocks > 1 || call->queries == 1);
+/* Turns SHORT keys of SHORT dimensions into SHORT dimensions of SHORT keys, `stride` apart. */
+INLINE void turn(const float *const *keys, float *to, int64_t stride) {
+    for (int d = 0; d < SHORT; d += 4) {
+        shortvec of[4], pairs[4];
+        for (int i = 0; i < 4; i++) of[i] = fours(keys[i] + d, keys[i + 4] + d);
+        for (int i = 0; i < 4; i += 2) {
+            pairs[i] = SHUFFLE(of[i], of[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+            pairs[i + 1] = SHUFFLE(of[i], of[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+        }
+        for (int i = 0; i < 2; i++) {
+            *(shortvec *)(to + (d + 2 * i) * stride) = SHUFFLE(pairs[i], pairs[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            *(shortvec *)(to + (d + 2 * i + 1) * stride) = SHUFFLE(pairs[i], pairs[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    }
 }
 
-/* A narrow call. Its parts of keys, if it has several, have one position. */
-static void attend_few(const Layer *layer, const DenseCall *call, float *memory, int threads) {
-    const int64_t kv_heads = layer->kv_heads, positions = call->blocks * call->queries;
-    const int64_t size = layer->heads / kv_heads * (layer->dim + 2), parts = positions == 1 ? split(call, kv_heads, threads) : 1;
-    if (parts == 1) {
-        float results[size];
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < (call->repeats ? 1 : positions) * kv_heads; i++)
-            for (int64_t position = call->repeats ? 0 : i / kv_heads;
-                 position < (call->repeats ? positions : i / kv_heads + 1); position++) {
-                attend_position(layer, call, position, i % kv_heads, 0, call->num_keys, results);
-                merge_position(layer, call, position, i % kv_heads, results);
+/* scores[0 .. groups * SHORT] += sum over `dims` dimensions of q[d] * turned[d] */
+INLINE void add_turned(int groups, const float *q, const float *turned, int64_t dims, float *scores) {
+    shortvec acc[TILE / SHORT];
+    for (int g = 0; g < groups; g++) acc[g] = *(shortvec *)(scores + g * SHORT);
+    for (int64_t d = 0; d < dims; d++) {
+        const shortvec x = short_splat(q[d]);
+        for (int g = 0; g < groups; g++)
+            acc[g] = SHORT_MULTIPLY_ADD(*(const shortvec *)(turned + d * TILE + g * SHORT), x, acc[g]);
+    }
+    for (int g = 0; g < groups; g++) *(shortvec *)(scores + g * SHORT) = acc[g];
+}
+
+static void add_groups(int groups, const float *q, const float *turned, int64_t dims, float *scores) {
+#define OF(n) case n: add_turned(n, q, turned, dims, scores); break;
+    switch (groups) { OF(1) OF(2) OF(3) OF(4) OF(5) OF(6) OF(7) OF(8) }
+#undef OF
+}
+
+/* Adds the products of `rows` queries, `query_dim` apart, with `dim` dimensions of `count` keys to their scores. Prefetches
+ * the tile after `tile`, unless it is NULL. */
+static void score_few(int64_t rows, const float *q, int64_t query_dim, const float *keys, int64_t dim, int count,
+                      const Tile *tile, float (*scores)[TILE]) {
+    float turned[TILE * TILE] __attribute__((aligned(64)));
+    const int groups = (count + SHORT - 1) / SHORT;
+    for (int64_t from = 0; from < dim; from += TILE) {
+        const int64_t dims = smaller(dim - from, TILE);
+        for (int g = 0; g < groups; g++) {
+            const float *of[SHORT]; /* the last keys are repeated, and hidden later */
+            for (int i = 0; i < SHORT; i++) of[i] = keys + smaller(g * SHORT + i, count - 1) * dim + from;
+            if (tile && !from) prefetch(tile, g * SHORT, SHORT, 0, 1);
+            for (int64_t d = 0; d < dims; d += SHORT) {
+                turn(of, turned + d * TILE + g * SHORT, TILE);
+                for (int i = 0; i < SHORT; i++) of[i] += SHORT;
             }
+        }
+        for (int64_t r = 0; r < rows; r++) add_groups(groups, q + r * query_dim + from, turned, dims, scores[r]);
+    }
+}
+
+/* Turns scores of `count` keys into weights 2^(score - best), in place. Returns their sum. */
+INLINE float weigh(float *scores, int count, float *best) {
+    vec highest = splat(HIDDEN);
+    for (int j = 0; j < count; j += LANES) highest = larger(*(vec *)(scores + j), highest);
+    *best = highest_lane(highest);
+    for (int j = 0; j < count; j += LANES) *(vec *)(scores + j) = exp2_nonpositive(*(vec *)(scores + j) - splat(*best));
+    shortvec sum = {0};
+    for (int j = 0; j < count; j += SHORT) sum += *(shortvec *)(scores + j);
+    return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+}
+
+/* sums[0 .. width * SHORT] = sum over keys of weight * value */
+INLINE void add_values(int width, const float *weights, const float *values, int count, int64_t dim, float *sums) {
+    shortvec acc[8];
+    for (int w = 0; w < width; w++) acc[w] = (shortvec){0};
+    for (int j = 0; j < count; j++) {
+        const shortvec weight = short_splat(weights[j]);
+        for (int w = 0; w < width; w++)
+            acc[w] = SHORT_MULTIPLY_ADD(*(const shortvec *)(values + j * dim + w * SHORT), weight, acc[w]);
+    }
+    for (int w = 0; w < width; w++) *(shortvec *)(sums + w * SHORT) = acc[w];
+}
+
+/* Results of few rows: [rows][dim + 2] of sums, best and total. */
+
+static void clear_few(int64_t dim, int64_t rows, float *results) {
+    memset(results, 0, sizeof(float) * (dim + 2) * rows);
+    for (int64_t r = 0; r < rows; r++) results[r * (dim + 2) + dim] = HIDDEN;
+}
+
+static void load_few(const Layer *layer, const Plan *plan, const Task *task, int64_t rows, float *results) {
+    const int64_t dim = layer->dim;
+    for (int64_t r = 0; r < rows; r++, results += dim + 2) {
+        const int64_t at = result_row(layer, plan, task, r);
+        memcpy(results, layer->out + at * dim, sizeof(float) * dim);
+        results[dim] = layer->best[at], results[dim + 1] = layer->total[at];
+    }
+}
+
+static void store_few(const Layer *layer, const Plan *plan, const Task *task, int64_t rows, const float *results) {
+    const int64_t dim = layer->dim;
+    for (int64_t r = 0; r < rows; r++, results += dim + 2) {
+        const int64_t at = result_row(layer, plan, task, r);
+        memcpy(layer->out + at * dim, results, sizeof(float) * dim);
+        layer->best[at] = results[dim], layer->total[at] = results[dim + 1];
+    }
+}
+
+/* Merges the result of a tile of keys. */
+static void merge_few(int64_t dim, int64_t rows, float *results, const float *results2) {
+    for (int64_t r = 0; r < rows; r++, results += dim + 2, results2 += dim + 2) {
+        vec best = splat(results[dim]), factor, factor2;
+        weights_of(&best, splat(results2[dim]), &factor, &factor2);
+        const vec total = MULTIPLY_ADD(splat(results2[dim + 1]), factor2, splat(results[dim + 1]) * factor);
+        const shortvec by = short_splat(factor[0]), by2 = short_splat(factor2[0]);
+        for (int64_t d = 0; d < dim; d += SHORT) {
+            shortvec *sum = (shortvec *)(results + d);
+            *sum = SHORT_MULTIPLY_ADD(*(const shortvec *)(results2 + d), by2, *sum * by);
+        }
+        results[dim] = best[0], results[dim + 1] = total[0];
+    }
+}
+
+/* A task of few rows. Results of tiles of keys that are not merged at once: `stored`, [tiles of keys]. */
+static void attend_few(const Layer *layer, const Plan *plan, const Task *task, int is_first, float *stored) {
+    const int64_t lead = layer->lead, dim = layer->dim, query_dim = lead + dim;
+    const int64_t rows = rows_of(layer, plan, task->block), size = rows * (dim + 2);
+    Piece pieces[TILE];
+    const Block block = block_of(layer, plan, task, pieces);
+    float q[rows * query_dim] __attribute__((aligned(64))), room[room_of(&block)], results[size], of_tile[size];
+    float scores[rows][TILE] __attribute__((aligned(64)));
+    int64_t lo[rows], hi[rows], begin = task->stop, stop = task->start;
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t pair = pair_of(layer, plan, task->block, r);
+        load_query(layer, plan, task, r, q + r * query_dim, 1);
+        lo[r] = plan->lo[pair], hi[r] = plan->hi[pair];
+        if (lo[r] < begin) begin = lo[r];
+        if (hi[r] > stop) stop = hi[r];
+    }
+    if (is_first) clear_few(dim, rows, results);
+    else load_few(layer, plan, task, rows, results);
+    begin = (task->result < 0 && begin > task->start ? begin : task->start) / TILE * TILE;
+    if (task->result >= 0 || stop > task->stop) stop = task->stop;
+    for (int64_t start = begin; start < stop; start += TILE) {
+        const int count = (int)smaller(stop - start, TILE), rounded = (count + LANES - 1) / LANES * LANES;
+        const Tile tile = tile_of(&block, start, count, room);
+        float *tile_results = task->result < 0 ? of_tile : stored + start / TILE * size;
+        memset(scores, 0, sizeof scores);
+        score_few(rows, q, query_dim, tile.leads, lead, count, NULL, scores);
+        score_few(rows, q + lead, query_dim, tile.keys, dim, count, &tile, scores);
+        for (int64_t r = 0; r < rows; r++) {
+            float *result = tile_results + r * (dim + 2);
+            if (tile.softcap) cap_scores(tile.softcap, rounded / LANES, (vec *)scores[r]);
+            for (int64_t j = 0; j < smaller(lo[r] - start, count); j++) scores[r][j] = HIDDEN;
+            for (int64_t j = hi[r] > start ? smaller(hi[r] - start, count) : 0; j < rounded; j++) scores[r][j] = HIDDEN;
+            result[dim + 1] = weigh(scores[r], count, result + dim);
+            int64_t d = 0;
+            for (; d + 8 * SHORT <= dim; d += 8 * SHORT) add_values(8, scores[r], tile.values + d, count, dim, result + d);
+            for (; d < dim; d += SHORT) add_values(1, scores[r], tile.values + d, count, dim, result + d);
+        }
+        if (task->result < 0) merge_few(dim, rows, results, of_tile);
+    }
+    if (task->result < 0) store_few(layer, plan, task, rows, results);
+}
+
+/* Merges the results of tiles of keys, in order, with those of earlier blocks. `task` is the first of its rows. */
+static void merge_tiles(const Layer *layer, const Plan *plan, const Task *task, int64_t num_tiles, int is_first,
+                        vec *memory, const vec *results) {
+    const int64_t dim = layer->dim, all = rows_of(layer, plan, task->block);
+    if (!task->tiles) {
+        const int64_t size = all * (dim + 2);
+        float *sums = (float *)memory;
+        if (is_first) clear_few(dim, all, sums);
+        else load_few(layer, plan, task, all, sums);
+        for (int64_t i = 0; i < num_tiles; i++) merge_few(dim, all, sums, (const float *)results + i * size);
+        store_few(layer, plan, task, all, sums);
         return;
     }
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < kv_heads * parts; i++) {
-        const int64_t part = i % parts, first = call->num_keys * part / parts, end = call->num_keys * (part + 1) / parts;
-        attend_position(layer, call, 0, i / parts, first, end, memory + i * size);
+    const int width = width_of(all);
+    const int64_t size = (dim + 2) * width, span = (int64_t)width * LANES;
+    for (int64_t t = 0; t < task->tiles; t++) {
+        const int64_t first = task->first_row + t * span, count = smaller(all - first, span);
+        if (is_first) clear_result(dim, width, memory);
+        else load_results(layer, plan, task, first, count, width, memory);
+        for (int64_t i = 0; i < num_tiles; i++) merge_vectors(dim, width, memory, results + (i * task->tiles + t) * size);
+        store_results(layer, plan, task, first, count, width, memory);
     }
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < kv_heads; i++)
-        for (int64_t part = 0; part < parts; part++) merge_position(layer, call, 0, i, memory + (i * parts + part) * size);
 }
 
 static pthread_key_t scratch;
@@ -673,28 +799,105 @@ static vec *workspace(int64_t size) {
     return memory;
 }
 
-/* Attention of `tokens` queries to all blocks of `calls`. sinks: [heads] or NULL.
- * dim and lead are multiples of SHORT. Returns 0, or 1 if memory ran out. */
-int attend(const Layer *layer, const float *sinks, int64_t tokens, const DenseCall *calls, int64_t num_calls, int threads) {
-    const int64_t size = layer->heads / layer->kv_heads * (layer->dim + 2);
-    int64_t needed = 1;
-    for (int64_t c = 0; c < num_calls; c++) {
-        const int is_few = is_narrow(layer, calls + c);
-        const int64_t parts = is_few ? split(calls + c, layer->kv_heads, threads) : 0;
-        const int64_t wanted = is_few ? layer->kv_heads * parts * size / LANES + 1 : divide(layer, calls + c, threads).memory;
-        if (wanted > needed) needed = wanted;
+INLINE int64_t keys_of(const Plan *plan, int64_t block) {
+    int64_t end = 0;
+    for (int64_t pair = plan->first_pair[block]; pair < plan->first_pair[block + 1]; pair++)
+        if (plan->hi[pair] > end) end = plan->hi[pair];
+    return end;
+}
+
+/* The tasks of a pass, and vectors of results of tiles of keys, at most in a level. */
+typedef struct {
+    int64_t tasks, results;
+} Size;
+
+/* Divides the blocks of a level: about four tasks for each thread. Tiles of rows share tiles of keys if there are enough;
+ * otherwise the tiles of keys of a block become several tasks, whose results are stored and merged in order later. Writes the
+ * tasks, unless `tasks` is NULL. */
+static Size divide(const Layer *layer, const Plan *plan, int64_t level, int threads, Task *tasks) {
+    Size size = {0, 0};
+    int64_t units = 0, work = 0;
+    for (int64_t block = plan->level_blocks[level]; block < plan->level_blocks[level + 1]; block++) {
+        const int64_t rows = rows_of(layer, plan, block), tiles = (rows + SPAN - 1) / SPAN;
+        units += layer->kv_heads * tiles;
+        work += layer->kv_heads * tiles * ((keys_of(plan, block) + TILE - 1) / TILE);
     }
-    vec *memory = workspace(needed);
+    const int64_t most = threads == 1 ? SHARING : units / (4 * threads);
+    const int64_t sharing = most < 1 ? 1 : smaller(most, SHARING);
+    const int64_t share = threads == 1 || units >= 4 * threads ? INT64_MAX : work / (4 * threads) + 1; /* tiles per task */
+    const int64_t part = share < LEAST_PART ? LEAST_PART : share;
+    for (int64_t block = plan->level_blocks[level]; block < plan->level_blocks[level + 1]; block++) {
+        const int64_t rows = rows_of(layer, plan, block), tiles = (rows + SPAN - 1) / SPAN, keys = keys_of(plan, block);
+        const int64_t key_tiles = (keys + TILE - 1) / TILE, parts = part >= key_tiles ? 1 : (key_tiles + part - 1) / part;
+        const int64_t each = (key_tiles + parts - 1) / parts * TILE, is_few = rows <= NARROW;
+        for (int64_t head = 0; head < layer->kv_heads; head++)
+            for (int64_t tile = 0; tile < tiles; tile += sharing) {
+                const int64_t shared = smaller(sharing, tiles - tile);
+                const int64_t vectors = is_few ? rows * (layer->dim + 2) / LANES + 1 : (layer->dim + 2) * width_of(rows) * shared;
+                for (int64_t start = 0; start < keys; start += each, size.tasks++)
+                    if (tasks)
+                        tasks[size.tasks] = (Task){block, head, tile * SPAN, is_few ? 0 : shared, start,
+                                                   smaller(start + each, keys), parts > 1 ? size.results : -1};
+                if (parts > 1) size.results += key_tiles * vectors;
+            }
+    }
+    return size;
+}
+
+/* Attention of all queries to all blocks of a plan. dim and lead are multiples of SHORT. Returns 0, or 1 if memory ran out. */
+int attend(const Layer *layer, const Plan *plan, int threads) {
+    const int64_t dim = layer->dim, rows = layer->tokens * layer->heads;
+    const int64_t per_thread = SHARING * WIDEST * (layer->lead + 2 * dim + 2);
+    int64_t num_tasks = 0, num_results = 0, first_tasks[plan->levels + 1];
+    for (int64_t level = 0; level < plan->levels; level++) {
+        const Size size = divide(layer, plan, level, threads, NULL);
+        first_tasks[level] = num_tasks;
+        num_tasks += size.tasks;
+        if (size.results > num_results) num_results = size.results;
+    }
+    first_tasks[plan->levels] = num_tasks;
+    const int64_t for_tasks = num_tasks * sizeof(Task) / sizeof(vec) + 1;
+    vec *memory = workspace(for_tasks + threads * per_thread + num_results);
     if (!memory) return 1;
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t h = 0; h < layer->heads; h++) layer->lse[t * layer->heads + h] = sinks ? sinks[h] : -INFINITY;
-    if (sinks) memset(layer->out, 0, sizeof(float) * tokens * layer->heads * layer->dim);
+    Task *tasks = (Task *)memory;
+    vec *of_threads = memory + for_tasks, *results = of_threads + threads * per_thread;
+    for (int64_t level = 0; level < plan->levels; level++) divide(layer, plan, level, threads, tasks + first_tasks[level]);
+    const int is_first = plan->levels == 1 && !layer->sinks; /* rows have no results yet */
+    if (!is_first) {
+        memset(layer->out, 0, sizeof(float) * rows * dim);
+        for (int64_t row = 0; row < rows; row++) {
+            layer->best[row] = layer->sinks ? layer->sinks[row % layer->heads] * LOG2E : HIDDEN;
+            layer->total[row] = layer->sinks ? 1.0f : 0.0f;
+        }
+    }
 
 #pragma omp parallel num_threads(threads)
-    for (int64_t c = 0; c < num_calls; c++)
-        if (is_narrow(layer, calls + c))
-            attend_few(layer, calls + c, (float *)memory, threads);
-        else
-            attend_wide(layer, calls + c, memory, threads);
+    {
+        vec *own = of_threads + omp_get_thread_num() * per_thread;
+        for (int64_t level = 0; level < plan->levels; level++) {
+            const int64_t first = first_tasks[level], end = first_tasks[level + 1], chunk = (end - first) / (32 * threads) + 1;
+            int are_stored = 0;
+            for (int64_t i = first; i < end; i++) are_stored |= tasks[i].result >= 0;
+#pragma omp for schedule(dynamic, chunk)
+            for (int64_t i = end - 1; i >= first; i--) { /* the last rows of a causal run first: they see most */
+                const Task *task = tasks + i;
+                if (task->tiles) attend_many(layer, plan, task, is_first, own, results + task->result);
+                else attend_few(layer, plan, task, is_first, (float *)(results + task->result));
+            }
+            if (!are_stored) continue;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = first; i < end; i++) {
+                if (tasks[i].result < 0 || tasks[i].start) continue;
+                const int64_t tiles = (keys_of(plan, tasks[i].block) + TILE - 1) / TILE;
+                merge_tiles(layer, plan, tasks + i, tiles, is_first, own, results + tasks[i].result);
+            }
+        }
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+            const float weight = 1.0f / layer->total[row];
+            float *out = layer->out + row * dim;
+            for (int64_t d = 0; d < dim; d++) out[d] *= weight;
+        }
+    }
     return 0;
 }

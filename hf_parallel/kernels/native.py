@@ -12,17 +12,19 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
 from hf_parallel.files import cache_folder
 from hf_parallel.kernels.library import compiled, load
-from hf_parallel.kernels.storage import QuantizedStorage
+from hf_parallel.kernels.storage import FIRST_QUANTIZED, QuantizedStorage, storage_row
+from hf_parallel.kernels.tiles import Tiles
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 MAX_ROWS = 1024  # query rows per KV head up to which attention was measured to be faster than PyTorch without AVX2
@@ -39,21 +41,23 @@ FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float
 
 _NUMBERS = {packing: number for number, packing in enumerate(PACKINGS)}
 _OMP_PAUSE_SOFT = 1
-_FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fopenmp")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-fopenmp")
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("cpu_*.c")))
 _logger = logging.get_logger(__name__)
 
+Rotation = tuple[tuple[Tensor, Tensor], bool] | None
+"""Cosines and sines of the pairs, and whether the rotated pairs of dimensions are adjacent."""
 
-NativeCall = dict[str, int | Tensor | None]
 
-
-class _DenseCallStruct(ctypes.Structure):
-    """`DenseCall` of `cpu_attention.c`."""
+class _PlanStruct(ctypes.Structure):
+    """`Plan` of `cpu_attention.c`."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("blocks", "queries", "num_keys", "key_offset", "key_block", "key_head")),
-        *((name, ctypes.c_void_p) for name in ("key_offsets", "query_index", "lo", "hi", "cos", "sin")),
-        *((name, ctypes.c_int64) for name in ("half", "interleaved", "repeats", "quantized")),
+        ("levels", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("level_blocks", "row", "stride", "quantized", "before")),
+        *((name, ctypes.c_void_p) for name in ("first_piece", "first_pair", "pieces", "query")),
+        *((name, ctypes.c_void_p) for name in ("lo", "hi", "cos", "sin")),
+        *((name, ctypes.c_int64) for name in ("half", "interleaved")),
     )
 
 
@@ -69,28 +73,58 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         ("query", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("query_token", "query_head")),
-        *((name, ctypes.c_void_p) for name in ("out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("out", "best", "total", "sinks")),
         *(("storage", _StorageStruct), ("quantized", _StorageStruct)),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "lead", "dim")),
+        *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "lead", "dim")),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
     )
 
 
-class NativeCalls:
-    """Calls of a schedule as an array of C structs, shared by all layers of one shape.
+class NativePlan:
+    """Tiles as a C struct, shared by all layers of one shape.
 
-    Each maps fields of `_DenseCallStruct` to integers or, for pointers, contiguous tensors; missing fields are 0 or
-    NULL.
+    `arrays` maps pointers of `_PlanStruct` to contiguous arrays and tensors, which it keeps, `tables` are cosines and
+    sines `[Q, rotary_dim / 2]` of the pairs, None if no query is rotated.
     """
 
-    def __init__(self, calls: Sequence[NativeCall]) -> None:
-        self.calls = calls  # owns the tensors that the structs point to
-        self.array = (_DenseCallStruct * len(calls))()
-        for struct, call in zip(self.array, calls, strict=True):
-            for name, value in call.items():
-                if isinstance(value, Tensor):
-                    value = value.data_ptr()  # noqa: PLW2901
-                setattr(struct, name, value)
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray], tables: tuple[Tensor, Tensor] | None = None, interleaved: bool = False
+    ) -> None:
+        self.arrays = arrays
+        self.tables = tables
+        self.struct = _PlanStruct(levels=len(arrays["level_blocks"]) - 1, interleaved=interleaved)
+        for name, array in arrays.items():
+            setattr(self.struct, name, array.ctypes.data)
+        if tables is not None:
+            cos, sin = tables
+            self.struct.cos = cos.data_ptr()
+            self.struct.sin = sin.data_ptr()
+            self.struct.half = cos.shape[1]
+
+    @classmethod
+    def of(cls, tiles: Tiles, query: np.ndarray, num_kv_heads: int, rotary: Rotation = None) -> NativePlan:
+        """Return the plan of `tiles` for layers of `num_kv_heads`; `query` `[Q]` is the query of each pair."""
+        pieces = tiles.pieces
+        piece_rows = storage_row(pieces[:, 0], pieces[:, 1], pieces[:, 2], num_kv_heads)
+        arrays = {
+            "level_blocks": tiles.level_blocks,
+            "row": storage_row(tiles.origin, tiles.capacity, tiles.first, num_kv_heads),
+            "stride": tiles.capacity,
+            "quantized": (tiles.origin >= FIRST_QUANTIZED).astype(np.int64),
+            "before": tiles.before,
+            "first_piece": tiles.first_piece,
+            "first_pair": tiles.first_pair,
+            "pieces": np.column_stack((piece_rows, pieces[:, 1], pieces[:, 0] >= FIRST_QUANTIZED, pieces[:, 3])),
+            "query": query,
+            "lo": tiles.lo,
+            "hi": tiles.hi,
+        }
+        return cls({name: np.ascontiguousarray(array) for name, array in arrays.items()}, *(rotary or ()))
+
+    def next_step(self, tiles: Tiles, rotary: Rotation = None) -> NativePlan:
+        """Return the plan of the next decode step."""
+        return NativePlan(dict(self.arrays, lo=tiles.lo, hi=tiles.hi), *(rotary or ()))
 
 
 def supports(dtype: torch.dtype, device: torch.device, rows: int, key_dim: int, value_dim: int, lead: int = 0) -> bool:
@@ -111,19 +145,23 @@ def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    calls: NativeCalls,
+    plan: NativePlan,
     kv_heads: int,
     scale: float,
-    sinks: Tensor | None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     leads: Tensor | None = None,
     quantized: QuantizedStorage | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of queries `[T, heads, head_dim]` to the blocks of all calls, merged; sums are in float32.
+) -> Tensor:
+    """Attention of queries `[T, heads, head_dim]` to the blocks of a plan; sums are in float32.
 
     `keys` and `values` `[slots * kv_heads, head_dim]` are the storage of one layer, of the query's dtype, `sinks`
-    `[heads]` the logits of its attention sinks. `leads` `[slots, lead]`, with one KV head: the first dimensions of the
-    keys, to which `keys` are the others; queries have `lead + head_dim`. `quantized` are the blocks of the layer in 8
-    bits. Returns `(out, lse)`: `[T, heads, head_dim]` of the query's dtype and float32 `[T, heads]`.
+    `[heads]` the logits of its attention sinks, `softcap` as in `AttentionParams`. `leads` `[slots, lead]`, with one KV
+    head: the first dimensions of the keys, to which `keys` are the others; queries have `lead + head_dim`. `quantized`
+    are the blocks of the layer in 8 bits.
+
+    Returns `[T, heads, head_dim]` of the query's dtype. The result of a query has the same bits whatever other queries,
+    rows and blocks the plan has, and for any number of threads (`hf_parallel.kernels.tiles`).
     """
     library = _library()
     assert library is not None, "supports() was not checked"
@@ -132,23 +170,29 @@ def attend(
     lead = 0 if leads is None else leads.shape[1]
     dim = values.shape[1]
     out = query.new_empty(tokens, heads, dim, dtype=torch.float32)
-    lse = query.new_empty(tokens, heads, dtype=torch.float32)
+    sums = query.new_empty(2, tokens, heads, dtype=torch.float32)
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
     layer = _Layer(
         query=query.data_ptr(),
         query_token=query.stride(0),
         query_head=query.stride(1),
         out=out.data_ptr(),
-        lse=lse.data_ptr(),
+        best=sums.data_ptr(),
+        total=sums.data_ptr() + 4 * tokens * heads,
+        sinks=None if sinks is None else sinks.data_ptr(),
         storage=_StorageStruct(
             keys=keys.data_ptr(),
             values=values.data_ptr() if leads is None else leads.data_ptr(),
             format=FORMATS.index(query.dtype),
         ),
+        tokens=tokens,
         heads=heads,
         kv_heads=kv_heads,
         lead=lead,
         dim=dim,
         scale=scale,
+        softcap=softcap or 0.0,
     )
     if quantized is not None:
         layer.quantized = _StorageStruct(
@@ -157,14 +201,9 @@ def attend(
             scales=quantized.scales.data_ptr(),
             format=FORMATS.index(quantized.keys.dtype),
         )
-    sinks_address = None
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
-        sinks_address = sinks.data_ptr()
-    num_threads = torch.get_num_threads()
-    if library.attend(ctypes.byref(layer), sinks_address, tokens, calls.array, len(calls.array), num_threads):
+    if library.attend(ctypes.byref(layer), ctypes.byref(plan.struct), torch.get_num_threads()):
         raise MemoryError(f"attention of {tokens} tokens x {heads} heads cannot allocate its partial sums")
-    return out.to(query.dtype), lse
+    return out.to(query.dtype)
 
 
 def supports_linear(tokens: int, packing: str = "F32") -> bool:
@@ -323,14 +362,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, str(error)
     size = ctypes.c_int64
     pointer = ctypes.c_void_p
-    library.attend.argtypes = [
-        ctypes.POINTER(_Layer),
-        pointer,
-        size,
-        ctypes.POINTER(_DenseCallStruct),
-        size,
-        ctypes.c_int,
-    ]
+    library.attend.argtypes = [ctypes.POINTER(_Layer), ctypes.POINTER(_PlanStruct), ctypes.c_int]
     library.attend.restype = ctypes.c_int
     for function in (library.linear, library.linear_int8):
         function.argtypes = [ctypes.c_int, pointer, pointer, size, pointer, pointer, *[size] * 3, ctypes.c_int]

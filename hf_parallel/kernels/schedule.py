@@ -7,7 +7,6 @@ keys before it and a causal call, so that no mask is built for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -19,7 +18,6 @@ from hf_parallel.kernels.storage import FIRST_QUANTIZED
 
 CAUSAL_RUN = 16  # new tokens of one row from which a causal call of its own is cheaper than a mask
 MASK_TILE = 256  # queries per masked call, so that under a sliding window a call reads a band of keys, not all
-MANY_BLOCKS = 16  # blocks of a single query from which they are found by NumPy, not one by one
 PADDED_KEYS = 4096  # unused keys read by a batched call: at most this many more than used ones
 
 MergeIndex = tuple[torch.Tensor, torch.Tensor | None]
@@ -31,7 +29,7 @@ class DenseCall:
 
     `origin`, `spacing` (from extent to extent) and `capacity` are in slots. Visible keys are `lo <= j < hi`, counted
     from `first`; `lo` and `hi` are None if all L keys are visible or the call is causal (query `i` sees keys up to `i`;
-    then N = 1 and M = L). Blocks are evenly spaced, unless there are `origins`.
+    then N = 1 and M = L).
     """
 
     pairs: np.ndarray  # int64 [N * M], indices into the plan's pairs; -1 for a gap, whose result is dropped
@@ -45,7 +43,6 @@ class DenseCall:
     causal: bool = False
     lo: np.ndarray | None = None  # int64 [N, M]
     hi: np.ndarray | None = None
-    origins: np.ndarray | None = None  # int64 [N], in slots; M = 1
     increments: tuple[int, int] | None = None  # of the key range's start and end per decode step; None if pairs differ
 
     @property
@@ -93,20 +90,12 @@ class Schedule(Derived):
         return self.merge_indices[device]
 
 
-def make_schedule(plan: AttentionPlan, scatters: bool = False) -> Schedule:
-    """Split a plan into dense attention calls; raises ValueError if a query sees no key at all.
-
-    `scatters`: the backend can compute blocks of a single query in one call wherever they are, see
-    `DenseCall.origins`. Rows of an engine, which come and go, are rarely evenly spaced.
-    """
+def make_schedule(plan: AttentionPlan) -> Schedule:
+    """Split a plan into dense attention calls; raises ValueError if a query sees no key at all."""
     calls: list[DenseCall] = []
     flat: list[DenseCall] = []
-    scattered: list[DenseCall] = []
     bounds = plan.block_pairs.tolist()
-    blocks: Iterable[int] = range(plan.num_blocks)
-    if scatters and np.count_nonzero(np.diff(plan.block_pairs) == 1) >= MANY_BLOCKS:
-        scattered, blocks = _scattered_calls(plan)
-    for block in blocks:
+    for block in range(plan.num_blocks):
         pairs = np.arange(bounds[block], bounds[block + 1])
         if len(pairs) == 1:  # fast path: a row's own block in a decode step
             lo = int(plan.pair_lo[pairs[0]])
@@ -121,49 +110,7 @@ def make_schedule(plan: AttentionPlan, scatters: bool = False) -> Schedule:
         if len(other_pairs):
             flat += _flat_calls(plan, block, other_pairs)
     calls += _batch(flat)
-    calls += scattered
     return _with_merge(plan, [_with_increments(plan, call) for call in calls])
-
-
-def _scattered_calls(plan: AttentionPlan) -> tuple[list[DenseCall], list[int]]:
-    """Return calls over blocks of a single query each, and the other blocks. Blocks of a call grow alike."""
-    counts = np.diff(plan.block_pairs)
-    pairs = plan.block_pairs[:-1][counts == 1]
-    blocks = np.flatnonzero(counts == 1)
-    is_seen = plan.pair_lo[pairs] < plan.pair_hi[pairs]
-    pairs = pairs[is_seen]
-    blocks = blocks[is_seen]
-    origins = plan.block_origin[blocks]
-    columns = [plan.block_capacity[blocks], (origins >= FIRST_QUANTIZED).astype(np.int64)]
-    if plan.increments is not None:
-        columns += [change[pairs] for change in (plan.increments.lo, plan.increments.hi) if change is not None]
-    _, first_blocks, classes = np.unique(np.stack(columns, axis=1), axis=0, return_index=True, return_inverse=True)
-    calls: list[DenseCall] = []
-    others = np.flatnonzero(counts > 1).tolist()
-    for number in np.argsort(first_blocks).tolist():  # in the order of their first blocks
-        members = np.flatnonzero(classes == number)
-        if len(members) == 1:
-            others.append(int(blocks[members[0]]))
-            continue
-        members = members[np.argsort(origins[members], kind="stable")]
-        starts = plan.block_first[blocks[members]] + plan.pair_lo[pairs[members]]
-        ends = plan.block_first[blocks[members]] + plan.pair_hi[pairs[members]]
-        first = int(starts.min())
-        call = DenseCall(
-            pairs=pairs[members],
-            num_blocks=len(members),
-            num_queries=1,
-            num_keys=int(ends.max()) - first,
-            origin=int(origins[members[0]]),
-            spacing=0,
-            capacity=int(columns[0][members[0]]),
-            first=first,
-            lo=(starts - first)[:, None],
-            hi=(ends - first)[:, None],
-            origins=origins[members],
-        )
-        calls.append(call)
-    return calls, sorted(others)
 
 
 def _causal_runs(plan: AttentionPlan, pairs: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:

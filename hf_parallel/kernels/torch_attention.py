@@ -21,11 +21,13 @@ from hf_parallel.kernels.plan import AttentionParams, AttentionPlan, Derived, La
 from hf_parallel.kernels.rope import RotarySpec, rotate, rotate_by, table_dtype
 from hf_parallel.kernels.schedule import DenseCall, Schedule, make_schedule
 from hf_parallel.kernels.storage import QuantizedStorage, TokenRange, dequantize, storage_row
+from hf_parallel.kernels.tiles import Tiles, make_tiles
 from hf_parallel.kernels.transfer import to_device
 
 UNFOLDED_QUERIES = 32  # queries per block from which folding grouped heads is not faster than one product per head
 MASK_ALIGNMENT = 16  # elements; alignment of a mask's rows that PyTorch's memory-efficient attention requires on a GPU
 
+_TILES = "tiles"  # key of a plan's tiles among what is derived from it
 StridedView = tuple[tuple[int, ...], tuple[int, ...], int]  # size, strides and offset for `torch.as_strided`
 Tables = tuple[Tensor, Tensor] | None
 """Cosines and sines `[N * M, 1, rotary_dim / 2]` of a call; None: no query is rotated."""
@@ -39,7 +41,6 @@ class _DenseShape(NamedTuple):
     key_dim: int
     value_dim: int
     rotary: RotarySpec | None  # None: no query is rotated
-    capped: bool  # whether the layer has soft-capping
     expands_from: int | None  # of a layer that stores latents: number of queries from which expanding them is faster
     dtype: torch.dtype
     device: torch.device
@@ -59,31 +60,26 @@ class _PreparedCall:
 
 
 @dataclass(frozen=True, eq=False)
-class _LayerCalls(Derived):
-    """The calls of a schedule for layers of one shape: for the compiled kernel, or else for PyTorch."""
+class _LayerCalls:
+    """The calls of a schedule for layers of one shape, by PyTorch."""
+
+    schedule: Schedule
+    dense: list[_PreparedCall]
+
+
+@dataclass(frozen=True, eq=False)
+class _NativeLayer(Derived):
+    """The tiles of a plan for layers of one shape, computed by the C kernel."""
 
     shape: _DenseShape
-    schedule: Schedule
-    native: native.NativeCalls | None
-    dense: list[_PreparedCall]
-    key: str
-    """Key of the schedule among what is derived from a plan."""
+    native: native.NativePlan
 
-    def next_step(self, plan: AttentionPlan) -> _LayerCalls | None:
-        """Return the calls of the next decode step for the compiled kernel."""
-        schedule: Schedule | None = plan.derived.get(self.key)
-        if self.native is None or schedule is None:
+    def next_step(self, plan: AttentionPlan) -> _NativeLayer | None:
+        """Return the layer of the next decode step."""
+        tiles: Tiles | None = plan.derived.get(_TILES)
+        if tiles is None:
             return None
-        calls = []
-        tables = _rotation_tables(plan, schedule.calls, self.shape)
-        for last, call, table in zip(self.native.calls, schedule.calls, tables, strict=True):
-            following = last | {"num_keys": call.num_keys} | _key_offsets(call, self.shape)
-            if self.shape.rotary is not None:
-                following["cos"], following["sin"] = table or (None, None)
-            if call.hi is not None:
-                following["hi"] = torch.from_numpy(call.hi.reshape(-1))
-            calls.append(following)
-        return replace(self, schedule=schedule, native=native.NativeCalls(calls))
+        return replace(self, native=self.native.next_step(tiles, _rotation(plan, tiles, self.shape)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,19 +120,18 @@ class TorchBackend:
         latent = params.latent
         dims = query.shape[1], params.num_kv_heads, keys.shape[1], values.shape[1]
         # The rotary embedding by identity: layers share equal ones, and hashing its frequencies takes time.
-        key = *dims, id(rotary), params.softcap is None, latent is None, query.dtype, query.device
-        calls: _LayerCalls | None = plan.derived.get(key)
+        key = *dims, id(rotary), latent is None, query.dtype, query.device
+        calls: _NativeLayer | _LayerCalls | None = plan.derived.get(key)
         if calls is None:
             expands_from = None if latent is None else _expands_from(latent)
-            shape = _DenseShape(*dims, rotary, params.softcap is not None, expands_from, query.dtype, query.device)
+            shape = _DenseShape(*dims, rotary, expands_from, query.dtype, query.device)
             calls = plan.cached(key, lambda: _layer_calls(plan, shape))
-        if calls.native is not None:
-            settings = calls.native, params.num_kv_heads, params.scale, params.sinks
+        if isinstance(calls, _NativeLayer):
+            settings = calls.native, params.num_kv_heads, params.scale, params.sinks, params.softcap
             if latent is None:
-                return native.attend(query, keys, values, *settings, quantized=quantized)[0]
+                return native.attend(query, keys, values, *settings, quantized=quantized)
             absorbed = latent.absorb(query)
-            out, _ = native.attend(absorbed, keys, keys, *settings, leads=values, quantized=quantized)
-            return latent.project(out)
+            return latent.project(native.attend(absorbed, keys, keys, *settings, leads=values, quantized=quantized))
         outs = []
         lses = []
         for call in calls.dense:
@@ -225,24 +220,26 @@ def write_rows(plan: AttentionPlan, num_kv_heads: int, device: torch.device) -> 
     return to_device(rows.reshape(-1), device)
 
 
-def _layer_calls(plan: AttentionPlan, shape: _DenseShape) -> _LayerCalls:
-    scatters = _is_native(int(np.diff(plan.block_pairs).max(initial=0)), shape)
-    key = "scattered schedule" if scatters else "schedule"
-    schedule = plan.cached(key, lambda: make_schedule(plan, scatters))
+def _layer_calls(plan: AttentionPlan, shape: _DenseShape) -> _NativeLayer | _LayerCalls:
+    if _is_native(int(np.diff(plan.block_pairs).max(initial=0)), shape):
+        tiles = plan.cached(_TILES, lambda: make_tiles(plan))
+        rotation = _rotation(plan, tiles, shape)
+        queries = plan.pair_query[tiles.pairs]
+        return _NativeLayer(shape, native.NativePlan.of(tiles, queries, shape.kv_heads, rotation))
+    schedule = plan.cached("schedule", lambda: make_schedule(plan))
     tables = _rotation_tables(plan, schedule.calls, shape)
-    pairs = list(zip(schedule.calls, tables, strict=True))
-    num_queries = max((call.num_queries for call in schedule.calls), default=0)
-    if scatters or _is_native(num_queries, shape):
-        structs = [_native_call(plan, call, table, shape) for call, table in pairs]
-        return _LayerCalls(shape, schedule, native.NativeCalls(structs), [], key)
-    prepared = [_prepare(plan, call, table, shape) for call, table in pairs]
-    return _LayerCalls(shape, schedule, None, prepared, key)
+    calls = zip(schedule.calls, tables, strict=True)
+    return _LayerCalls(schedule, [_prepare(plan, call, table, shape) for call, table in calls])
+
+
+def _rotation(plan: AttentionPlan, tiles: Tiles, shape: _DenseShape) -> native.Rotation:
+    if shape.rotary is None:
+        return None
+    return shape.rotary.tables(plan.pair_delta[tiles.pairs], torch.float32, shape.device), shape.rotary.interleaved
 
 
 def _is_native(num_queries: int, shape: _DenseShape) -> bool:
     """Whether the compiled kernel supports calls of at most `num_queries`: no latents are better expanded."""
-    if shape.capped:
-        return False
     rows = num_queries * shape.heads // shape.kv_heads
     if shape.expands_from is None:
         return native.supports(shape.dtype, shape.device, rows, shape.key_dim, shape.value_dim)
@@ -259,48 +256,6 @@ def _expands_from(latent: LatentHeads) -> int:
     """
     _, dims, rank = latent.weight.shape
     return -(-rank * dims // max(2 * rank - dims, 1))
-
-
-def _native_call(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _DenseShape) -> native.NativeCall:
-    _, (block_stride, head_stride, _, _), _ = _strided_view(call, shape.kv_heads, shape.key_dim)
-    fields: native.NativeCall = {
-        "blocks": call.num_blocks,
-        "queries": call.num_queries,
-        "num_keys": call.num_keys,
-        "quantized": int(call.is_quantized),
-        "key_block": block_stride,
-        "key_head": head_stride,
-        **_key_offsets(call, shape),
-    }
-    index = np.where(call.pairs < 0, -1, plan.pair_query[call.pairs])
-    if not np.array_equal(index, np.arange(plan.num_queries)):
-        occurrences = np.bincount(index[index >= 0])
-        fields["query_index"] = torch.from_numpy(index)
-        fields["repeats"] = int(occurrences.max() > 1)
-    if shape.rotary is not None:
-        cos, sin = tables or (None, None)
-        fields["cos"] = cos
-        fields["sin"] = sin
-        fields["half"] = len(shape.rotary.inv_freq)
-        fields["interleaved"] = int(shape.rotary.interleaved)
-    lo = call.lo
-    hi = call.hi
-    if call.causal:
-        lo = np.zeros(call.num_queries, np.int64)
-        hi = np.arange(1, call.num_queries + 1, dtype=np.int64)
-    if lo is not None and hi is not None:
-        fields["lo"] = torch.from_numpy(lo.reshape(-1))
-        fields["hi"] = torch.from_numpy(hi.reshape(-1))
-    return fields
-
-
-def _key_offsets(call: DenseCall, shape: _DenseShape) -> native.NativeCall:
-    """Return where the keys of a call begin in the storage of a layer, in elements."""
-    if call.origins is None:
-        row = storage_row(call.origin, call.capacity, call.first, shape.kv_heads)
-        return {"key_offset": row * shape.key_dim}
-    rows = storage_row(call.origins, call.capacity, call.first, shape.kv_heads)
-    return {"key_offsets": torch.from_numpy(rows * shape.key_dim)}
 
 
 def _prepare(plan: AttentionPlan, call: DenseCall, tables: Tables, shape: _DenseShape) -> _PreparedCall:

@@ -7,6 +7,7 @@ import shutil
 import threading
 from itertools import permutations
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -21,25 +22,40 @@ compiled = pytest.mark.skipif(
 )
 
 
-def softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     groups = q.shape[1] // k.shape[0]
     k, v = (x.double().repeat_interleave(groups, dim=0) for x in (k, v))
     scores = torch.einsum("mhd,hnd->mhn", q.double(), k) * scale
-    return torch.einsum("mhn,hnd->mhd", scores.softmax(-1), v), scores.logsumexp(-1)
+    return torch.einsum("mhn,hnd->mhd", scores.softmax(-1), v)
 
 
-def attend(
-    q: torch.Tensor, *blocks: tuple[torch.Tensor, torch.Tensor], scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries `[T, heads, dim]` over calls of keys and values `[N, kv_heads, L, dim]`, stored one after another."""
-    dim, offset, calls = q.shape[-1], 0, []
-    for k, _ in blocks:
-        count, heads, length, _ = k.shape
-        strides = {"key_offset": offset, "key_block": heads * length * dim, "key_head": length * dim}
-        calls.append({"blocks": count, "queries": len(q) // count, "num_keys": length, **strides})
-        offset += k.numel()
-    keys, values = (torch.cat([block[i].reshape(-1, dim) for block in blocks]) for i in (0, 1))
-    return native.attend(q, keys, values, native.NativeCalls(calls), blocks[0][0].shape[1], scale, None)
+def plan_of(counts: list[int], queries: list[int], num_heads: int) -> native.NativePlan:
+    """Blocks of `counts` keys, stored one after another, each with `queries` queries of its own, which see all keys."""
+    blocks = len(counts)
+    numbers = np.arange(blocks + 1)
+    first = np.concatenate(([0], np.cumsum(counts)))
+    first_pair = np.concatenate(([0], np.cumsum(queries)))
+    arrays = {
+        "level_blocks": np.array([0, blocks]),
+        "row": first[:-1] * num_heads,
+        "stride": np.array(counts),
+        "quantized": np.zeros(blocks, np.int64),
+        "before": np.zeros(blocks, np.int64),
+        "first_piece": np.zeros_like(numbers),
+        "first_pair": first_pair,
+        "pieces": np.zeros((0, 4), np.int64),
+        "query": np.arange(first_pair[-1]),
+        "lo": np.zeros(first_pair[-1], np.int64),
+        "hi": np.repeat(counts, queries),
+    }
+    return native.NativePlan(arrays)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Queries `[T, heads, dim]` over blocks of keys and values `[N, kv_heads, L, dim]`, as many queries for each."""
+    blocks, kv_heads, length, dim = k.shape
+    plan = plan_of([length] * blocks, [len(q) // blocks] * blocks, kv_heads)
+    return native.attend(q, k.reshape(-1, dim), v.reshape(-1, dim), plan, kv_heads, scale, None)
 
 
 @compiled
@@ -53,10 +69,8 @@ def test_kernel_equals_softmax(tokens: int, heads: int, kv_heads: int, dim: int,
         torch.randn(kv_heads, num_keys, dim),
         torch.randn(kv_heads, num_keys, dim),
     )
-    out, lse = attend(q, (k[None], v[None]), scale=dim**-0.5)
-    expected, expected_lse = softmax(q, k, v, dim**-0.5)
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+    out = attend(q, k[None], v[None], scale=dim**-0.5)
+    torch.testing.assert_close(out.double(), softmax(q, k, v, dim**-0.5), rtol=0, atol=1e-5)
 
 
 @compiled
@@ -69,12 +83,11 @@ def test_half_precision_is_summed_in_float32(tokens: int, dtype: torch.dtype, th
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        out, lse = attend(q, (k[None], v[None]), scale=0.125)
+        out = attend(q, k[None], v[None], scale=0.125)
     finally:
         torch.set_num_threads(before)
-    expected, expected_lse = softmax(q, k, v, 0.125)
+    expected = softmax(q, k, v, 0.125)
     torch.testing.assert_close(out, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
 
 
 @compiled
@@ -82,7 +95,7 @@ def test_half_precision_is_summed_in_float32(tokens: int, dtype: torch.dtype, th
 def test_a_key_that_is_not_a_number_is_not_ignored(blocks: int) -> None:
     q, k, v = torch.randn(blocks, 2, 16), torch.randn(blocks, 1, 70, 16), torch.randn(blocks, 1, 70, 16)
     k[-1, 0, 66] = torch.nan
-    out, _ = attend(q, (k, v), scale=0.25)
+    out = attend(q, k, v, scale=0.25)
     assert out[-1].isnan().all()
     assert out[:-1].isfinite().all()
 
@@ -201,14 +214,13 @@ def test_rotations_equal_their_definition_in_any_memory_layout(interleaved: bool
 @compiled
 def test_memory_of_ended_threads_is_freed() -> None:
     query, storage = torch.randn(2000, 8, 64), torch.randn(8 * 64, 64)
-    call: native.NativeCall = {"blocks": 1, "queries": 2000, "num_keys": 64, "key_head": 64 * 64}
-    calls = native.NativeCalls([call | {"repeats": 1}])  # needs 4 MB
+    plan = plan_of([64], [2000], num_heads=8)
 
     def held() -> int:
         return int(psutil.Process().memory_info().rss)
 
     for number in range(40):
-        thread = threading.Thread(target=native.attend, args=(query, storage, storage, calls, 8, 0.125, None))
+        thread = threading.Thread(target=native.attend, args=(query, storage, storage, plan, 8, 0.125, None))
         thread.start()
         thread.join()
         if number == 3:
