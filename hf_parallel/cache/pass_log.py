@@ -7,7 +7,8 @@ run can be computed again in one pass, with gradients. `PassLog.recompute` compu
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,23 +20,34 @@ Passes = tuple[list[list[Segment]], torch.Tensor]
 """Consecutive passes to be computed as one, and their packed tokens `int64 [T]`."""
 
 
+class StepTokens(Protocol):
+    """Token ids of a forward pass and the decode steps after it."""
+
+    @property
+    def ids(self) -> list[torch.Tensor]:
+        """Packed tokens of each step, int64 `[T]`."""
+
+    @property
+    def segments(self) -> list[list[Segment]]:
+        """Segments of each step, as the mode created them; only needed for samples."""
+
+
 @dataclass(frozen=True, eq=False)
 class LoggedSteps:
-    """Token ids of a forward pass and the decode steps after it. Requests that share passes share this object."""
+    """Token ids as they are computed. Requests that share passes share this object."""
 
-    ids: list[torch.Tensor]  # packed tokens of each step, int64 `[T]`
+    ids: list[torch.Tensor]
     segments: list[list[Segment]] = field(default_factory=list)
-    """Segments of each step, as the mode created them; only needed for samples."""
 
 
 @dataclass(frozen=True, eq=False)
 class _LoggedPass:
-    """A pass and the steps that continue it: the part of `LoggedSteps` that belongs to one call."""
+    """A pass and the steps that continue it: the part of them that belongs to one call."""
 
     segments: list[Segment]  # with their views at the time of the pass
     lengths: dict[Block, int]  # of all blocks of the views, before the first step
     bases: list[int]  # of the block to which each segment appends
-    logged: LoggedSteps
+    logged: StepTokens
     tokens: slice  # of each step
     first: int  # index of the first segment in a step
 
@@ -97,15 +109,24 @@ class PassLog:
             self._last = LoggedSteps([ids], [all_segments])
             self.add_steps(passes, self._last)
 
-    def add_steps(self, passes: Sequence[Sequence[Segment]], logged: LoggedSteps, begin: int = 0) -> None:
-        """Record passes that have been computed, whose tokens start at `begin` in each of the steps."""
+    def add_steps(
+        self, passes: Sequence[Sequence[Segment]], logged: StepTokens, begin: int = 0, is_computed: bool = True
+    ) -> None:
+        """Record passes whose tokens start at `begin` in each of the steps.
+
+        `is_computed`: the blocks have the tokens of the first step.
+        """
         lengths = {block: block.length for segments in passes for segment in segments for block in segment.view}
-        for segments in passes:
-            _append(lengths, segments, -1)
+        if is_computed:
+            for segments in passes:
+                _append(lengths, segments, -1)
         first = 0
         for segments in passes:
             end = begin + sum(segment.num_tokens for segment in segments)
-            frozen = [replace(segment, view=tuple(segment.view)) for segment in segments]
+            frozen = []
+            for segment in segments:
+                view = tuple(segment.view)
+                frozen.append(Segment(view, segment.num_tokens, segment.write, segment.images, segment.keeps_state))
             bases = [segment.view[-1].base for segment in segments]
             entry = _LoggedPass(frozen, dict(lengths), bases, logged, slice(begin, end), first)
             self._events.append(entry)
@@ -138,6 +159,7 @@ class PassLog:
         self._last = None
         for event in reversed(self._events):
             if isinstance(event, _LoggedPass):
+                assert isinstance(event.logged, LoggedSteps), "rows of a logged call do not stand"
                 self._last = event.logged
                 break
         if self._last is not None:

@@ -24,7 +24,7 @@ from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.passes import JoinedPasses, PendingPass, join_passes
 from hf_parallel.engine.policies.base import EvictionPolicy
 from hf_parallel.engine.ranks import Ranks
-from hf_parallel.engine.request import NonFiniteLogitsError, Request, Sampling, record_decoding, record_passes
+from hf_parallel.engine.request import NonFiniteLogitsError, Request, Sampling, record_passes
 from hf_parallel.engine.scheduler import BATCH_TOKENS, QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, engine_stats
 from hf_parallel.engine.storage import STATE_INTERVAL, KVBudgetError, KVStorage, WeightsChangedError
@@ -499,16 +499,15 @@ class Engine:
                 self._call(request, request.resume, computed, part.tensor)
 
     def _record(self, step: PlannedStep) -> None:
-        """Record a pass in the logs of its requests."""
-        num_rows = sum(computed.num_segments for computed in step.pending)
-        shared: LoggedSteps | None = None  # by the other requests
-        if step.decoding:
-            record_decoding(step.decoding, self._table, step.pending[0].ids.tensor, num_rows)
-        elif step.forward.continues and self._logged_steps is not None:
+        """Record a pass in the logs of its requests. Rows that stand have one entry, made when they began."""
+        is_step_of_others = not step.decoding and step.forward.is_decode_step
+        if is_step_of_others and step.forward.continues and self._logged_steps is not None:
             self._logged_steps.ids.append(step.joined.ids)
             return
-        elif step.forward.is_decode_step and not any(request.is_recomputing for request in step.others):
+        shared: LoggedSteps | None = None  # by the others
+        if is_step_of_others and not any(request.is_recomputing for request in step.others):
             shared = LoggedSteps([step.joined.ids])
+        num_rows = sum(computed.num_segments for computed in step.pending)
         record_passes(step.others, step.own_passes, num_rows, shared)
         self._logged_steps = shared
 

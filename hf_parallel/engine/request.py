@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from hf_parallel.cache import Block, BlockCache, Segment
 from hf_parallel.cache.batch import find_images
@@ -33,7 +32,6 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.decoding.host import C, Host
 from hf_parallel.generation.decoding.standing import Standing
-from hf_parallel.generation.decoding.table import DecodeTable
 from hf_parallel.generation.decoding.wants import Draw, Pass, Prefix, Steps, Wait, check_steps
 from hf_parallel.generation.enabled import Claim
 from hf_parallel.generation.sampling.parts import Part
@@ -317,7 +315,11 @@ class Request(Host):
                     self.awaited = Sampling(task, Part(logits))
                     self.has_started = True
                     return
-                case Standing() | Wait():
+                case Standing():
+                    self.log.add_steps(want.passes, want.logged, is_computed=False)
+                    self.awaited = want
+                    return
+                case Wait():
                     self.awaited = want
                     return
         if not self.is_done:  # an error that is no error of the run, such as `GeneratorExit` of a processor
@@ -325,6 +327,8 @@ class Request(Host):
 
     def take_logits(self, task: SamplingTask, logits: Part) -> None:
         """Wait for the tokens that the engine samples from the logits of a pass."""
+        if isinstance(self.awaited, Standing):
+            self.awaited.logged.has_undrawn_pass = True
         self.awaited = Sampling(task, logits)
         self.has_started = True
         self._suspended = None
@@ -544,19 +548,3 @@ def record_passes(
         elif not request.is_recomputing:
             request.log.add_steps(computed.original, LoggedSteps([computed.ids.tensor]))
         begin += computed.num_tokens
-
-
-def record_decoding(requests: Sequence[Request], table: DecodeTable, ids: torch.Tensor, num_rows: int) -> None:
-    """Record a pass of rows that stand, with tokens int64 `[rows]`, in the logs of their requests.
-
-    Successive steps of the same rows are one entry, which the logs share.
-    """
-    if table.logged is not None:
-        table.logged.ids.append(ids)
-        return
-    table.logged = LoggedSteps([ids])
-    begin = 0
-    for request, member in zip(requests, table.members, strict=True):
-        request.batch_rows = num_rows
-        request.log.add_steps(member.passes, table.logged, begin)
-        begin += len(member.rows)

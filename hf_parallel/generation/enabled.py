@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.cache.images import ImageTable
+from hf_parallel.generation.prepared_settings import PreparedSettings
 from hf_parallel.models.probing.capabilities import Capabilities
 
 BUSY = (
@@ -59,9 +60,10 @@ class Enabled:
     claim: Claim | None = None
     attention_before: dict[str, str] | None = None  # implementations that `training.prepare_model` has replaced
     images: ImageTable = field(default_factory=ImageTable)  # in use, whose features need not be computed again
+    prepared: PreparedSettings = field(default_factory=PreparedSettings)  # of the last calls
 
     def __deepcopy__(self, memo: object) -> Enabled:
-        return replace(self, claim=None, images=ImageTable())
+        return replace(self, claim=None, images=ImageTable(), prepared=PreparedSettings())
 
     def __reduce__(self) -> tuple[type[Enabled], tuple[Capabilities]]:
         return Enabled, (self.capabilities,)

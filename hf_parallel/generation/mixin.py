@@ -209,6 +209,23 @@ class ParallelGenerationMixin:
             claim=claim,
         )
 
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        """In a mode, prepare equal settings once."""
+        if self._prepares():
+            return self._prepare_settings(generation_config, kwargs)
+        return super()._prepare_generation_config(generation_config, **kwargs)  # type: ignore[misc,no-any-return]
+
+    def _prepare_settings(
+        self, generation_config: GenerationConfig | None, kwargs: Arguments
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        """Return the generation config of a call, and its arguments that are no settings."""
+        prepare = super()._prepare_generation_config  # type: ignore[misc]
+        if generation_config is not None:
+            return prepare(generation_config, **kwargs)  # type: ignore[no-any-return]
+        return self._parallel.prepared.prepare(self, kwargs, prepare)  # type: ignore[arg-type]
+
     def _prepare_cache_for_generation(self, *args: object, **kwargs: object) -> None:
         """Leave the cache to the mode if one is being prepared, whatever `cache_implementation` says."""
         if not self._prepares():
@@ -252,7 +269,7 @@ class ParallelGenerationMixin:
             arguments.check_values({} if source is None else vars(source))
         arguments.check_values(kwargs)
         overrides = {name: value for name, value in kwargs.items() if name in settings}
-        prepared, _ = self._prepare_generation_config(generation_config, **overrides)  # type: ignore[attr-defined]
+        prepared, _ = self._prepare_settings(generation_config, overrides)
         arguments.check_supported_settings(config.title, prepared)
         ids = kwargs["inputs"] if kwargs.get("inputs") is not None else kwargs.get("input_ids")
         prompts, length = (1, 1) if ids is None else ids.shape

@@ -146,3 +146,28 @@ def test_a_setting_acts_as_under_generate(model: Any, name: str, value: Any) -> 
 def test_unsupported_settings_raise_and_name_plain_generation(model: Any, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"(?s){name}.*generation_mode=None"):
         generate(model, **{name: value})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_equal_settings_follow_changes_of_the_models_configs(model: Any) -> None:
+    """What was prepared for a call serves the next one with equal settings, but not after a change of the defaults."""
+    model = copy.deepcopy(model)
+    defaults = model.generation_config
+    defaults.suppress_tokens = list(range(5, 30))
+
+    def check() -> None:
+        plain = generate(model, generation_mode=None, do_sample=False).tolist()
+        assert generate(model, do_sample=False).tolist() == plain
+        assert generate(model, do_sample=False).tolist() == plain
+
+    check()
+    defaults.suppress_tokens += range(30, 60)  # in place
+    check()
+    defaults.suppress_tokens = None
+    defaults.repetition_penalty = 1.5
+    check()
+    model.generation_config = GenerationConfig(repetition_penalty=3.0, generation_mode="shared_prefix")
+    check()
+    model.config.temperature = 0.5
+    with pytest.raises(ValueError, match="modified the pretrained model configuration"):
+        generate(model, do_sample=False)

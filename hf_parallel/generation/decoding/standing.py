@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hf_parallel.cache import BlockCache, Segment
@@ -12,6 +13,7 @@ from hf_parallel.generation.decoding.rows import Row
 from hf_parallel.generation.sampling.log_probs import LogProbs, LogProbSteps
 from hf_parallel.generation.sampling.sampler import Sampler, SamplingTask
 from hf_parallel.generation.stats import GenerationStats
+from hf_parallel.kernels import to_device
 
 
 class TokenSink(NamedTuple):
@@ -38,6 +40,34 @@ class _Span(NamedTuple):
 
     steps: TableSteps
     rows: slice
+
+
+class StandingTokens:
+    """Token ids of the passes of rows that stand, made where they are read: for a request that was preempted.
+
+    The first pass appends the tokens with which the rows began, each other one what the step before has sampled.
+    """
+
+    def __init__(self, first_tokens: list[int], spans: list[_Span], device: torch.device) -> None:
+        self.has_undrawn_pass = False
+        """Whether nothing was sampled from the last pass, which then ended the rows' stand."""
+        self.segments: list[list[Segment]] = []  # as the rows are not sampled from
+        self._first_tokens = first_tokens
+        self._spans = spans
+        self._device = device
+
+    @property
+    def ids(self) -> list[torch.Tensor]:
+        """Packed tokens of each pass, int64 `[rows]`."""
+        steps = [self._first_tokens]
+        for of_table, rows in self._spans:
+            steps += [tokens[rows] for tokens in of_table.tokens]
+        if not self.has_undrawn_pass:
+            steps.pop()  # the last tokens were sampled, but are in no pass
+        if not steps:
+            return []
+        packed = to_device(np.array(steps), self._device)
+        return list(packed.unbind())
 
 
 class Standing:
@@ -71,6 +101,8 @@ class Standing:
         """Whether processors or stop texts read the tokens of each step in the sampler's table."""
         self._first_tokens = [row.pending[0] for row in rows]
         self._spans: list[_Span] = []  # all but the last one have steps, and get no more
+        self.logged = StandingTokens(self._first_tokens, self._spans, cache.device)
+        """For the log of the request."""
         self._steps_before = 0  # steps of all spans but the last one
         self._written_spans = 0  # spans whose steps the sampler's table has
         self._written_steps = 0  # steps that it has of the next span

@@ -8,7 +8,6 @@ import torch
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.batch import with_parts
-from hf_parallel.cache.pass_log import LoggedSteps
 from hf_parallel.generation.decoding.standing import Standing, TableSteps
 from hf_parallel.generation.decoding.wants import Pass
 from hf_parallel.generation.sampling.parts import Part
@@ -21,8 +20,6 @@ class DecodeTable:
 
     def __init__(self, cache: BlockCache) -> None:
         self.members: Sequence[Standing] = ()
-        self.logged: LoggedSteps | None = None
-        """The passes since the table has had its members, for the logs of their requests; None: there was none."""
         self._cache = cache
         self._batch: SamplingBatch
         self._segments: list[Segment] = []
@@ -39,7 +36,6 @@ class DecodeTable:
         if members == self.members:
             return
         self.members = members
-        self.logged = None
         if not members:
             return
         self._batch = SamplingBatch([member.task for member in members])
