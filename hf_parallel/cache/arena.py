@@ -6,12 +6,14 @@ layer, regardless of the layer's dimensions. The arena manages slots and bytes, 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from hf_parallel.kernels import (
@@ -24,6 +26,7 @@ from hf_parallel.kernels import (
     TokenRange,
     quantized_dtype,
     rotate_by,
+    storage_row,
     to_device,
 )
 
@@ -293,18 +296,23 @@ class Arena:
         return self.num_slots - size
 
     def _free_slots(self, origin: int, size: int) -> None:
-        ranges = sorted([*self._free, (origin, size)])
-        self._free = ranges[:1]
-        for start, free in ranges[1:]:
-            previous, length = self._free[-1]
-            if previous + length == start:
-                self._free[-1] = (previous, length + free)
-            else:
-                self._free.append((start, free))
-        last, length = self._free[-1]
-        if last + length == self.num_slots:
-            self.num_slots = last
-            self._free.pop()
+        index = bisect.bisect(self._free, (origin, size))
+        if index < len(self._free):
+            following, length = self._free[index]
+            if origin + size == following:
+                size += length
+                del self._free[index]
+        if index:
+            previous, length = self._free[index - 1]
+            if previous + length == origin:
+                index -= 1
+                origin = previous
+                size += length
+                del self._free[index]
+        if origin + size == self.num_slots:
+            self.num_slots = origin
+        else:
+            self._free.insert(index, (origin, size))
 
 
 class QuantizedArena(Arena):
@@ -327,5 +335,9 @@ class QuantizedArena(Arena):
 
 def _storage_rows(ranges: Sequence[TokenRange], num_kv_heads: int, device: torch.device) -> torch.Tensor:
     """Storage rows of several ranges of tokens: int64 `[kv_heads * tokens]`."""
-    rows = [tokens.rows(num_kv_heads, torch.device("cpu")).flatten() for tokens in ranges]
-    return to_device(torch.cat(rows).numpy(), device)
+    origin, capacity, start, length = np.array(ranges, np.int64).reshape(-1, 4).T
+    tokens = np.repeat(np.arange(len(length)), length)  # the range of each token
+    index = np.arange(len(tokens)) - np.repeat(np.cumsum(length) - length - start, length)
+    heads = np.arange(num_kv_heads)[:, None]
+    rows = storage_row(origin[tokens], capacity[tokens], index, num_kv_heads, heads)
+    return to_device(rows.reshape(-1), device)

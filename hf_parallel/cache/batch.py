@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +25,7 @@ _PARTS = attrgetter("parts")
 View = Sequence[Block]
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """New tokens of one row in a forward pass: `num_tokens` tokens appended to the last block of `view`.
 
     With `write=False` they are the last tokens of that block, which are computed again (for their logits) and not
@@ -38,6 +38,12 @@ class Segment:
     write: bool = True
     images: tuple[ImageSpan, ...] = ()
     keeps_state: bool = False
+
+    def frozen(self) -> Segment:
+        """Return the segment with its view as it is now."""
+        if type(self.view) is tuple:
+            return self
+        return Segment(tuple(self.view), self.num_tokens, self.write, self.images, self.keeps_state)
 
 
 @dataclass(eq=False)
@@ -91,7 +97,7 @@ class ForwardPass:
 def with_parts(segment: Segment) -> Segment:
     """Return a segment whose view has the parts of blocks that were split."""
     if any(map(_PARTS, segment.view)):
-        return replace(segment, view=[*parts_of(segment.view)])
+        return segment._replace(view=[*parts_of(segment.view)])
     return segment
 
 
@@ -101,7 +107,7 @@ def find_images(
     """Return a segment with its image tokens, and its tokens with a placeholder for each of them."""
     if not is_image(max(tokens)):
         return segment, tokens
-    with_images = replace(segment, images=tuple(table.spans(tokens)))
+    with_images = segment._replace(images=tuple(table.spans(tokens)))
     return with_images, [placeholder if is_image(token) else token for token in tokens]
 
 
@@ -124,8 +130,7 @@ def new_tokens(pool: Pool, passes: Sequence[Sequence[Segment]]) -> Counter[Block
         for segment in segments:
             if not segment.view or segment.num_tokens < 1:
                 raise ValueError(f"a segment needs a view and at least one new token, got {segment!r}")
-            for block in segment.view:
-                pool.check_owned(block)
+            pool.check_owned(*segment.view)
             target = segment.view[-1]
             if not segment.write and segment.num_tokens > target.length + count[target]:
                 raise ValueError(f"a segment cannot reread more tokens than its block holds, got {segment!r}")
@@ -143,42 +148,37 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
     The keys that a query sees depend on the block lengths only. The new tokens of a pass are added to the lengths just
     before that pass is planned, so that a query sees the new tokens of all rows in its own pass, and no later ones.
     """
-    table: dict[Block, list[tuple[int, ...]]] = {}
     packed: list[Segment] = []
-    tokens: list[tuple[int, ...]] = []  # position and number of the tokens of each segment
     images: list[ImageSpan] = []
     ahead: list[tuple[int, int, int]] = []  # queries that see their block up to an index beyond their own
-    writes: list[tuple[int, ...]] = []  # query, number of tokens, origin, capacity and index of each stored segment
     decoding = len(passes) == 1
+    numbers: dict[Block, int] = {}  # of all blocks, in the order in which they are met
+    of_passes: list[_PassTable] = []
     num_tokens = 0
     for segments in passes:
-        growing = set()
         for segment in segments:
             if segment.write:
                 segment.view[-1].length += segment.num_tokens
-                growing.add(segment.view[-1])
-            decoding = decoding and segment.write and segment.num_tokens == 1
-        for segment in segments:
-            target = segment.view[-1]
-            count = segment.num_tokens
-            index = target.length - count
-            extent = target.extent
-            tokens.append((target.base + index, count))
-            if segment.write:
-                writes.append((num_tokens, count, extent.origin, extent.capacity, target.first + index))
-            _add_pairs(table, segment, num_tokens, growing)
+        table = _PassTable.of(segments, numbers, num_tokens)
+        of_passes.append(table)
+        decoding = decoding and table.is_decode_step
+        for number, segment in enumerate(segments):
+            packed.append(segment.frozen())
             for span in segment.images:
-                images.append(span._replace(at=num_tokens + span.at))
+                first = int(table.first_token[number])
+                images.append(span._replace(at=first + span.at))
                 if span.image.bidirectional_layers:
-                    ahead.append((num_tokens + span.at, num_tokens + span.end, index + span.end))
-            packed.append(Segment(tuple(segment.view), count, segment.write, segment.images))
-            num_tokens += count
-    write_table = np.array(writes, np.int64).reshape(-1, 5)
-    plan = _attention_plan(table, write_table, num_tokens, decoding, ahead)
+                    index = int(table.start[number])
+                    ahead.append((first + span.at, first + span.end, index + span.end))
+        num_tokens += int(table.counts.sum())
+    pairs = _Pairs.of(of_passes)
+    locations = np.array([(block.extent.origin, block.extent.capacity, block.first) for block in numbers])
+    plan = _attention_plan(of_passes, pairs, locations, num_tokens, decoding, ahead)
     in_order = None
     if ahead:
-        in_order = _attention_plan(table, write_table, num_tokens, decoding, ())
-    first_positions, counts = np.array(tokens, np.int64).T
+        in_order = _attention_plan(of_passes, pairs, locations, num_tokens, decoding, ())
+    first_positions = np.concatenate([table.base + table.start for table in of_passes])
+    counts = np.concatenate([table.counts for table in of_passes])
     positions = ranges(first_positions, counts)
     if any(span.image.corrections is not None for span in images):
         positions = np.repeat(positions[None], 3, axis=0)
@@ -190,80 +190,181 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
     return ForwardPass(plan, to_device(positions, device), tuple(packed), len(passes), images=images, in_order=in_order)
 
 
-def _add_pairs(
-    table: dict[Block, list[tuple[int, ...]]], segment: Segment, offset: int, growing: Collection[Block]
-) -> None:
-    """Add a table entry for each block of a segment's view: rotation and slot, and their increments per step."""
-    target = segment.view[-1]
-    n = segment.num_tokens
-    target_start = 0
-    target_step = 0
-    masked = 0
-    shift = 0
-    for block in segment.view:
-        target_start += block.length
-        target_step += block in growing
-        masked += block.gap
-        shift += block.shift
-    position = target_start - n  # number of tokens before the first new one
-    target_start -= target.length
-    target_step -= target in growing
-    shift -= target.shift
-    start = 0
-    start_step = 0
-    for block in segment.view:
-        grows = block in growing
-        masked -= block.gap  # those after the start of the block
-        if block.length:
-            delta = (target_start + shift - target.base) - (start - block.base)
-            step = target_step - start_step
-            first_position = position - start + masked
-            row = (offset, n, delta, first_position, block.length, step, step + 1, grows, block is target)
-            table.setdefault(block, []).append(row)
-        start += block.length
-        shift -= block.shift  # those after the start of the next block
-        start_step += grows
+class _PassTable(NamedTuple):
+    """Segments of one of several consecutive passes, and the blocks of their views, as integers.
+
+    Blocks have the new tokens of the pass. A pair is a block of a segment's view.
+    """
+
+    # of each segment, int64 [S]
+    counts: np.ndarray  # new tokens
+    first_token: np.ndarray  # among the tokens of all passes
+    target: np.ndarray  # number of the block to which it appends
+    base: np.ndarray  # of that block
+    start: np.ndarray  # in it, of the first new token
+    writes: np.ndarray  # bool
+    # of each pair, in the order of the views, int64 [P]
+    pair_segment: np.ndarray
+    pair_block: np.ndarray  # number
+    length: np.ndarray
+    delta: np.ndarray  # rotation
+    first_position: np.ndarray  # of the first new token, counted from the start of the block
+    step: np.ndarray  # what a decode step adds to the rotation
+    grows: np.ndarray  # 1 if a segment of the pass appends to the block
+
+    @property
+    def is_decode_step(self) -> bool:
+        """Whether every segment appends one token."""
+        return bool(self.writes.all() and (self.counts == 1).all())
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], numbers: dict[Block, int], num_tokens: int) -> _PassTable:
+        """Return the table of a pass after `num_tokens` tokens. Blocks that `numbers` does not have are added to it."""
+        for segment in segments:
+            for block in segment.view:
+                if block not in numbers:
+                    numbers[block] = len(numbers)
+        of_pairs = [numbers[block] for segment in segments for block in segment.view]
+        sizes = np.array([len(segment.view) for segment in segments])
+        counts = np.array([segment.num_tokens for segment in segments])
+        writes = np.array([segment.write for segment in segments])
+        lengths = np.array([block.length for block in numbers])
+        bases = np.array([block.base for block in numbers])
+        gaps = np.array([block.gap for block in numbers])
+        shifts = np.array([block.shift for block in numbers])
+        pair_block = np.array(of_pairs)
+        last = np.cumsum(sizes) - 1  # pair of each segment's target
+        pair_segment = np.repeat(np.arange(len(sizes)), sizes)
+        target = pair_block[last]
+        grows = np.zeros(len(numbers), np.int64)
+        grows[target[writes]] = 1
+
+        def before(values: np.ndarray) -> np.ndarray:
+            """Return the sum over the blocks before each in its view."""
+            sums = np.cumsum(values) - values
+            first = last - sizes + 1
+            return sums - sums[first][pair_segment]
+
+        length = lengths[pair_block]
+        start_in_view = before(length)
+        shift = before(shifts[pair_block])
+        masked = before(gaps[pair_block])
+        start_step = before(grows[pair_block])
+        of_last = last[pair_segment]
+        target_start = start_in_view[of_last] + shift[of_last] - shift
+        start = lengths[target] - counts
+        position = (start_in_view[last] + start)[pair_segment]
+        masked_after = (
+            (masked[last] + gaps[target])[pair_segment] - masked - gaps[pair_block]
+        )  # after the start of the block
+        return cls(
+            counts=counts,
+            first_token=num_tokens + np.cumsum(counts) - counts,
+            target=target,
+            base=bases[target],
+            start=start,
+            writes=writes,
+            pair_segment=pair_segment,
+            pair_block=pair_block,
+            length=length,
+            delta=(target_start - bases[target][pair_segment]) - (start_in_view - bases[pair_block]),
+            first_position=position - start_in_view + masked_after,
+            step=start_step[of_last] - start_step,
+            grows=grows[pair_block],
+        )
+
+
+class _Pairs(NamedTuple):
+    """The pairs of all passes whose blocks hold tokens, by block, in the order in which blocks are first seen."""
+
+    blocks: np.ndarray  # int64 [B], numbers
+    num_pairs: np.ndarray  # int64 [B], (segment, block) pairs of each
+    # of each pair, int64 [P]
+    first_query: np.ndarray
+    counts: np.ndarray
+    delta: np.ndarray
+    first_position: np.ndarray
+    num_keys: np.ndarray
+    step: np.ndarray
+    grows: np.ndarray
+    is_target: np.ndarray  # 1 if the segment appends to the block
+
+    @classmethod
+    def of(cls, tables: Sequence[_PassTable]) -> _Pairs:
+        """Return the pairs of consecutive passes."""
+        columns = []
+        for table in tables:
+            segment = table.pair_segment
+            columns.append(
+                np.stack(
+                    (
+                        table.pair_block,
+                        table.first_token[segment],
+                        table.counts[segment],
+                        table.delta,
+                        table.first_position,
+                        table.length,
+                        table.step,
+                        table.grows,
+                        table.pair_block == table.target[segment],
+                    )
+                )
+            )
+        pairs = np.concatenate(columns, axis=1)
+        pairs = pairs[:, pairs[5] > 0]
+        _, first, inverse, num_pairs = np.unique(pairs[0], return_index=True, return_inverse=True, return_counts=True)
+        by_first = np.argsort(first)
+        rank = np.empty_like(by_first)
+        rank[by_first] = np.arange(len(by_first))
+        by_block = pairs[1:, np.argsort(rank[inverse], kind="stable")]
+        return cls(pairs[0][first[by_first]], num_pairs[by_first], *by_block)
 
 
 def _attention_plan(
-    table: dict[Block, list[tuple[int, ...]]],
-    writes: np.ndarray,
+    tables: Sequence[_PassTable],
+    pairs: _Pairs,
+    locations: np.ndarray,
     num_queries: int,
     decoding: bool,
     ahead: Sequence[tuple[int, int, int]],
 ) -> AttentionPlan:
-    """Expand the table of `_add_pairs` to (query, block) pairs, with the blocks at their current locations."""
-    all_rows = [row for rows in table.values() for row in rows]
-    pairs = np.array(all_rows, np.int64).reshape(-1, 9)
-    first_query, counts, delta, first_position, num_keys, delta_step, position_step, hi_step, sees_ahead = pairs.T
-    last_rows = np.cumsum([len(rows) for rows in table.values()], dtype=np.int64) - 1
-    locations = [(block.extent.origin, block.extent.capacity, block.first) for block in table]
-    origin, capacity, first = np.ascontiguousarray(np.array(locations, np.int64).T)
-    position = ranges(first_position, counts)
-    query = ranges(first_query, counts)
+    """Expand (segment, block) pairs to (query, block) pairs, given the blocks' origins, capacities and first indices.
+
+    `locations` are int64 `[blocks, 3]`.
+    """
+    counts = pairs.counts
+    origin, capacity, first = np.ascontiguousarray(locations[pairs.blocks].T)
+    position = ranges(pairs.first_position, counts)
+    query = ranges(pairs.first_query, counts)
     stop = position + 1
     if ahead:
         seen = np.zeros(num_queries, np.int64)
         for begin, end, index in ahead:
             seen[begin:end] = index
-        stop = np.where(np.repeat(sees_ahead, counts), np.maximum(stop, seen[query]), stop)
-    write_query, write_counts, write_origin, write_capacity, write_index = writes.T
+        stop = np.where(np.repeat(pairs.is_target > 0, counts), np.maximum(stop, seen[query]), stop)
+    last_pairs = np.cumsum(pairs.num_pairs) - 1
+    written = [table.writes for table in tables]
+    write_query = np.concatenate([table.first_token[stored] for table, stored in zip(tables, written, strict=True)])
+    write_counts = np.concatenate([table.counts[stored] for table, stored in zip(tables, written, strict=True)])
+    targets = np.concatenate([table.target[stored] for table, stored in zip(tables, written, strict=True)])
+    write_index = np.concatenate([table.start[stored] for table, stored in zip(tables, written, strict=True)])
+    write_origin, write_capacity, write_first = locations[targets].T
     return AttentionPlan(
         num_queries=num_queries,
         block_origin=origin,
         block_capacity=capacity,
         block_first=first,
-        block_pairs=np.append(0, np.cumsum(counts)[last_rows]),
+        block_pairs=np.append(0, np.cumsum(counts)[last_pairs]),
         pair_query=query,
-        pair_delta=np.repeat(delta, counts),
+        pair_delta=np.repeat(pairs.delta, counts),
         pair_position=position,
         pair_lo=np.zeros_like(position),
-        pair_hi=np.minimum(np.repeat(num_keys, counts), stop),
+        pair_hi=np.minimum(np.repeat(pairs.num_keys, counts), stop),
         write_query=ranges(write_query, write_counts),
         write_origin=np.repeat(write_origin, write_counts),
         write_capacity=np.repeat(write_capacity, write_counts),
-        write_index=ranges(write_index, write_counts),
-        increments=Increments(delta_step, position_step, hi_step) if decoding else None,
+        write_index=ranges(write_first + write_index, write_counts),
+        increments=Increments(pairs.step, pairs.step + 1, pairs.grows) if decoding else None,
     )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_parallel.cache.placement import execution_device
+from hf_parallel.cache.placement import all_modules, execution_device
 from hf_parallel.kernels.checksum import checksums
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -136,7 +136,7 @@ def active_adapters(model: nn.Module) -> list[object]:
 def adapter_layers(model: nn.Module) -> list[Any]:
     """Return the layers of a model that PEFT has replaced by layers with adapters."""
     layers = []
-    for module in model.modules():
+    for module in dict.fromkeys(all_modules(model)):
         # `hasattr(module, ...)` is slow for most modules
         has_adapters = "active_adapters" in vars(module) or hasattr(type(module), "active_adapters")
         if has_adapters and hasattr(module, "merged_adapters"):

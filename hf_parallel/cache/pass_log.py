@@ -123,10 +123,7 @@ class PassLog:
         first = 0
         for segments in passes:
             end = begin + sum(segment.num_tokens for segment in segments)
-            frozen = []
-            for segment in segments:
-                view = tuple(segment.view)
-                frozen.append(Segment(view, segment.num_tokens, segment.write, segment.images, segment.keeps_state))
+            frozen = [segment.frozen() for segment in segments]
             bases = [segment.view[-1].base for segment in segments]
             entry = _LoggedPass(frozen, dict(lengths), bases, logged, slice(begin, end), first)
             self._events.append(entry)

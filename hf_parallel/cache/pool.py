@@ -341,7 +341,7 @@ class Pool:
         A block that must grow moves to an extent of at least twice the capacity, so that growth copies each token
         O(1) times (amortized). Blocks of equal capacity that grow together stay evenly spaced. In an
         engine, each has its own size, and `on_full` is called until there is memory, also for new states. Where there
-        is, blocks that will need it soon grow as well: after each growth, the next pass is planned from scratch.
+        is, blocks that are half full grow as well: after each growth, the next pass is planned from scratch.
         """
         while True:
             growing = [(block, length) for block, length in wanted if _outgrows(block, length)]
@@ -354,7 +354,7 @@ class Pool:
             if on_full is None:
                 sizes = _doubled_sizes(growing)
             else:
-                soon = [(block, length) for block, length in wanted if _outgrows(block, length + MIN_GROWTH // 2)]
+                soon = [(block, length) for block, length in wanted if _outgrows(block, length + _slack(block))]
                 if self.arena.fits(sum(_grown_sizes(soon))):
                     growing = soon
                 sizes = _grown_sizes(growing)
@@ -461,10 +461,12 @@ class Pool:
         quantized = self.arena.quantized if block.extent.is_quantized else None
         return block.length * (quantized or self.arena).bytes_per_token
 
-    def check_owned(self, block: Block) -> None:
-        """Raise `ValueError` unless a block is one of this pool, or of its parent."""
-        if block not in self._root.blocks:
-            raise ValueError(f"{block!r} is not (or no longer) a block of this cache")
+    def check_owned(self, *blocks: Block) -> None:
+        """Raise `ValueError` unless blocks are of this pool, or of its parent."""
+        owned = self._root.blocks
+        if not owned.issuperset(blocks):
+            other = next(block for block in blocks if block not in owned)
+            raise ValueError(f"{other!r} is not (or no longer) a block of this cache")
 
     def _log_copy(self, source: Block, start: int, stop: int, target: Block, at: int) -> None:
         if self.on_copy is not None:
@@ -473,6 +475,11 @@ class Pool:
 
 def _grown(block: Block, length: int) -> int:
     return max(2 * block.extent.capacity, length, MIN_GROWTH)
+
+
+def _slack(block: Block) -> int:
+    """Return the number of free slots below which a block of an engine grows together with others."""
+    return max(block.extent.capacity, MIN_GROWTH) // 2
 
 
 def _grown_sizes(growing: Wanted) -> list[int]:

@@ -39,7 +39,6 @@ from hf_parallel.generation.sampling.sampler import SamplingTask
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import RotarySpec, to_device
 from hf_parallel.models.decode.cached_model import PREFILL_CHUNK
-from hf_parallel.models.probing.signature import CACHE
 
 logger = logging.getLogger(__name__)
 
@@ -316,7 +315,7 @@ class Request(Host):
                     self.has_started = True
                     return
                 case Standing():
-                    self.log.add_steps(want.passes, want.logged, is_computed=False)
+                    self.log.add_steps(want.passes, want.steps, is_computed=False)
                     self.awaited = want
                     return
                 case Wait():
@@ -328,7 +327,7 @@ class Request(Host):
     def take_logits(self, task: SamplingTask, logits: Part) -> None:
         """Wait for the tokens that the engine samples from the logits of a pass."""
         if isinstance(self.awaited, Standing):
-            self.awaited.logged.has_undrawn_pass = True
+            self.awaited.steps.has_undrawn_pass = True
         self.awaited = Sampling(task, logits)
         self.has_started = True
         self._suspended = None
@@ -379,7 +378,6 @@ class Request(Host):
         try:
             output: Any = yield from check_steps(self.config.make_run(self.call).generate())
             self._storage.check_weights(self.call.model, ending=self)
-            output = replace(output, **{CACHE: None})  # the storage belongs to the engine
         except GeneratorExit:  # see `_close`
             raise
         except BaseException as error:

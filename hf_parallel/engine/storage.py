@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_parallel.cache.fingerprint import active_adapters
+from hf_parallel.cache.placement import all_modules
 from hf_parallel.cache.pool import Block, Budget, Wanted
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Owner, RequestObserver
@@ -58,7 +59,8 @@ class KVStorage:
         self.evicted_tokens = 0
         self.has_exceeded = False
         """Whether the request whose code is running is preempted as soon as it wants something; see `exceed`."""
-        self._checked = -1  # step in which the weights were checked, and no pass has run since
+        self._checked: tuple[int, bool] | None = None
+        """Step in which the weights were checked, if no pass has run since, and whether all were read."""
         self._versions: list[Any] = []  # see `_versions`, at the last check of all weights
 
     def use_policy(self, policy: EvictionPolicy) -> None:
@@ -73,7 +75,7 @@ class KVStorage:
     def reset(self) -> None:
         """Delete everything and release all memory."""
         self.cache.reset()
-        self._checked = -1
+        self._checked = None
         self._versions = []
 
     def check_weights(self, model: PreTrainedModel, ending: Any = None) -> None:
@@ -83,17 +85,18 @@ class KVStorage:
         compares only what PyTorch counts: a write through `Tensor.data` is noticed by the next check of all weights.
         Requests that begin or end in the same step, between two passes, share one check.
         """
-        if self._checked == self.tree.clock:
+        reads_all = ending is None or not self.tree.leaves.keys() - {ending}
+        if self._checked == (self.tree.clock, True) or self._checked == (self.tree.clock, reads_all):
             return
         is_equal = not self.pool.blocks or _versions(model) == self._versions
         try:
-            if is_equal and (ending is None or not self.tree.leaves.keys() - {ending}):
+            if is_equal and reads_all:
                 self.check_all_weights(model)
-                self._checked = self.tree.clock
         except ValueError:
             is_equal = False
         if not is_equal:
             raise WeightsChangedError("the model's weights changed while the request ran")
+        self._checked = self.tree.clock, reads_all
 
     def check_all_weights(self, model: PreTrainedModel) -> None:
         """Check that all keys and values were computed with the weights of the model."""
@@ -104,7 +107,7 @@ class KVStorage:
     def commit(self) -> None:
         """Confirm that the prepared pass has been computed."""
         self.cache.commit()
-        self._checked = -1
+        self._checked = None
 
     @property
     def fingerprint(self) -> str:
@@ -184,8 +187,9 @@ def _versions(model: PreTrainedModel) -> list[Any]:
     """Return what changes with the weights and costs little: adapters, and id and version counter of each parameter."""
     # Offloaded parameters are left out: they are replaced at each use. Some rotary embeddings replace buffers, too.
     versions: list[Any] = [str(active_adapters(model))]
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            counter = 0 if parameter.is_inference() else parameter._version
-            versions.append((id(parameter), counter))
+    for module in all_modules(model):
+        for parameter in module._parameters.values():
+            if parameter is not None and not parameter.is_meta:
+                counter = 0 if parameter.is_inference() else parameter._version
+                versions.append((id(parameter), counter))
     return versions

@@ -489,6 +489,7 @@ class DecodeLoop:
         record = self.call.record
         scores = self.sampler.scores
         logits = self.sampler.logits
+        cache = None if self.call.host.is_shared else self.cache  # the storage of an engine is its own
         if self.call.past_key_values is None:
             self.cache.record_weights(self.call.model, self.call.fingerprint)
         indices: list[int] | None = None
@@ -517,7 +518,7 @@ class DecodeLoop:
             logits=None if logits is None else tuple(logits),  # type: ignore[arg-type]
             stats=self.stats,
             record=record,
-            **{CACHE: self.cache, "log_probs": self.log_probs(rows), **fields},
+            **{CACHE: cache, "log_probs": self.log_probs(rows), **fields},
         )
 
     def _record_errors(self, output_rows: Sequence[int], indices: Sequence[int]) -> None:

@@ -35,33 +35,69 @@ class TableSteps:
         self.log_probs = LogProbSteps()
 
 
-class _Span(NamedTuple):
-    """Consecutive steps in which rows stood, and their place among the rows of the table."""
+class StandingSteps:
+    """What rows have got while they stood, step after step: the tables in which they stood, and their place in each.
 
-    steps: TableSteps
-    rows: slice
-
-
-class StandingTokens:
-    """Token ids of the passes of rows that stand, made where they are read: for a request that was preempted.
-
-    The first pass appends the tokens with which the rows began, each other one what the step before has sampled.
+    For the log of a request it is the tokens of the passes, `StepTokens`: the first pass appends the tokens with which
+    the rows began, each other one what the step before has sampled. They are made where a log is read, after a
+    preemption.
     """
 
-    def __init__(self, first_tokens: list[int], spans: list[_Span], device: torch.device) -> None:
+    def __init__(self, first_tokens: list[int], device: torch.device) -> None:
         self.has_undrawn_pass = False
-        """Whether nothing was sampled from the last pass, which then ended the rows' stand."""
-        self.segments: list[list[Segment]] = []  # as the rows are not sampled from
+        """Whether there was a pass after which nothing was sampled here, which ended the rows' stand."""
+        self.segments: list[list[Segment]] = []  # as the log needs no samples
         self._first_tokens = first_tokens
-        self._spans = spans
         self._device = device
+        self._tables: list[TableSteps] = []  # all but the last one have steps, and get no more
+        self._first_rows: list[int] = []  # in each table
+        self._steps_before = 0  # steps of all tables but the last one
+
+    def __len__(self) -> int:
+        return self._steps_before + (len(self._tables[-1].tokens) if self._tables else 0)
+
+    def enter(self, table: TableSteps, first_row: int) -> None:
+        """Enter a new table."""
+        if self._tables:
+            num_steps = len(self._tables[-1].tokens)
+            self._steps_before += num_steps
+            if not num_steps:
+                self._tables.pop()
+                self._first_rows.pop()
+        self._tables.append(table)
+        self._first_rows.append(first_row)
+
+    @property
+    def last_tokens(self) -> list[int]:
+        """The last token of each row."""
+        for table, first in zip(self._tables[:-3:-1], self._first_rows[:-3:-1], strict=True):  # the last may be empty
+            if table.tokens:
+                return table.tokens[-1][first : first + len(self._first_tokens)]
+        return self._first_tokens
+
+    def tokens(self, count: int) -> list[list[int]]:
+        """Return the tokens of the last `count` steps."""
+        steps: list[list[int]] = []  # the last one first
+        for table, first in zip(reversed(self._tables), reversed(self._first_rows), strict=True):
+            missing = count - len(steps)
+            if not missing:
+                break
+            rows = slice(first, first + len(self._first_tokens))
+            steps += [tokens[rows] for tokens in reversed(table.tokens[-missing:])]
+        return steps[::-1]
+
+    def log_probs(self) -> torch.Tensor:
+        """Return the log-probabilities of the tokens, float32 `[2, steps x rows]`, step by step; see `LogProbSteps`."""
+        of_tables = []
+        for table, first in zip(self._tables, self._first_rows, strict=True):
+            if table.tokens:
+                of_tables.append(table.log_probs.of_rows(first, len(self._first_tokens)))
+        return torch.cat(of_tables, dim=1).flatten(1)
 
     @property
     def ids(self) -> list[torch.Tensor]:
         """Packed tokens of each pass, int64 `[rows]`."""
-        steps = [self._first_tokens]
-        for of_table, rows in self._spans:
-            steps += [tokens[rows] for tokens in of_table.tokens]
+        steps = [self._first_tokens, *self.tokens(len(self))]
         if not self.has_undrawn_pass:
             steps.pop()  # the last tokens were sampled, but are in no pass
         if not steps:
@@ -93,19 +129,14 @@ class Standing:
         self.stats = stats
         self.sink = sink
         self.task = SamplingTask(sampler, [row.index for row in rows])
-        self.segments = [Segment(row.current_view(), 1) for row in rows]
+        self.segments = [Segment(tuple(row.current_view()), 1) for row in rows]
         self.ended = [False] * len(rows)
         """Whether each row has ended."""
         self.output_rows = [row.output_row for row in rows]
         self.reads_tokens = sampler.reads_tokens
         """Whether processors or stop texts read the tokens of each step in the sampler's table."""
-        self._first_tokens = [row.pending[0] for row in rows]
-        self._spans: list[_Span] = []  # all but the last one have steps, and get no more
-        self.logged = StandingTokens(self._first_tokens, self._spans, cache.device)
-        """For the log of the request."""
-        self._steps_before = 0  # steps of all spans but the last one
-        self._written_spans = 0  # spans whose steps the sampler's table has
-        self._written_steps = 0  # steps that it has of the next span
+        self.steps = StandingSteps([row.pending[0] for row in rows], cache.device)
+        self._written_steps = 0  # steps that the sampler's table has
 
     @property
     def passes(self) -> list[list[Segment]]:
@@ -115,31 +146,14 @@ class Standing:
     @property
     def tokens(self) -> list[int]:
         """The last token of each row, which the next pass appends."""
-        for steps, rows in self._spans[:-3:-1]:  # the last span may have no step yet
-            if steps.tokens:
-                return steps.tokens[-1][rows]
-        return self._first_tokens
-
-    @property
-    def steps_done(self) -> int:
-        """Number of tokens that each row has got."""
-        return self._steps_before + (len(self._spans[-1].steps.tokens) if self._spans else 0)
-
-    def enter(self, steps: TableSteps, rows: slice) -> None:
-        """Enter a new table, as its `rows`."""
-        if self._spans:
-            num_steps = len(self._spans[-1].steps.tokens)
-            self._steps_before += num_steps
-            if not num_steps:
-                self._spans.pop()
-        self._spans.append(_Span(steps, rows))
+        return self.steps.last_tokens
 
     def end_step(self) -> bool:
         """Set `ended` after a step. Return whether something has happened to a row, so that the run continues.
 
         Must be called in each step if `reads_tokens`, else where a row may have ended.
         """
-        is_last = self.steps_done == self.num_steps
+        is_last = len(self.steps) == self.num_steps
         if self.reads_tokens or is_last:
             self._write_tokens()
         sampler, indices = self.task
@@ -158,27 +172,18 @@ class Standing:
             row.pending = [token]
             row.last_segment = segment
         self._write_tokens()
-        num_steps = self.steps_done
-        spans = [span for span in self._spans if span.steps.tokens]
-        self._spans = []
+        num_steps = len(self.steps)
         sampler, indices = self.task
         sampler.count_draws(indices, num_steps)
         if not num_steps or not sampler.returns_log_probs:
             return num_steps, None
-        of_spans = [steps.log_probs.of_rows(rows, len(steps.tokens)) for steps, rows in spans]
-        log_probs = LogProbs(*torch.cat(of_spans, dim=1))
+        log_probs = LogProbs(*self.steps.log_probs())
         sampler.add_drawn(indices, self.output_rows, log_probs, num_steps)
         return num_steps, log_probs
 
     def _write_tokens(self) -> None:
         """Write the tokens of steps that the sampler's table does not have yet."""
         sampler, indices = self.task
-        while self._written_spans < len(self._spans):
-            steps, rows = self._spans[self._written_spans]
-            new_steps = [tokens[rows] for tokens in steps.tokens[self._written_steps :]]
-            sampler.table.append_known(indices, new_steps)
-            if self._written_spans == len(self._spans) - 1:
-                self._written_steps = len(steps.tokens)
-                return
-            self._written_spans += 1
-            self._written_steps = 0
+        num_steps = len(self.steps)
+        sampler.table.append_known(indices, self.steps.tokens(num_steps - self._written_steps))
+        self._written_steps = num_steps

@@ -47,9 +47,9 @@ class DecodeTable:
         self._end_tokens = []
         self._member_of = []
         self._readers = set()
-        self._steps_left = min(member.num_steps - member.steps_done for member in members)
+        self._steps_left = min(member.num_steps - len(member.steps) for member in members)
         for index, (member, rows) in enumerate(zip(members, self._batch.parts, strict=True)):
-            member.enter(self._steps, rows)
+            member.steps.enter(self._steps, rows.start)
             self._end_tokens += [member.task.sampler.row_criteria.end_tokens] * len(member.rows)
             self._member_of += [index] * len(member.rows)
             if member.reads_tokens:

@@ -62,12 +62,12 @@ class LogProbSteps:
         self._sampling.append(sampling)
         self._joined = None
 
-    def of_rows(self, rows: slice, count: int) -> torch.Tensor:
-        """Return those of some rows in the first `count` steps, float32 `[2, steps x rows]`: model and sampling."""
+    def of_rows(self, first: int, count: int) -> torch.Tensor:
+        """Return those of `count` rows from a first one on, float32 `[2, steps, count]`: model and sampling."""
         if self._joined is None:  # rows that stood together are read one call after the other
             stacked = torch.stack((*self._model, *self._sampling))
             self._joined = stacked.view(2, len(self), -1)
-        return self._joined[:, :count, rows].flatten(1)
+        return self._joined.narrow(2, first, count)
 
 
 class Drawn(NamedTuple):

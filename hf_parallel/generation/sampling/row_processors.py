@@ -165,7 +165,9 @@ class JointProcessors:
             for number, (key, function, members) in enumerate(of_call):
                 if len(calls) == 1:
                     key = (number, 0)  # noqa: PLW2901
-                _, step, indices = stages.setdefault(key, (function, ProcessorBatch([], [], []), []))
+                if key not in stages:
+                    stages[key] = (function, ProcessorBatch([], [], []), [])
+                _, step, indices = stages[key]
                 step.processors.extend(members if function is None else members * len(rows))
                 step.rows.extend(rows)
                 indices.extend(range(begin, begin + len(rows)))

@@ -246,12 +246,11 @@ class Sampler:
 
         `output_rows` are the numbers for streamers.
         """
-        columns: list[int] = []
-        draws: list[int] = []
-        for left in range(num_steps, 0, -1):
-            for row in rows:
-                columns.append(self.table.lengths[row] - left)
-                draws.append(self._draws[row] - left)
+        steps_left = range(num_steps, 0, -1)
+        lengths = [self.table.lengths[row] for row in rows]
+        num_draws = [self._draws[row] for row in rows]
+        columns = [length - left for left in steps_left for length in lengths]
+        draws = [count - left for left in steps_left for count in num_draws]
         every_row = tuple(rows) * num_steps
         self.drawn.append(Drawn(every_row, tuple(columns), tuple(draws), log_probs))
         for collector in self.top_log_probs:
