@@ -141,6 +141,23 @@ def test_a_model_compiled_in_place_raises_with_a_way_out(part: str) -> None:
         enabled.generate(torch.stack(PROMPTS), generation_mode="shared_prefix", **GREEDY)
 
 
+def test_a_copy_whose_forward_computes_the_original_raises() -> None:
+    """TRL's trainers replace `forward` like this. A copy of the model would silently give other tokens."""
+    call = {"generation_mode": "shared_prefix", **GREEDY}
+    model: Any = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+    expected = model.generate(torch.stack(PROMPTS), **call)
+    forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def replaced(self: Any, *args: object, **kwargs: object) -> object:
+        return forward(*args, **kwargs)
+
+    model.forward = replaced.__get__(model)
+    assert torch.equal(model.generate(torch.stack(PROMPTS), **call), expected)
+    with pytest.raises(ValueError, match="this model is a copy, and its forward"):
+        copy.deepcopy(model).generate(torch.stack(PROMPTS), **call)
+
+
 @pytest.mark.parametrize("name", ["generate", "_sample"])
 def test_a_model_with_a_method_of_its_own_that_hides_modes_raises(name: str) -> None:
     model: Any = copy.deepcopy(tiny.build("llama"))

@@ -179,6 +179,23 @@ def check_not_compiled(model: nn.Module) -> None:
             )
 
 
+def check_computes_itself(model: nn.Module) -> None:
+    """Raise `ValueError` for a copy of a model whose `forward` computes the model that it was copied from.
+
+    Libraries replace `forward` on one model by a function that holds the earlier one, such as TRL's trainers. A deep
+    copy of the model has the same function.
+    """
+    forward = vars(model).get("forward")
+    function = getattr(forward, "__func__", forward)
+    for cell in getattr(function, "__closure__", None) or ():
+        owner = getattr(cell.cell_contents, "__self__", None)
+        if isinstance(owner, PreTrainedModel) and all(owner is not module for module in model.modules()):
+            raise ValueError(
+                "this model is a copy, and its forward() computes the model that it was copied from, where a library "
+                "such as TRL has replaced forward(): save and load the model instead, or copy it before training"
+            )
+
+
 def check_prepares_own_inputs(model: PreTrainedModel) -> None:
     """Raise `ValueError` if the model's function that prepares inputs was replaced, as by PEFT's prompt tuning."""
     method = getattr(model, "prepare_inputs_for_generation", None)

@@ -252,6 +252,7 @@ class ParallelGenerationMixin:
         arguments.check_supported_arguments(config.title, kwargs)
         arguments.check_uses_cache(config.title, kwargs, self.generation_config)  # type: ignore[attr-defined]
         arguments.check_not_compiled(self)  # type: ignore[arg-type]
+        arguments.check_computes_itself(self)  # type: ignore[arg-type]
         arguments.check_prepares_own_inputs(self)  # type: ignore[arg-type]
         arguments.check_no_adapter_names(config.title, self)  # type: ignore[arg-type]
         arguments.check_inputs(kwargs)

@@ -227,6 +227,14 @@ def test_trainers_that_cannot_compute_runs_raise(checkpoint: Path) -> None:
             make_trainer(cls, checkpoint, **settings).train()
 
 
+def test_a_copy_of_a_trained_model_raises_instead_of_computing_the_original(checkpoint: Path) -> None:
+    trainer = make_trainer(SharedPrefixGRPOTrainer, checkpoint, generation_kwargs=SHARED)
+    ids = torch.tensor([[5, 6, 7]])
+    assert trainer.model.generate(ids, **SHARED, max_new_tokens=2).shape[1] > 3
+    with pytest.raises(ValueError, match="this model is a copy"):
+        copy.deepcopy(trainer.model).generate(ids, **SHARED, max_new_tokens=2)
+
+
 def test_a_model_given_by_name_is_enabled_for_rollouts(checkpoint: Path) -> None:
     func = make_rollout_func("hogwild", **RUNS["hogwild"])
     for settings in ({"generation_kwargs": SHARED}, {"rollout_func": func}, {}):
