@@ -2,15 +2,18 @@
 
 A prompt lists six sums, such as `c 12+9`. A worker takes the next sum that nobody has taken, and writes `Alice: c
 12+9=21`. It sees the unfinished steps of the others. The script trains one adapter on scripted runs of 1, 2 and 4
-workers, and measures on new problems how many forward passes 1 to 4 workers need, before and after training.
+workers, and measures on new problems how many forward passes 1 to 4 workers need, before and after training. `--grpo`
+then trains the adapter by reinforcement learning on its own runs of 2, 3 and 4 workers, for right sums in few passes.
 `--quick` runs the same path with a tiny random model.
 """
 
 import argparse
+import copy
 import json
 import random
 import re
 import string
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +24,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from train_workers import Scripted, about, train
 
 import hf_parallel
+from hf_parallel.evaluation.collaboration import duplicated_work
 from hf_parallel.progress import progress_bar
 from hf_parallel.training import DataCollatorForParallel, ParallelExample, prepare_model
 
@@ -44,6 +48,10 @@ HOGWILD = {
     "sentence_ends": list(string.printable.strip()),  # any line is a step
     **dict.fromkeys(EMPTY, ""),
 }
+EXPLORED = (2, 3, 4)  # numbers of workers in reinforcement learning
+GENERATIONS = 8  # runs of a problem
+PROBLEMS = 2  # per step
+PASS_COST = 0.005  # so that a sum is worth 33 passes
 STEP = re.compile(r"\w+: ([a-z]) (\d+)\+(\d+)=(\d+)\n")
 
 
@@ -165,16 +173,25 @@ def count_tokens(history, num_workers):
     return [last[worker] or MAX_PASSES for worker in range(num_workers)]
 
 
+def read_rows(history, num_workers):
+    """Return what each worker has generated, without its name: the pass in which each step ended, and its text."""
+    rows = [[] for _ in range(num_workers)]
+    for step in history:
+        rows[step.worker].append((step.forward_pass or MAX_PASSES, step.text.removeprefix(f"{step.name}:")))
+    return rows
+
+
 def measure(model, tokenizer, problems, num_workers, prefix="", **settings):
     """Return how many sums are right after how many passes, and what the workers spent."""
-    ended, tokens, passes, repeated = [], [], [], 0
+    ended, tokens, passes, repeated, duplicated = [], [], [], [], []
     for first in range(0, len(problems), LISTS):
         of_batch = problems[first : first + LISTS]
         prompts = [prefix + write_prompt(problem, num_workers) for problem in of_batch]
         out = generate(model, tokenizer, prompts, num_workers, max_new_tokens=MAX_PASSES, **settings)
-        for problem, history in zip(of_batch, out.history, strict=True):
+        for prompt, problem, history in zip(prompts, of_batch, out.history, strict=True):
             answers, more = read_answers(history)
-            repeated += more
+            repeated.append(more / len(LABELS))
+            duplicated.append(duplicated_work(read_rows(history, num_workers), prompt))
             for label, (a, b) in zip(LABELS, problem, strict=True):
                 end, numbers = answers.get(label, (np.inf, None))
                 ended.append(end if numbers == (a, b, a + b) else np.inf)
@@ -190,10 +207,42 @@ def measure(model, tokenizer, problems, num_workers, prefix="", **settings):
         "solved": float(solved.mean()),  # problems with all sums right
         "passes": float(np.mean(passes)),  # until the last worker stops
         "tokens": float(np.mean(tokens)),  # of all workers
-        "repeated": repeated / len(ended),  # answers to a sum that had one already
+        "repeated": float(np.mean(repeated)),  # answers to a sum that had one already
+        "duplicated": float(np.mean(duplicated)),  # the same, estimated by the measure of `evaluate`
+        "by_problem": {"repeated": repeated, "duplicated": duplicated},
         "accuracy_by_pass": [round(float((ended <= limit).mean()), 4) for limit in range(0, MAX_PASSES + 1, GRID)],
         "example": out.transcripts[0],
     }
+
+
+def merge(model, folder):
+    """Return a copy of a model with the saved adapter in its weights."""
+    return PeftModel.from_pretrained(copy.deepcopy(model), folder).merge_and_unload()
+
+
+def measure_each(name, model, tokenizer, problems):
+    """Return the measurements of a model for each number of workers."""
+    return [{"model": name, **measure(model, tokenizer, problems, number)} for number in MEASURED]
+
+
+def rank_correlation(results):
+    """Return Spearman's correlation of repeated sums with duplicated work, over all runs of several trained workers.
+
+    None if all runs are equal in one of them.
+    """
+    ranks = []
+    for measured in ("repeated", "duplicated"):
+        runs = [
+            value
+            for result in results
+            if result["workers"] > 1 and result["model"] not in ("untrained", "with an example")
+            for value in result["by_problem"][measured]
+        ]
+        values, index, counts = np.unique(runs, return_inverse=True, return_counts=True)
+        if len(values) < 2:
+            return None
+        ranks.append((counts.cumsum() - (counts - 1) / 2)[index])  # equal values share their mean rank
+    return float(np.corrcoef(ranks)[0, 1])
 
 
 def print_results(results):
@@ -209,8 +258,8 @@ def print_results(results):
         )
 
 
-def teach(model, tokenizer, options):
-    """Return the model with a trained adapter, and figures of its training."""
+def teach(model, tokenizer, options, folder):
+    """Train an adapter on scripted runs, and save it. Return figures of the training."""
     began = time.perf_counter()
     examples = make_examples(random.Random(options.seed), tokenizer, options.steps * BATCH)
     made = time.perf_counter()
@@ -223,15 +272,16 @@ def teach(model, tokenizer, options):
         layers_to_transform=layers,
         task_type="CAUSAL_LM",
     )
-    model = get_peft_model(prepare_model(model), lora)
-    with tempfile.TemporaryDirectory() as folder:
+    model = get_peft_model(prepare_model(copy.deepcopy(model)), lora)
+    with tempfile.TemporaryDirectory() as outputs:
         settings = {
             "seed": options.seed,
             "per_device_train_batch_size": BATCH,
             "logging_steps": max(1, options.steps // 20),
         }
-        model, losses = train(model, examples, DataCollatorForParallel(tokenizer), options.steps, folder, **settings)
-    return model, {
+        model, losses = train(model, examples, DataCollatorForParallel(tokenizer), options.steps, outputs, **settings)
+    model.save_pretrained(folder)
+    return {
         "steps": options.steps,
         "batch": BATCH,
         "rank": RANK,
@@ -239,6 +289,91 @@ def teach(model, tokenizer, options):
         "losses": losses,
         "examples_seconds": made - began,
         "training_seconds": time.perf_counter() - made,
+    }
+
+
+def reward(completions, passes, problem, **columns):
+    """Return the share of right sums of each run, less a little for each forward pass."""
+    rewards = []
+    for transcript, num_passes, terms in zip(completions, passes, problem, strict=True):
+        answers = {}
+        for label, *numbers in STEP.findall(f"{transcript}\n"):
+            answers.setdefault(label, list(map(int, numbers)))
+        right = [answers.get(label) == [a, b, a + b] for label, (a, b) in zip(LABELS, terms, strict=True)]
+        rewards.append(float(np.mean(right)) - PASS_COST * num_passes)
+    return rewards
+
+
+def reinforce(model, tokenizer, options, adapter, folder):
+    """Continue an adapter by GRPO, and save it to a folder. Return figures of the training."""
+    from datasets import Dataset
+    from trl import GRPOConfig
+
+    from hf_parallel.training import SharedPrefixGRPOTrainer, make_rollout_func
+
+    began = time.perf_counter()
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = None  # prompts are those of `write_prompt`
+    settings = {name: value for name, value in HOGWILD.items() if name != "generation_mode"}
+    rollout_funcs = {}
+    for num_workers in EXPLORED:
+        names = {"num_workers": num_workers, "worker_names": NAMES[:num_workers]}
+        rollout_funcs[num_workers] = make_rollout_func("hogwild", **settings | names)
+    rng = random.Random(f"grpo {options.seed}")
+    numbers = {}  # of workers, by prompt
+    rows = []
+    for step in range(options.grpo):
+        num_workers = EXPLORED[step % len(EXPLORED)]
+        for _ in range(PROBLEMS):
+            problem = make_problem(rng)
+            prompt = write_prompt(problem, num_workers).rstrip()  # the mode appends the blank line
+            numbers[prompt] = num_workers
+            rows.append({"prompt": prompt, "problem": problem})
+
+    def rollout(prompts, trainer):
+        """Return runs of the prompts of a step, which are for the same number of workers."""
+        return rollout_funcs[numbers[prompts[0]]](prompts, trainer)
+
+    model = PeftModel.from_pretrained(copy.deepcopy(model), adapter, is_trainable=True)
+    with tempfile.TemporaryDirectory() as outputs:
+        arguments = GRPOConfig(
+            output_dir=outputs,
+            max_steps=options.grpo,
+            num_generations=GENERATIONS,
+            per_device_train_batch_size=GENERATIONS * PROBLEMS,
+            max_completion_length=MAX_PASSES,
+            shuffle_dataset=False,
+            learning_rate=3e-4,
+            lr_scheduler_type="linear",
+            warmup_steps=3,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=not sys.stderr.isatty(),
+            seed=options.seed,
+        )
+        trainer = SharedPrefixGRPOTrainer(
+            model=model,
+            processing_class=tokenizer,
+            reward_funcs=reward,
+            train_dataset=Dataset.from_list(rows),
+            rollout_func=rollout,
+            args=arguments,
+        )
+        trainer.train()
+    model.save_pretrained(folder)
+    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
+    return {
+        "steps": options.grpo,
+        "problems": PROBLEMS,  # of a step
+        "generations": GENERATIONS,
+        "workers": [EXPLORED[step % len(EXPLORED)] for step in range(options.grpo)],
+        "tokens": steps[-1]["num_tokens"],
+        "rewards": [step["reward"] for step in steps],
+        "training_seconds": time.perf_counter() - began,
     }
 
 
@@ -250,7 +385,9 @@ def main():
     parser.add_argument("--untrained", type=int, default=8, help="number of these for the model before training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("trained-sums"), help="folder of report and adapter")
-    parser.add_argument("--again", action="store_true", help="measure the adapter in the folder, without training")
+    parser.add_argument("--again", action="store_true", help="measure the adapters in the folder, without training")
+    words = f"then train by GRPO, 24 steps by default, each with {GENERATIONS} runs of {PROBLEMS} problems"
+    parser.add_argument("--grpo", type=int, nargs="?", const=24, default=0, metavar="STEPS", help=words)
     parser.add_argument("--quick", action="store_true", help="a tiny random model, few steps and problems")
     options = parser.parse_args()
     if options.quick:
@@ -271,23 +408,27 @@ def main():
         results.append({"model": "untrained", **measure(model, tokenizer, untrained, num_workers)})
         result = measure(model, tokenizer, untrained, num_workers, write_example(num_workers))
         results.append({"model": "with an example", **result})
-    adapter, path = options.output / "adapter", options.output / "report.json"
-    if options.again:
-        model = PeftModel.from_pretrained(model, adapter)
-        training = json.loads(path.read_text())["training"]
-    else:
-        model, training = teach(model, tokenizer, options)
-        model.save_pretrained(adapter)
-    model = model.merge_and_unload()
-    for num_workers in MEASURED:
-        results.append({"model": "trained", **measure(model, tokenizer, problems, num_workers)})
-    unseen = measure(model, tokenizer, problems, 2, layout="interleaved")
+    path, adapter, reinforced = (options.output / name for name in ("report.json", "adapter", "adapter-grpo"))
+    earlier = json.loads(path.read_text()) if options.again else {}
+    training = earlier.get("training") or teach(model, tokenizer, options, adapter)
+    trained = merge(model, adapter)
+    results += measure_each("trained", trained, tokenizer, problems)
+    unseen = measure(trained, tokenizer, problems, 2, layout="interleaved")
     results.append({"model": "sees ended steps", **unseen})
 
-    report = {**about(), "training": training, "results": results, "seconds": time.perf_counter() - began}
+    report = {**about(), "training": training, "results": results}
+    if options.grpo or "grpo" in earlier:
+        report["grpo"] = reinforce(model, tokenizer, options, adapter, reinforced) if options.grpo else earlier["grpo"]
+        results += measure_each("after GRPO", merge(model, reinforced), tokenizer, problems)
+    report["rank_correlation"] = rank_correlation(results)
+    report["seconds"] = time.perf_counter() - began
     path.write_text(json.dumps(report, indent=1) + "\n")
     print("losses:", *(round(loss, 3) for loss in training["losses"]))
+    if "grpo" in report:
+        print("rewards:", *(round(value, 3) for value in report["grpo"]["rewards"]))
     print_results(results)
+    if report["rank_correlation"] is not None:
+        print(f"rank correlation of repeated sums with `duplicated`: {report['rank_correlation']:.2f}")
 
 
 if __name__ == "__main__":

@@ -86,18 +86,56 @@ def test_recipe_from_scratch_trains_and_measures(
 def test_recipe_train_sums_lowers_the_loss_and_reports_all_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("peft")
+    for package in ("peft", "trl", "datasets"):
+        pytest.importorskip(package)
     module = import_recipe("train_sums", monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["train_sums.py", "--quick", "--output", str(tmp_path)])
+    monkeypatch.setattr(module, "MAX_PASSES", 24)
+    monkeypatch.setattr(sys, "argv", ["train_sums.py", "--quick", "--grpo", "2", "--output", str(tmp_path)])
     module.main()
     report = json.loads((tmp_path / "report.json").read_text())
     losses = report["training"]["losses"]
     assert sum(losses[-3:]) < sum(losses[:3])
     measured = {(result["model"], result["workers"]) for result in report["results"]}
     assert measured > {(model, count) for model in ("untrained", "trained") for count in module.WORKERS}
-    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+    assert measured > {("after GRPO", count) for count in module.MEASURED}
+    assert report["grpo"]["workers"] == [2, 3]
+    nothing_right = pytest.approx(-module.PASS_COST * 24)
+    assert report["grpo"]["rewards"] == [nothing_right] * 2
+    for folder in ("adapter", "adapter-grpo"):
+        assert (tmp_path / folder / "adapter_config.json").exists()
     printed = capsys.readouterr().out
     assert all(f"trained, workers: {count}" in printed for count in module.MEASURED)
+
+
+def test_the_reward_of_train_sums_counts_first_answers_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    module = import_recipe("train_sums", monkeypatch)
+    problem = module.make_problem(random.Random(0))
+    right = [f"Bob:{module.write_step(*item)}" for item in zip(module.LABELS, problem, strict=True)]
+    a, b = problem[2]
+    wrong = f"Alice: c {a}+{b}={a + b + 1}\n"
+    for steps, share in (
+        (right, 1),
+        (right[:3], 3 / 6),
+        ([wrong, *right], 5 / 6),
+        ([*right, wrong], 1),
+        (["Bob:\n"], 0),
+    ):
+        transcript = "\n\n".join(step.rstrip() for step in steps)
+        (found,) = module.reward([transcript], [30], [problem], trainer_state=None)
+        assert found == pytest.approx(share - 30 * module.PASS_COST)
+
+
+def test_the_rank_correlation_of_train_sums_ignores_scale_and_runs_of_one_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("peft")
+    module = import_recipe("train_sums", monkeypatch)
+    rows = {"repeated": [0.0, 0.0, 0.5, 1.0], "duplicated": [0.0, 0.0, 0.1, 0.9]}
+    several = {"model": "trained", "workers": 2, "by_problem": rows}
+    alone = {"model": "trained", "workers": 1, "by_problem": {"repeated": [0.0], "duplicated": [1.0]}}
+    assert module.rank_correlation([several, alone]) == pytest.approx(1)
+    assert module.rank_correlation([alone]) is None
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
