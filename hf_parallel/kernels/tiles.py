@@ -40,7 +40,7 @@ class Runs:
 
     def first_visible(self, plan: AttentionPlan) -> np.ndarray:
         """Return the first key of the run that each pair's query sees: int64 `[P]`, in the order of views."""
-        lo = plan.pair_lo[self.order]
+        lo = np.minimum(plan.pair_lo[self.order], plan.pair_hi[self.order])  # masked tokens between blocks have no keys
         in_run = np.where(lo > 0, self.start + lo, 0)
         return np.maximum.reduceat(in_run, self.first)[self.run]
 
