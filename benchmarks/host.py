@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_parallel
 from hf_parallel.engine import Engine
+from hf_parallel.models.decode.cached_model import PREFILL_CHUNK
 from hf_parallel.progress import progress_bar
 
 SIZES: dict[str, Any] = {"prompt": 64, "new_tokens": 129, "rounds": 4, "rows": "1,16,64,256"}
@@ -101,7 +102,7 @@ def in_call(model: Any, prompts: torch.Tensor, length: int) -> float:
 
 def in_engine(model: Any, prompts: torch.Tensor, length: int) -> float:
     """Return the CPU seconds of an engine that serves a request for each prompt, all at once."""
-    with Engine(model, max_rows=len(prompts)) as engine:
+    with Engine(model, max_rows=len(prompts), max_batch_tokens=PREFILL_CHUNK) as engine:
         began = time.process_time()
         handles = [
             engine.submit(prompt[None], max_new_tokens=length, seed=number, **SAMPLING)

@@ -350,11 +350,12 @@ class Engine:
         self._known_seconds = 0.0
         scheduler = self._scheduler
         self._storage.tree.clock += 1
-        for request in list(scheduler.running):
-            if isinstance(request.awaited, Wait) and not request.preempted:
-                self._call(request, request.resume, request.awaited)
-        for request in scheduler.resumable():
-            self._call(request, request.recompute)
+        if scheduler.standing is None:
+            for request in list(scheduler.running):
+                if isinstance(request.awaited, Wait) and not request.preempted:
+                    self._call(request, request.resume, request.awaited)
+            for request in scheduler.resumable():
+                self._call(request, request.recompute)
         admitted = scheduler.admit()
         if admitted:
             self._check_weights(admitted)
@@ -364,7 +365,7 @@ class Engine:
         batch = scheduler.next_batch()
         if batch:
             self._compute(batch)
-        if not self._sample_waiting() and not batch and scheduler.is_busy:
+        if scheduler.standing is None and not self._sample_waiting() and not batch and scheduler.is_busy:
             time.sleep(0.001)  # requests wait for each other
         elapsed = time.perf_counter() - began
         self._work.step_seconds += elapsed
@@ -386,6 +387,7 @@ class Engine:
         began = time.perf_counter()
         num_tokens = request.num_tokens
         self._current = request
+        self._scheduler.standing = None
         try:
             function(*arguments)
         finally:
@@ -418,21 +420,19 @@ class Engine:
         """Plan the passes of a batch as one. Remove requests from it until memory suffices; None: all of them."""
         table = self._table
         while batch:
-            decoding: list[Request] = []
-            members: list[Standing] = []
+            members = [request.awaited for request in batch if isinstance(request.awaited, Standing)]
+            decoding = batch
             others: list[Request] = []
             pending: list[PendingPass] = []
-            for request in batch:
-                if isinstance(request.awaited, Standing):
-                    decoding.append(request)
-                    members.append(request.awaited)
-                elif isinstance(request.awaited, PendingPass):
-                    others.append(request)
-                    pending.append(request.awaited)
-            for pending_pass in pending:
-                pending_pass.expand_views()
+            if len(members) < len(batch):
+                decoding = [request for request in batch if isinstance(request.awaited, Standing)]
+                for request in batch:
+                    if isinstance(request.awaited, PendingPass):
+                        others.append(request)
+                        pending.append(request.awaited)
+                        request.awaited.expand_views()
             table.choose(members)
-            if decoding:
+            if members:
                 pending.insert(0, PendingPass(table.next_pass()))
             joined = join_passes(pending)
             try:
@@ -519,6 +519,7 @@ class Engine:
         try:
             happened = table.advance(logits)
         except CannotDrawError:  # each by itself, to find out which
+            self._scheduler.standing = None
             for request, member, part in zip(requests, members, table.parts(logits), strict=True):
                 request.take_logits(member.task, part)
             return
@@ -526,9 +527,9 @@ class Engine:
             happened = [(index, error) for index in range(len(requests))]
         finally:
             self._known_seconds += time.perf_counter() - began
-        self._scheduler.charge_all(requests, [len(member.rows) for member in members])
-        for request, member in zip(requests, members, strict=True):
-            request.num_tokens += len(member.rows)
+        self._scheduler.charge_all(requests, table.sizes)
+        for request, size in zip(requests, table.sizes, strict=True):
+            request.num_tokens += size
             if request.handle.waiting:
                 request.handle.notify()
         for index, cause in happened:

@@ -64,6 +64,8 @@ class Scheduler:
         self._fair = 0.0  # tokens served to a submitter that was never idle (virtual time)
         self.preemptions = 0
         self.isolated: set[Request] = set()  # see `isolate`
+        self.standing: list[Request] | None = None
+        """All running requests, in their order, if the rows of each stand and nothing has happened to one since."""
         self._submitted = 0
         self._last_step: dict[str | None, int] = {}  # in which passes of an adapter were computed
 
@@ -175,6 +177,8 @@ class Scheduler:
 
     def next_batch(self) -> list[Request]:
         """Return the requests whose passes are computed in the next step."""
+        if self.standing is not None:
+            return list(self.standing)
         ready = [request for request in self.running if isinstance(request.awaited, (PendingPass, Standing))]
         if self.isolated:
             alone = [request for request in ready if request in self.isolated]
@@ -202,7 +206,10 @@ class Scheduler:
             if index == 0 or prefills[request] <= free:
                 batch.append(request)
                 free -= prefills[request]
-        return sorted(batch, key=attrgetter("number"))
+        batch.sort(key=attrgetter("number"))
+        if len(batch) == len(self.running) and all(isinstance(request.awaited, Standing) for request in batch):
+            self.standing = list(batch)
+        return batch
 
     def victim(self, but: Request | None = None) -> Request | None:
         """Return the request to preempt, unless it is the only one that runs.
@@ -235,6 +242,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Delete the keys and values of a request. One that has not started to generate starts again."""
         self.preemptions += 1
+        self.standing = None
         if request.has_started:
             request.preempt()
         else:

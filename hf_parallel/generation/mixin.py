@@ -42,7 +42,7 @@ from hf_parallel.models.intercept.classes import namesake, plain_class
 from hf_parallel.models.intercept.mixers import unwrap_mixers
 from hf_parallel.models.intercept.modules import remove_hooks
 from hf_parallel.models.probing.capabilities import probe_capabilities
-from hf_parallel.models.probing.signature import CACHE, parameters_of
+from hf_parallel.models.probing.signature import parameters_of
 from hf_parallel.models.ranks import common_seed, num_ranks
 from hf_parallel.transcript.record import Record
 
@@ -243,9 +243,9 @@ class ParallelGenerationMixin:
         return super()._expand_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        """Accept the cache of a mode, whatever the model calls its own."""
-        ignored = CACHE if self._prepares() else ""
-        super()._validate_model_kwargs({n: v for n, v in model_kwargs.items() if n != ignored})  # type: ignore[misc]
+        """Do nothing in a mode, which has checked its arguments (`_check_arguments`)."""
+        if not self._prepares():
+            super()._validate_model_kwargs(model_kwargs)  # type: ignore[misc]
 
     def _check_arguments(self, config: ParallelConfig, kwargs: Arguments) -> None:
         """Raise an error for invalid or unsupported arguments, before anything is prepared."""

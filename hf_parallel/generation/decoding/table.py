@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -20,13 +20,16 @@ class DecodeTable:
 
     def __init__(self, cache: BlockCache) -> None:
         self.members: Sequence[Standing] = ()
+        self.sizes: list[int] = []
+        """Number of rows of each member."""
         self._cache = cache
         self._batch: SamplingBatch
         self._segments: list[Segment] = []
         self._version = -1  # of the pool, with whose blocks the segments have been compared
         self._ids = Part(torch.empty(0, dtype=torch.int64))
         self._steps = TableSteps()
-        self._end_tokens: list[Collection[int]] = []  # by row
+        self._end_tokens: list[frozenset[int]] = []  # by row
+        self._every_end_token: frozenset[int] = frozenset()
         self._member_of: list[int] = []  # by row
         self._readers: set[int] = set()  # members that read the tokens of each step
         self._steps_left = 0  # until the first member has had all of its steps
@@ -38,6 +41,7 @@ class DecodeTable:
         self.members = members
         if not members:
             return
+        self.sizes = [len(member.rows) for member in members]
         self._batch = SamplingBatch([member.task for member in members])
         self._segments = [segment for member in members for segment in member.segments]
         self._version = -1
@@ -54,6 +58,7 @@ class DecodeTable:
             self._member_of += [index] * len(member.rows)
             if member.reads_tokens:
                 self._readers.add(index)
+        self._every_end_token = frozenset().union(*set(self._end_tokens))
 
     def next_pass(self) -> Pass:
         """Return the pass that appends the last token of each row."""
@@ -112,7 +117,7 @@ class DecodeTable:
         """Return the members to which something may have happened in a step of `tokens`."""
         if not self._steps_left:
             return range(len(self.members))
-        if not any(self._end_tokens):
+        if self._every_end_token.isdisjoint(tokens):
             return self._readers
         ended = {
             member
