@@ -1,109 +1,84 @@
-/* A linear layer in float32 for a few tokens: y = x W^T + b, with weights in float32 or packed in fewer bits.
+/* A linear layer in float32: y = x W^T + b, with weights in float32 or packed in fewer bits.
  *
- * The product is bound by reading the weights, so each weight is read once for all tokens, in memory order, and
- * prefetched. A token's sums are accumulated in the same order, with the same roundings, for any number of other tokens:
- * the results of a row do not depend on the other rows of the pass. Packed weights are unpacked, exactly, into a few rows
- * of float32 that stay in the first cache, so that the results equal those of the unpacked weights to the last bit.
- * C with GCC's vector types.
+ * A result is the same to the last bit for any number of other tokens and threads, and on all processors with fused
+ * multiply-adds. It is a chain of them over CHAIN inputs, from the first to the last; the sums of such blocks are added in
+ * order, then the bias. (That is also the order of oneDNN with AVX2.) Several ways to compute it differ in what a vector
+ * holds and what stays in the caches, and never in the order. Nothing depends on what the compiler fuses.
+ *
+ * For few tokens, the product is bound by reading the weights, so each is read once for many tokens, and prefetched. Packed
+ * weights are unpacked, exactly, so that results equal those of the unpacked ones: some inputs of some outputs at a time, into
+ * a panel of float32 that stays in the first cache. C with GCC's vector types.
  */
 
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined __AVX512F__ || defined __FMA__ || defined __F16C__
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined __AVX512F__ || defined __AVX2__ || defined __FMA__ || defined __F16C__
 #include <immintrin.h>
 #endif
 
 #ifdef __AVX512F__ /* twice the registers, twice as wide */
 #define LANES 16
-#define TOKENS 8  /* tokens and outputs of a tile, whose sums stay in registers */
-#define OUTPUTS 3
+#define TOKENS 8 /* tokens of a tile, whose sums of VECTORS vectors stay in registers */
 #else
 #define LANES 8
 #define TOKENS 4
-#define OUTPUTS 2
 #endif
-#define GROUP (1 << 15) /* weights of a group of rows that stay in the second cache */
-#define AHEAD 2048 /* prefetch distance in weights: about four rows of a small model */
+#define CHAIN 1024 /* inputs, a multiple of PART and of all blocks of weights */
+#define VECTORS 3 /* of outputs in a tile */
+#define WIDE (2 * VECTORS) /* of outputs in a panel; sums of all of them for half as many tokens stay in registers, too */
+#define PART 64 /* inputs of a panel */
+#define MANY 256 /* tokens that share a panel */
+#define FEW 4 /* tokens up to which weights in float32 are transposed in registers */
+#define MOST 64 /* tokens up to which weights in float32 need no panel */
+#define SPREAD 8 /* outputs of a tile whose vectors hold tokens */
+#define GROUPS 2 /* vectors of tokens in such a tile */
+#define SMALL (1 << 17) /* products below which starting threads takes longer than the work */
+#define PIECE 4096 /* bytes of a row that are prefetched before the other rows' */
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
-typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* Explicit, since x86 compilers fuse multiply-adds or not depending on the loop. */
+/* Fused, also where the compiler would not do it. */
 #if defined __AVX512F__
 #define MULTIPLY_ADD(a, b, sum) ((vec)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(sum)))
 #elif defined __FMA__
 #define MULTIPLY_ADD(a, b, sum) ((vec)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(sum)))
+#elif defined FP_FAST_FMAF
+INLINE vec multiply_add(vec a, vec b, vec sum) {
+    for (int i = 0; i < LANES; i++) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
+    return sum;
+}
+#define MULTIPLY_ADD(a, b, sum) multiply_add(a, b, sum)
 #else
 #define MULTIPLY_ADD(a, b, sum) ((sum) + (a) * (b))
 #endif
 
+/* Without these, compilers read vectors again at each use, or keep more in registers than there are. */
+#if defined __AVX512F__
+#define IN_REGISTER(vector) __asm__("" : "+v"(vector))
+#elif defined __AVX__
+#define IN_REGISTER(vector) __asm__("" : "+x"(vector))
+#else
+#define IN_REGISTER(vector) (void)(vector)
+#endif
+
 INLINE int min(int64_t left, int64_t right) { return (int)(left < right ? left : right); }
 
-/* A vector of the last `count` values, padded with zeros. */
-INLINE vec load_some(const float *values, int64_t count) {
-    vec loaded = {0};
-    memcpy(&loaded, values, count * sizeof(float));
-    return loaded;
-}
-
-/* The sum of a vector's lanes, by halves: vector types of half the size compile to few instructions, which matters for
- * short rows of weights. */
-INLINE float total(vec sums) {
-    eight of = *(eight *)&sums;
-#if LANES == 16
-    of += ((eight *)&sums)[1];
-#endif
-    four few = ((four *)&of)[0] + ((four *)&of)[1];
-    return (few[0] + few[2]) + (few[1] + few[3]);
-}
-
-/* A tile of `outputs` x `tokens`; `stride` is the token stride of y. */
-INLINE void tile(int outputs, int tokens, int64_t inputs, int64_t stride, const float *w, const float *x, const float *b,
-                 float *y) {
-    vec sums[OUTPUTS][TOKENS];
-    for (int o = 0; o < outputs; o++)
-        for (int t = 0; t < tokens; t++) sums[o][t] = (vec){0};
-    const int64_t rest = inputs % LANES, whole = inputs - rest;
-    for (int64_t i = 0; i < whole; i += LANES) {
-        vec weights[OUTPUTS];
-        for (int o = 0; o < outputs; o++) {
-            weights[o] = *(const vec *)(w + o * inputs + i);
-            __builtin_prefetch(w + o * inputs + i + AHEAD);
-        }
-        for (int t = 0; t < tokens; t++) {
-            vec values = *(const vec *)(x + t * inputs + i);
-            for (int o = 0; o < outputs; o++) sums[o][t] = MULTIPLY_ADD(weights[o], values, sums[o][t]);
-        }
-    }
-    if (rest) {
-        vec weights[OUTPUTS], values[TOKENS];
-        for (int o = 0; o < outputs; o++) weights[o] = load_some(w + o * inputs + whole, rest);
-        for (int t = 0; t < tokens; t++) values[t] = load_some(x + t * inputs + whole, rest);
-        for (int o = 0; o < outputs; o++)
-            for (int t = 0; t < tokens; t++) sums[o][t] = MULTIPLY_ADD(weights[o], values[t], sums[o][t]);
-    }
-    for (int o = 0; o < outputs; o++)
-        for (int t = 0; t < tokens; t++) y[t * stride + o] = total(sums[o][t]) + (b ? b[o] : 0.0f);
-}
-
-/* `tile` with constant sizes. */
-#define OF(outputs, tokens) \
-    case 16 * outputs + tokens: tile(outputs, tokens, inputs, stride, w, x, b, y); break;
-#define OF_FOUR(outputs) OF(outputs, 1) OF(outputs, 2) OF(outputs, 3) OF(outputs, 4)
-#define OF_EIGHT(outputs) OF_FOUR(outputs) OF(outputs, 5) OF(outputs, 6) OF(outputs, 7) OF(outputs, 8)
-
-static void dispatch(int outputs, int tokens, int64_t inputs, int64_t stride, const float *w, const float *x,
-                     const float *b, float *y) {
-    switch (16 * outputs + tokens) {
-#ifdef __AVX512F__
-        OF_EIGHT(1) OF_EIGHT(2) OF_EIGHT(3)
+INLINE vec each(float value) {
+#if defined __AVX512F__
+    return (vec)_mm512_set1_ps(value);
+#elif defined __AVX__
+    return (vec)_mm256_set1_ps(value);
 #else
-        OF_FOUR(1) OF_FOUR(2)
+    vec values;
+    for (int i = 0; i < LANES; i++) values[i] = value;
+    return values;
 #endif
-    }
 }
 
 /* Formats of rows of weights, by the numbers of `native.py`. Those of GGUF hold blocks of 32 weights: a scale and, in
@@ -133,123 +108,682 @@ INLINE void unpack_block(int format, const uint8_t *packed, float *out) {
     }
     const float least = format == Q4_1 ? half(packed + 2) : -8 * scale;
     const uint8_t *pairs = packed + (format == Q4_1 ? 4 : 2);
-#if defined __AVX512F__ /* a table of the 16 weights that the block can hold, indexed by the low 4 bits of integers */
-    const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512 table = _mm512_fmadd_ps(_mm512_set1_ps(scale), integers, _mm512_set1_ps(least));
-    const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)pairs));
-    _mm512_storeu_ps(out, _mm512_permutexvar_ps(both, table));
-    _mm512_storeu_ps(out + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table));
-#elif defined __AVX2__ && defined __FMA__
-    const __m256 scales = _mm256_set1_ps(scale), leasts = _mm256_set1_ps(least);
-    for (int i = 0; i < 16; i += 8) {
-        const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(pairs + i)));
-        const __m256i low = _mm256_and_si256(both, _mm256_set1_epi32(15)), high = _mm256_srli_epi32(both, 4);
-        _mm256_storeu_ps(out + i, _mm256_fmadd_ps(_mm256_cvtepi32_ps(low), scales, leasts));
-        _mm256_storeu_ps(out + i + 16, _mm256_fmadd_ps(_mm256_cvtepi32_ps(high), scales, leasts));
-    }
-#else
-    for (int i = 0; i < 16; i++) out[i] = scale * (pairs[i] & 15) + least;
-    for (int i = 0; i < 16; i++) out[i + 16] = scale * (pairs[i] >> 4) + least;
-#endif
+    for (int i = 0; i < 16; i++) out[i] = scale * (float)(pairs[i] & 15) + least;
+    for (int i = 0; i < 16; i++) out[i + 16] = scale * (float)(pairs[i] >> 4) + least;
 }
 
-/* Q4_K and Q5_K: a scale and a minimum, 8 scales and 8 minimums of 32
- * weights in 12 bytes, in Q5_K the fifth bits, then the low 4 bits. Weights 64 n + i and 64 n + 32 + i share a byte. */
-INLINE void unpack_large_block(int format, const uint8_t *packed, float *out) {
-    const float scale = half(packed), least = half(packed + 2);
-    const uint8_t *parts = packed + 4, *high = packed + 16, *low = high + (format == Q5_K ? 32 : 0);
-    for (int part = 0; part < 8; part++, out += 32) {
-        const uint8_t *of = parts + part % 4, shift = 4 * (part % 2);
-        const int scale6 = part < 4 ? of[0] & 63 : (of[8] & 15) | (of[0] >> 6 << 4);
-        const int least6 = part < 4 ? of[4] & 63 : of[8] >> 4 | (of[4] >> 6 << 4);
-        const float by = scale * (float)scale6, from = least * (float)least6;
-        const uint8_t *bytes = low + part / 2 * 32;
-        for (int i = 0; i < 32; i++) {
-            const int fifth = format == Q5_K ? (high[i] >> part & 1) << 4 : 0;
-            out[i] = by * (float)(((bytes[i] >> shift) & 15) | fifth) - from;
-        }
-    }
+/* Formats with blocks of 256 weights, of which a part is 32. Q4_K and Q5_K: a scale and a minimum, 8 scales and 8 minimums of
+ * parts in 12 bytes, in Q5_K the fifth bits, then the low 4 bits. Parts 2 n and 2 n + 1 share the bytes of low bits.
+ * Q6_K: the low 4 bits, 2 high bits, 16 signed scales of 16 weights, and their scale. */
+typedef struct {
+    int low, low_shift, high, high_shift; /* where the bits of a part are: a byte, and a bit of it and of the next 31 bytes */
+} Bits;
+
+INLINE Bits bits_of(int format, int part) {
+    if (format == Q6_K) return (Bits){part / 4 * 64 + part % 2 * 32, part % 4 / 2 * 4, 128 + part / 4 * 32, 2 * (part % 4)};
+    return (Bits){(format == Q5_K ? 48 : 16) + part / 2 * 32, 4 * (part % 2), 16, part};
 }
 
-/* The low 4 bits, 2 high bits, 16 signed scales of 16 weights, and their scale. Weights 128 n + i, + 32, + 64 and + 96 share
- * a byte of high bits. */
-INLINE void unpack_q6_k(const uint8_t *packed, float *out) {
-    const float scale = half(packed + 208);
-    for (int part = 0; part < 8; part++, out += 32) {
-        const uint8_t *low = packed + part / 4 * 64 + part % 2 * 32, *high = packed + 128 + part / 4 * 32;
+/* A weight is `by` times its bits, minus `from`: of the first 16 and the last 16 weights of a part. */
+typedef struct {
+    float by[2], from;
+} Scales;
+
+INLINE Scales scales_of(int format, const uint8_t *packed, int part) {
+    if (format == Q6_K) {
+        const float scale = half(packed + 208);
         const int8_t *scales = (const int8_t *)packed + 192 + 2 * part;
-        const int low_shift = part % 4 / 2 * 4, high_shift = 2 * (part % 4);
-        for (int i = 0; i < 32; i++) {
-            const int value = ((low[i] >> low_shift) & 15) | ((high[i] >> high_shift) & 3) << 4;
-            out[i] = scale * (float)scales[i / 16] * (float)(value - 32);
-        }
+        return (Scales){{scale * (float)scales[0], scale * (float)scales[1]}, 0};
+    }
+    const float scale = half(packed), least = half(packed + 2);
+    const uint8_t *of = packed + 4 + part % 4;
+    const int scale6 = part < 4 ? of[0] & 63 : (of[8] & 15) | (of[0] >> 6 << 4);
+    const int least6 = part < 4 ? of[4] & 63 : of[8] >> 4 | (of[4] >> 6 << 4);
+    const float by = scale * (float)scale6;
+    return (Scales){{by, by}, least * (float)least6};
+}
+
+INLINE void unpack_large_part(int format, const uint8_t *packed, int part, float *out) {
+    const Bits bits = bits_of(format, part);
+    const Scales scales = scales_of(format, packed, part);
+    const int mask = format == Q6_K ? 3 : format == Q5_K ? 1 : 0, offset = format == Q6_K ? 32 : 0;
+    for (int i = 0; i < BLOCK; i++) {
+        const int low = (packed[bits.low + i] >> bits.low_shift) & 15;
+        const int high = mask ? (packed[bits.high + i] >> bits.high_shift) & mask : 0;
+        out[i] = scales.by[i / 16] * (float)((low | high << 4) - offset) - scales.from;
     }
 }
 
-INLINE void unpack_large_row(int format, const uint8_t *packed, int64_t inputs, float *out) {
-    const int64_t bytes = format == Q6_K ? 210 : format == Q5_K ? 176 : 144;
-    for (int64_t i = 0; i < inputs / LARGE_BLOCK; i++, packed += bytes, out += LARGE_BLOCK)
-        if (format == Q6_K) unpack_q6_k(packed, out);
-        else unpack_large_block(format, packed, out);
+INLINE int block_bytes(int format) {
+    return format == Q8_0 ? 34 : format == Q4_1 ? 20 : format == Q4_0 ? 18 : format == Q6_K ? 210 : format == Q5_K ? 176 : 144;
 }
 
-INLINE void unpack_row(int format, const uint8_t *packed, int64_t inputs, float *out) {
-    const int64_t bytes = format == Q8_0 ? 34 : format == Q4_1 ? 20 : 18;
-    if (format == BFLOAT16)
-        for (int64_t i = 0; i < inputs; i++) ((uint32_t *)out)[i] = (uint32_t)((const uint16_t *)packed)[i] << 16;
+INLINE int64_t bytes_of(int format, int64_t inputs) {
+    if (format <= FLOAT16) return (format == FLOAT32 ? 4 : 2) * inputs;
+    return inputs / (format >= Q4_K ? LARGE_BLOCK : BLOCK) * block_bytes(format);
+}
+
+/* Unpack weights [first, first + count) of a row, where `first` is a multiple of 32, and `count` at most 32; less only in
+ * formats without blocks. */
+INLINE void unpack_part(int format, const uint8_t *row, int64_t first, int count, float *out) {
+    const int64_t block = first / (format >= Q4_K ? LARGE_BLOCK : BLOCK);
+    const int part = (int)(first % LARGE_BLOCK / BLOCK);
+    if (format == FLOAT32) memcpy(out, row + 4 * first, count * sizeof(float));
+    else if (format == BFLOAT16)
+        for (int i = 0; i < count; i++) ((uint32_t *)out)[i] = (uint32_t)((const uint16_t *)row)[first + i] << 16;
     else if (format == FLOAT16)
-        for (int64_t i = 0; i < inputs; i++) out[i] = half(packed + 2 * i);
-    else
-        for (int64_t i = 0; i < inputs / BLOCK; i++) unpack_block(format, packed + i * bytes, out + i * BLOCK);
+        for (int i = 0; i < count; i++) out[i] = half(row + 2 * (first + i));
+    else if (format >= Q4_K) unpack_large_part(format, row + block * block_bytes(format), part, out);
+    else unpack_block(format, row + block * block_bytes(format), out);
 }
 
-static void unpack_rows(int format, const uint8_t *packed, int64_t row_bytes, int64_t rows, int64_t inputs, float *out) {
-    for (int64_t row = 0; row < rows; row++, packed += row_bytes, out += inputs) switch (format) {
-        case BFLOAT16: unpack_row(BFLOAT16, packed, inputs, out); break;
-        case FLOAT16: unpack_row(FLOAT16, packed, inputs, out); break;
-        case Q4_0: unpack_row(Q4_0, packed, inputs, out); break;
-        case Q4_1: unpack_row(Q4_1, packed, inputs, out); break;
-        case Q8_0: unpack_row(Q8_0, packed, inputs, out); break;
-        case Q4_K: unpack_large_row(Q4_K, packed, inputs, out); break;
-        case Q5_K: unpack_large_row(Q5_K, packed, inputs, out); break;
-        case Q6_K: unpack_large_row(Q6_K, packed, inputs, out); break;
-        default: memcpy(out, packed, inputs * sizeof(float));
-    }
+INLINE void unpack_row(int format, const uint8_t *row, int64_t inputs, float *out) {
+    for (int64_t i = 0; i < inputs; i += BLOCK) unpack_part(format, row, i, min(inputs - i, BLOCK), out + i);
 }
+
+/* `call(format)` with a constant format. */
+#define FOR_FORMAT(call) \
+    switch (format) { \
+        case BFLOAT16: call(BFLOAT16); break; \
+        case FLOAT16: call(FLOAT16); break; \
+        case Q4_0: call(Q4_0); break; \
+        case Q4_1: call(Q4_1); break; \
+        case Q8_0: call(Q8_0); break; \
+        case Q4_K: call(Q4_K); break; \
+        case Q5_K: call(Q5_K); break; \
+        case Q6_K: call(Q6_K); break; \
+        default: call(FLOAT32); \
+    }
 
 /* Unpack rows of `row_bytes` bytes each into out [rows, inputs]. */
 void unpack(int format, const uint8_t *packed, int64_t row_bytes, float *out, int64_t rows, int64_t inputs, int threads) {
+#define UNPACK(of) unpack_row(of, packed + row * row_bytes, inputs, out + row * inputs)
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t row = 0; row < rows; row++)
-        unpack_rows(format, packed + row * row_bytes, row_bytes, 1, inputs, out + row * inputs);
+    for (int64_t row = 0; row < rows; row++) FOR_FORMAT(UNPACK)
 }
 
-/* x [tokens, inputs], w [outputs] rows of `row_bytes` bytes, b [outputs] or NULL, y [tokens, outputs], all contiguous.
- * Returns 1 if memory for the unpacked rows cannot be allocated. */
-int linear(int format, const float *x, const uint8_t *w, int64_t row_bytes, const float *b, float *y, int64_t tokens,
-           int64_t inputs, int64_t outputs, int threads) {
-    /* Tokens of several tiles share a group of rows in the second cache, and a tile of tokens stays in the first. */
-    int64_t group = tokens > TOKENS ? min(GROUP / inputs, outputs / (4 * threads)) : 0;
-    group = group < OUTPUTS ? OUTPUTS : group / OUTPUTS * OUTPUTS;
-    int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-    {
-        float *unpacked = format == FLOAT32 ? 0 : malloc(group * inputs * sizeof(float));
-        failed = format != FLOAT32 && !unpacked;
-#pragma omp for schedule(static)
-        for (int64_t first = 0; first < outputs; first += group) {
-            if (failed) continue;
-            const int64_t count = min(outputs - first, group);
-            if (unpacked) unpack_rows(format, w + first * row_bytes, row_bytes, count, inputs, unpacked);
-            const float *rows = unpacked ? unpacked : (const float *)w + first * inputs;
-            for (int64_t t = 0; t < tokens; t += TOKENS)
-                for (int64_t o = 0; o < count; o += OUTPUTS)
-                    dispatch(min(count - o, OUTPUTS), min(tokens - t, TOKENS), inputs, outputs, rows + o * inputs,
-                             x + t * inputs, b ? b + first + o : 0, y + t * outputs + first + o);
-        }
-        free(unpacked);
+/* Vectors of 4-byte words, one of each row. */
+#if defined __AVX512F__
+typedef __m512i words;
+#define WORDS(name) _mm512_##name
+#define AND(a, b) _mm512_and_si512(a, b)
+#elif defined __AVX2__ && defined __FMA__
+typedef __m256i words;
+#define WORDS(name) _mm256_##name
+#define AND(a, b) _mm256_and_si256(a, b)
+#endif
+
+#ifdef WORDS
+/* Transpose 4 x 4 words in each quarter (half) of four vectors. */
+INLINE void transpose_quarters(const words in[4], words out[4]) {
+    const words a = WORDS(unpacklo_epi32)(in[0], in[1]), b = WORDS(unpacklo_epi32)(in[2], in[3]);
+    const words c = WORDS(unpackhi_epi32)(in[0], in[1]), d = WORDS(unpackhi_epi32)(in[2], in[3]);
+    out[0] = WORDS(unpacklo_epi64)(a, b), out[1] = WORDS(unpackhi_epi64)(a, b);
+    out[2] = WORDS(unpacklo_epi64)(c, d), out[3] = WORDS(unpackhi_epi64)(c, d);
+}
+
+/* 16 bytes of each row: word i of all rows in out[i]. */
+INLINE void transpose(const uint8_t *const rows[LANES], int64_t at, words out[4]) {
+    words of[4];
+    for (int i = 0; i < 4; i++) {
+#define QUARTER(n) _mm_loadu_si128((const __m128i *)(rows[4 * (n) + i] + at))
+#if LANES == 16
+        of[i] = _mm512_inserti32x4(_mm512_castsi128_si512(QUARTER(0)), QUARTER(1), 1);
+        of[i] = _mm512_inserti32x4(_mm512_inserti32x4(of[i], QUARTER(2), 2), QUARTER(3), 3);
+#else
+        of[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(QUARTER(0)), QUARTER(1), 1);
+#endif
+#undef QUARTER
     }
-    return failed;
+    transpose_quarters(of, out);
+}
+
+/* Words that are read of each row at a time. With AVX-512 a whole line, as the first cache cannot hold a line of each of 16
+ * rows if they are a multiple of 4096 bytes apart. */
+#if LANES == 16
+#define STRIP 16
+INLINE void transpose_strip(const uint8_t *const rows[LANES], int64_t at, words out[STRIP]) {
+    words quarters[4][4]; /* of rows 4 n to 4 n + 3, in quarter q word 4 q + i */
+    for (int n = 0; n < 4; n++) {
+        words of[4];
+        for (int i = 0; i < 4; i++) of[i] = _mm512_loadu_si512(rows[4 * n + i] + at);
+        transpose_quarters(of, quarters[n]);
+    }
+    for (int i = 0; i < 4; i++) {
+        const words a = _mm512_shuffle_i32x4(quarters[0][i], quarters[1][i], 0x44);
+        const words b = _mm512_shuffle_i32x4(quarters[2][i], quarters[3][i], 0x44);
+        const words c = _mm512_shuffle_i32x4(quarters[0][i], quarters[1][i], 0xee);
+        const words d = _mm512_shuffle_i32x4(quarters[2][i], quarters[3][i], 0xee);
+        out[i] = _mm512_shuffle_i32x4(a, b, 0x88), out[4 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
+        out[8 + i] = _mm512_shuffle_i32x4(c, d, 0x88), out[12 + i] = _mm512_shuffle_i32x4(c, d, 0xdd);
+    }
+}
+#else
+#define STRIP 4
+#define transpose_strip transpose
+#endif
+
+INLINE vec floats(words integers) { return (vec)WORDS(cvtepi32_ps)(integers); }
+
+/* The numbers in the low halves of words, in float16. */
+INLINE vec halves(words of) {
+#if LANES == 16
+    return (vec)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(of));
+#elif defined __F16C__
+    of = AND(of, _mm256_set1_epi32(0xffff));
+    return (vec)_mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(of), _mm256_extracti128_si256(of, 1)));
+#else
+    vec values;
+    for (int lane = 0; lane < LANES; lane++) values[lane] = half((const uint8_t *)((const int32_t *)&of + lane));
+    return values;
+#endif
+}
+
+/* A block of 32 weights of each row, at byte `at`, of Q4_0, Q4_1 or Q8_0. */
+INLINE void fill_block(int format, const uint8_t *const rows[LANES], int64_t at, vec (*to)[VECTORS]) {
+    words heads[4], bytes[8];
+    transpose(rows, at, heads);
+    const vec scales = halves(heads[0]);
+    at += format == Q4_1 ? 4 : 2;
+    transpose(rows, at, bytes);
+    if (format == Q8_0) {
+        transpose(rows, at + 16, bytes + 4);
+        for (int word = 0; word < 8; word++) {
+#define SIGNED(shift) (vec)(scales * floats(WORDS(srai_epi32)(WORDS(slli_epi32)(bytes[word], shift), 24)))
+            to[4 * word][0] = SIGNED(24), to[4 * word + 1][0] = SIGNED(16);
+            to[4 * word + 2][0] = SIGNED(8), to[4 * word + 3][0] = SIGNED(0);
+#undef SIGNED
+        }
+        return;
+    }
+    const vec leasts = format == Q4_1 ? halves(WORDS(srli_epi32)(heads[0], 16)) : (vec)(scales * each(-8));
+    const words low = WORDS(set1_epi32)(15);
+    for (int word = 0; word < 4; word++) {
+#define UNSIGNED(shift) MULTIPLY_ADD(scales, floats(AND(WORDS(srli_epi32)(bytes[word], shift), low)), leasts)
+        to[4 * word][0] = UNSIGNED(0), to[4 * word + 1][0] = UNSIGNED(8);
+        to[4 * word + 2][0] = UNSIGNED(16), to[4 * word + 3][0] = UNSIGNED(24);
+        to[4 * word + 16][0] = UNSIGNED(4), to[4 * word + 17][0] = UNSIGNED(12);
+        to[4 * word + 18][0] = UNSIGNED(20), to[4 * word + 19][0] = UNSIGNED(28);
+#undef UNSIGNED
+    }
+}
+
+/* A part of the block of 256 weights of each row at byte `at`. */
+INLINE void fill_large_part(int format, const uint8_t *const rows[LANES], int64_t at, int part, vec (*to)[VECTORS]) {
+    const Bits bits = bits_of(format, part);
+    float by[2][LANES], from[LANES];
+    for (int lane = 0; lane < LANES; lane++) {
+        const Scales scales = scales_of(format, rows[lane] + at, part);
+        by[0][lane] = scales.by[0], by[1][lane] = scales.by[1], from[lane] = -scales.from;
+    }
+    words low[8], high[8];
+    for (int i = 0; i < 2; i++) {
+        transpose(rows, at + bits.low + 16 * i, low + 4 * i);
+        if (format != Q4_K) transpose(rows, at + bits.high + 16 * i, high + 4 * i);
+    }
+    const __m128i low_shift = _mm_cvtsi32_si128(bits.low_shift), high_shift = _mm_cvtsi32_si128(bits.high_shift);
+    const words four_bits = WORDS(set1_epi32)(15), high_bits = WORDS(set1_epi32)(format == Q6_K ? 3 : 1);
+    const vec least = *(const vec *)from;
+    for (int word = 0; word < 8; word++) {
+        const vec scale = *(const vec *)by[word / 4];
+        const words lows = WORDS(srl_epi32)(low[word], low_shift);
+        const words highs = format == Q4_K ? lows : WORDS(srl_epi32)(high[word], high_shift);
+        for (int i = 0; i < 4; i++) {
+            words value = AND(WORDS(srli_epi32)(lows, 8 * i), four_bits);
+            if (format != Q4_K)
+                value = WORDS(add_epi32)(value, WORDS(slli_epi32)(AND(WORDS(srli_epi32)(highs, 8 * i), high_bits), 4));
+            if (format == Q6_K) value = WORDS(sub_epi32)(value, WORDS(set1_epi32)(32));
+            to[4 * word + i][0] = format == Q6_K ? (vec)(scale * floats(value)) : MULTIPLY_ADD(scale, floats(value), least);
+        }
+    }
+}
+#endif
+
+/* `count` weights of each row at byte `at`, in float32. */
+INLINE void fill_floats(const uint8_t *const rows[LANES], int64_t at, int count, vec (*to)[VECTORS]) {
+    int i = 0;
+#ifdef WORDS
+    for (; i + STRIP <= count; i += STRIP) {
+        words strip[STRIP];
+        transpose_strip(rows, at + 4 * i, strip);
+        for (int j = 0; j < STRIP; j++) to[i + j][0] = (vec)strip[j];
+    }
+#endif
+    for (; i < count; i++)
+        for (int lane = 0; lane < LANES; lane++) memcpy((float *)to[i] + lane, rows[lane] + at + 4 * i, 4);
+}
+
+/* `count` weights of each row at byte `at`, in bfloat16 or float16. */
+INLINE void fill_halves(int format, const uint8_t *const rows[LANES], int64_t at, int count, vec (*to)[VECTORS]) {
+    int i = 0;
+#ifdef WORDS
+    for (; i + 2 * STRIP <= count; i += 2 * STRIP) {
+        words pairs[STRIP];
+        transpose_strip(rows, at + 2 * i, pairs);
+        for (int j = 0; j < STRIP; j++) {
+            const words low = WORDS(slli_epi32)(pairs[j], 16), high = AND(pairs[j], WORDS(set1_epi32)((int)0xffff0000));
+            to[i + 2 * j][0] = format == BFLOAT16 ? (vec)low : halves(pairs[j]);
+            to[i + 2 * j + 1][0] = format == BFLOAT16 ? (vec)high : halves(WORDS(srli_epi32)(pairs[j], 16));
+        }
+    }
+#endif
+    for (; i < count; i++)
+        for (int lane = 0; lane < LANES; lane++) unpack_part(format, rows[lane] + at, i, 1, (float *)to[i] + lane);
+}
+
+/* Fill a vector of a panel with the weights of `count` inputs from `first` on, a multiple of 32 for formats with blocks. */
+INLINE void fill(int format, const uint8_t *const of_rows[LANES], int64_t first, int count, vec (*to)[VECTORS]) {
+    const uint8_t *rows[LANES]; /* a copy, which no store changes */
+    for (int lane = 0; lane < LANES; lane++) rows[lane] = of_rows[lane];
+    if (format == FLOAT32) {
+        fill_floats(rows, 4 * first, count, to);
+        return;
+    }
+    if (format == BFLOAT16 || format == FLOAT16) {
+        fill_halves(format, rows, 2 * first, count, to);
+        return;
+    }
+    for (int i = 0; i < count; i += BLOCK) {
+        const int64_t at = first + i;
+#ifdef WORDS
+        if (format < Q4_K) fill_block(format, rows, bytes_of(format, at), to + i);
+        else fill_large_part(format, rows, bytes_of(format, at), (int)(at % LARGE_BLOCK / BLOCK), to + i);
+#else
+        float unpacked[BLOCK];
+        for (int lane = 0; lane < LANES; lane++) {
+            unpack_part(format, rows[lane], at, BLOCK, unpacked);
+            for (int j = 0; j < BLOCK; j++) ((float *)to[i + j])[lane] = unpacked[j];
+        }
+#endif
+    }
+}
+
+/* Weights of WIDE vectors of outputs and PART inputs: VECTORS vectors of each input, twice. */
+typedef vec Panel[2][PART][VECTORS];
+
+/* Add `count` inputs to the sums of `vectors` x `tokens`, or start their sums. w [count, vectors] are weights of a panel or,
+ * `in_memory`, of a layer, whose rows are `stride` floats apart. */
+INLINE void tile(int vectors, int tokens, int in_memory, int count, const float *x, int64_t inputs, const float *w,
+                 int64_t stride, vec (*sums)[WIDE], int is_first) {
+    vec of[TOKENS][WIDE];
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < vectors; v++) of[t][v] = is_first ? (vec){0} : sums[t][v];
+    for (int i = 0; i < count; i++, w += stride) {
+        vec weights[WIDE], values[TOKENS];
+        for (int t = 0; t < tokens && vectors == WIDE; t++) values[t] = each(x[t * inputs + i]);
+        for (int v = 0; v < vectors; v++) {
+            const int64_t at = in_memory ? v : v / VECTORS * PART * VECTORS + v % VECTORS;
+            weights[v] = ((const vec *)w)[at];
+            if (in_memory) __builtin_prefetch(w + 16 * stride + v * LANES, 0, 3);
+            IN_REGISTER(weights[v]);
+            for (int t = 0; t < tokens && vectors == WIDE; t++) of[t][v] = MULTIPLY_ADD(weights[v], values[t], of[t][v]);
+        }
+        for (int t = 0; t < tokens && vectors != WIDE; t++) {
+            values[t] = each(x[t * inputs + i]);
+            IN_REGISTER(values[t]);
+            for (int v = 0; v < vectors; v++) of[t][v] = MULTIPLY_ADD(weights[v], values[t], of[t][v]);
+        }
+    }
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < vectors; v++) sums[t][v] = of[t][v];
+}
+
+/* `tile` with constant sizes. */
+#define OF(vectors, tokens) \
+    case 16 * vectors + tokens: tile(vectors, tokens, IN_MEMORY, count, x, inputs, w, stride, sums, is_first); break;
+#define OF_TWO(vectors) OF(vectors, 1) OF(vectors, 2)
+#define OF_FOUR(vectors) OF_TWO(vectors) OF(vectors, 3) OF(vectors, 4)
+#define OF_EIGHT(vectors) OF_FOUR(vectors) OF(vectors, 5) OF(vectors, 6) OF(vectors, 7) OF(vectors, 8)
+
+static void add_tile(int vectors, int tokens, int count, const float *x, int64_t inputs, const float *w, vec (*sums)[WIDE],
+                     int is_first) {
+    const int64_t stride = VECTORS * LANES;
+    switch (16 * vectors + tokens) {
+#define IN_MEMORY 0
+#if TOKENS == 8
+        OF_EIGHT(1) OF_EIGHT(2) OF_EIGHT(3) OF_FOUR(6)
+#else
+        OF_FOUR(1) OF_FOUR(2) OF_FOUR(3) OF_TWO(6)
+#endif
+#undef IN_MEMORY
+    }
+}
+
+static void start_in_memory(int vectors, int tokens, int count, const float *x, int64_t inputs, const float *w,
+                            int64_t stride, vec (*sums)[WIDE]) {
+    const int is_first = 1;
+    switch (16 * vectors + tokens) {
+#define IN_MEMORY 1
+        OF_FOUR(1) OF_FOUR(2) OF_FOUR(3) OF_TWO(6)
+#undef IN_MEMORY
+    }
+}
+
+/* Arguments of a product. x [tokens, inputs], y [tokens, outputs], and b [outputs] or NULL are contiguous. Rows of weights
+ * are `row_bytes` apart; they are outputs or, `by_inputs` (without blocks of weights), inputs. */
+typedef struct {
+    const float *x;
+    const uint8_t *w;
+    int64_t row_bytes;
+    const float *b;
+    float *y;
+    int64_t tokens, inputs, outputs, by_inputs;
+} Layer;
+
+/* The product of at most MANY tokens and the weights of at most WIDE vectors of outputs. */
+typedef struct {
+    const Layer *layer;
+    const float *x, *turned; /* [tokens, inputs]; for FEW tokens and rows of outputs in float32, also [inputs, tokens] */
+    int tokens, outputs;
+    const uint8_t *w, *rows[WIDE * LANES]; /* the last row may be there several times */
+    const uint8_t *ahead, *ahead_end; /* bytes to prefetch */
+    int64_t ahead_row, piece, pieces;
+    Panel panel __attribute__((aligned(64)));
+    vec sums[MANY][WIDE] __attribute__((aligned(64)));
+} Product;
+
+/* Weights are prefetched in the order of memory: a piece of all rows ahead, or all rows if they are short. */
+static void next_piece(Product *product) {
+    const int is_long = product->pieces > 1;
+    if (++product->ahead_row >= (is_long ? product->outputs : 1)) {
+        product->ahead_row = 0;
+        product->piece++;
+    }
+    const int64_t row_bytes = product->layer->row_bytes, all = product->outputs * row_bytes;
+    const int64_t size = is_long ? row_bytes / product->pieces : all;
+    const int64_t at = product->piece < product->pieces ? product->piece * size : all; /* the rows of the next product */
+    product->ahead = product->w + product->ahead_row * row_bytes + at;
+    product->ahead_end = product->ahead + size;
+}
+
+INLINE void prefetch(Product *product, int64_t bytes) {
+    for (; bytes > 0; bytes -= 64, product->ahead += 64) {
+        if (product->ahead >= product->ahead_end) next_piece(product);
+        __builtin_prefetch(product->ahead, 0, 2);
+    }
+}
+
+/* Fill vectors [first, last) of the panel with inputs [from, from + count). */
+INLINE void fill_panel(int format, Product *product, int first, int last, int64_t from, int count) {
+    if (format > FLOAT16 || !product->layer->by_inputs) {
+        for (int v = first; v < last; v++) {
+            prefetch(product, LANES * bytes_of(format, count));
+            fill(format, product->rows + v * LANES, from, count, (vec(*)[VECTORS]) & product->panel[v / VECTORS][0][v % VECTORS]);
+        }
+        return;
+    }
+    const int64_t stride = product->layer->row_bytes;
+    const uint8_t *w = product->w + from * stride;
+    for (int i = 0; i < count; i++, w += stride)
+        for (int v = first; v < last; v++) {
+            const int lanes = min(product->outputs - v * LANES, LANES);
+            const uint8_t *row = w + bytes_of(format, v * LANES);
+            float *to = (float *)&product->panel[v / VECTORS][i][v % VECTORS];
+            __builtin_prefetch(row + 16 * stride, 0, 3);
+            if (lanes == LANES) unpack_part(format, row, 0, LANES, to);
+            else unpack_part(format, row, 0, lanes, to);
+        }
+}
+
+/* Add inputs [from, to) to the sums of vectors [first, last), or start their sums. */
+INLINE void add_inputs(int format, Product *product, int first, int last, int64_t from, int64_t to, int is_start) {
+    const int64_t inputs = product->layer->inputs;
+    for (int64_t at = from; at < to; at += PART) {
+        const int count = min(to - at, PART), is_first = is_start && at == from;
+        const float *x = product->x + at;
+        fill_panel(format, product, first, last, at, count);
+        const int is_wide = last - first == WIDE && product->tokens <= TOKENS / 2;
+        for (int v = first, some; v < last; v += some) {
+            some = is_wide ? WIDE : min(last - v, VECTORS - v % VECTORS);
+            const float *w = (const float *)&product->panel[v / VECTORS][0][v % VECTORS];
+            for (int t = 0; t < product->tokens; t += TOKENS)
+                add_tile(some, min(product->tokens - t, TOKENS), count, x + t * inputs, inputs, w,
+                         (vec(*)[WIDE]) & product->sums[t][v], is_first);
+        }
+    }
+}
+
+/* Start the sums of whole vectors over inputs [from, to) without a panel, for FEW tokens and rows of inputs in float32;
+ * returns the number of these vectors. */
+INLINE int start_rows(Product *product, int64_t from, int64_t to) {
+    const Layer *layer = product->layer;
+    const int whole = product->outputs / LANES, is_wide = whole == WIDE && product->tokens <= 2;
+    for (int v = 0, some; v < whole; v += some) {
+        some = is_wide ? WIDE : min(whole - v, VECTORS);
+        const float *w = (const float *)(product->w + from * layer->row_bytes) + v * LANES;
+        start_in_memory(some, product->tokens, (int)(to - from), product->x + from, layer->inputs, w, layer->row_bytes / 4,
+                        (vec(*)[WIDE]) & product->sums[0][v]);
+    }
+    return whole;
+}
+
+/* For FEW tokens, a panel of weights in float32 would take longer than the product: they are transposed in registers. Start
+ * the sums of 1 or 2 vectors with `count` inputs, x [count, tokens]; rows are `stride` bytes apart. */
+#ifdef WORDS
+INLINE void few(int vectors, int tokens, int64_t count, const float *x, const uint8_t *w, int64_t stride,
+                vec (*sums)[WIDE]) {
+    vec of[FEW][2];
+    const uint8_t *fours[2][LANES / 4]; /* every fourth row */
+    const int64_t three = 3 * stride;
+    for (int v = 0; v < vectors; v++) {
+        for (int t = 0; t < tokens; t++) of[t][v] = (vec){0};
+        for (int n = 0; n < LANES / 4; n++) fours[v][n] = w + (v * LANES + 4 * n) * stride;
+    }
+    for (int64_t i = 0; i < count; i += STRIP) {
+        words weights[2][STRIP];
+        for (int v = 0; v < vectors; v++) {
+            const uint8_t *rows[LANES];
+            for (int n = 0; n < LANES / 4; n++) {
+                rows[4 * n] = fours[v][n], rows[4 * n + 1] = fours[v][n] + stride;
+                rows[4 * n + 2] = fours[v][n] + 2 * stride, rows[4 * n + 3] = fours[v][n] + three;
+                fours[v][n] += 4 * STRIP;
+            }
+            transpose_strip(rows, 0, weights[v]);
+        }
+        for (int j = 0; j < STRIP; j++)
+            for (int t = 0; t < tokens; t++) {
+                const vec value = each(x[j * tokens + t]);
+                for (int v = 0; v < vectors; v++) of[t][v] = MULTIPLY_ADD((vec)weights[v][j], value, of[t][v]);
+            }
+        x += STRIP * tokens;
+    }
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < vectors; v++) sums[t][v] = of[t][v];
+}
+
+/* `few` with constant sizes. */
+#define FEW_OF(vectors, tokens) \
+    case 8 * vectors + tokens: few(vectors, tokens, count, x, w, stride, sums); break;
+#define FEW_TOKENS(vectors) FEW_OF(vectors, 1) FEW_OF(vectors, 2) FEW_OF(vectors, 3) FEW_OF(vectors, 4)
+
+static void start_few(int vectors, int tokens, int64_t count, const float *x, const uint8_t *w, int64_t stride,
+                      vec (*sums)[WIDE]) {
+    switch (8 * vectors + tokens) {
+        FEW_TOKENS(1)
+#if STRIP == 4
+        FEW_TOKENS(2) /* as many registers as there are */
+#endif
+    }
+}
+#endif
+
+/* The same by `few`, for rows of outputs. */
+INLINE int start_columns(Product *product, int64_t from, int64_t to) {
+    int done = 0;
+#ifdef WORDS
+    const int64_t count = (to - from) / STRIP * STRIP, row_bytes = product->layer->row_bytes;
+    /* The first cache has 8 places for lines 4096 bytes apart. */
+    const int whole = product->outputs / LANES, together = STRIP == 4 && row_bytes % 4096 ? 2 : 1;
+    for (; count && done < whole; done = min(whole, done + together))
+        start_few(min(whole - done, together), product->tokens, count, product->turned + from * product->tokens,
+                  product->rows[done * LANES] + 4 * from, row_bytes, (vec(*)[WIDE]) & product->sums[0][done]);
+    if (done && from + count < to) add_inputs(FLOAT32, product, 0, done, from + count, to, 0);
+#else
+    (void)product, (void)from, (void)to;
+#endif
+    return done;
+}
+
+/* Add the sums of a block of inputs to y, and the bias after those of the last block. */
+INLINE void add_sums(const Product *product, const float *b, float *y, int is_first) {
+    for (int t = 0; t < product->tokens; t++, y += product->layer->outputs) {
+        const float *sums = (const float *)product->sums[t];
+        if (is_first) memcpy(y, sums, product->outputs * sizeof(float));
+        else
+            for (int i = 0; i < product->outputs; i++) y[i] += sums[i];
+        if (b)
+            for (int i = 0; i < product->outputs; i++) y[i] += b[i];
+    }
+}
+
+/* The results of tokens [t, t + tokens) and outputs [o, o + outputs). */
+INLINE void compute(int format, const Layer *layer, int64_t t, int tokens, int64_t o, int outputs, const float *turned) {
+    Product product;
+    product.layer = layer;
+    product.x = layer->x + t * layer->inputs;
+    product.turned = turned;
+    product.tokens = tokens;
+    product.outputs = outputs;
+    product.w = layer->w + (layer->by_inputs ? bytes_of(format, o) : o * layer->row_bytes);
+    const int vectors = (outputs + LANES - 1) / LANES;
+    for (int row = 0; row < vectors * LANES; row++) product.rows[row] = product.w + min(row, outputs - 1) * layer->row_bytes;
+    product.pieces = (layer->row_bytes + PIECE - 1) / PIECE;
+    product.piece = 1;
+    product.ahead_row = -1;
+    product.ahead = product.ahead_end = 0;
+    for (int64_t from = 0; from < layer->inputs; from += CHAIN) {
+        const int64_t to = min(layer->inputs - from, CHAIN) + from;
+        int done = 0;
+        if (format == FLOAT32 && layer->by_inputs && tokens <= FEW) done = start_rows(&product, from, to);
+        else if (format == FLOAT32 && turned) done = start_columns(&product, from, to);
+        if (done < vectors) add_inputs(format, &product, done, vectors, from, to, 1);
+        add_sums(&product, layer->b && to == layer->inputs ? layer->b + o : 0, layer->y + t * layer->outputs + o, from == 0);
+    }
+}
+
+static void compute_any(int format, const Layer *layer, int64_t t, int tokens, int64_t o, int outputs, const float *turned) {
+#define COMPUTE(of) compute(of, layer, t, tokens, o, outputs, turned)
+    FOR_FORMAT(COMPUTE)
+}
+
+/* For more tokens, up to MOST, weights in float32 are not transposed, either: a vector holds tokens, and each weight is read
+ * once for `groups` of them. Compute the sums of some outputs over `count` inputs, x [count, groups]. */
+INLINE void spread(int groups, int outputs, int64_t count, const vec *x, const float *w, int64_t stride,
+                   vec (*sums)[GROUPS]) {
+    vec of[SPREAD][GROUPS];
+    for (int o = 0; o < outputs; o++)
+        for (int g = 0; g < groups; g++) of[o][g] = (vec){0};
+    for (int64_t i = 0; i < count; i++, x += groups) {
+        vec values[GROUPS];
+        for (int g = 0; g < groups; g++) {
+            values[g] = x[g];
+            IN_REGISTER(values[g]);
+        }
+        for (int o = 0; o < outputs; o++) {
+            const vec weight = each(w[o * stride + i]);
+            for (int g = 0; g < groups; g++) of[o][g] = MULTIPLY_ADD(values[g], weight, of[o][g]);
+        }
+    }
+    for (int o = 0; o < outputs; o++)
+        for (int g = 0; g < groups; g++) sums[o][g] = of[o][g];
+}
+
+/* `spread` with constant sizes. */
+static void spread_sums(int groups, int outputs, int64_t count, const vec *x, const float *w, int64_t stride,
+                        vec (*sums)[GROUPS]) {
+    switch (16 * groups + outputs) {
+        case 16 + 1: spread(1, 1, count, x, w, stride, sums); break;
+        case 16 + 6: spread(1, 6, count, x, w, stride, sums); break;
+        case 16 + 8: spread(1, 8, count, x, w, stride, sums); break;
+        case 32 + 1: spread(2, 1, count, x, w, stride, sums); break;
+        case 32 + 6: spread(2, 6, count, x, w, stride, sums); break;
+    }
+}
+
+/* The results of outputs [start, stop) for all tokens, which `turn` has turned. */
+static void spread_outputs(const Layer *layer, int64_t start, int64_t stop, const vec *turned) {
+    const int64_t inputs = layer->inputs, stride = layer->row_bytes / 4;
+    const int together = layer->tokens > LANES ? 6 : 8;
+    for (int64_t o = start, some; o < stop; o += some) {
+        some = stop - o >= together ? together : 1;
+        const float *w = (const float *)layer->w + o * stride;
+        const vec *x = turned;
+        for (int64_t first = 0, count, groups; first < layer->tokens; first += count, x += inputs * groups) {
+            count = min(layer->tokens - first, GROUPS * LANES);
+            groups = (count + LANES - 1) / LANES;
+            for (int64_t from = 0; from < inputs; from += CHAIN) {
+                const int64_t to = min(inputs - from, CHAIN) + from;
+                vec sums[SPREAD][GROUPS];
+                spread_sums((int)groups, (int)some, to - from, x + from * groups, w + from, stride, sums);
+                for (int64_t t = 0; t < count; t++)
+                    for (int64_t i = 0; i < some; i++) {
+                        float *result = layer->y + (first + t) * layer->outputs + o + i;
+                        const float sum = ((const float *)sums[i])[t];
+                        *result = from ? *result + sum : sum;
+                        if (layer->b && to == inputs) *result += layer->b[o + i];
+                    }
+            }
+        }
+    }
+}
+
+/* x [inputs, tokens] from x [tokens, inputs], for FEW tokens. For more: [inputs, groups] of each GROUPS vectors of tokens,
+ * in which the last token fills the lanes that are left. Returns NULL if memory cannot be allocated. */
+static float *turn(int64_t tokens, int64_t inputs, const float *x) {
+    float *turned = malloc((tokens <= FEW ? tokens : (tokens + LANES - 1) / LANES * LANES) * inputs * sizeof(float));
+    if (!turned) return 0;
+    if (tokens <= FEW) {
+        for (int64_t i = 0; i < inputs; i++)
+            for (int64_t t = 0; t < tokens; t++) turned[i * tokens + t] = x[t * inputs + i];
+        return turned;
+    }
+    vec *to = (vec *)turned;
+    for (int64_t first = 0, groups; first < tokens; first += GROUPS * LANES, to += inputs * groups) {
+        groups = (min(tokens - first, GROUPS * LANES) + LANES - 1) / LANES;
+        for (int64_t g = 0; g < groups; g++) {
+            const uint8_t *rows[LANES];
+            for (int lane = 0; lane < LANES; lane++)
+                rows[lane] = (const uint8_t *)(x + min(first + g * LANES + lane, tokens - 1) * inputs);
+            vec part[BLOCK][VECTORS];
+            for (int64_t i = 0; i < inputs; i += BLOCK) {
+                const int count = min(inputs - i, BLOCK);
+                fill_floats(rows, 4 * i, count, part);
+                for (int j = 0; j < count; j++) to[(i + j) * groups + g] = part[j][0];
+            }
+        }
+    }
+    return turned;
+}
+
+/* The layer as in `Layer`, with weights of a format. Returns 1 if memory cannot be allocated. */
+int linear(int format, const float *x, const uint8_t *w, int64_t row_bytes, const float *b, float *y, int64_t tokens,
+           int64_t inputs, int64_t outputs, int by_inputs, int threads) {
+    const Layer layer = {x, w, row_bytes, b, y, tokens, inputs, outputs, by_inputs};
+    const int is_turned = format == FLOAT32 && !by_inputs && tokens <= MOST, is_spread = is_turned && tokens > FEW;
+    float *copy = is_turned && tokens > 1 ? turn(tokens, inputs, x) : 0;
+    if (is_turned && tokens > 1 && !copy) return 1;
+    const float *turned = is_turned && tokens == 1 ? x : copy;
+    if (tokens * inputs * outputs < SMALL) threads = 1;
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t thread = 0, all = 1;
+#ifdef _OPENMP
+        thread = omp_get_thread_num(), all = omp_get_num_threads();
+#endif
+        /* Threads divide the outputs and, if there are too few for a panel of each thread, also many tokens. */
+        const int64_t vectors = (outputs + LANES - 1) / LANES, panels = (vectors + WIDE - 1) / WIDE;
+        int64_t parts = tokens > MOST && panels < all ? min((all + panels - 1) / panels, tokens / MOST) : 1;
+        const int64_t columns = all / parts, part = thread / columns, column = thread % columns;
+        const int64_t start = vectors * column / columns * LANES, end = vectors * (column + 1) / columns * LANES;
+        const int64_t stop = end < outputs ? end : outputs;
+        const int64_t last = part < parts ? tokens * (part + 1) / parts : 0;
+        if (is_spread) spread_outputs(&layer, start, stop, (const vec *)turned);
+        for (int64_t t = tokens * part / parts; t < last && !is_spread; t += MANY)
+            for (int64_t o = start; o < stop; o += WIDE * LANES)
+                compute_any(format, &layer, t, min(last - t, MANY), o, min(stop - o, WIDE * LANES), turned);
+    }
+    free(copy);
+    return 0;
 }
 
 /* The same layer with inputs rounded to 8 bits, for weights in blocks of integers. A block of 32 inputs of a token has

@@ -28,9 +28,6 @@ from hf_parallel.kernels.tiles import Tiles
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
 MAX_ROWS = 1024  # query rows per KV head up to which attention was measured to be faster than PyTorch without AVX2
-MAX_TOKENS = (16, 32)
-MAX_PACKED_TOKENS = (24, 64)
-"""Tokens up to which linear layers were measured to be faster than oneDNN's (docs/cpu.md), without and with AVX-512."""
 PACKINGS = {"F32": (4, 1), "BF16": (2, 1), "F16": (2, 1), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q8_0": (34, 32)}
 PACKINGS |= {"Q4_K": (144, 256), "Q5_K": (176, 256), "Q6_K": (210, 256)}
 """Formats of weights by their names in GGUF, in the order of `cpu_linear.c`: bytes and weights of a block."""
@@ -206,43 +203,46 @@ def attend(
     return out.to(query.dtype)
 
 
-def supports_linear(tokens: int, packing: str = "F32") -> bool:
-    """Whether the kernel of linear layers should compute an input of `tokens` tokens."""
-    most = MAX_TOKENS if packing == "F32" else MAX_PACKED_TOKENS
-    return tokens <= most["avx512f" in _processor()] and _library() is not None
-
-
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, packing: str = "F32", *, int8: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    packing: str = "F32",
+    *,
+    by_inputs: bool = False,
+    int8: bool = False,
 ) -> Tensor:
     """Return `x W^T + b`: float32 `[..., inputs]` to `[..., outputs]`.
 
-    `weight` `[outputs, n]`, packed as `packing` says, and `bias` must be contiguous. A token's result is the same to
-    the last bit, whatever other tokens are computed with it, and whether the weights are packed. `int8`, for weights
-    in `INTEGERS`: each block of 32 inputs of a token is rounded to 8 bits, with the scale `max|x| / 127`.
+    `weight` `[outputs, n]`, with contiguous rows, is packed as `packing` says; `by_inputs`: `[inputs, outputs]`, in a
+    format without blocks. `bias` is float32 and contiguous. A token's result is the same to the last bit, whatever
+    other tokens are computed with it, and whether the weights are packed. `int8`, for weights in `INTEGERS`: each block
+    of 32 inputs of a token is rounded to 8 bits, with the scale `max|x| / 127`.
     """
     library = _library()
-    assert library is not None, "supports_linear() was not checked"
+    assert library is not None, "is_available() was not checked"
     x = x.contiguous()
-    outputs = len(weight)
     inputs = x.shape[-1]
+    outputs = weight.shape[1] if by_inputs else len(weight)
     out = x.new_empty(*x.shape[:-1], outputs)
-    row_bytes = weight.stride(0) * weight.element_size()
-    compute = library.linear_int8 if int8 else library.linear
-    has_failed = compute(
+    arguments = (
         _NUMBERS[packing],
         x.data_ptr(),
         weight.data_ptr(),
-        row_bytes,
+        weight.stride(0) * weight.element_size(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         x.numel() // inputs,
         inputs,
         outputs,
-        torch.get_num_threads(),
     )
+    num_threads = torch.get_num_threads()
+    if int8:
+        has_failed = library.linear_int8(*arguments, num_threads)
+    else:
+        has_failed = library.linear(*arguments, by_inputs, num_threads)
     if has_failed:
-        raise MemoryError(f"a layer of {inputs} inputs cannot allocate memory for a few rows of its weights")
+        raise MemoryError(f"a layer of {inputs} inputs cannot allocate memory for the inputs of {len(x)} tokens")
     return out
 
 
@@ -364,9 +364,11 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     pointer = ctypes.c_void_p
     library.attend.argtypes = [ctypes.POINTER(_Layer), ctypes.POINTER(_PlanStruct), ctypes.c_int]
     library.attend.restype = ctypes.c_int
-    for function in (library.linear, library.linear_int8):
-        function.argtypes = [ctypes.c_int, pointer, pointer, size, pointer, pointer, *[size] * 3, ctypes.c_int]
-        function.restype = ctypes.c_int
+    layer = ctypes.c_int, pointer, pointer, size, pointer, pointer, size, size, size
+    library.linear.argtypes = [*layer, ctypes.c_int, ctypes.c_int]
+    library.linear.restype = ctypes.c_int
+    library.linear_int8.argtypes = [*layer, ctypes.c_int]
+    library.linear_int8.restype = ctypes.c_int
     library.unpack.argtypes = [ctypes.c_int, pointer, size, pointer, size, size, ctypes.c_int]
     library.unpack.restype = None
     library.row_sums.argtypes = [*[pointer] * 3, size, ctypes.c_int]
@@ -408,6 +410,11 @@ def _compile(folder: Path | None = None) -> Path:
 def has_bfloat16() -> bool:
     """Whether the processor has instructions for products in bfloat16, which PyTorch then uses."""
     return not {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"}.isdisjoint(_processor().split())
+
+
+def has_float16() -> bool:
+    """Whether the processor has instructions for products in float16, which PyTorch then uses."""
+    return not {"avx512_fp16", "amx_fp16", "fphp"}.isdisjoint(_processor().split())
 
 
 @lru_cache

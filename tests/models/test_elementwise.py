@@ -12,6 +12,7 @@ import tiny
 import torch
 from torch import nn
 from transformers.models.llama import modeling_llama as llama
+from transformers.pytorch_utils import Conv1D
 
 import hf_parallel
 from hf_parallel.kernels import native, sampling
@@ -40,7 +41,8 @@ FAST = {  # norms and attention layers that use the kernels
 
 
 def fast_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if "forward" in vars(module) and not isinstance(module, nn.Linear)]
+    linear = nn.Linear, Conv1D
+    return [module for module in model.modules() if "forward" in vars(module) and not isinstance(module, linear)]
 
 
 @compiled

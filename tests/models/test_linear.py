@@ -1,20 +1,25 @@
-"""During a call, the compiled kernel or oneDNN computes large float32 layers with PyTorch's results."""
+"""Linear layers of a call: the compiled kernel gives a token the same bits alone, in any batch, with any threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
+from test_packed import packed_weights
 from torch import nn
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import hf_parallel
 from hf_parallel.kernels import native
-from hf_parallel.models.cpu.linear import LINEAR_VARIABLE
+from hf_parallel.models.cpu.linear import LINEAR_VARIABLE, PACKINGS, kernel_pass, linear_layers
 
 PROMPT = tiny.make_prompts([40], seed=5)[0][None]
 served = pytest.mark.skipif(
@@ -33,7 +38,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model() -> Any:
-    """A tiny model whose MLP layers have enough weights for the kernels."""
+    """A tiny model with wide MLP layers."""
     config: Any = tiny.ARCHITECTURES["llama"].config()
     config.intermediate_size = 2048
     return hf_parallel.enable(LlamaForCausalLM(config).eval())
@@ -64,37 +69,127 @@ def by_definition(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 def test_the_kernel_equals_the_definition(inputs: int, outputs: int, bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(inputs, outputs, bias=bias)
-    for tokens in range(1, max(native.MAX_TOKENS) + 1):
+    for tokens in (*range(1, 34), 65, 300):
         x = torch.randn(tokens, inputs)
         with torch.no_grad():
             out = native.linear(x, layer.weight, layer.bias)
         torch.testing.assert_close(out.double(), by_definition(layer, x).detach(), rtol=0, atol=5e-6)
 
 
+def chains(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Chains of fused multiply-adds over 1024 inputs each: 64 bits hold the products, and round once more."""
+    values, weights = (t.numpy().astype(np.longdouble) for t in (x, weight))
+    total = np.zeros((len(x), len(weight)), dtype=np.float32)
+    for first in range(0, x.shape[1], 1024):
+        chain = np.zeros_like(total)
+        for i in range(first, min(first + 1024, x.shape[1])):
+            chain = (chain + values[:, i, None] * weights[None, :, i]).astype(np.float32)
+        total = chain if first == 0 else total + chain
+    return torch.from_numpy(total + bias.numpy())
+
+
 @compiled
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("inputs", [200, 207])
-@pytest.mark.parametrize("outputs", [333, 334, 335, 1])
-def test_results_of_a_token_do_not_depend_on_other_tokens(inputs: int, outputs: int, threads: int) -> None:
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant < 63, reason="the oracle needs 64 bits")
+@pytest.mark.skipif("fma" not in native._processor().split(), reason="needs fused multiply-adds")
+@pytest.mark.parametrize("inputs", [7, 200, 1024, 1025, 2100])
+@pytest.mark.parametrize("tokens", [1, 4, 5, 17, 70])
+def test_a_result_is_a_chain_of_fused_multiply_adds_in_the_order_of_the_inputs(inputs: int, tokens: int) -> None:
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(max(native.MAX_TOKENS), inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    x, weight, bias = torch.randn(tokens, inputs), torch.randn(50, inputs), torch.randn(50)
+    expected = chains(x, weight, bias)
+    assert torch.equal(native.linear(x, weight, bias), expected)
+    assert torch.equal(native.linear(x, weight.T.contiguous(), bias, by_inputs=True), expected)
+
+
+@contextmanager
+def threads_set(threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        alone = torch.cat([native.linear(row[None], weight, bias) for row in x])
-        for tokens in range(1, max(native.MAX_TOKENS) + 1):
-            assert torch.equal(native.linear(x[:tokens], weight, bias), alone[:tokens])
-            assert torch.equal(native.linear(x[-tokens:], weight, bias), alone[-tokens:])
+        yield
     finally:
         torch.set_num_threads(before)
+
+
+def rows_that_differ(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[tuple[int, int, int]]:
+    """First row, number of rows and threads of the parts of `x` that `compute` gives other bits than the whole."""
+    whole = compute(x)
+    found = []
+    for threads in (1, 2):
+        with threads_set(threads):
+            for tokens in (*range(1, 18), 31, 32, 33, 64, 65, 127, 128, 129, 130, 700):
+                for first in {0, (7 * tokens) % (len(x) - tokens + 1), len(x) - tokens}:
+                    if not torch.equal(compute(x[first : first + tokens]), whole[first : first + tokens]):
+                        found.append((first, tokens, threads))
+    return found
+
+
+SHAPES = [(32, 48), (96, 31), (1536, 77), (768, 192), (64, 1), (2080, 100), (576, 576)]
+
+
+@compiled
+@pytest.mark.parametrize("packing", native.PACKINGS)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_results_of_a_token_do_not_depend_on_other_tokens_or_threads(packing: str, inputs: int, outputs: int) -> None:
+    torch.manual_seed(0)
+    unit = native.PACKINGS[packing][1]
+    inputs = -(-inputs // unit) * unit
+    weight = torch.randn(outputs, inputs) if packing == "F32" else packed_weights(packing, outputs, inputs)[0]
+    bias = torch.randn(outputs)
+    x = torch.randn(701, inputs)
+    assert not rows_that_differ(lambda rows: native.linear(rows, weight, bias, packing), x)
+
+
+@served
+def test_pytorch_s_own_product_does_depend_on_them() -> None:  # or else the test above could not fail
+    torch.manual_seed(0)
+    x, weight = torch.randn(701, 576), torch.randn(576, 576)
+    assert rows_that_differ(lambda rows: F.linear(rows, weight), x)
+
+
+class Layers(nn.Module):
+    """Linear layers of all kinds that models have, in all dtypes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.small = nn.Linear(24, 5)
+        self.large = nn.Linear(576, 300, bias=False)
+        self.transposed = Conv1D(129, 77)
+        self.part = nn.Linear(50, 40)
+        self.to(dtype)
+        rows = torch.randn(40, 70).to(dtype)  # of a larger tensor
+        self.part.weight = nn.Parameter(rows[:, 10:60])
+        self.part.bias = nn.Parameter(torch.randn(40))  # in float32
+
+
+@compiled
+@pytest.mark.parametrize("dtype", PACKINGS, ids=str)
+def test_layers_of_a_model_do_not_depend_on_other_tokens_or_threads(dtype: torch.dtype) -> None:
+    if (dtype == torch.bfloat16 and native.has_bfloat16()) or (dtype == torch.float16 and native.has_float16()):
+        pytest.skip("PyTorch computes this dtype on this processor")
+    torch.manual_seed(0)
+    model = Layers(dtype)
+    with torch.no_grad(), linear_layers(model), kernel_pass():
+        for layer in model.children():
+            assert "forward" in vars(layer)
+            weight = layer.weight
+            x = torch.randn(701, weight.shape[0 if isinstance(layer, Conv1D) else 1]).to(dtype)
+            assert not rows_that_differ(layer, x)
+            expected = x.double() @ (weight if isinstance(layer, Conv1D) else weight.T).double()
+            expected += 0 if layer.bias is None else layer.bias.double()
+            out = layer(x)
+            assert out.dtype == dtype
+            torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
 @served
 def test_a_call_uses_the_kernels_and_returns_the_same_tokens(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"generation_mode": "shared_prefix", "max_new_tokens": 12, "do_sample": False}
     ours = model.generate(PROMPT, **settings)
-    assert "mkldnn::_linear_pointwise" in operators(lambda: model.generate(PROMPT, **settings))  # the prefill
+    products = {"aten::linear", "aten::addmm", "aten::mm", "aten::matmul", "mkldnn::_linear_pointwise"}
+    assert not products & operators(lambda: model.generate(PROMPT, **settings))
     assert not replaced(model)
-    monkeypatch.setenv(LINEAR_VARIABLE, "torch")
-    assert torch.equal(model.generate(PROMPT, **settings), ours)
-    assert "mkldnn::_linear_pointwise" not in operators(lambda: model.generate(PROMPT, **settings))
+    for library, operator in (("torch", "aten::linear"), ("onednn", "mkldnn::_linear_pointwise")):
+        monkeypatch.setenv(LINEAR_VARIABLE, library)
+        assert torch.equal(model.generate(PROMPT, **settings), ours)
+        assert operator in operators(lambda: model.generate(PROMPT, **settings))

@@ -1,9 +1,10 @@
-"""Linear layers on a CPU, computed in float32: a compiled kernel for few tokens, oneDNN for more.
+"""Linear layers on a CPU, computed in float32 by a compiled kernel, so that a token's result does not depend on others.
 
-A decode step is bound by reading the weights, so a few rows, or a draft, should cost little more than one token. With
-MKL, which PyTorch uses, passes of two to eight tokens took up to twice as long as passes of one (docs/cpu.md).
-Weights in bfloat16, or packed (`packed.py`), are converted where they are used; PyTorch's products in bfloat16 are
-slow on processors without instructions for them. `HF_PARALLEL_LINEAR=torch` leaves the layers to PyTorch.
+The result of a token is the same to the last bit alone, in any batch, in any chunk of a prompt, and with any number of
+threads (`cpu_linear.c`). A decode step is bound by reading the weights, so a few rows, or a draft, cost little more
+than one token. Weights in half precision, or packed (`packed.py`), are converted where they are used; PyTorch's
+products in half precision are slow on processors without instructions for them. `HF_PARALLEL_LINEAR=torch` leaves the
+layers to PyTorch, and `onednn` to oneDNN, which computes them without a C compiler, too.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.cache.placement import all_modules
 from hf_parallel.kernels import native
-from hf_parallel.models.intercept.modules import replaced_forwards
+from hf_parallel.models.intercept.modules import Forward, replaced_forwards
 
 LINEAR_VARIABLE = "HF_PARALLEL_LINEAR"
-LEAST_WEIGHTS = 1 << 16  # smaller layers are left to PyTorch: the library makes no difference
 PACKINGS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_MOST_UNPACKED = 1 << 22  # weights of a layer that are in float32 at a time
 
 _PASSES: dict[str, dict[int, float]] = {
     "native": {1: 1.0, 8: 1.0, 16: 1.68, 32: 2.3, 128: 5.6},
@@ -58,22 +58,23 @@ def kernel_pass() -> Iterator[None]:
 
 @contextmanager
 def linear_layers(model: nn.Module) -> Iterator[None]:
-    """Compute a model's large linear layers on the CPU with the compiled kernel and oneDNN.
+    """Compute a model's linear layers on the CPU with the compiled kernel, or oneDNN.
 
-    Layers in bfloat16 are computed in float32 if the processor has no instructions for bfloat16. Results differ from
+    Layers in half precision are computed in float32 if the processor has no instructions for it. Results differ from
     PyTorch's in the last bits, as they do between batch sizes. Layers whose `forward` was already replaced are left
     unchanged; calls that need gradients or run under autocast use PyTorch. Other threads also see the replacement.
     Raises `ValueError` if `HF_PARALLEL_LINEAR` names an unknown or unavailable library.
     """
-    layers = [layer for layer in all_modules(model) if _is_large_linear(layer)] if _backend() != "torch" else []
-    with replaced_forwards((layer, _forward) for layer in layers):
+    forwards = []
+    if _backend() != "torch":
+        forwards += [(layer, _FORWARDS[type(layer)]) for layer in all_modules(model) if _is_replaced(layer)]
+    with replaced_forwards(forwards):
         yield
 
 
 def linear_backend(model: PreTrainedModel) -> str:
     """Return the library whose costs `pass_cost` uses for a model: `native`, `onednn` or `torch` (on other devices)."""
-    backend = _backend() if _is_computed(next(model.parameters())) else "torch"
-    return "onednn" if backend == "native" and not native.is_available() else backend
+    return _backend() if _is_computed(next(model.parameters())) else "torch"
 
 
 @cache
@@ -93,70 +94,85 @@ def _library(name: str) -> str:
     if name not in ("", *_PASSES):
         raise ValueError(f"{LINEAR_VARIABLE} must be one of {list(_PASSES)}, got {name!r}")
     has_onednn = torch.backends.mkldnn.is_available()
-    if name in ("native", "onednn") and not has_onednn:
-        raise ValueError(f"{LINEAR_VARIABLE}={name} cannot be used: this PyTorch was built without oneDNN")
+    if name == "onednn" and not has_onednn:
+        raise ValueError(f"{LINEAR_VARIABLE}=onednn cannot be used: this PyTorch was built without oneDNN")
     if name == "native" and (reason := native.unavailable_reason()):
         raise ValueError(f"{LINEAR_VARIABLE}=native cannot be used: {reason}")
-    # Without MKL (on ARM), nothing was measured: PyTorch computes the layers.
-    return name or ("native" if has_onednn and torch.backends.mkl.is_available() else "torch")
+    if name:
+        return name
+    if not torch.backends.mkl.is_available():  # on ARM, nothing was measured
+        return "torch"
+    if native.is_available():
+        return "native"
+    return "onednn" if has_onednn else "torch"
 
 
-def _is_large_linear(module: nn.Module) -> bool:
-    weight = module.weight if type(module) is nn.Linear and "forward" not in vars(module) else None
-    return type(weight) is nn.Parameter and weight.numel() >= LEAST_WEIGHTS and _is_computed(weight)
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether a module is a plain linear layer that the kernels compute."""
+    if type(module) not in _FORWARDS or "forward" in vars(module):
+        return False
+    weight: object = module.weight
+    return type(weight) is nn.Parameter and weight.dim() == 2 and _is_computed(weight)
 
 
 def _is_computed(parameter: torch.Tensor) -> bool:
-    if parameter.device.type != "cpu" or parameter.dtype not in (torch.float32, torch.bfloat16):
+    """Whether the kernels compute layers with weights like these."""
+    if parameter.device.type != "cpu" or parameter.stride(-1) != 1:
         return False
-    is_slow = parameter.dtype == torch.float32 or (native.is_available() and not native.has_bfloat16())
-    return is_slow and parameter.is_contiguous()
+    if parameter.dtype == torch.bfloat16:
+        return native.is_available() and not native.has_bfloat16()
+    if parameter.dtype == torch.float16:
+        return native.is_available() and not native.has_float16()
+    return parameter.dtype == torch.float32
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, packing: str, int8: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    packing: str,
+    *,
+    by_inputs: bool = False,
+    int8: bool = False,
 ) -> torch.Tensor:
-    """Return `x W^T + b`, computed in float32, in the dtype of `x`, with the weights and `int8` of `native.linear`."""
+    """Return `x W^T + b`, computed in float32, in the dtype of `x`, with the arguments of `native.linear`."""
     dtype = x.dtype
-    inputs = x.shape[-1]
     if not x.numel():  # a chunk of a prompt that needs no logits
-        return x.new_empty(*x.shape[:-1], len(weight))
+        return x.new_empty(*x.shape[:-1], weight.shape[1] if by_inputs else len(weight))
     x = x.float()
     if bias is not None:
-        bias = bias.float()
-    is_native = native.supports_linear(x.numel() // inputs, packing) and (pass_library.get() or _backend()) != "onednn"
-    if int8 or is_native:
-        return native.linear(x, weight, bias, packing, int8=int8).to(dtype)
-    if packing == "F32":
-        return _by_onednn(x, weight, bias)
-    rows = max(1, _MOST_UNPACKED // inputs)
-    if len(weight) <= rows:
-        return _by_onednn(x, native.unpack(weight, packing), bias).to(dtype)
-    result = x.new_empty(*x.shape[:-1], len(weight), dtype=dtype)
-    for first in range(0, len(weight), rows):
-        part = slice(first, first + rows)
-        unpacked = native.unpack(weight[part], packing)
-        result[..., part] = _by_onednn(x, unpacked, None if bias is None else bias[part])
-    return result
+        bias = bias.float().contiguous()
+    if packing == "F32" and (pass_library.get() or _backend()) == "onednn":
+        if by_inputs:
+            return F.linear(x, weight.T, bias)
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return native.linear(x, weight, bias, packing, by_inputs=by_inputs, int8=int8).to(dtype)
 
 
-def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if not torch.backends.mkldnn.is_available():
-        return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
-    """`nn.Linear.forward` by the compiled kernel for few tokens, by oneDNN for more."""
+def _linear(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
+    """`nn.Linear.forward` by the kernels."""
     weight = self.weight
-    bias = self.bias
-    if not is_computable(input, weight.shape[-1]) or type(input) is not torch.Tensor or input.dtype != weight.dtype:
-        return _PLAIN(self, input)
-    if not _is_computed(weight):
-        return _PLAIN(self, input)
-    if bias is not None and (bias.shape != weight.shape[:1] or not _is_computed(bias)):
-        return _PLAIN(self, input)
-    return product(input, weight, bias, PACKINGS[input.dtype])
+    if _applies(input, weight, weight.shape[1]):
+        return product(input, weight, self.bias, PACKINGS[weight.dtype])
+    return _PLAIN(self, input)
+
+
+def _conv1d(self: Conv1D, x: torch.Tensor) -> torch.Tensor:
+    """`Conv1D.forward`, a linear layer of GPT-2 with transposed weights, by the kernels."""
+    weight = self.weight
+    if _applies(x, weight, weight.shape[0]):
+        return product(x, weight, self.bias, PACKINGS[weight.dtype], by_inputs=True)
+    return Conv1D.forward(self, x)
+
+
+_FORWARDS: dict[type[nn.Module], Forward] = {nn.Linear: _linear, Conv1D: _conv1d}
+
+
+def _applies(x: torch.Tensor, weight: torch.Tensor, inputs: int) -> bool:
+    """Whether the kernels compute a layer for this input."""
+    if type(x) is not torch.Tensor or x.dtype != weight.dtype:
+        return False
+    return is_computable(x, inputs) and _is_computed(weight)  # which may have moved since
 
 
 def is_computable(x: torch.Tensor, inputs: int) -> bool:

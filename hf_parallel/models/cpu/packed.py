@@ -1,7 +1,7 @@
 """Layers whose weights stay packed in memory: blocks of 32 weights of a GGUF file, or half precision.
 
 A C kernel converts each weight to float32 where it is used. Activations stay in float32, so results equal those of a
-float32 model with the converted weights up to rounding of sums. For few tokens, they are equal to the last bit.
+float32 model with the converted weights, to the last bit.
 With `int8`, linear layers round activations to 8 bits, a scale per token and block of 32, for products in integers.
 """
 
@@ -65,7 +65,7 @@ class PackedLinear(_Packed):
         """Return `x W^T + b`."""
         bias = self._parameters["bias"]
         if is_computable(input, self.in_features):
-            return product(input, self.get_buffer("packed"), bias, self.packing, self.int8)
+            return product(input, self.get_buffer("packed"), bias, self.packing, int8=self.int8)
         return F.linear(input.float(), self.weight, bias).to(input.dtype)
 
 
