@@ -20,6 +20,7 @@ from torch.func import functional_call
 from hf_parallel.cache.placement import all_modules
 from hf_parallel.kernels import native
 from hf_parallel.models.cpu.linear import linear_layers, pass_library
+from hf_parallel.models.cpu.own_products import own_products
 from hf_parallel.models.intercept.functions import with_other_globals
 from hf_parallel.models.intercept.modules import Forward, replaced_forwards
 
@@ -35,9 +36,14 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 def fast_layers(model: nn.Module) -> Iterator[None]:
     """Compute a model's norms and rotary embeddings with the C kernels, within forward passes over a block cache.
 
-    Includes `linear_layers`. Other threads, calls with gradients, autocast, and other dtypes use the model's own code.
+    Includes `linear_layers` and `own_products`. Other threads, calls with gradients, autocast, and other dtypes use the
+    model's own code.
     """
-    with linear_layers(model), replaced_forwards(_fast_forwards(model)):
+    with (
+        linear_layers(model),
+        replaced_forwards(_fast_forwards(model)),
+        replaced_forwards(own_products(model)),
+    ):
         yield
 
 
@@ -119,10 +125,47 @@ def _norm_forward(plain: Forward, size: int, eps: float, offset: float) -> Forwa
         weight = self._parameters["weight"]
         is_usual = len(args) == 1 and not kwargs  # some norms take a gate, too
         if is_usual and _is_fast(args[0], size) and weight is not None and weight.dtype == torch.float32:
+            if torch.is_grad_enabled():
+                return _Norm.apply(args[0], weight, self, plain, eps, offset)
             return native.rms_norm(args[0], weight, eps, offset)
         return plain(self, *args, **kwargs)
 
     return forward
+
+
+class _Norm(torch.autograd.Function):
+    """A norm by the kernel, whose gradients are those of the module's own code."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, module: nn.Module, plain: Forward, eps: float, offset: float
+    ) -> torch.Tensor:
+        """Return the norm."""
+        ctx.save_for_backward(x, weight)
+        ctx.plain = partial(_with_weight, module, plain)
+        return native.rms_norm(x, weight, eps, offset)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of input and weight."""
+        leaves = []
+        for tensor, is_needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False):
+            leaves.append(tensor.detach().requires_grad_(is_needed))
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        with torch.enable_grad():
+            gradients = iter(torch.autograd.grad(ctx.plain(*leaves), wanted, grad_outputs))
+        of_tensors = [next(gradients) if leaf.requires_grad else None for leaf in leaves]
+        return (*of_tensors, None, None, None, None)
+
+
+def _with_weight(module: nn.Module, plain: Forward, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Call the module's own `forward` with another weight."""
+    own = module._parameters["weight"]
+    module._parameters["weight"] = weight  # type: ignore[assignment]
+    try:
+        return plain(module, x)
+    finally:
+        module._parameters["weight"] = own
 
 
 # Rotary embeddings
@@ -135,7 +178,8 @@ def _fast_rotary(plain: RotaryFunction) -> RotaryFunction | None:
         return None
 
     def fast(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or not _are_packed_heads(q, k, cos, sin) or not _is_fast(q, cos.shape[-1]):
+        records = torch.is_grad_enabled()  # PyTorch computes the same bits, with gradients
+        if args or kwargs or records or not _are_packed_heads(q, k, cos, sin) or not _is_fast(q, cos.shape[-1]):
             return plain(q, k, cos, sin, *args, **kwargs)
         style = _rotary_style(plain, q.shape[1], k.shape[1], q.shape[3])
         if style is None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,13 +44,15 @@ pass_library: ContextVar[str] = ContextVar("hf_parallel_pass_library", default="
 
 
 @contextmanager
-def kernel_pass() -> Iterator[None]:
+def kernel_pass(records_gradients: bool = False) -> Iterator[None]:
     """Let the C kernels compute layers of a forward pass over a block cache.
 
     Which library computes linear layers, and whether gradients or autocast forbid it, cannot change within a pass: it
-    is asked here, once, and the layers look at `pass_library`.
+    is asked here, once, and the layers look at `pass_library`. With `records_gradients` gradients do not forbid it: the
+    kernels compute the forward pass, PyTorch the gradients.
     """
-    token = pass_library.set("" if _is_forbidden() else _backend())
+    is_forbidden = torch.is_autocast_enabled("cpu") if records_gradients else _is_forbidden()
+    token = pass_library.set("" if is_forbidden else _backend())
     try:
         yield
     finally:
@@ -74,7 +77,7 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
 
 def linear_backend(model: PreTrainedModel) -> str:
     """Return the library whose costs `pass_cost` uses for a model: `native`, `onednn` or `torch` (on other devices)."""
-    return _backend() if _is_computed(next(model.parameters())) else "torch"
+    return _backend() if is_computed(next(model.parameters())) else "torch"
 
 
 @cache
@@ -112,10 +115,10 @@ def _is_replaced(module: nn.Module) -> bool:
     if type(module) not in _FORWARDS or "forward" in vars(module):
         return False
     weight: object = module.weight
-    return type(weight) is nn.Parameter and weight.dim() == 2 and _is_computed(weight)
+    return type(weight) is nn.Parameter and weight.dim() == 2 and is_computed(weight)
 
 
-def _is_computed(parameter: torch.Tensor) -> bool:
+def is_computed(parameter: torch.Tensor) -> bool:
     """Whether the kernels compute layers with weights like these."""
     if parameter.device.type != "cpu" or parameter.stride(-1) != 1:
         return False
@@ -136,6 +139,8 @@ def product(
     int8: bool = False,
 ) -> torch.Tensor:
     """Return `x W^T + b`, computed in float32, in the dtype of `x`, with the arguments of `native.linear`."""
+    if torch.is_grad_enabled():
+        return _Product.apply(x, weight, bias, packing, by_inputs, int8)  # type: ignore[no-any-return]
     dtype = x.dtype
     if not x.numel():  # a chunk of a prompt that needs no logits
         return x.new_empty(*x.shape[:-1], weight.shape[1] if by_inputs else len(weight))
@@ -147,6 +152,44 @@ def product(
             return F.linear(x, weight.T, bias)
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return native.linear(x, weight, bias, packing, by_inputs=by_inputs, int8=int8).to(dtype)
+
+
+class _Product(torch.autograd.Function):
+    """`product`, with the gradients of the unrounded product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        packing: str,
+        by_inputs: bool,
+        int8: bool,
+    ) -> torch.Tensor:
+        """Return the product."""
+        ctx.save_for_backward(x, weight)
+        ctx.packing = packing
+        ctx.by_inputs = by_inputs
+        return product(x, weight, bias, packing, by_inputs=by_inputs, int8=int8)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of input, weight and bias."""
+        x, weight = ctx.saved_tensors
+        grad = grad_outputs[0].flatten(0, -2)
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        x_grad = weight_grad = bias_grad = None
+        if of_x:
+            unpacked = weight if weight.dtype == grad.dtype else native.unpack(weight, ctx.packing).to(grad.dtype)
+            x_grad = (grad @ (unpacked.T if ctx.by_inputs else unpacked)).view_as(x)
+        if of_weight:
+            weight_grad = grad.T @ x.flatten(0, -2)
+            if ctx.by_inputs:
+                weight_grad = weight_grad.T
+        if of_bias:
+            bias_grad = grad.sum(0)
+        return x_grad, weight_grad, bias_grad, None, None, None
 
 
 def _linear(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (its name in `nn.Linear.forward`)
@@ -172,7 +215,7 @@ def _applies(x: torch.Tensor, weight: torch.Tensor, inputs: int) -> bool:
     """Whether the kernels compute a layer for this input."""
     if type(x) is not torch.Tensor or x.dtype != weight.dtype:
         return False
-    return is_computable(x, inputs) and _is_computed(weight)  # which may have moved since
+    return is_computable(x, inputs) and is_computed(weight)  # which may have moved since
 
 
 def is_computable(x: torch.Tensor, inputs: int) -> bool:

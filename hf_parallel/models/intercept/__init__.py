@@ -21,8 +21,11 @@ layers                                                                          
                                     until `disable`          in a pass                          `mixers.py`
 attributes of mixers that hold      one call of a mixer      the call                           `mixers.py`
 states
-`forward` of linear layers, norms   a call, or while an      its end                            `modules.py`, `cpu/`
-and attention layers on a CPU       engine is open
+`forward` of linear layers, norms,  a call, or while an      its end                            `modules.py`, `cpu/`
+attention layers, routers and       engine is open
+experts on a CPU
+PyTorch's products in a router or   one call of the module   the call                           `cpu/own_products.py`
+experts (`TorchFunctionMode`)
 globals of a copy of an attention   the same                 the same: the copy is a `forward`  `functions.py`,
 layer's `forward` (rotary function)                          as above                           `cpu/elementwise.py`
 `forward` of fused projections      a compiled decode step   the step                           `modules.py`,
