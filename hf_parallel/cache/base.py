@@ -57,6 +57,8 @@ class BlockCache(Cache):
 
     in_use = False
     """Whether block attention reads the blocks. `models.attention.block_attention_enabled` sets it."""
+    expands_latents = True
+    """Whether long passes may expand the latents of a layer, see `LatentHeads`."""
     reads: Mapping[int, LayerReads] = MappingProxyType({})
     """What layers read, by index, where their attention does not say it."""
     positions: torch.Tensor | None = None

@@ -203,6 +203,29 @@ def attend(
     return out.to(query.dtype)
 
 
+def latent_products(x: Tensor, weight: Tensor, absorbs: bool) -> Tensor:
+    """Return the products of each head of `x` `[T, heads, inputs]` with its weights, float32 `[T, heads, outputs]`.
+
+    `weight`: `[heads, inputs, outputs]` if it `absorbs`, else `[heads, outputs, inputs]`; its last dimension is a
+    multiple of 8. A token's result has the same bits whatever other tokens there are.
+    """
+    library = _library()
+    assert library is not None, "supports() was not checked"
+    x = x.float()
+    weight = weight.float()
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    if weight.stride(2) != 1 or weight.stride(1) != weight.shape[2]:
+        weight = weight.contiguous()
+    tokens, heads, inputs = x.shape
+    outputs = weight.shape[2] if absorbs else weight.shape[1]
+    out = x.new_empty(tokens, heads, outputs)
+    strides = x.stride(0), x.stride(1), weight.stride(0), out.stride(0), out.stride(1)
+    sizes = inputs, outputs, absorbs, torch.get_num_threads()
+    library.latent_products(x.data_ptr(), weight.data_ptr(), out.data_ptr(), tokens, heads, *strides, *sizes)
+    return out
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -364,6 +387,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     pointer = ctypes.c_void_p
     library.attend.argtypes = [ctypes.POINTER(_Layer), ctypes.POINTER(_PlanStruct), ctypes.c_int]
     library.attend.restype = ctypes.c_int
+    library.latent_products.argtypes = [*[pointer] * 3, *[size] * 9, ctypes.c_int, ctypes.c_int]
+    library.latent_products.restype = None
     layer = ctypes.c_int, pointer, pointer, size, pointer, pointer, size, size, size
     library.linear.argtypes = [*layer, ctypes.c_int, ctypes.c_int]
     library.linear.restype = ctypes.c_int

@@ -31,6 +31,8 @@ class LatentHeads(NamedTuple):
     weight: torch.Tensor
     """`[heads, key_dim + value_dim, rank]`. Maps a latent to the rest of each head's key, then to its value."""
     key_dim: int
+    expands: bool = True
+    """Whether long passes may expand latents to keys and values, which is faster, but has other last bits."""
 
     @property
     def keys(self) -> torch.Tensor:

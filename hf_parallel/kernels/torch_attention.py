@@ -41,7 +41,8 @@ class _DenseShape(NamedTuple):
     key_dim: int
     value_dim: int
     rotary: RotarySpec | None  # None: no query is rotated
-    expands_from: int | None  # of a layer that stores latents: number of queries from which expanding them is faster
+    has_latents: bool
+    expands_from: int | None  # of a layer that stores latents: number of queries from which it expands them
     dtype: torch.dtype
     device: torch.device
 
@@ -120,18 +121,22 @@ class TorchBackend:
         latent = params.latent
         dims = query.shape[1], params.num_kv_heads, keys.shape[1], values.shape[1]
         # The rotary embedding by identity: layers share equal ones, and hashing its frequencies takes time.
-        key = *dims, id(rotary), latent is None, query.dtype, query.device
+        kind = None if latent is None else latent.expands
+        key = *dims, id(rotary), kind, query.dtype, query.device
         calls: _NativeLayer | _LayerCalls | None = plan.derived.get(key)
         if calls is None:
-            expands_from = None if latent is None else _expands_from(latent)
-            shape = _DenseShape(*dims, rotary, expands_from, query.dtype, query.device)
+            expands_from = None if latent is None or not latent.expands else _expands_from(latent)
+            shape = _DenseShape(*dims, rotary, latent is not None, expands_from, query.dtype, query.device)
             calls = plan.cached(key, lambda: _layer_calls(plan, shape))
         if isinstance(calls, _NativeLayer):
             settings = calls.native, params.num_kv_heads, params.scale, params.sinks, params.softcap
             if latent is None:
                 return native.attend(query, keys, values, *settings, quantized=quantized)
-            absorbed = latent.absorb(query)
-            return latent.project(native.attend(absorbed, keys, keys, *settings, leads=values, quantized=quantized))
+            lead = query.shape[2] - latent.key_dim
+            absorbed = native.latent_products(query[..., lead:], latent.keys, absorbs=True).to(query.dtype)
+            absorbed = torch.cat((query[..., :lead], absorbed), dim=-1)
+            sums = native.attend(absorbed, keys, keys, *settings, leads=values, quantized=quantized)
+            return native.latent_products(sums, latent.values, absorbs=False).to(query.dtype)
         outs = []
         lses = []
         for call in calls.dense:
@@ -238,12 +243,17 @@ def _rotation(plan: AttentionPlan, tiles: Tiles, shape: _DenseShape) -> native.R
     return shape.rotary.tables(plan.pair_delta[tiles.pairs], torch.float32, shape.device), shape.rotary.interleaved
 
 
+def computes_natively(dtype: torch.dtype, device: torch.device, key_dim: int, value_dim: int) -> bool:
+    """Whether the C kernel computes all passes of layers with such heads, so that their bits never depend on a plan."""
+    return native.supports(dtype, device, native.MAX_ROWS + 1, key_dim, value_dim)
+
+
 def _is_native(num_queries: int, shape: _DenseShape) -> bool:
     """Whether the compiled kernel supports calls of at most `num_queries`: no latents are better expanded."""
     rows = num_queries * shape.heads // shape.kv_heads
-    if shape.expands_from is None:
+    if not shape.has_latents:
         return native.supports(shape.dtype, shape.device, rows, shape.key_dim, shape.value_dim)
-    if num_queries >= shape.expands_from:
+    if shape.expands_from is not None and num_queries >= shape.expands_from:
         return False
     return native.supports(shape.dtype, shape.device, rows, shape.key_dim, shape.key_dim, shape.value_dim)
 

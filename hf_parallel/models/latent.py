@@ -17,11 +17,13 @@ _expansions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Name of the linear layer that expands latents, by the module that calls the attention function."""
 
 
-def latent_heads(module: nn.Module, key: torch.Tensor, value: torch.Tensor, layer: LayerStorage) -> LatentHeads | None:
+def latent_heads(
+    module: nn.Module, key: torch.Tensor, value: torch.Tensor, layer: LayerStorage, expands: bool = True
+) -> LatentHeads | None:
     """Return the heads of an attention layer that stores latents; None if it stores `key` and `value` themselves.
 
-    `key` and `value` `[1, heads, T, ..]` are what the module passes to the attention function. Raises `LookupError` if
-    it has no linear layer from a latent to both.
+    `key` and `value` `[1, heads, T, ..]` are what the module passes to the attention function, `expands` is that of
+    `LatentHeads`. Raises `LookupError` if it has no linear layer from a latent to both.
     """
     rank = layer.keys.shape[-1]
     lead = layer.values.shape[-1]
@@ -40,7 +42,7 @@ def latent_heads(module: nn.Module, key: torch.Tensor, value: torch.Tensor, laye
         weight = linear.weight
     else:  # quantized, with an adapter, or offloaded
         weight = linear(torch.eye(rank, dtype=key.dtype, device=key.device)).T
-    return LatentHeads(weight.to(layer.keys.dtype).view(heads, dims, rank), key_dim - lead)
+    return LatentHeads(weight.to(layer.keys.dtype).view(heads, dims, rank), key_dim - lead, expands)
 
 
 def are_latents(cached: tuple[int, int, int], attended: tuple[int, int, int]) -> bool:

@@ -63,6 +63,9 @@ class CachedModel:
         self.cache = cache
         self.device = execution_device(model)
         cache.reads = capabilities.reads
+        cache.expands_latents = not capabilities.batch_invariant
+        if capabilities.batch_invariant and compile:
+            raise ValueError("compile=True needs a model that was enabled without batch_invariant=True")
         keep_states(cache, capabilities.mixers)
         self._cache_argument = cache_argument(model)
         self._kwargs: dict[str, object] = {"block_cache": cache} if capabilities.keyword else {}
@@ -80,6 +83,7 @@ class CachedModel:
         self.graphs = DecodeGraphs(cache, model) if has_graphs else None
         # A compiled layer passes keys and values of its heads to attention, not latents, and cannot ask for positions.
         is_eager = bool(self._mixers) or self._dense or capabilities.has_latents or counts
+        is_eager |= capabilities.batch_invariant
         self._layers = None if is_eager else compiled_layers(model, compile, steps)
         if self._mixers and (compile or self.device.type == "cuda"):
             _logger.warning_once("decode steps of layers that keep a state run eagerly: neither compiled nor captured")

@@ -167,7 +167,7 @@ def block_attention_forward(
     layer = cache.pool.arena.layers[layer_idx]
     if (key.shape[-1], value.shape[-1]) != (layer.keys.shape[-1], layer.values.shape[-1]):  # made from what is stored
         try:
-            params.latent = latent_heads(module, key, value, layer)
+            params.latent = latent_heads(module, key, value, layer, cache.expands_latents)
         except LookupError as error:
             raise UnsupportedModelError(f"{error.args[0]} (layer {layer_idx})") from None
         if params.latent is not None:

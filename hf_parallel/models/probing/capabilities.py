@@ -94,6 +94,7 @@ class Capabilities:
     why_no_images: str = ""  # empty where prompts may have images
     dense: bool = False  # whether the model's own attention runs, over dense copies of rows
     pads: bool = True  # whether dense rows of unequal lengths may share a call
+    batch_invariant: bool = False  # whether only kernels run whose bits do not depend on the batch
 
     def check_length(self, model: PreTrainedModel, longest: int) -> None:
         """Raise an error if rows of `longest` tokens exceed the model's positions; the last token needs none.
