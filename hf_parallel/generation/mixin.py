@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -34,10 +35,12 @@ from hf_parallel.generation.enabled import BUSY, Claim, Enabled, preparation
 from hf_parallel.generation.image_prompts import take_images
 from hf_parallel.generation.presets import add_preset, marked_preset
 from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.same_bits import schedule_dependence
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.streaming import check_streamer, report_errors
 from hf_parallel.models.decode.compiled import forget
 from hf_parallel.models.images import image_inputs
+from hf_parallel.models.intercept.attention import UnsupportedModelError
 from hf_parallel.models.intercept.classes import namesake, plain_class
 from hf_parallel.models.intercept.mixers import unwrap_mixers
 from hf_parallel.models.intercept.modules import remove_hooks
@@ -352,7 +355,7 @@ def keep_mode(config: GenerationConfig) -> None:
     config._from_model_config = False  # otherwise transformers drops attributes that it does not define
 
 
-def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None) -> _Model:
+def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None, batch_invariant: bool = False) -> _Model:
     """Give one model the `generation_mode` argument.
 
     Probes with short forward passes how block attention can serve the model. Idempotent; nothing global is changed.
@@ -365,6 +368,10 @@ def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None) -> _
     tokenizer : PreTrainedTokenizerBase, optional
         The tokenizer of modes that read or write text, for code that cannot pass `tokenizer` to `generate`. The one
         passed to a call overrides it. Default: unchanged, at first none.
+    batch_invariant : bool
+        Raise an error unless the logits of a token have the same bits in every schedule (docs/exactness.md), which is
+        probed with a few hundred tokens. On a CPU most models have them without it; with it, latent attention
+        (DeepSeek-V2) does not expand latents in long passes, which is slower, and `compile=True` is an error.
 
     Returns
     -------
@@ -377,13 +384,15 @@ def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None) -> _
         If `model` is not a `PreTrainedModel`, its weights are on the meta device and no hook of accelerate loads them,
         a method such as `generate` was replaced on this object, or `tokenizer` is not a tokenizer.
     UnsupportedModelError
-        If block attention cannot serve the model, or it was compiled in place, with the reason.
+        If block attention cannot serve the model, or it was compiled in place, with the reason; with `batch_invariant`,
+        if bits depend on the schedule, with the module that computes other ones.
     """
     if tokenizer is not None:
         check_tokenizer(tokenizer)
     inner: Any = unwrap(model)
     if isinstance(inner, PreTrainedModel):
         execution_device(inner)
+    was_enabled = isinstance(inner, ParallelGenerationMixin)
     with _ENABLE_LOCK:
         if not isinstance(inner, ParallelGenerationMixin):
             _check_unchanged(inner)
@@ -397,6 +406,18 @@ def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None) -> _
                 )
     if tokenizer is not None:
         inner._parallel.tokenizer = tokenizer
+    if batch_invariant:
+        before = inner._parallel.capabilities
+        inner._parallel.capabilities = replace(before, batch_invariant=True)
+        reason = schedule_dependence(inner)
+        if reason:
+            inner._parallel.capabilities = before
+            if not was_enabled:
+                disable(model)
+            raise UnsupportedModelError(
+                f"the last bits of the logits of this {type(inner).__name__} depend on the batch, because of {reason}: "
+                "enable it without batch_invariant=True"
+            )
     return model
 
 

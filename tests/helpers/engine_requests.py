@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
@@ -35,11 +36,15 @@ class Case:
     mode: str | None
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def alone(self, model: PreTrainedModel) -> list[list[int]]:
-        """Return the sequences that `generate` returns for the request alone."""
+    def output_alone(self, model: PreTrainedModel) -> Any:
+        """Return the output of `generate` for the request alone."""
         mode = self.mode or "shared_prefix"
-        arguments = {"tokenizer": TOKENIZER, "generation_mode": mode, **self.arguments}
-        return model.generate(self.prompt, attention_mask=torch.ones_like(self.prompt), **arguments).tolist()
+        arguments = {"tokenizer": TOKENIZER, "generation_mode": mode, "return_dict_in_generate": True, **self.arguments}
+        return model.generate(self.prompt, attention_mask=torch.ones_like(self.prompt), **arguments)
+
+    def alone(self, model: PreTrainedModel) -> list[list[int]]:
+        """Return its sequences."""
+        return self.output_alone(model).sequences.tolist()
 
     def beside(self, model: PreTrainedModel) -> list[list[int]]:
         """Return the sequences of plain `generate`, for a request without a mode, while an engine holds the model."""
@@ -176,13 +181,13 @@ def needed_bytes(model: PreTrainedModel, cases: Sequence[Case], **limits: Any) -
 
 
 def run_with_faults(
-    model: PreTrainedModel, rng: random.Random, count: int, modes: Sequence[str | None]
+    model: PreTrainedModel, rng: random.Random, count: int, modes: Sequence[str | None], same_bits: bool = False
 ) -> Counter[str]:
     """Run random requests with faults at once, whose prompts are prefixes of each other; return how many ended how.
 
-    Each that ends well has the tokens that it gets alone. The engine's limits are random; its budget holds the largest
-    request, or not much more, so that others are preempted. Raises `AssertionError` for wrong tokens, and
-    `TimeoutError` for a request that is stuck.
+    Each that ends well has the tokens that it gets alone, and with `same_bits` the bits of their log-probabilities. The
+    engine's limits are random; its budget holds the largest request, or not much more, so that others are preempted.
+    Raises `AssertionError` for wrong tokens, and `TimeoutError` for a request that is stuck.
     """
     prompts = nested_prompts(rng, count, scale=rng.choice([1, 4]))
     if rng.random() < 0.5:  # other modes may need much more than others at the same budget
@@ -199,8 +204,8 @@ def run_with_faults(
     if factor is not None:
         limits["max_kv_bytes"] = int(factor * needed_bytes(model, cases, **limits))
     ends: Counter[str] = Counter()
-    alone: dict[int, list[list[int]]] = {}
-    outputs: list[list[list[int]] | None] = []
+    alone: dict[int, Any] = {}
+    outputs: list[Any] = []
     with Engine(model, TOKENIZER, **limits) as engine:
         handles = [
             engine.submit(case.prompt, case.mode, logits_processor=fault.processors(), **case.arguments)
@@ -216,7 +221,7 @@ def run_with_faults(
                 if fault.kind == "briefly":
                     with suppress(TimeoutError):
                         handle.result(0.001)
-                outputs[-1] = handle.result(WAIT).sequences.tolist()
+                outputs[-1] = handle.result(WAIT)
                 ends["ended"] += 1
             except RequestCancelledError:
                 assert fault.kind == "cancelled"
@@ -231,8 +236,13 @@ def run_with_faults(
     for case, output in zip(cases, outputs, strict=True):
         if output is not None:
             if id(case) not in alone:
-                alone[id(case)] = case.alone(model)
-            assert output == alone[id(case)], (case, limits)
+                alone[id(case)] = case.output_alone(model)
+            expected = alone[id(case)]
+            assert torch.equal(output.sequences, expected.sequences), (case, limits)
+            (_, values), (_, of_call) = output.record.sampled_log_probs(), expected.record.sampled_log_probs()
+            if same_bits:
+                np.testing.assert_array_equal(values, of_call, str((case, limits)))
+                ends["log-probabilities"] += len(values)
     return ends
 
 

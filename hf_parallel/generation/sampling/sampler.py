@@ -430,9 +430,7 @@ class SamplingBatch:
         if len(self.tasks) == 1:
             alone = self.tasks[0].sampler.log_probs(draws.logits, draws.tokens, sampling)
             return alone.model, alone.sampling
-        model = sampling
-        if model is None or any(task.sampler.processors or not task.sampler.do_sample for task in self.tasks):
-            model, _ = model_log_probs(draws.logits, draws.tokens)
+        model, _ = model_log_probs(draws.logits, draws.tokens)
         if sampling is None:
             return model, model
         return model, torch.where(sampling.isnan(), model, sampling)
@@ -508,6 +506,10 @@ class SamplingBatch:
 
     def _sampling_log_probs(self, draws: Draws) -> torch.Tensor | None:
         """Return `LogProbs.sampling`; NaN, or None for all rows, where it equals `LogProbs.model`."""
+        if not self._fuses:
+            if not any(task.sampler.processors for task in self.tasks):
+                return None
+            return model_log_probs(draws.scores, draws.tokens)[0]  # a trainer computes the same bits
         sampling = None if draws.probs is None else draws.probs.log()
         index = self._processed_greedy_rows
         if index is not None:
