@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -22,15 +22,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_parallel.cache import LayerReads
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.generation.mixin import is_enabled, unwrap
-from hf_parallel.kernels import AttentionParams, RotarySpec
+from hf_parallel.kernels import AttentionParams, RotarySpec, native
 from hf_parallel.kernels.dense import matmul_attention
 from hf_parallel.kernels.rope import rotate, table_dtype
+from hf_parallel.models.cpu.elementwise import fast_layers
+from hf_parallel.models.cpu.linear import kernel_pass
 from hf_parallel.models.intercept.attention import block_attention_enabled, block_attention_forward
 from hf_parallel.models.probing.capabilities import Capabilities
 from hf_parallel.training.example import ParallelExample
+from hf_parallel.training.kernel_attention import KernelAttention, KernelLayout, supports
 from hf_parallel.training.layout import LayoutView, make_views
 from hf_parallel.training.masks import IMPLEMENTATION, block_mask, check_positions
-from hf_parallel.training.states import states_branched
+from hf_parallel.training.states import checkpoints_wrapped, states_branched
 
 T = TypeVar("T")
 FLEX_FROM = 2048
@@ -69,6 +72,10 @@ class LayoutBatch:
             view.to(torch.device(device))
         return self
 
+    @cached_property
+    def _kernel_layout(self) -> KernelLayout:
+        return KernelLayout(self.examples, self.length)
+
     def get_seq_length(self, *_: object) -> int:
         """Raise `ValueError`. A model that is not prepared calls this, or another one of these, before its layers."""
         raise ValueError(
@@ -80,7 +87,19 @@ class LayoutBatch:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attention of one layer: `query` `[B, heads, T, head_dim]`; returns `[B, T, heads, head_dim]`."""
+        """Attention of one layer: `query` `[B, heads, T, head_dim]`; returns `[B, T, heads, head_dim]`.
+
+        On a CPU its bits are those of inference (`kernel_attention`), where the kernels support the layer.
+        """
+        if params.latent is None and supports(query, key, value):
+            arguments = query, key, value, params.sinks, self._kernel_layout, self.attend_by_torch, params
+            return KernelAttention.apply(*arguments)  # type: ignore[no-any-return]
+        return self.attend_by_torch(query, key, value, params)
+
+    def attend_by_torch(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """`attend`, by PyTorch's operations."""
         if len(self.views) == 1 and params.softcap is None and params.sinks is None:
             return self._attend_once(query, key, value, params)
         dtype = table_dtype(query.dtype)
@@ -376,6 +395,34 @@ def _activate(
     return args, {**kwargs, "use_cache": False, "parallel_layout": prepared}
 
 
+def computes_exactly(model: nn.Module) -> bool:
+    """Whether a forward pass over a layout has the bits of inference: an enabled model on a CPU, without autocast."""
+    inner = unwrap(model)
+    if not is_enabled(inner) or torch.is_autocast_enabled("cpu") or not native.is_available():
+        return False
+    capabilities = enabled(inner).capabilities
+    is_plain = capabilities.keyword and not capabilities.mixers and not capabilities.has_latents
+    return is_plain and not capabilities.scaled and next(inner.parameters()).device.type == "cpu"
+
+
+@contextmanager
+def kernel_layers(model: PreTrainedModel, layout: LayoutBatch | None = None) -> Iterator[None]:
+    """Compute linear layers and norms of a forward pass by the kernels of inference, with gradients, on a CPU.
+
+    With a `layout`, the layers attend to it, whatever the model's attention implementation is. Both hold for what
+    gradient checkpointing computes again, too.
+    """
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        attention = nullcontext() if layout is None else block_attention_enabled(model, layout)
+        with attention, fast_layers(model), kernel_pass(records_gradients=True):
+            yield
+
+    with context(), checkpoints_wrapped(model, context):
+        yield
+
+
 def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> torch.Tensor:
     """Return the logits `[tokens, vocabulary]` after each token of an example, computed in one forward pass.
 
@@ -392,12 +439,17 @@ def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> t
     ValueError
         If the model is not enabled, has fewer positions than the example needs, or cannot rotate tokens that move.
     """
+    return layout_logits(model, example)
+
+
+def layout_logits(model: PreTrainedModel, example: ParallelExample, **arguments: torch.Tensor) -> torch.Tensor:
+    """`teacher_forced_logits`, with arguments of the model's `forward`."""
     inner = require_enabled(model)
     capabilities = enabled(inner).capabilities
     layout = _prepare_layout(LayoutBatch([example]), inner, capabilities)
     input_ids = torch.from_numpy(example.input_ids)[None].to(inner.device)
     position_ids = torch.from_numpy(example.position_ids)[None].to(inner.device)
-    kwargs = {"block_cache": layout} if capabilities.keyword else {}
-    with states_branched(inner, [example]), block_attention_enabled(inner, layout):
-        output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs)
+    kwargs: dict[str, Any] = {"block_cache": layout} if capabilities.keyword else {}
+    with states_branched(inner, [example]), kernel_layers(inner, layout):
+        output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs, **arguments)
     return output.logits[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -10,7 +11,14 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from trl import GRPOTrainer
 
 from hf_parallel.cache.images import Image
@@ -18,11 +26,11 @@ from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.prompts import Chat
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.training.attention import prepare_model, require_enabled
+from hf_parallel.training.attention import computes_exactly, kernel_layers, prepare_model, require_enabled
 from hf_parallel.training.collator import DataCollatorForParallel
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.images import OF_TOKENS, read_prompts
-from hf_parallel.training.rollouts import EXAMPLES, TEXTS
+from hf_parallel.training.rollouts import EXAMPLES, TEXTS, sample_rows
 from hf_parallel.training.states import states_branched
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
@@ -42,6 +50,8 @@ class SharedPrefixLossMixin:
 
     accelerator: Accelerator
     model: Any
+    processing_class: Any
+    temperature: float
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -83,16 +93,33 @@ class SharedPrefixLossMixin:
         for start in range(0, len(pairs), size):
             batch, targets, trees = self._layout(model, pairs, images, slice(start, start + size))
             inner = self._inner(model)
-            with self.accelerator.autocast(), states_branched(inner, trees), computing_targets(inner, targets):
-                ids = [token for row in targets for token in row.ids]
-                labels = torch.tensor([ids], device=input_ids.device)
-                output = model(**batch, shift_labels=labels, fused_lm_head=True)  # TRL's, which stores no logits
+            ids = [token for row in targets for token in row.ids]
+            labels = torch.tensor([ids], device=input_ids.device)
             counts = [len(row.ids) for row in targets]
-            log_probs += output.log_probs[0].split(counts)
+            with self.accelerator.autocast(), states_branched(inner, trees), computing_targets(inner, targets):
+                if self._is_exact(model, images):
+                    with kernel_layers(inner):
+                        logits = model(**batch).logits[0]
+                    of_targets, entropy = self._score(logits, labels[0])
+                else:
+                    output = model(**batch, shift_labels=labels, fused_lm_head=True)  # TRL's, which stores no logits
+                    of_targets = output.log_probs[0]
+                    entropy = output.entropy[0] if compute_entropy else of_targets.new_empty(0)
+            log_probs += of_targets.split(counts)
             if compute_entropy:
-                entropies += output.entropy[0].split(counts)
+                entropies += entropy.split(counts)
         padded_entropies = _padded(entropies, logits_to_keep) if compute_entropy else None
         return _padded(log_probs, logits_to_keep), padded_entropies, None
+
+    def _is_exact(self, model: nn.Module, images: Sequence[Image]) -> bool:
+        """Whether the forward pass has the bits of inference, so that log-probabilities are those of sampling."""
+        return not images and computes_exactly(self._inner(model))
+
+    def _score(self, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities of tokens, and entropies, given their logits `[N, vocabulary]`: `[N]` each."""
+        every = (logits.float() / self.temperature).log_softmax(-1)
+        entropies = torch.special.entr(every.detach().exp()).sum(-1)
+        return every.gather(1, ids[:, None])[:, 0], entropies
 
     def _inner(self, model: nn.Module) -> PreTrainedModel:
         return unwrap(self.accelerator.unwrap_model(model))
@@ -118,8 +145,16 @@ class SharedPrefixLossMixin:
                 ids = tree.target_ids[of_row].tolist()
                 targets[index] = Targets(len(trees), queries, ids)
             trees.append(tree)
-        batch = tree_batch(trees, inner.config, inner.dtype, inner.device, images)
-        return batch, [targets[index] for index in range(len(targets))], trees
+        of_rows = [targets[index] for index in range(len(targets))]
+        if self._is_exact(model, images):
+            return self._as_layouts(inner, trees), of_rows, ()
+        return tree_batch(trees, inner.config, inner.dtype, inner.device, images), of_rows, trees
+
+    def _as_layouts(self, inner: PreTrainedModel, examples: Sequence[ParallelExample]) -> Mapping[str, Any]:
+        """Return arguments of the model for the layouts of examples."""
+        prepare_model(inner)
+        batch = DataCollatorForParallel(self.processing_class)(examples)  # type: ignore[arg-type] # a tokenizer
+        return {name: batch[name].to(inner.device) for name in ("input_ids", "position_ids", "past_key_values")}
 
 
 class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
@@ -129,12 +164,25 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
     `generation_kwargs={"generation_mode": "shared_prefix"}`; a model that is given by name is enabled. With a
     `rollout_func` of `make_rollout_func`, completions are runs of other modes, whose log-probabilities are computed
     from their layouts.
+
+    Parameters
+    ----------
+    model, *args, **kwargs
+        Those of `GRPOTrainer`.
+    sampled_log_probs : bool
+        The old log-probabilities are those of sampling, under the distribution after temperature, `top_k`, `top_p` and
+        `min_p`, so that no forward pass computes them, and those of the loss are under the same distribution: the
+        tokens that these settings exclude have no part in it. A sampled token always has one. On a CPU, an enabled
+        model computes both with the same bits, so that the first importance ratios are exactly 1.
     """
 
     computes_layouts = True
 
-    def __init__(self, model: object, *args: object, **kwargs: object) -> None:
+    def __init__(self, model: object, *args: object, sampled_log_probs: bool = False, **kwargs: object) -> None:
+        self._takes_sampled = sampled_log_probs
+        self._skips_pass = False  # whether TRL's next pass would compute the log-probabilities of sampling
         super().__init__(model, *args, **kwargs)
+        self._check_sampled(kwargs.get("rollout_func") is not None)
         generation_kwargs = self.args.generation_kwargs or {}  # type: ignore[attr-defined]
         mode: str | None = generation_kwargs.get("generation_mode")
         if mode is not None and mode in MODES and not MODES[mode].traits.rows_continue_prompts:
@@ -147,6 +195,29 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         if uses_mode:
             require_enabled(self.accelerator.unwrap_model(self.model))
         self._examples: list[ParallelExample] | None = None  # layouts of the rows that are computed next
+
+    def _check_sampled(self, has_rollouts: bool) -> None:
+        """Raise `ValueError` if the log-probabilities of sampling are wanted, but not known or not reproducible."""
+        if not self._takes_sampled:
+            return
+        generation_kwargs = self.args.generation_kwargs or {}  # type: ignore[attr-defined]
+        if self.use_vllm or not (has_rollouts or "generation_mode" in generation_kwargs):
+            raise ValueError(
+                "sampled_log_probs=True needs a mode of this package: name one in generation_kwargs, or pass a "
+                "rollout_func of make_rollout_func"
+            )
+        if self.generation_config.repetition_penalty not in (None, 1.0):
+            penalty = self.generation_config.repetition_penalty
+            raise ValueError(f"sampled_log_probs=True needs repetition_penalty=1.0, got {penalty}")
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], images: object, *args: object, **kwargs: object
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        if not self._takes_sampled:
+            return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)  # type: ignore[no-any-return]
+        if images:
+            raise ValueError("sampled_log_probs=True cannot be used for prompts with images")
+        return sample_rows(self, prompt_ids)
 
     def _generate(self, prompts: list[str | Chat]) -> tuple[object, ...]:
         outputs = list(super()._generate(prompts))
@@ -162,10 +233,62 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         return tuple(outputs)
 
     def _generate_and_score_completions(self, inputs: list[Arguments]) -> Arguments:
-        output = super()._generate_and_score_completions(inputs)
+        self._skips_pass = self._takes_sampled and self._computes_old_log_probs()
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self._skips_pass = False
+        if self._takes_sampled:
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
         if self._examples is not None:
             output[EXAMPLES] = self._examples  # is shuffled and split with the tensors
         return output
+
+    def _computes_old_log_probs(self) -> bool:
+        """Whether TRL computes old log-probabilities with its first pass over new completions."""
+        generations = self.args.steps_per_generation * self.num_iterations  # type: ignore[attr-defined]
+        return bool(self.args.gradient_accumulation_steps % generations)  # type: ignore[attr-defined]
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        if self._skips_pass:  # the log-probabilities of sampling replace its result
+            self._skips_pass = False
+            return torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None
+        given = model, input_ids, attention_mask, logits_to_keep, *args
+        return super()._get_per_token_logps_and_entropies(*given, **kwargs)
+
+    def _score(self, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._takes_sampled:
+            return super()._score(logits, ids)
+        scores = logits.float()
+        with torch.no_grad():
+            is_excluded = self._warpers(ids, scores).isneginf()  # type: ignore[arg-type]
+            is_excluded[torch.arange(len(ids)), ids] = False
+        every = (scores / self.temperature).masked_fill(is_excluded, float("-inf")).log_softmax(-1)
+        entropies = torch.special.entr(every.detach().exp()).sum(-1)
+        return every.gather(1, ids[:, None])[:, 0], entropies
+
+    @cached_property
+    def _warpers(self) -> LogitsProcessorList:
+        """What sampling applies to logits, in the order of Transformers."""
+        config = self.generation_config
+        warpers = LogitsProcessorList()
+        if config.temperature not in (None, 1.0):
+            warpers.append(TemperatureLogitsWarper(config.temperature))
+        if config.top_k:
+            warpers.append(TopKLogitsWarper(config.top_k))
+        if config.top_p is not None and config.top_p < 1:
+            warpers.append(TopPLogitsWarper(config.top_p))
+        if config.min_p is not None:
+            warpers.append(MinPLogitsWarper(config.min_p))
+        return warpers
 
     def _compute_loss(self, model: nn.Module, inputs: Arguments) -> torch.Tensor:
         self._examples = inputs.get(EXAMPLES)
@@ -177,14 +300,11 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         if images:
             raise ValueError("completions of a rollout_func cannot have images in their prompts")
         examples = self._examples[chosen]
-        inner = prepare_model(enable(self._inner(model)))
-        batch = DataCollatorForParallel(self.processing_class)(examples)  # type: ignore[arg-type] # a tokenizer
-        names = "input_ids", "position_ids", "past_key_values"
         targets = [
             Targets(row, example.target_queries.tolist(), example.target_ids.tolist())
             for row, example in enumerate(examples)
         ]
-        return {name: batch[name].to(inner.device) for name in names}, targets, ()
+        return self._as_layouts(enable(self._inner(model)), examples), targets, ()
 
 
 def _padded(values: Sequence[torch.Tensor], length: int) -> torch.Tensor:

@@ -107,6 +107,19 @@ def make_rollout_func(
     return rollout
 
 
+def sample_rows(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]]]:
+    """Return a completion of each prompt, and the log-probabilities of its tokens under the sampled distribution."""
+    with _generating(trainer) as generate:
+        output = generate(**_inputs(prompt_ids, trainer.processing_class))
+    record = output.record
+    completions = []
+    for row, length in zip(output.sequences.tolist(), record.lengths, strict=True):
+        completions.append(row[record.begin : length])
+    rows, values = record.sampled_log_probs(processed=True)
+    log_probs = [values[rows == row].tolist() for row in range(len(completions))]
+    return completions, log_probs
+
+
 @contextmanager
 def _generating(trainer: Any) -> Iterator[Callable[..., ParallelOutput]]:
     """Yield `generate` of the trainer's model, with its generation arguments."""

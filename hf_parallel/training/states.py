@@ -98,12 +98,12 @@ def states_branched(model: PreTrainedModel, examples: Sequence[ParallelExample])
         ):  # compiled code has no calls
             yield
 
-    with along_the_tree(), _checkpoints_wrapped(model, along_the_tree):
+    with along_the_tree(), checkpoints_wrapped(model, along_the_tree):
         yield
 
 
 @contextmanager
-def _checkpoints_wrapped(model: nn.Module, context: Callable[[], Any]) -> Iterator[None]:
+def checkpoints_wrapped(model: nn.Module, context: Callable[[], Any]) -> Iterator[None]:
     """Run what gradient checkpointing computes again in the same context as the first time."""
 
     def wrapped(checkpoint: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_parallel.cache.images import Image
+from hf_parallel.training.attention import computes_exactly, layout_logits
 from hf_parallel.training.example import ParallelExample, as_ids
 from hf_parallel.training.images import add_images, read_prompts
 from hf_parallel.training.masks import make_masks, stateful_kinds
@@ -36,6 +37,9 @@ def tree_logprobs(
 
     Every shared prefix is computed once: prompts, and the beginnings that completions share. The model computes the
     tree with its own attention, under a 4D mask, so that gradient checkpointing and autocast work as usual.
+
+    An enabled model on a CPU computes it by the kernels of inference, without autocast: the log-probabilities are those
+    of sampling, to the last bit.
 
     Parameters
     ----------
@@ -75,11 +79,14 @@ def tree_logprobs(
         raise ValueError(f"temperature must be greater than 0, got {temperature}")
     example = ParallelExample.from_tree(prompts, answers)
     parameter = next(model.parameters())
-    batch = tree_batch([example], model.config, parameter.dtype, parameter.device, images)
     queries = torch.from_numpy(example.target_queries).to(parameter.device)
     targets = torch.from_numpy(example.target_ids).to(parameter.device)
-    with states_branched(model, [example]):
-        logits = model(**batch, use_cache=False, logits_to_keep=queries).logits[0]
+    if computes_exactly(model) and not images:
+        logits = layout_logits(model, example, logits_to_keep=queries)
+    else:
+        batch = tree_batch([example], model.config, parameter.dtype, parameter.device, images)
+        with states_branched(model, [example]):
+            logits = model(**batch, use_cache=False, logits_to_keep=queries).logits[0]
     if logits.dtype != torch.float64:
         logits = logits.float()
     logits = logits / temperature

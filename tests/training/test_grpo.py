@@ -26,6 +26,7 @@ from hf_parallel.training import SharedPrefixGRPOTrainer, make_rollout_func  # n
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 SHARED = {"generation_mode": "shared_prefix"}
+OF_TRAINER = "peft_config", "rollout_func", "reward_funcs", "sampled_log_probs"
 PROMPTS = ["say it now", "please", "say more, and then more"]
 ENDS = [tiny.EOS, *range(100, 116)]
 """End-of-sequence tokens, words of the tokenizer: so many that completions have different lengths."""
@@ -57,7 +58,7 @@ def make_trainer(cls: Any, checkpoint: Path, *, enable: bool = True, config: Any
     """Return a trainer of the tiny model; `given` are arguments of the trainer or its config."""
     model = given.pop("model", None) or AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = make_tokenizer()
-    of_trainer = {name: given.pop(name) for name in ("peft_config", "rollout_func", "reward_funcs") if name in given}
+    of_trainer = {name: given.pop(name) for name in OF_TRAINER if name in given}
     settings = {
         "output_dir": str(checkpoint / "out"),
         "per_device_train_batch_size": 8,
@@ -213,6 +214,82 @@ def test_answers_with_forks_train(checkpoint: Path) -> None:
     trainer, _ = rollouts("fork_join", checkpoint, max_completion_length=30)
     for step in steps(trainer):
         assert 0 < step["grad_norm"] < 1e3
+
+
+def first_ratios(trainer: Any) -> torch.Tensor:
+    """Train, and return the importance ratios of all tokens in the first loss over each generation batch."""
+    compute = trainer._compute_loss
+    ratios: list[torch.Tensor] = []
+
+    def compute_loss(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), dim=1)
+        mask = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), dim=1)
+        trainer._examples = inputs.get("parallel_examples")
+        num_tokens = inputs["completion_ids"].shape[1]
+        log_probs, *_ = trainer._get_per_token_logps_and_entropies(model, ids, mask, num_tokens)
+        ratio = torch.exp(log_probs - inputs["old_per_token_logps"])
+        ratios.append(ratio[inputs["completion_mask"].bool()].detach())
+        return compute(model, inputs)  # type: ignore[no-any-return]
+
+    trainer._compute_loss = compute_loss
+    trainer.train()
+    return torch.cat(ratios)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_first_ratios_are_exactly_one(checkpointing: bool, checkpoint: Path) -> None:
+    """With truncated distributions and temperature, too; PyTorch's own kernels have other last bits."""
+    settings = {"max_steps": 4, "max_completion_length": 24, "generation_kwargs": SHARED}
+    settings |= {"gradient_checkpointing": checkpointing, "top_p": 0.9, "top_k": 50, "temperature": 0.7}
+    ratios = first_ratios(make_trainer(SharedPrefixGRPOTrainer, checkpoint, sampled_log_probs=True, **settings))
+    assert len(ratios) > 150
+    assert (ratios == 1).all()
+
+
+def test_ratios_by_other_kernels_are_not_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_parallel.training.grpo.computes_exactly", lambda model: False)
+    settings = {"max_steps": 2, "max_completion_length": 24, "generation_kwargs": SHARED}
+    ratios = first_ratios(make_trainer(SharedPrefixGRPOTrainer, checkpoint, sampled_log_probs=True, **settings))
+    assert not (ratios == 1).all()
+    torch.testing.assert_close(ratios, torch.ones_like(ratios), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("mode", RUNS)
+def test_first_ratios_of_runs(mode: str, checkpoint: Path) -> None:
+    """Exactly one, but where rows see blocks of others at other positions: workers, and rows after a join."""
+    trainer, _ = rollouts(mode, checkpoint, sampled_log_probs=True, max_steps=2)
+    ratios = first_ratios(trainer)
+    if mode in ("hogwild", "fork_join"):
+        torch.testing.assert_close(ratios, torch.ones_like(ratios), rtol=1e-4, atol=0)
+    else:
+        assert (ratios == 1).all()
+
+
+def test_the_pass_for_old_log_probs_is_skipped(checkpoint: Path) -> None:
+    """Two updates per generation, for which TRL computes old log-probabilities."""
+    passes = {}
+    for sampled in (False, True):
+        settings = {"max_steps": 2, "num_iterations": 2, "generation_kwargs": SHARED}
+        trainer = make_trainer(SharedPrefixGRPOTrainer, checkpoint, sampled_log_probs=sampled, **settings)
+        calls: list[object] = []
+        layout = trainer._layout
+
+        def counted(*args: Any, layout: Any = layout, calls: list[object] = calls) -> Any:
+            calls.append(args)
+            return layout(*args)
+
+        trainer._layout = counted
+        trainer.train()
+        passes[sampled] = len(calls)
+    assert passes == {False: 3, True: 2}
+
+
+def test_sampled_log_probs_need_a_mode_and_no_repetition_penalty(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="needs a mode of this package"):
+        make_trainer(SharedPrefixGRPOTrainer, checkpoint, sampled_log_probs=True)
+    settings = {"generation_kwargs": SHARED, "repetition_penalty": 1.2}
+    with pytest.raises(ValueError, match=re.escape("repetition_penalty=1.0, got 1.2")):
+        make_trainer(SharedPrefixGRPOTrainer, checkpoint, sampled_log_probs=True, **settings)
 
 
 def test_trainers_that_cannot_compute_runs_raise(checkpoint: Path) -> None:
