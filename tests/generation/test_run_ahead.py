@@ -53,7 +53,7 @@ def test_results_are_the_same(generate: Callable[..., Any], sampled: bool, ends:
     assert torch.equal(actual.sequences, expected.sequences)
     for name in ("scores", "logits"):
         for ours, theirs in zip(getattr(actual, name), getattr(expected, name), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert actual.stats.kv_bytes == expected.stats.kv_bytes
     assert actual.stats.decoded_tokens == expected.stats.decoded_tokens
     assert actual.stats.forward_passes - expected.stats.forward_passes in ((0, 1) if ends else (0,))

@@ -40,12 +40,12 @@ def check_equal(expected: Any, actual: Any) -> None:
         assert getattr(actual, name, None) == getattr(expected, name, None)
     for name in ("scores", "logits"):
         for ours, theirs in zip(getattr(actual, name) or (), getattr(expected, name) or (), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert actual.record.events == expected.record.events
     assert actual.record.truncated == expected.record.truncated
     ours, theirs = (out.record.sampled_log_probs() for out in (actual, expected))
     assert np.array_equal(ours[0], theirs[0])
-    np.testing.assert_allclose(ours[1], theirs[1], rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(ours[1], theirs[1])
     assert actual.stats.kv_bytes == expected.stats.kv_bytes
     assert actual.stats.decoded_tokens == expected.stats.decoded_tokens
     assert actual.stats.prefilled_tokens == expected.stats.prefilled_tokens

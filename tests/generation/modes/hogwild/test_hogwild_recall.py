@@ -96,7 +96,7 @@ def test_generation_settings_apply_in_replays(settings: dict[str, Any]) -> None:
         replayed += out.stats.replayed_tokens
         for name in ("logits", "scores"):
             for one, other in zip(getattr(out, name) or (), getattr(expected, name) or (), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert out.stats.forward_passes == 0
     assert replayed > 0
 
