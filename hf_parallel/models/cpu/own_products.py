@@ -28,6 +28,8 @@ def own_products(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
     for module in all_modules(model):
         if isinstance(module, _WITHOUT_PRODUCTS) or "forward" in vars(module):
             continue
+        if "Norm" in type(module).__name__:  # a norm of each head has a matrix of weights, and no product
+            continue
         if not native.is_available():
             return
         matrices = [p for p in module._parameters.values() if p is not None and p.dim() in (2, 3)]
