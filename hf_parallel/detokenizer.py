@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-_CONTEXT = 6  # tokens decoded again before the new ones, as spaces and merged characters depend on them
+_CONTEXT = 6  # least tokens decoded again before the new ones, as spaces and merged characters depend on them
 _MAX_CONTEXT = 4 * _CONTEXT  # if no characters are complete
 _MAX_INCOMPLETE = 3  # tokens held back until a character is complete: it has at most four bytes, a token at least one
 _REPLACEMENT = "\ufffd"  # decoded from bytes that form no character, or no complete one
@@ -52,7 +52,9 @@ class IncrementalDetokenizer:
     def add(self, tokens: Sequence[int]) -> str:
         """Append tokens. Return the text that they add."""
         self.tokens += tokens
-        self.visible += [token for token in tokens if token not in self.hidden]
+        for token in tokens:
+            if token not in self.hidden:
+                self.visible.append(token)
         start = self._start()
         oldest = len(self.visible) - _MAX_INCOMPLETE
         prefix = self._before(start)
@@ -86,7 +88,7 @@ class IncrementalDetokenizer:
     def _before(self, start: int) -> str:
         """Return the text of the visible tokens from `start` to the last that `text` covers."""
         first, last, text = self._decoded
-        if (first, last) == (start, self._num_decoded):  # as in most steps, decoded by the last one
+        if first == start and last == self._num_decoded:  # as in most steps, decoded by the last one
             return text
         return _decode(self.tokenizer, self.visible[start : self._num_decoded])
 
@@ -104,10 +106,15 @@ class IncrementalDetokenizer:
         return alone
 
     def _start(self) -> int:
-        """Return the last place at least `_CONTEXT` tokens back where a character begins, or 0."""
-        while len(self._starts) > 1 and self._starts[1] <= self._num_decoded - _CONTEXT:
-            del self._starts[0]
-        return self._starts[0]
+        """Return a place at least `_CONTEXT` tokens back where a character begins, or 0.
+
+        It stays until there is one twice as far, so that in most steps the text from there has been decoded.
+        """
+        starts = self._starts
+        if self._num_decoded - starts[0] >= 2 * _CONTEXT:
+            while len(starts) > 1 and starts[1] <= self._num_decoded - _CONTEXT:
+                del starts[0]
+        return starts[0]
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -98,7 +98,7 @@ def requests_of_an_engine(model: Any, length: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("run", "most"), [(rows_of_a_prompt, 83), (requests_of_an_engine, 168), (two_workers, 173)])
+@pytest.mark.parametrize(("run", "most"), [(rows_of_a_prompt, 73), (requests_of_an_engine, 147), (two_workers, 148)])
 def test_a_step_makes_few_calls(model: Any, run: Callable[[Any, int], None], most: int) -> None:
     run(model, SHORT)  # compiles kernels and fills caches
     found = []

@@ -137,9 +137,11 @@ class BlockCache(Cache):
         is_next = last is not None and last.version == pool.version and self._pass is None and len(passes) == 1
         states = self._states.next_step() if is_next and self._states is not None else None
         if is_next and last is not None and last.leads_to(passes[0]) and (states or not pool.states.in_use):
-            self._undo = [(segment.view[-1], segment.view[-1].length) for segment in last.segments]
-            for block, length in self._undo:
-                block.length = length + 1
+            self._undo = []
+            for segment in last.segments:
+                block = segment.view[-1]
+                self._undo.append((block, block.length))
+                block.length += 1
             forward = last.next_step()
         else:
             count = new_tokens(pool, passes)

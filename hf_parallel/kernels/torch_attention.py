@@ -116,7 +116,8 @@ class TorchBackend:
         quantized: QuantizedStorage | None = None,
     ) -> Tensor:
         """Return the attention of packed queries; see `hf_parallel.kernels.block_attention`."""
-        plan = plan.windowed(params.window, params.chunk)
+        if params.window is not None or params.chunk is not None:
+            plan = plan.windowed(params.window, params.chunk)
         rotary = params.rotary if plan.rotates else None
         latent = params.latent
         dims = query.shape[1], params.num_kv_heads, keys.shape[1], values.shape[1]

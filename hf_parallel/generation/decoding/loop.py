@@ -129,7 +129,7 @@ class DecodeLoop:
         while active:
             ahead: PassAhead | None = None
             if next_tokens is not None:
-                if runs_ahead and self._can_overlap(active, next_tokens):
+                if runs_ahead and self.call.host.runs_ahead and self._can_overlap(active, next_tokens):
                     # Queues the copy of the tokens before the pass.
                     next_tokens = yield from self._sampled(active, next_tokens)
                     ahead = PassAhead(self.runner, active, next_tokens.tokens)
@@ -419,7 +419,7 @@ class DecodeLoop:
 
     def _can_overlap(self, rows: Sequence[Row], next_tokens: NextTokens) -> bool:
         """Return whether the next pass may be queued before its tokens, `next_tokens`, have been copied to the CPU."""
-        if not self.call.host.runs_ahead or self.replayer is not None:
+        if self.replayer is not None:
             return False
         if self.call.streamer is not None and not self.call.record.passes:
             # The first decode pass may compile layers and capture a CUDA graph: the first token goes first.

@@ -31,6 +31,7 @@ class Runner:
         self.placeholder = call.placeholder
         self.chunk_size = call.host.prefill_chunk(call.generation_config.prefill_chunk_size)
         """Maximum number of new tokens in a pass of a prefill."""
+        self._computed: set[RowGroup] = set()  # groups whose prompts are computed
         self.sampled: tuple[list[int], Part] = [], Part(torch.empty(0, dtype=torch.int64))
         """Tokens that `DecodeLoop.sample` got last, which often are the next inputs: on the host, and on the device."""
 
@@ -43,9 +44,12 @@ class Runner:
         backlog instead. Return the logits `[n, vocabulary]` of the n other rows, or with `sampling` what was sampled
         from them; see `Pass`.
         """
+        logits: NextTokens
         if not rows or rows[0].group is None:
             inputs, ends = collect_inputs(rows)
-            return (yield from self.compute(self._packed([inputs], ends, sampling)))
+            logits = yield self._packed([inputs], ends, sampling)
+            self.stats.forward_passes += 1
+            return logits
         groups: dict[RowGroup, list[Row]] = {}
         for row in rows:
             assert row.group is not None
@@ -69,15 +73,19 @@ class Runner:
             inputs += of_group
         if not ends:
             return torch.empty(0, 0, device=self.device)
-        backlog = yield from self._take_backlog(computed)
-        logits: NextTokens
+        if not self._computed.issuperset(computed):
+            yield from self._prefill_prompts([group for group in computed if group not in self._computed])
+        backlog: list[PassInputs] = []
+        for group in computed:
+            backlog += group.backlog
         if backlog:
             logits = yield from self._catch_up([*backlog, inputs], ends)
+            for group in computed:
+                group.backlog.clear()
         else:
-            logits = yield from self.compute(self._packed([inputs], ends, sampling))
+            logits = yield self._packed([inputs], ends, sampling)
+            self.stats.forward_passes += 1
         self.stats.prefilled_tokens += inserted
-        for group in computed:
-            group.backlog.clear()
         return logits
 
     def prefill(self, inputs: PassInputs) -> Steps[torch.Tensor]:
@@ -154,15 +162,15 @@ class Runner:
             ids = Part(to_device(tokens, self.device))
         return Pass(self.cache, segments, ids, ends, sampling)
 
-    def _take_backlog(self, groups: Sequence[RowGroup]) -> Steps[list[PassInputs]]:
-        """Return the skipped passes of groups, after their prompts have been computed."""
+    def _prefill_prompts(self, groups: Sequence[RowGroup]) -> Steps[None]:
+        """Compute the prompts of groups."""
         unfilled: dict[object, tuple[Segment, Sequence[int]]] = {}
         for group in groups:
             for segment, tokens in group.unfilled_prompt():
                 unfilled[segment.view[-1]] = segment, tokens
         if unfilled:
             yield from self.prefill(list(unfilled.values()))
-        return [skipped for group in groups for skipped in group.backlog]
+        self._computed.update(groups)
 
     def _catch_up(self, passes: Sequence[PassInputs], ends: Sequence[int]) -> Steps[torch.Tensor]:
         """Compute consecutive passes in as few forward passes as the chunk size allows; return logits of the last."""

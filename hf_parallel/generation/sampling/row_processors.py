@@ -200,8 +200,7 @@ class JointProcessors:
         """Return the number of tokens of each row."""
         lengths: list[int] = []
         for processors, rows, _ in self._calls:
-            of_table = processors.table.lengths
-            lengths += [of_table[row] for row in rows]
+            lengths += map(processors.table.lengths.__getitem__, rows)
         return lengths
 
 

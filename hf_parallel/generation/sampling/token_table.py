@@ -73,7 +73,8 @@ class TokenTable:
         """Write what `append` has appended."""
         steps = self._unwritten
         self._unwritten = []
-        self._reserve(1 + max(max(columns) for _, columns, _ in steps))
+        last_columns = [max(columns) for _, columns, _ in steps]
+        self._reserve(1 + max(last_columns))
         rows, columns, tokens = steps[0]
         if len(steps) > 1:
             all_rows: list[int] = []

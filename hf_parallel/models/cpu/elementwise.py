@@ -62,14 +62,6 @@ def _with_fast_rotary(forward: object) -> Forward | None:
     return with_other_globals(forward, _fast_rotary)
 
 
-def _is_fast(x: torch.Tensor, size: int) -> bool:
-    """Whether the kernels compute a layer of `size` inputs in the running pass."""
-    if torch.compiler.is_compiling() or not pass_library.get():  # the former first: Dynamo cannot read the variable
-        return False
-    is_plain = type(x) is torch.Tensor and x.dtype == torch.float32
-    return is_plain and x.shape[-1] == size and x.device.type == "cpu"
-
-
 # Norms
 
 
@@ -122,13 +114,17 @@ def _match_norm(module: nn.Module, size: int, candidates: list[float]) -> Forwar
 
 def _norm_forward(plain: Forward, size: int, eps: float, offset: float) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_pass = not torch.compiler.is_compiling() and pass_library.get()  # Dynamo cannot read the variable
+        if not is_pass or len(args) != 1 or kwargs:  # some norms take a gate, too
+            return plain(self, *args, **kwargs)
+        x = args[0]
         weight = self._parameters["weight"]
-        is_usual = len(args) == 1 and not kwargs  # some norms take a gate, too
-        if is_usual and _is_fast(args[0], size) and weight is not None and weight.dtype == torch.float32:
-            if torch.is_grad_enabled():
-                return _Norm.apply(args[0], weight, self, plain, eps, offset)
-            return native.rms_norm(args[0], weight, eps, offset)
-        return plain(self, *args, **kwargs)
+        is_float32 = type(x) is torch.Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
+        if not is_float32 or x.shape[-1] != size or weight is None or weight.dtype != torch.float32:
+            return plain(self, x)
+        if torch.is_grad_enabled():
+            return _Norm.apply(x, weight, self, plain, eps, offset)
+        return native.rms_norm(x, weight, eps, offset)
 
     return forward
 
@@ -178,8 +174,9 @@ def _fast_rotary(plain: RotaryFunction) -> RotaryFunction | None:
         return None
 
     def fast(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_pass = not torch.compiler.is_compiling() and pass_library.get()  # Dynamo cannot read the variable
         records = torch.is_grad_enabled()  # PyTorch computes the same bits, with gradients
-        if args or kwargs or records or not _are_packed_heads(q, k, cos, sin) or not _is_fast(q, cos.shape[-1]):
+        if not is_pass or args or kwargs or records or not _are_packed_heads(q, k, cos, sin):
             return plain(q, k, cos, sin, *args, **kwargs)
         style = _rotary_style(plain, q.shape[1], k.shape[1], q.shape[3])
         if style is None:
@@ -197,17 +194,17 @@ def _num_required(function: RotaryFunction) -> int:
 
 
 def _are_packed_heads(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether the arguments are `[1, heads, T, head_dim]` and `[1, T, head_dim]`, of one type, dtype and device."""
+    """Whether the arguments are `[1, heads, T, head_dim]` and `[1, T, head_dim]`, in float32 on the CPU."""
     if len(q.shape) != 4 or not len(q) == len(k) == 1:
         return False
     tokens_and_dim = q.shape[2:]
     if k.shape[2:] != tokens_and_dim or not cos.shape == sin.shape == (1, *tokens_and_dim):
         return False
-    if not type(q) is type(k) is type(cos) is type(sin):
+    if not torch.Tensor is type(q) is type(k) is type(cos) is type(sin):
         return False
-    if not q.dtype == k.dtype == cos.dtype == sin.dtype:
+    if not torch.float32 == q.dtype == k.dtype == cos.dtype == sin.dtype:
         return False
-    return bool(q.device == k.device == cos.device == sin.device)
+    return q.device.type == "cpu" and bool(q.device == k.device == cos.device == sin.device)
 
 
 @lru_cache(maxsize=1024)

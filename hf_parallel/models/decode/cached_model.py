@@ -141,7 +141,9 @@ class CachedModel:
         keep: torch.Tensor | None = None,
         images: Sequence[ImageSpan] = (),
     ) -> torch.Tensor:
-        kwargs = {**self._kwargs, **image_arguments(images)}
+        kwargs = dict(self._kwargs)
+        if images:
+            kwargs.update(image_arguments(images))
         kwargs["input_ids"] = ids[None]
         kwargs[self._cache_argument] = self.cache
         rotated: AbstractContextManager[None] = nullcontext()
@@ -164,11 +166,10 @@ class CachedModel:
 
     def _run_model(self, kwargs: dict[str, object]) -> Any:
         """Run the model in a context of its own, which ends with the forward pass, even if it is interrupted."""
-        with (
-            block_attention_enabled(self.model, self.cache),
-            mixers_wrapped(self.model, self._mixers, self._call_mixers),
-            kernel_pass(),
-        ):
+        wrapped: AbstractContextManager[None] = nullcontext()
+        if self._mixers:
+            wrapped = mixers_wrapped(self.model, self._mixers, self._call_mixers)
+        with block_attention_enabled(self.model, self.cache), wrapped, kernel_pass():
             return self.model(use_cache=self._use_cache, return_dict=True, **kwargs)
 
 

@@ -72,17 +72,17 @@ class AttentionRecorder:
     def record(
         self,
         module: nn.Module,
+        layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         sliding_window: int | None,
     ) -> None:
-        """Record one call of the attention function."""
+        """Record one call of the attention function; `layer`: -1 if several layers share the module."""
         self.bidirectional |= not getattr(module, "is_causal", True)
         from_mask = attention_mask is not None and attention_mask.dtype == torch.int64  # from `_mask`: the window
         self.masked |= attention_mask is not None and not from_mask
-        layer = _layer_index(module)
         if layer < 0 and len(self.queries) < len(self.layers):
             layer = self.layers[len(self.queries)]
         size = int(attention_mask) if from_mask else 0  # type: ignore[arg-type]
@@ -132,7 +132,8 @@ def block_attention_forward(
     cache, except in a compiled layer, which stores them here. Returns `[1, T, heads, head_dim]`.
     """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    layer_idx = _layer_index(module)
+    index: int | None = getattr(module, "layer_idx", None)
+    layer_idx = -1 if index is None else index  # -1: several layers share the module
     if torch.compiler.is_compiling() and not dropout:
         query = query.to(key.dtype)  # under autocast: the result has the dtype that the compiler expects
         return _attend(query, key, value, layer_idx, scale, sliding_window, softcap, s_aux), None
@@ -144,7 +145,7 @@ def block_attention_forward(
         cache.keyword_arrives |= block_cache is not None
         tensors = {name for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
         cache.unknown |= tensors - {"position_ids"}
-        cache.record(module, query, key, value, attention_mask, sliding_window)
+        cache.record(module, layer_idx, query, key, value, attention_mask, sliding_window)
         values = value[:, :, -query.shape[2] :]  # of the tokens; a model may have added some before them
         values = values.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         return values.transpose(1, 2).contiguous(), None
@@ -156,14 +157,15 @@ def block_attention_forward(
         raise UnsupportedModelError(f"attention dropout must be 0 while generating in parallel, got {dropout}")
     if isinstance(cache, BlockCache) and layer_idx < 0:  # several layers share the module
         layer_idx = cache.updated_layer
-    params = _params(cache, layer_idx, key, scale, sliding_window, softcap, s_aux)
+    reads = cache.reads.get(layer_idx)
+    params = _params(cache, layer_idx, reads, key, scale, sliding_window, softcap, s_aux)
     if not isinstance(cache, BlockCache):
         if params.rotary is not None and params.rotary.of_values:
             query = rotated_first(query, params.rotary.rotary_dim)
             key = rotated_first(key, params.rotary.rotary_dim)
         return cache.attend(query, key, value, params).contiguous(), None
     plan = cache.plan_of(layer_idx)
-    layer_idx = _source(cache, layer_idx)
+    layer_idx = layer_idx if reads is None else reads.source
     layer = cache.pool.arena.layers[layer_idx]
     if (key.shape[-1], value.shape[-1]) != (layer.keys.shape[-1], layer.values.shape[-1]):  # made from what is stored
         try:
@@ -174,12 +176,6 @@ def block_attention_forward(
             query = rotated_first(query, layer.values.shape[-1])
             params.num_kv_heads = 1
     return attend_blocks(cache, query, layer_idx, params, plan), None
-
-
-def _layer_index(module: nn.Module) -> int:
-    """Return the layer of an attention module; -1 if several layers share the module."""
-    layer_idx: int | None = getattr(module, "layer_idx", None)
-    return -1 if layer_idx is None else layer_idx
 
 
 def attend_blocks(
@@ -220,16 +216,18 @@ def _attend(
     cache = active.cache
     if not isinstance(cache, BlockCache):
         raise UnsupportedModelError("layers that were compiled in place cannot be trained over blocks: load them again")
-    source = _source(cache, layer_idx)
+    reads = cache.reads.get(layer_idx)
+    source = layer_idx if reads is None else reads.source
     if source == layer_idx:
         cache.update(key, value, layer_idx)
-    params = _params(cache, layer_idx, key, scale, window, softcap, sinks)
+    params = _params(cache, layer_idx, reads, key, scale, window, softcap, sinks)
     return attend_blocks(cache, query, source, params, cache.plan)  # of a decode step, the same for all layers
 
 
 def _params(
     cache: BlockCache | LayoutAttention,
     layer_idx: int,
+    reads: LayerReads | None,
     key: torch.Tensor,
     scale: float,
     window: int | None,
@@ -238,17 +236,10 @@ def _params(
 ) -> AttentionParams:
     rotary = None if cache.rotary is None else cache.rotary.get(layer_idx)
     chunk = None
-    reads = cache.reads.get(layer_idx)
     if reads is not None:
         window = reads.window or window
         chunk = reads.chunk
     return AttentionParams(key.shape[1], scale, rotary, softcap, sinks, window, chunk)
-
-
-def _source(cache: BlockCache, layer_idx: int) -> int:
-    """Return the layer that stores the keys which a layer reads."""
-    reads = cache.reads.get(layer_idx)
-    return layer_idx if reads is None else reads.source
 
 
 @_attend.register_fake
@@ -315,7 +306,7 @@ def block_attention_enabled(
     finally:
         with _lock:
             _all_active.discard(active)
-            in_use = {key for other in _all_active for key in other.configs}  # by passes of other threads
+            in_use = set[int]().union(*(other.configs for other in _all_active))  # by passes of other threads
             for key, config in active.configs.items():
                 if key not in in_use:
                     config.__class__ = plain_class(type(config))
