@@ -44,6 +44,7 @@
 #define TOGETHER(width) ((width) * MOST <= ACCUMULATORS ? MOST : (width) * 4 <= ACCUMULATORS ? 4 : 2)
 #define NARROW (LANES / 2) /* rows per block up to which vectors hold keys and dimensions */
 #define SHORT 8  /* lanes of keys or dimensions; the head size is a multiple */
+#define ROUNDED (LANES > SHORT ? LANES : SHORT) /* keys of few rows, whose vectors have either size */
 #define CHAINS 8 /* of the sum of a tile's weights: key i is added to chain i % CHAINS */
 #define LEAST_PART 4 /* tiles of keys per task */
 #define HIDDEN (-1e30f) /* score of a hidden key: finite, since exp(-inf + inf) is NaN */
@@ -54,6 +55,7 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
 typedef float shortvec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4 * LANES)));
 typedef int32_t shortivec __attribute__((vector_size(32)));
+typedef uint32_t float_bits __attribute__((may_alias));
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -150,7 +152,7 @@ enum { FLOAT32, BFLOAT16, FLOAT16, INT8, FLOAT8 };
 /* to[dim] = a vector in 16 bits; `dim` is a multiple of SHORT. */
 INLINE void widen(int64_t format, const uint16_t *from, int64_t dim, float *to) {
     if (format == BFLOAT16)
-        for (int64_t d = 0; d < dim; d++) ((uint32_t *)to)[d] = (uint32_t)from[d] << 16;
+        for (int64_t d = 0; d < dim; d++) ((float_bits *)to)[d] = (uint32_t)from[d] << 16;
     else
         for (int64_t d = 0; d < dim; d += SHORT)
 #if defined __F16C__
@@ -650,7 +652,7 @@ static void score_few(int64_t rows, const float *q, int64_t query_dim, const flo
     }
 }
 
-/* Turns scores of `count` keys into weights 2^(score - best), in place. Returns their sum. */
+/* Turns scores of `count` keys, a multiple of ROUNDED, into weights 2^(score - best), in place. Returns their sum. */
 INLINE float weigh(float *scores, int count, float *best) {
     vec highest = splat(HIDDEN);
     for (int j = 0; j < count; j += LANES) highest = larger(*(vec *)(scores + j), highest);
@@ -734,7 +736,7 @@ static void attend_few(const Layer *layer, const Plan *plan, const Task *task, i
     begin = (task->result < 0 && begin > task->start ? begin : task->start) / TILE * TILE;
     if (task->result >= 0 || stop > task->stop) stop = task->stop;
     for (int64_t start = begin; start < stop; start += TILE) {
-        const int count = (int)smaller(stop - start, TILE), rounded = (count + LANES - 1) / LANES * LANES;
+        const int count = (int)smaller(stop - start, TILE), rounded = (count + ROUNDED - 1) / ROUNDED * ROUNDED;
         const Tile tile = tile_of(&block, start, count, room);
         float *tile_results = task->result < 0 ? of_tile : stored + start / TILE * size;
         memset(scores, 0, sizeof scores);
@@ -745,7 +747,7 @@ static void attend_few(const Layer *layer, const Plan *plan, const Task *task, i
             if (tile.softcap) cap_scores(tile.softcap, rounded / LANES, (vec *)scores[r]);
             for (int64_t j = 0; j < smaller(lo[r] - start, count); j++) scores[r][j] = HIDDEN;
             for (int64_t j = hi[r] > start ? smaller(hi[r] - start, count) : 0; j < rounded; j++) scores[r][j] = HIDDEN;
-            result[dim + 1] = weigh(scores[r], count, result + dim);
+            result[dim + 1] = weigh(scores[r], rounded, result + dim);
             int64_t d = 0;
             for (; d + 8 * SHORT <= dim; d += 8 * SHORT) add_values(8, scores[r], tile.values + d, count, dim, result + d);
             for (; d < dim; d += SHORT) add_values(1, scores[r], tile.values + d, count, dim, result + d);

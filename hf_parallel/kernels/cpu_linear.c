@@ -17,7 +17,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#if defined __AVX512F__ || defined __AVX2__ || defined __FMA__ || defined __F16C__
+#if defined __AVX__
 #include <immintrin.h>
 #endif
 
@@ -42,6 +42,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t float_bits __attribute__((may_alias));
 
 /* Fused, also where the compiler would not do it. */
 #if defined __AVX512F__
@@ -170,7 +171,7 @@ INLINE void unpack_part(int format, const uint8_t *row, int64_t first, int count
     const int part = (int)(first % LARGE_BLOCK / BLOCK);
     if (format == FLOAT32) memcpy(out, row + 4 * first, count * sizeof(float));
     else if (format == BFLOAT16)
-        for (int i = 0; i < count; i++) ((uint32_t *)out)[i] = (uint32_t)((const uint16_t *)row)[first + i] << 16;
+        for (int i = 0; i < count; i++) ((float_bits *)out)[i] = (uint32_t)((const uint16_t *)row)[first + i] << 16;
     else if (format == FLOAT16)
         for (int i = 0; i < count; i++) out[i] = half(row + 2 * (first + i));
     else if (format >= Q4_K) unpack_large_part(format, row + block * block_bytes(format), part, out);

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import threading
+from collections.abc import Iterator
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -71,6 +74,37 @@ def test_kernel_equals_softmax(tokens: int, heads: int, kv_heads: int, dim: int,
     )
     out = attend(q, k[None], v[None], scale=dim**-0.5)
     torch.testing.assert_close(out.double(), softmax(q, k, v, dim**-0.5), rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def compiled_for(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Compile the kernels for another processor than this one, whose instructions it has."""
+    flags = tuple(f"-march={request.param}" if flag == "-march=native" else flag for flag in native._FLAGS)
+    caches = native._library, native._load
+    monkeypatch.setattr(native, "_FLAGS", flags)
+    monkeypatch.setenv("HF_PARALLEL_CACHE", str(tmp_path))
+    for cache in caches:
+        cache.cache_clear()
+    yield request.param
+    for cache in caches:
+        cache.cache_clear()
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for older processors of this kind")
+@pytest.mark.parametrize("compiled_for", ["x86-64", "sandybridge"], indirect=True)  # without AVX; without AVX2 and FMA
+def test_kernels_are_right_on_processors_with_narrow_vectors(compiled_for: str) -> None:
+    assert not native.unavailable_reason()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for num_keys in range(1, 80):
+            q, k, v = torch.randn(2, 3, 16), torch.randn(3, num_keys, 16), torch.randn(3, num_keys, 16)
+            q, k, v = (x.to(dtype) for x in (q, k, v))
+            out = attend(q, k[None], v[None], scale=0.25)
+            expected = softmax(q, k, v, 0.25).to(dtype)
+            torch.testing.assert_close(out, expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    x, weight = torch.randn(70, 100), torch.randn(50, 100)
+    torch.testing.assert_close(native.linear(x, weight), x @ weight.T, rtol=0, atol=1e-4)
 
 
 @compiled
