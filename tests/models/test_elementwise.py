@@ -34,7 +34,7 @@ FAST = {  # norms and attention layers that use the kernels
     "gemma3_text": (25, 4),
     "qwen3": (17, 4),
     "cohere": (0, 2),  # interleaved rotation
-    "deepseek_v3": (17, 4),
+    "deepseek_v3": (17, 8),  # routers and experts, too
     "glm": (5, 0),  # rotates a part of each head
     "gpt2": (0, 0),
 }
