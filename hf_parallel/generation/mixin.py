@@ -409,11 +409,15 @@ def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None, batc
     if batch_invariant:
         before = inner._parallel.capabilities
         inner._parallel.capabilities = replace(before, batch_invariant=True)
-        reason = schedule_dependence(inner)
+        reason: str | None = None
+        try:
+            reason = schedule_dependence(inner)
+        finally:
+            if reason != "":  # or an error
+                inner._parallel.capabilities = before
+                if not was_enabled:
+                    disable(model)
         if reason:
-            inner._parallel.capabilities = before
-            if not was_enabled:
-                disable(model)
             raise UnsupportedModelError(
                 f"the last bits of the logits of this {type(inner).__name__} depend on the batch, because of {reason}: "
                 "enable it without batch_invariant=True"

@@ -29,7 +29,7 @@ from hf_parallel.models.cpu.elementwise import fast_layers
 from hf_parallel.models.cpu.linear import kernel_pass
 from hf_parallel.models.intercept.attention import block_attention_enabled, block_attention_forward
 from hf_parallel.models.probing.capabilities import Capabilities
-from hf_parallel.training.example import ParallelExample
+from hf_parallel.training.example import ParallelExample, padded_tokens
 from hf_parallel.training.kernel_attention import KernelAttention, KernelLayout, supports
 from hf_parallel.training.layout import LayoutView, make_views
 from hf_parallel.training.masks import IMPLEMENTATION, block_mask, check_positions
@@ -400,9 +400,17 @@ def computes_exactly(model: nn.Module) -> bool:
     inner = unwrap(model)
     if not is_enabled(inner) or torch.is_autocast_enabled("cpu") or not native.is_available():
         return False
+    if _drops_attention(inner):
+        return False
     capabilities = enabled(inner).capabilities
     is_plain = capabilities.keyword and not capabilities.mixers and not capabilities.has_latents
     return is_plain and not capabilities.scaled and next(inner.parameters()).device.type == "cpu"
+
+
+def _drops_attention(model: PreTrainedModel) -> bool:
+    """Whether a forward pass drops attention weights, which block attention does not."""
+    settings = vars(model.config.get_text_config(decoder=True)).items()
+    return model.training and any(value for name, value in settings if "att" in name and "drop" in name)
 
 
 @contextmanager
@@ -445,11 +453,17 @@ def teacher_forced_logits(model: PreTrainedModel, example: ParallelExample) -> t
 def layout_logits(model: PreTrainedModel, example: ParallelExample, **arguments: torch.Tensor) -> torch.Tensor:
     """`teacher_forced_logits`, with arguments of the model's `forward`."""
     inner = require_enabled(model)
-    capabilities = enabled(inner).capabilities
-    layout = _prepare_layout(LayoutBatch([example]), inner, capabilities)
-    input_ids = torch.from_numpy(example.input_ids)[None].to(inner.device)
-    position_ids = torch.from_numpy(example.position_ids)[None].to(inner.device)
-    kwargs: dict[str, Any] = {"block_cache": layout} if capabilities.keyword else {}
+    batch, layout = layout_inputs(inner, [example])
     with states_branched(inner, [example]), kernel_layers(inner, layout):
-        output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs, **arguments)
+        output = model(**batch, **arguments)
     return output.logits[0]
+
+
+def layout_inputs(model: PreTrainedModel, examples: Sequence[ParallelExample]) -> tuple[dict[str, Any], LayoutBatch]:
+    """Return arguments of an enabled model for padded examples, and their layout, for `kernel_layers`."""
+    capabilities = enabled(model).capabilities
+    layout = _prepare_layout(LayoutBatch(examples), model, capabilities)
+    batch: dict[str, Any] = {"block_cache": layout} if capabilities.keyword else {}
+    ids, positions = padded_tokens(examples)
+    batch |= {"input_ids": ids.to(model.device), "position_ids": positions.to(model.device), "use_cache": False}
+    return batch, layout

@@ -401,6 +401,17 @@ def as_ids(tokens: Iterable[int]) -> list[int]:
     return ids.tolist()
 
 
+def padded_tokens(examples: Sequence[ParallelExample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens and positions of examples, padded on the right with zeros: int64 `[examples, longest]` each."""
+    shape = (len(examples), max(map(len, examples)))
+    input_ids = torch.zeros(shape, dtype=torch.int64)
+    position_ids = torch.zeros(shape, dtype=torch.int64)
+    for row, example in enumerate(examples):
+        input_ids[row, : len(example)] = torch.from_numpy(example.input_ids)
+        position_ids[row, : len(example)] = torch.from_numpy(example.position_ids)
+    return input_ids, position_ids
+
+
 def _encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Chat | Iterable[int]) -> list[int]:
     """Return the tokens of a prompt. A text gets the beginning-of-sequence token, if the tokenizer adds one."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -12,9 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    GenerationConfig,
     LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -26,7 +30,14 @@ from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.prompts import Chat
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.training.attention import computes_exactly, kernel_layers, prepare_model, require_enabled
+from hf_parallel.training.attention import (
+    LayoutBatch,
+    computes_exactly,
+    kernel_layers,
+    layout_inputs,
+    prepare_model,
+    require_enabled,
+)
 from hf_parallel.training.collator import DataCollatorForParallel
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.images import OF_TOKENS, read_prompts
@@ -38,7 +49,27 @@ Rows: TypeAlias = Sequence[tuple[tuple[int, ...], list[int]]]
 """Prompts and completions."""
 _COUNTS = ("num_images", "num_tiles")
 """Inputs of TRL that count the images of each row, which placeholders do."""
-Layout: TypeAlias = tuple[Mapping[str, object], list[Targets], Sequence[ParallelExample]]
+_CHANGE_SCORES = {
+    "do_sample": True,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "guidance_scale": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+    "watermarking_config": None,
+}
+"""Settings under which the loss does not know the distribution that was sampled, by the value that changes nothing."""
+Layout: TypeAlias = tuple[Mapping[str, Any], list[Targets], Sequence[ParallelExample]]
 
 
 class SharedPrefixLossMixin:
@@ -49,9 +80,12 @@ class SharedPrefixLossMixin:
     """
 
     accelerator: Accelerator
+    args: Any
     model: Any
     processing_class: Any
     temperature: float
+    _entropy_bonus_enabled = False
+    """Whether entropies have a part in the loss, which `GRPOTrainer` sets."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -97,8 +131,9 @@ class SharedPrefixLossMixin:
             labels = torch.tensor([ids], device=input_ids.device)
             counts = [len(row.ids) for row in targets]
             with self.accelerator.autocast(), states_branched(inner, trees), computing_targets(inner, targets):
-                if self._is_exact(model, images):
-                    with kernel_layers(inner):
+                layout: LayoutBatch | None = batch.get("block_cache")
+                if layout is not None or self._needs_logits:
+                    with nullcontext() if layout is None else kernel_layers(inner, layout):
                         logits = model(**batch).logits[0]
                     of_targets, entropy = self._score(logits, labels[0])
                 else:
@@ -113,13 +148,28 @@ class SharedPrefixLossMixin:
 
     def _is_exact(self, model: nn.Module, images: Sequence[Image]) -> bool:
         """Whether the forward pass has the bits of inference, so that log-probabilities are those of sampling."""
-        return not images and computes_exactly(self._inner(model))
+        inner = self._inner(model)
+        if images or (getattr(self.args, "cast_lm_head_to_fp32", False) and inner.dtype != torch.float32):
+            return False
+        with self.accelerator.autocast():
+            return computes_exactly(inner)
+
+    @property
+    def _needs_logits(self) -> bool:
+        """Whether TRL's fused head cannot compute the log-probabilities."""
+        return False
 
     def _score(self, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities of tokens, and entropies, given their logits `[N, vocabulary]`: `[N]` each."""
-        every = (logits.float() / self.temperature).log_softmax(-1)
-        entropies = torch.special.entr(every.detach().exp()).sum(-1)
+        every = self._scores(logits.float(), ids).log_softmax(-1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._entropy_bonus_enabled):
+            finite = every.masked_fill(every.isneginf(), 0.0)  # tokens that are excluded; 0 * inf is NaN
+            entropies = -(every.exp() * finite).sum(-1)
         return every.gather(1, ids[:, None])[:, 0], entropies
+
+    def _scores(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the scores from whose softmax the tokens `ids` `[N]` were sampled: `[N, vocabulary]`."""
+        return logits / self.temperature
 
     def _inner(self, model: nn.Module) -> PreTrainedModel:
         return unwrap(self.accelerator.unwrap_model(model))
@@ -147,7 +197,8 @@ class SharedPrefixLossMixin:
             trees.append(tree)
         of_rows = [targets[index] for index in range(len(targets))]
         if self._is_exact(model, images):
-            return self._as_layouts(inner, trees), of_rows, ()
+            batch, _ = layout_inputs(inner, trees)
+            return batch, of_rows, ()
         return tree_batch(trees, inner.config, inner.dtype, inner.device, images), of_rows, trees
 
     def _as_layouts(self, inner: PreTrainedModel, examples: Sequence[ParallelExample]) -> Mapping[str, Any]:
@@ -206,9 +257,10 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
                 "sampled_log_probs=True needs a mode of this package: name one in generation_kwargs, or pass a "
                 "rollout_func of make_rollout_func"
             )
-        if self.generation_config.repetition_penalty not in (None, 1.0):
-            penalty = self.generation_config.repetition_penalty
-            raise ValueError(f"sampled_log_probs=True needs repetition_penalty=1.0, got {penalty}")
+        for name, neutral in {**_CHANGE_SCORES, "temperature": self.temperature}.items():
+            value = getattr(self._sampling_config, name, None)
+            if value is not None and value != neutral:
+                raise ValueError(f"sampled_log_probs=True needs {name}={neutral}, got {value}")
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: object, *args: object, **kwargs: object
@@ -264,22 +316,34 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         given = model, input_ids, attention_mask, logits_to_keep, *args
         return super()._get_per_token_logps_and_entropies(*given, **kwargs)
 
-    def _score(self, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._takes_sampled:
-            return super()._score(logits, ids)
-        scores = logits.float()
+    @property
+    def _needs_logits(self) -> bool:
+        # TRL's head does not exclude tokens. The temperature alone it knows.
+        return self._takes_sampled and any(not isinstance(w, TemperatureLogitsWarper) for w in self._warpers)
+
+    def _scores(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        scores = super()._scores(logits, ids)
+        if not self._needs_logits:
+            return scores
         with torch.no_grad():
-            is_excluded = self._warpers(ids, scores).isneginf()  # type: ignore[arg-type]
+            is_excluded = self._warpers(ids, logits).isneginf()  # type: ignore[arg-type]
             is_excluded[torch.arange(len(ids)), ids] = False
-        every = (scores / self.temperature).masked_fill(is_excluded, float("-inf")).log_softmax(-1)
-        entropies = torch.special.entr(every.detach().exp()).sum(-1)
-        return every.gather(1, ids[:, None])[:, 0], entropies
+        return scores.masked_fill(is_excluded, float("-inf"))
+
+    @cached_property
+    def _sampling_config(self) -> GenerationConfig:
+        """The settings of sampling, those of the model's own config included."""
+        inner: Any = self._inner(self.model)
+        config, _ = inner._prepare_generation_config(copy.deepcopy(self.generation_config))
+        return config  # type: ignore[no-any-return]
 
     @cached_property
     def _warpers(self) -> LogitsProcessorList:
         """What sampling applies to logits, in the order of Transformers."""
-        config = self.generation_config
+        config = self._sampling_config
         warpers = LogitsProcessorList()
+        if config.suppress_tokens is not None:
+            warpers.append(SuppressTokensLogitsProcessor(config.suppress_tokens, self.accelerator.device))
         if config.temperature not in (None, 1.0):
             warpers.append(TemperatureLogitsWarper(config.temperature))
         if config.top_k:
@@ -304,7 +368,11 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             Targets(row, example.target_queries.tolist(), example.target_ids.tolist())
             for row, example in enumerate(examples)
         ]
-        return self._as_layouts(enable(self._inner(model)), examples), targets, ()
+        inner = enable(self._inner(model))
+        if self._is_exact(model, images):
+            batch, _ = layout_inputs(inner, examples)
+            return batch, targets, ()
+        return self._as_layouts(inner, examples), targets, ()
 
 
 def _padded(values: Sequence[torch.Tensor], length: int) -> torch.Tensor:

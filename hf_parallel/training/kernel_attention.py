@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 from hf_parallel.kernels import AttentionParams, AttentionPlan
 from hf_parallel.kernels.torch_attention import TorchBackend, computes_natively
@@ -60,7 +61,7 @@ class KernelLayout:
         if not self._are_in_order:
             index = self._keys[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
             states = states.gather(2, index)
-        return states.reshape(-1, states.shape[3])
+        return states.reshape(-1, states.shape[3]).contiguous()  # a view, as of a fused projection with one KV head
 
 
 class _BlockPart(NamedTuple):
@@ -149,7 +150,9 @@ def _expand(
 
 
 def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the kernel computes a layer with these states, `[B, heads, T, head_dim]`."""
+    """Whether the kernel computes a layer with these states, `[B, heads, T, head_dim]`: not under autocast."""
+    if torch.is_autocast_enabled(query.device.type) or not query.dtype == key.dtype == value.dtype:
+        return False
     return computes_natively(query.dtype, query.device, key.shape[3], value.shape[3])
 
 
@@ -174,6 +177,7 @@ class KernelAttention(torch.autograd.Function):
         return layout.attend(query, key, value, params)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of query, key, value and sinks."""
         (grad,) = grad_outputs

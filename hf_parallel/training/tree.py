@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_parallel.cache.images import Image
 from hf_parallel.training.attention import computes_exactly, layout_logits
-from hf_parallel.training.example import ParallelExample, as_ids
+from hf_parallel.training.example import ParallelExample, as_ids, padded_tokens
 from hf_parallel.training.images import add_images, read_prompts
 from hf_parallel.training.masks import make_masks, stateful_kinds
 from hf_parallel.training.states import states_branched
@@ -102,12 +102,7 @@ def tree_batch(
     images: Sequence[Image] = (),
 ) -> dict[str, Any]:
     """Return arguments of a model for examples in the form of `stock_mask`; layers with a state get no mask."""
-    shape = (len(examples), max(map(len, examples)))
-    input_ids = torch.zeros(shape, dtype=torch.int64)
-    position_ids = torch.zeros(shape, dtype=torch.int64)
-    for row, example in enumerate(examples):
-        input_ids[row, : len(example)] = torch.from_numpy(example.input_ids)
-        position_ids[row, : len(example)] = torch.from_numpy(example.position_ids)
+    input_ids, position_ids = padded_tokens(examples)
     batch: dict[str, Any] = {"input_ids": input_ids.to(device), "position_ids": position_ids.to(device)}
     masks = make_masks(examples, config, dtype, device)
     if images:

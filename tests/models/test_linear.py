@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_parallel
 from hf_parallel.kernels import native
+from hf_parallel.models.cpu.elementwise import fast_layers
 from hf_parallel.models.cpu.linear import LINEAR_VARIABLE, PACKINGS, kernel_pass, linear_layers
 
 PROMPT = tiny.make_prompts([40], seed=5)[0][None]
@@ -180,6 +181,38 @@ def test_layers_of_a_model_do_not_depend_on_other_tokens_or_threads(dtype: torch
             out = layer(x)
             assert out.dtype == dtype
             torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+@compiled
+def test_a_layer_with_frozen_weights_does_not_keep_its_input_for_gradients() -> None:
+    layer = nn.Linear(24, 5)
+    layer.requires_grad_(False)
+    x = torch.randn(24, requires_grad=True)
+    kept: list[int] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.data_ptr()) or tensor, lambda x: x
+    )
+    with linear_layers(layer), kernel_pass(records_gradients=True), hooks:
+        out = layer(x)
+    assert kept == [layer.weight.data_ptr()]
+    out.backward(torch.ones(5))
+    torch.testing.assert_close(x.grad, layer.weight.sum(0))
+
+
+@compiled
+def test_products_of_a_module_s_own_matrix_may_name_their_arguments() -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(input=x, weight=self.weight) + torch.matmul(x, other=self.weight)
+
+    router, x = Router(), torch.randn(3, 8)
+    expected = router(x)
+    with fast_layers(router), kernel_pass(records_gradients=True):
+        torch.testing.assert_close(router(x), expected)
 
 
 @served

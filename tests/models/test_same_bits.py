@@ -125,6 +125,14 @@ def test_a_model_whose_code_breaks_it_is_named() -> None:
     assert hf_parallel.is_enabled(model)
 
 
+def test_a_model_that_is_in_use_stays_as_it_was_enabled() -> None:
+    model = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+    before = enabled(model).capabilities
+    with passes_of(model), pytest.raises(RuntimeError, match="already generating in parallel"):
+        hf_parallel.enable(model, batch_invariant=True)
+    assert enabled(model).capabilities is before
+
+
 def test_calls_over_kept_and_pickled_caches_have_the_same_bits() -> None:
     """A call alone; in chunks; rows of one prompt; over a cache of a call whose prompt forks; over a pickled one."""
     model = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))

@@ -111,8 +111,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "off-policy mask": {"off_policy_mask_threshold": 0.01, "generation_kwargs": {**SHARED, "top_k": 5}},
     "LoRA": {"peft_config": LORA, "beta": 0.1, "generation_kwargs": SHARED},
+    "entropy bonus": {"entropy_coef": 0.5},
 }
-QUICK = ("one micro-batch", "several iterations", "LoRA")
+QUICK = ("one micro-batch", "several iterations", "LoRA", "entropy bonus")
 COMPARED = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "kl")
 
 
@@ -145,6 +146,24 @@ def test_several_prompts_of_a_micro_batch_are_rows_and_each_is_computed_once(che
     lengths = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1)).tolist()
     assert len(ids) == 2 < len(lengths) == 8
     assert ids.shape[1] < sum(lengths) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout"),
+    [("gemma2", 0.0), ("llama", 0.1)],
+    ids=["soft-capping", "attention dropout"],
+)
+def test_losses_leave_an_enabled_model_its_own_attention(name: str, dropout: float, checkpoint: Path) -> None:
+    """It generates between the losses without a mode."""
+    model = copy.deepcopy(tiny.build(name))
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = dropout
+    model.config.attention_dropout = dropout
+    trainer = make_trainer(SharedPrefixGRPOTrainer, checkpoint, model=model, max_steps=2)
+    before = model.config._attn_implementation
+    assert len(steps(trainer)) == 2
+    assert model.config._attn_implementation == before
 
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -246,9 +265,13 @@ def test_first_ratios_are_exactly_one(checkpointing: bool, checkpoint: Path) -> 
     assert (ratios == 1).all()
 
 
-def test_ratios_by_other_kernels_are_not_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5}], ids=str)
+def test_ratios_by_other_kernels_are_not_one(
+    truncation: dict[str, int], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But close to it, as on a GPU: the loss is under the distribution that was sampled there, too."""
     monkeypatch.setattr("hf_parallel.training.grpo.computes_exactly", lambda model: False)
-    settings = {"max_steps": 2, "max_completion_length": 24, "generation_kwargs": SHARED}
+    settings = {"max_steps": 2, "max_completion_length": 24, "generation_kwargs": SHARED, **truncation}
     ratios = first_ratios(make_trainer(SharedPrefixGRPOTrainer, checkpoint, sampled_log_probs=True, **settings))
     assert not (ratios == 1).all()
     torch.testing.assert_close(ratios, torch.ones_like(ratios), rtol=1e-3, atol=0)
@@ -284,12 +307,25 @@ def test_the_pass_for_old_log_probs_is_skipped(checkpoint: Path) -> None:
     assert passes == {False: 3, True: 2}
 
 
-def test_sampled_log_probs_need_a_mode_and_no_repetition_penalty(checkpoint: Path) -> None:
+def test_sampled_log_probs_need_a_mode_and_a_distribution_that_the_loss_knows(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="needs a mode of this package"):
         make_trainer(SharedPrefixGRPOTrainer, checkpoint, sampled_log_probs=True)
-    settings = {"generation_kwargs": SHARED, "repetition_penalty": 1.2}
-    with pytest.raises(ValueError, match=re.escape("repetition_penalty=1.0, got 1.2")):
-        make_trainer(SharedPrefixGRPOTrainer, checkpoint, sampled_log_probs=True, **settings)
+    for settings, message in (
+        ({"generation_kwargs": SHARED, "repetition_penalty": 1.2}, "repetition_penalty=1.0, got 1.2"),
+        ({"generation_kwargs": {**SHARED, "min_new_tokens": 4}}, "min_new_tokens=0, got 4"),
+        ({"generation_kwargs": {**SHARED, "temperature": 0.5}}, "temperature=1.0, got 0.5"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make_trainer(SharedPrefixGRPOTrainer, checkpoint, sampled_log_probs=True, **settings)
+
+
+def test_first_ratios_are_one_under_settings_of_the_model_s_own_config(checkpoint: Path) -> None:
+    """Which `generate` merges with those of the trainer."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.generation_config.min_p = 0.1
+    settings = {"max_steps": 2, "generation_kwargs": {**SHARED, "suppress_tokens": list(range(40, 60))}}
+    trainer = make_trainer(SharedPrefixGRPOTrainer, checkpoint, model=model, sampled_log_probs=True, **settings)
+    assert (first_ratios(trainer) == 1).all()
 
 
 def test_trainers_that_cannot_compute_runs_raise(checkpoint: Path) -> None:

@@ -211,6 +211,39 @@ def test_gradients_of_a_tree_equal_those_of_rows(name: str, checkpointing: bool)
     assert (tree - rows).abs().max() < exact * rows.abs().max()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "checkpoints", "reentrant checkpoints"])
+def test_an_enabled_model_computes_a_tree_by_kernels_with_the_gradients_of_pytorch(
+    name: str, reentrant: bool | None
+) -> None:
+    weights = [torch.rand(len(completion)) for completion in COMPLETIONS]
+
+    def compute(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs = tree_logprobs(model, PROMPT, COMPLETIONS)
+        loss = sum((p * w).sum() for p, w in zip(log_probs, weights, strict=True))
+        return torch.cat(log_probs).detach(), gradients(model, loss)
+
+    expected, of_rows = compute(copy.deepcopy(tiny.build(name)))
+    model = hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+    if reentrant is not None:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    found, of_tree = compute(model)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert (of_tree - of_rows).norm() < 1e-4 * of_rows.norm()
+
+
+def test_gradients_of_gradients_of_kernels_raise() -> None:
+    model = hf_parallel.enable(copy.deepcopy(tiny.build("llama")))
+    (log_probs,) = tree_logprobs(model, PROMPT, COMPLETIONS[:1])
+    weight = model.model.layers[0].input_layernorm.weight
+    (gradient,) = torch.autograd.grad(log_probs.sum(), [weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 def test_malformed_trees_raise() -> None:
     model = tiny.build("llama")
     for prompt, completions in (([[5, 6]], [[7], [8]]), ([5], []), ([], [[7]]), (IDS, [[7]]), ([5], [[0.5]])):
@@ -274,6 +307,18 @@ def test_a_batch_gives_the_loss_of_its_examples(name: str, checkpointing: bool) 
     loss = prepare_model(model)(**batch, use_cache=False).loss
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(gradients(model, loss), of_examples, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_batch_can_be_computed_under_autocast(name: str) -> None:
+    """There, queries and keys may be in float32, and values in bfloat16."""
+    model = prepare_model(hf_parallel.enable(copy.deepcopy(tiny.build(name))))
+    batch = DataCollatorForParallel(TOKENIZER)(examples(model))
+    expected = model(**batch, use_cache=False).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch, use_cache=False).loss
+    torch.testing.assert_close(loss, expected, rtol=0.05, atol=0)
+    assert gradients(model, loss).isfinite().all()
 
 
 def test_packed_examples_do_not_see_each_other() -> None:

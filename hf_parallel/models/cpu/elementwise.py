@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from hf_parallel.cache.placement import all_modules
@@ -36,8 +37,8 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 def fast_layers(model: nn.Module) -> Iterator[None]:
     """Compute a model's norms and rotary embeddings with the C kernels, within forward passes over a block cache.
 
-    Includes `linear_layers` and `own_products`. Other threads, calls with gradients, autocast, and other dtypes use the
-    model's own code.
+    Includes `linear_layers` and `own_products`. Other threads, autocast, other dtypes, and calls with gradients use the
+    model's own code, except those in a `kernel_pass` that records gradients.
     """
     with (
         linear_layers(model),
@@ -142,6 +143,7 @@ class _Norm(torch.autograd.Function):
         return native.rms_norm(x, weight, eps, offset)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of input and weight."""
         leaves = []

@@ -65,7 +65,8 @@ def linear_layers(model: nn.Module) -> Iterator[None]:
 
     Layers in half precision are computed in float32 if the processor has no instructions for it. Results differ from
     PyTorch's in the last bits, as they do between batch sizes. Layers whose `forward` was already replaced are left
-    unchanged; calls that need gradients or run under autocast use PyTorch. Other threads also see the replacement.
+    unchanged; calls under autocast, and those with gradients outside of a `kernel_pass` that records them, use PyTorch.
+    Other threads also see the replacement.
     Raises `ValueError` if `HF_PARALLEL_LINEAR` names an unknown or unavailable library.
     """
     forwards = []
@@ -168,7 +169,8 @@ class _Product(torch.autograd.Function):
         int8: bool,
     ) -> torch.Tensor:
         """Return the product."""
-        ctx.save_for_backward(x, weight)
+        # A layer whose weights are frozen, as below an adapter, does not keep its input.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.packing = packing
         ctx.by_inputs = by_inputs
         return product(x, weight, bias, packing, by_inputs=by_inputs, int8=int8)
@@ -177,14 +179,16 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
         x, weight = ctx.saved_tensors
-        grad = grad_outputs[0].flatten(0, -2)
+        (grad_output,) = grad_outputs
+        grad = grad_output.reshape(-1, grad_output.shape[-1])
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         x_grad = weight_grad = bias_grad = None
         if of_x:
             unpacked = weight if weight.dtype == grad.dtype else native.unpack(weight, ctx.packing).to(grad.dtype)
-            x_grad = (grad @ (unpacked.T if ctx.by_inputs else unpacked)).view_as(x)
+            x_grad = grad @ (unpacked.T if ctx.by_inputs else unpacked)
+            x_grad = x_grad.view(*grad_output.shape[:-1], x_grad.shape[-1])
         if of_weight:
-            weight_grad = grad.T @ x.flatten(0, -2)
+            weight_grad = grad.T @ x.reshape(-1, x.shape[-1])
             if ctx.by_inputs:
                 weight_grad = weight_grad.T
         if of_bias:
@@ -219,7 +223,10 @@ def _applies(x: torch.Tensor, weight: torch.Tensor, inputs: int) -> bool:
 
 
 def is_computable(x: torch.Tensor, inputs: int) -> bool:
-    """Whether the kernels compute a layer of `inputs` inputs: not with gradients, autocast or a compiler."""
+    """Whether the kernels compute a layer of `inputs` inputs: not with autocast or a compiler.
+
+    With gradients, only in a `kernel_pass` that records them.
+    """
     if torch.compiler.is_compiling():
         return False
     if not pass_library.get() and _is_forbidden():  # the latter outside of passes, as in a call of the model itself

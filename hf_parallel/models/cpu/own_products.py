@@ -20,6 +20,8 @@ from hf_parallel.kernels import native
 from hf_parallel.models.cpu.linear import PACKINGS, is_computable, is_computed, product
 from hf_parallel.models.intercept.modules import Forward
 
+_KEYWORDS = {"weight", "bias", "offs"}
+"""Arguments by name that the products below take."""
 _WITHOUT_PRODUCTS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd, nn.LayerNorm, Conv1D)
 
 
@@ -51,9 +53,12 @@ class _KernelProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         compute = _PRODUCTS.get(func)
-        result = NotImplemented if compute is None or torch.compiler.is_compiling() else compute(*args, **kwargs or {})
-        return func(*args, **kwargs or {}) if result is NotImplemented else result
+        result = NotImplemented
+        if compute is not None and kwargs.keys() <= _KEYWORDS and not torch.compiler.is_compiling():
+            result = compute(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:

@@ -56,7 +56,8 @@ class _Packed(nn.Module):
 class PackedLinear(_Packed):
     """`nn.Linear` with packed weights, computed in float32. Results have the dtype of the input.
 
-    With `int8`, activations are rounded to 8 bits (`native.linear`), except in calls that record gradients.
+    With `int8`, activations are rounded to 8 bits (`native.linear`), except in calls that record gradients outside of a
+    `kernel_pass`.
     """
 
     int8 = False
