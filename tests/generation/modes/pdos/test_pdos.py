@@ -130,8 +130,9 @@ def test_an_answer_that_opens_with_a_block_is_as_exact(name: str) -> None:
     """In every architecture: windows, soft-capping, sinks, any kind of RoPE or none, experts."""
     settings: dict[str, Any] = {"branch_max_new_tokens": 8, "max_new_tokens": 92, "output_logits": True}
     # With scaled queries, stock passes of one token and of all tokens differ by more than the bound in float32.
-    is_precise = name in ("ministral3", "granite_swa")  # experts by other kernels than those of stock passes, too
-    dtype, bound = (torch.float64, 1e-6) if is_precise else (torch.float32, 2e-4)
+    dtype, bound = (torch.float64, 1e-6) if name == "ministral3" else (torch.float32, 2e-4)
+    if name == "granite_swa":  # experts by other kernels than those of stock passes
+        bound = 5e-4
     out = tell(None, opening=STORY, model=enabled(name, dtype), **settings)
     (block,) = out.blocks[0]
     assert_free_branches_equal_generate(tiny.build(name, dtype=dtype), trunk_of(out, block), block)
