@@ -178,6 +178,7 @@ class Scheduler:
     def next_batch(self) -> list[Request]:
         """Return the requests whose passes are computed in the next step."""
         if self.standing is not None:
+            self._last_step[self.standing[0].adapter] = self.storage.tree.clock
             return list(self.standing)
         ready = [request for request in self.running if isinstance(request.awaited, (PendingPass, Standing))]
         if self.isolated:
@@ -207,7 +208,7 @@ class Scheduler:
                 batch.append(request)
                 free -= prefills[request]
         batch.sort(key=attrgetter("number"))
-        if len(batch) == len(self.running) and all(isinstance(request.awaited, Standing) for request in batch):
+        if batch and len(batch) == len(self.running) and all(isinstance(r.awaited, Standing) for r in batch):
             self.standing = list(batch)
         return batch
 
