@@ -38,9 +38,9 @@ def schedule_dependence(model: Any) -> str:
     """
     size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    prefix, *own = torch.randint(size, (SHARED + ROWS * OWN,), generator=generator).split([SHARED, *[OWN] * ROWS])
-    alone, of_alone = _compute(model, [torch.cat((prefix, own[0]))], lambda cache: _alone(cache))
-    shared, of_shared = _compute(model, [prefix, *own], lambda cache: _shared(cache))
+    prefix, *suffixes = torch.randint(size, (SHARED + ROWS * OWN,), generator=generator).split([SHARED, *[OWN] * ROWS])
+    alone, of_alone = _compute(model, [torch.cat((prefix, suffixes[0]))], _alone)
+    shared, of_shared = _compute(model, [prefix, *suffixes], _shared)
     if torch.equal(alone, shared):
         return ""
     mixers = enabled(model).capabilities.mixers
@@ -53,9 +53,9 @@ def schedule_dependence(model: Any) -> str:
         after = _joined(of_shared.get(name, ()), 1)
         if before is None or after is None or before.shape != after.shape or torch.equal(before, after):
             continue
-        given = _joined(passes, 0)
-        given_shared = _joined(of_shared[name], 0)
-        if given is not None and given_shared is not None and not torch.equal(given, given_shared):
+        inputs = _joined(passes, 0)
+        shared_inputs = _joined(of_shared[name], 0)
+        if inputs is not None and shared_inputs is not None and not torch.equal(inputs, shared_inputs):
             return f"what is computed between the modules before {name} and {name}"
         return f"{name} ({type(model.get_submodule(name)).__name__})"
     return "the logits"
@@ -113,8 +113,8 @@ def _compute(
 
 
 @contextmanager
-def _recorded(model: nn.Module, num_tokens: int, kept: int, traces: _Traces) -> Iterator[None]:
-    """Record the first `kept` tokens of the inputs and outputs of all modules in a pass of `num_tokens`."""
+def _recorded(model: nn.Module, num_tokens: int, count: int, traces: _Traces) -> Iterator[None]:
+    """Record the first `count` tokens of the inputs and outputs of all modules in a pass of `num_tokens`."""
     handles = []
 
     def by_token(value: Any) -> torch.Tensor | None:
@@ -124,7 +124,7 @@ def _recorded(model: nn.Module, num_tokens: int, kept: int, traces: _Traces) -> 
             return None
         if value.shape[:2] == (1, num_tokens):
             value = value[0]
-        return value[:kept].clone() if value.shape[0] == num_tokens else None
+        return value[:count].clone() if value.shape[0] == num_tokens else None
 
     def hook_of(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -790,12 +790,12 @@ static void make_scratch(void) { pthread_key_create(&scratch, free); }
  * its thread ends. */
 static vec *workspace(int64_t size) {
     static _Thread_local vec *memory;
-    static _Thread_local int64_t held;
-    if (size > held) {
+    static _Thread_local int64_t capacity;
+    if (size > capacity) {
         pthread_once(&is_scratch_made, make_scratch);
         free(memory);
         memory = aligned_alloc(64, (sizeof(vec) * size + 63) / 64 * 64);
-        held = memory ? size : 0;
+        capacity = memory ? size : 0;
         pthread_setspecific(scratch, memory);
     }
     return memory;

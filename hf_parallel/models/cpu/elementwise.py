@@ -158,12 +158,12 @@ class _Norm(torch.autograd.Function):
 
 def _with_weight(module: nn.Module, plain: Forward, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Call the module's own `forward` with another weight."""
-    own = module._parameters["weight"]
+    before = module._parameters["weight"]
     module._parameters["weight"] = weight  # type: ignore[assignment]
     try:
         return plain(module, x)
     finally:
-        module._parameters["weight"] = own
+        module._parameters["weight"] = before
 
 
 # Rotary embeddings

@@ -70,7 +70,7 @@ def _matmul(x: torch.Tensor, weight: torch.Tensor) -> Any:
 
 
 def _bmm(x: torch.Tensor, weights: torch.Tensor) -> Any:
-    parts = [_multiplied(of_one, weight) for of_one, weight in zip(x, weights, strict=True)]
+    parts = [_multiplied(matrix, weight) for matrix, weight in zip(x, weights, strict=True)]
     return torch.stack(parts) if _are_tensors(parts) else NotImplemented
 
 
