@@ -13,20 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CC = shutil.which(os.environ.get("CC") or "cc")
 FLAGS = "-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-TESTS = (
-    "kernels/test_native.py",
-    "kernels/test_attention_bits.py",
-    "kernels/test_kernels.py",
-    "kernels/test_checksum.py",
-)
+TESTS = ("kernels/test_native.py", "kernels/test_kernels.py", "kernels/test_checksum.py", "cache/test_cache_run.py")
 TESTS += ("kernels/test_attention_bits.py", "models/test_same_bits.py")
-TESTS += (
-    "cache/test_cache_run.py",
-    "cache/test_decode_steps.py",
-    "models/test_linear.py",
-    "models/test_packed.py",
-    "models/test_elementwise.py",
-)
+TESTS += ("cache/test_decode_steps.py", "models/test_linear.py", "models/test_packed.py", "models/test_elementwise.py")
 WITHOUT = (
     "ended_threads",  # AddressSanitizer keeps freed memory
     *("embedded", "64_greedy", "activations_in_8_bits", "cannot_be_packed"),  # need the demo model
