@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -95,8 +95,10 @@ class Scheduler:
                 f"{request.num_rows} rows with max_new_tokens={request.call.max_new_tokens}{and_states}"
             )
 
-    def has_place(self, submitted: Iterable[Request], submitter: Any, most: int) -> bool:
+    def has_place(self, submitted: Collection[Request], submitter: Any, most: int) -> bool:
         """Return whether a submitter may add a request to the queue and to those that were `submitted` since."""
+        if len(submitted) + len(self.waiting) < most:
+            return True
         counts = Counter(request.submitter for request in (*submitted, *self.waiting))
         return has_place(counts, submitter, most)
 
