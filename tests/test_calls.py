@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PACKAGE = str(Path(hf_parallel.__file__).parent)
 LAYERS = str(Path(PACKAGE, "models", "cpu"))
-KERNELS = {kernel.__code__ for kernel in (native.linear, native.rms_norm, native.rotate_heads)}
+KERNELS = {kernel.__code__ for kernel in (native.activate, native.linear, native.rms_norm, native.rotate_heads)}
 SHORT, LONG = 8, 72
 """New tokens of the two calls that are compared."""
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": 0}

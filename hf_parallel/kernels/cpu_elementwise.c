@@ -1,8 +1,9 @@
-// The small operations of a decoder layer in float32: RMSNorm, rotary embeddings, and the gate of an MLP.
+// The small operations of a decoder layer in float32: RMSNorm, rotary embeddings, and activations.
 //
 // A decode step runs them about a hundred times on a few thousand numbers, where each operation of PyTorch takes longer
 // to start than to compute. Each row is computed alone and in the same order, so that its result is the same to the
-// last bit whatever other rows are computed with it.
+// last bit whatever other rows are computed with it. The compiler must not fuse multiply-adds on its own, as it might do
+// so in a loop's vectors and not in its last numbers.
 
 #include <math.h>
 #include <stdint.h>
@@ -35,6 +36,54 @@ void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int
         else
             for (int64_t i = 0; i < n; i++) result[i] = in[i] * scale;
     }
+}
+
+// Faster where the processor has it, and the same for all numbers of a loop.
+#ifdef FP_FAST_FMAF
+#define MULTIPLY_ADD(a, b, sum) __builtin_fmaf(a, b, sum)
+#else
+#define MULTIPLY_ADD(a, b, sum) ((a) * (b) + (sum))
+#endif
+
+// e^x for x between -87 and 87; other numbers are cut off there.
+static inline float exponential(float x) {
+    x = x > 87.0f ? 87.0f : x < -87.0f ? -87.0f : x;  // NaN stays
+    const float magic = 12582912.0f;                  // 1.5 * 2^23: the sum is rounded to an integer
+    const union { float value; uint32_t bits; } shifted = {MULTIPLY_ADD(x, 1.44269504f, magic)};
+    const float n = shifted.value - magic;
+    const float rest = MULTIPLY_ADD(n, 2.12194440e-4f, MULTIPLY_ADD(n, -0.693359375f, x));  // x - n log 2
+    float sum = 1.9875691500e-4f;
+    sum = MULTIPLY_ADD(sum, rest, 1.3981999507e-3f);
+    sum = MULTIPLY_ADD(sum, rest, 8.3334519073e-3f);
+    sum = MULTIPLY_ADD(sum, rest, 4.1665795894e-2f);
+    sum = MULTIPLY_ADD(sum, rest, 1.6666665459e-1f);
+    sum = MULTIPLY_ADD(sum, rest, 5.0000001201e-1f);
+    sum = MULTIPLY_ADD(sum, rest * rest, rest + 1.0f);
+    const union { uint32_t bits; float value; } power = {(shifted.bits << 23) + (127u << 23)};  // 2^n
+    return sum * power.value;
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// Activations by the numbers of `native.py`: x sigmoid(x), its form with tanh of gelu, sigmoid(x), and log(1 + e^x).
+enum { SILU, GELU_TANH, SIGMOID, SOFTPLUS };
+
+static inline float activation(int kind, float x) {
+    if (kind == SILU) return x / (1.0f + exponential(-x));
+    if (kind == SIGMOID) return sigmoid(x);
+    if (kind == SOFTPLUS) return x > 20.0f ? x : log1pf(expf(x));
+    const float inner = x * MULTIPLY_ADD(0.044715f * x, x, 1.0f);
+    return x / (1.0f + exponential(-1.5957691216f * inner));  // 0.5 (1 + tanh(u)) = sigmoid(2 u)
+}
+
+// Apply an activation to `n` numbers.
+void activate(int kind, const float *x, float *out, int64_t n, int threads) {
+#define ACTIVATE(of) \
+    _Pragma("omp parallel for num_threads(threads) if (n > SMALL)") for (int64_t i = 0; i < n; i++) out[i] = activation(of, x[i])
+    if (kind == SILU) ACTIVATE(SILU);
+    else if (kind == GELU_TANH) ACTIVATE(GELU_TANH);
+    else if (kind == SIGMOID) ACTIVATE(SIGMOID);
+    else ACTIVATE(SOFTPLUS);
 }
 
 // Rotate one head: the first `rotated` of `dim` dimensions, in pairs (2i, 2i + 1) if interleaved, else (i, i + half).

@@ -36,6 +36,9 @@ INTEGERS = ("Q4_0", "Q4_1", "Q8_0")  # whose weights are integers with a scale p
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
 """Formats of keys and values, in the order of `cpu_attention.c`."""
 
+ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "softplus")
+"""Activations, in the order of `cpu_elementwise.c`."""
+
 _NUMBERS = {packing: number for number, packing in enumerate(PACKINGS)}
 _OMP_PAUSE_SOFT = 1
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-fopenmp")
@@ -299,6 +302,17 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Ten
     return out
 
 
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Return one of `ACTIVATIONS` of float32 numbers."""
+    library = _library()
+    assert library is not None, "is_available() was not checked"
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    kind = ACTIVATIONS.index(activation)
+    library.activate(kind, x.data_ptr(), out.data_ptr(), x.numel(), torch.get_num_threads())
+    return out
+
+
 def rotate_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Rotate float32 queries and keys `[1, heads, T, head_dim]` by contiguous `cos` and `sin` `[1, T, rotary_dim]`."""
     library = _library()
@@ -400,6 +414,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.row_sums.restype = None
     library.rms_norm.argtypes = [*[pointer] * 3, size, size, ctypes.c_double, ctypes.c_double, ctypes.c_int]
     library.rms_norm.restype = None
+    library.activate.argtypes = [ctypes.c_int, pointer, pointer, size, ctypes.c_int]
+    library.activate.restype = None
     heads = pointer, pointer, size, size, size
     library.rotate_heads.argtypes = [*heads, *heads, pointer, pointer, *[size] * 4, ctypes.c_int]
     library.rotate_heads.restype = None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from torch import nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama as llama
 from transformers.pytorch_utils import Conv1D
 
@@ -18,6 +20,7 @@ import hf_parallel
 from hf_parallel.kernels import native, sampling
 from hf_parallel.models.cpu import elementwise
 from hf_parallel.models.cpu.elementwise import fast_layers
+from hf_parallel.models.cpu.gates import GATES
 from hf_parallel.models.cpu.linear import kernel_pass
 
 compiled = pytest.mark.skipif(bool(native.unavailable_reason()), reason="needs a C compiler, as the kernels do")
@@ -34,15 +37,20 @@ FAST = {  # norms and attention layers that use the kernels
     "gemma3_text": (25, 4),
     "qwen3": (17, 4),
     "cohere": (0, 2),  # interleaved rotation
-    "deepseek_v3": (17, 8),  # routers and experts, too
+    "deepseek_v3": (17, 4),
     "glm": (5, 0),  # rotates a part of each head
     "gpt2": (0, 0),
 }
 
 
+def is_activation(module: nn.Module) -> bool:
+    return type(module).__module__ in ("transformers.activations", "torch.nn.modules.activation")
+
+
 def fast_modules(model: nn.Module) -> list[nn.Module]:
-    linear = nn.Linear, Conv1D
-    return [module for module in model.modules() if "forward" in vars(module) and not isinstance(module, linear)]
+    """Norms and attention layers that use the kernels."""
+    fast = [module for module in model.modules() if "forward" in vars(module) and not is_activation(module)]
+    return [module for module in fast if not isinstance(module, nn.Linear | Conv1D)]
 
 
 @compiled
@@ -53,9 +61,10 @@ def test_logits_equal_those_of_the_own_code(name: str) -> None:
     with torch.no_grad():
         expected = model(ids[None]).logits
         with fast_layers(model):
-            kinds = Counter("Norm" in type(module).__name__ for module in fast_modules(model))
+            names = [type(module).__name__ for module in fast_modules(model)]
+            kinds = sum("Norm" in name for name in names), sum("Attention" in name for name in names)
             torch.testing.assert_close(model(ids[None]).logits, expected, rtol=0, atol=5e-5)
-    assert (kinds[True], kinds[False]) == FAST[name]
+    assert kinds == FAST[name]
     assert not fast_modules(model)
 
 
@@ -157,6 +166,129 @@ def test_norms_of_one_class_or_forward_that_differ_in_any_state_keep_their_own_r
             assert {*fast_modules(norms)} == {*plain}
             for norm, result in zip(norms, expected, strict=True):
                 torch.testing.assert_close(norm(x), result)
+
+
+def clamped(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.silu(x.clamp(max=50))
+
+
+class Function(nn.Module):
+    """An activation of a function, as those of Transformers."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(x)
+
+
+@compiled
+@pytest.mark.usefixtures("in_a_pass")
+def test_activations_are_recognised_by_what_they_compute() -> None:
+    fast = [nn.SiLU(), nn.Sigmoid(), nn.Softplus(), nn.GELU("tanh"), ACT2FN["silu"], ACT2FN["gelu_pytorch_tanh"]]
+    fast += [Function(nn.functional.silu), Function(partial(nn.functional.gelu, approximate="tanh"))]
+    others = [
+        nn.ReLU(),
+        nn.GELU(),
+        nn.Tanh(),
+        nn.Softplus(2.0),
+        nn.Identity(),
+        nn.Dropout().eval(),
+        ACT2FN["quick_gelu"],
+    ]
+    others += [Function(clamped), Function(partial(nn.functional.silu, inplace=True))]
+    model = nn.ModuleList([*fast, *others])
+    x = torch.randn(3, 77)
+    expected = [module(x.clone()) for module in model]
+    with torch.no_grad(), fast_layers(model):
+        replaced = [module for module in model if "forward" in vars(module)]
+        assert replaced[: len(fast)] == fast
+        for module, result in zip(model, expected, strict=True):
+            torch.testing.assert_close(module(x.clone()), result, rtol=1e-6, atol=1e-6)
+
+
+@compiled
+@pytest.mark.usefixtures("in_a_pass")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations_have_the_same_bits_anywhere_and_with_any_threads(dtype: torch.dtype) -> None:
+    kernels = set()
+    own = set()
+    x = (4 * torch.randn(260, 77)).to(dtype)
+    for function, gate in GATES.items():
+        arguments = {"approximate": "tanh"} if function is nn.functional.gelu else {}
+        for compute, differing in ((gate, kernels), (function, own)):
+            whole = compute(x, **arguments)  # type: ignore[operator]
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                for first, tokens in ((0, 1), (5, 1), (1, 3), (7, 129), (0, 260)):
+                    part = compute(x[first : first + tokens].clone(), **arguments)  # type: ignore[operator]
+                    if not torch.equal(part, whole[first : first + tokens]):
+                        differing.add(function)
+            torch.set_num_threads(1)
+        exact = function(x.double(), **arguments)  # type: ignore[operator]
+        torch.testing.assert_close(gate(x, **arguments).double(), exact, rtol=torch.finfo(dtype).eps, atol=2e-6)
+    assert not kernels
+    assert own or dtype != torch.float32  # or else the test could not fail
+
+
+@compiled
+def test_gradients_of_activations_are_those_of_pytorch() -> None:
+    x = torch.randn(5, 77, requires_grad=True)
+    for function, gate in GATES.items():
+        arguments = {"approximate": "tanh"} if function is nn.functional.gelu else {}
+        with kernel_pass(records_gradients=True):
+            result = gate(x, **arguments)
+            assert torch.equal(result.detach(), gate(x.detach(), **arguments))
+        expected = function(x, **arguments)  # type: ignore[operator]
+        gradients = [torch.autograd.grad(value.square().sum(), x)[0] for value in (result, expected)]
+        torch.testing.assert_close(*gradients)
+
+
+class Gated(nn.Module):
+    """Calls gates in its own code, in all ways that models do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.sigmoid(x) + nn.functional.silu(x) + torch.nn.functional.softplus(x)
+        return first + functional.sigmoid(x) + functional.gelu(x, approximate="tanh") + functional.gelu(x)
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 77))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight).sigmoid()
+
+
+class LinearRouter(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sigmoid()
+
+
+class RouterOfALayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(77, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.classifier.weight).sigmoid()
+
+
+@compiled
+@pytest.mark.usefixtures("in_a_pass")
+@pytest.mark.parametrize("module", [Gated(), Router(), LinearRouter(77, 7), RouterOfALayer()])
+def test_gates_and_products_of_own_code_have_the_same_bits_for_any_number_of_tokens(module: nn.Module) -> None:
+    x = torch.randn(130, 77)
+    plain = module(x)
+    with fast_layers(module):
+        assert "forward" in vars(module)
+        whole = module(x)
+        torch.testing.assert_close(whole, plain, rtol=0, atol=1e-5)
+        for first, tokens in ((0, 1), (5, 1), (1, 3), (7, 120)):
+            assert torch.equal(module(x[first : first + tokens]), whole[first : first + tokens])
+    assert torch.equal(module(x), plain)
 
 
 class Attention(nn.Module):

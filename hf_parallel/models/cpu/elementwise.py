@@ -1,4 +1,4 @@
-"""RMSNorm and rotary embeddings on a CPU, each computed by one call of a C kernel in float32.
+"""RMSNorm, rotary embeddings and activations on a CPU, each computed by one call of a C kernel in float32.
 
 A decode step of a small model spends as long between its linear layers as in them. What a module computes is found by
 comparing it with the kernel on random inputs, never by its name. One comparison stands for other modules only if they
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from inspect import signature
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.func import functional_call
 
 from hf_parallel.cache.placement import all_modules
 from hf_parallel.kernels import native
+from hf_parallel.models.cpu.gates import calls_gates, gate, with_gates
 from hf_parallel.models.cpu.linear import linear_layers, pass_library
 from hf_parallel.models.cpu.own_products import own_products
 from hf_parallel.models.intercept.functions import with_other_globals
@@ -28,6 +30,7 @@ from hf_parallel.models.intercept.modules import Forward, replaced_forwards
 RotaryFunction = Callable[..., Any]
 """`(q, k, cos, sin)` -> rotated queries and keys; a function, or a module that `kernels` has made of one."""
 _norms: dict[object, Forward | None] = {}  # by class and settings: compiled layers share a graph if they share these
+_activations: dict[object, Forward | None] = {}  # likewise
 _VALUES = (bool, int, float, str, type(None), torch.dtype)
 """Types of settings that are equal if their values are."""
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
@@ -35,15 +38,15 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 
 @contextmanager
 def fast_layers(model: nn.Module) -> Iterator[None]:
-    """Compute a model's norms and rotary embeddings with the C kernels, within forward passes over a block cache.
+    """Compute norms, rotary embeddings and activations with the C kernels, within forward passes over a block cache.
 
     Includes `linear_layers` and `own_products`. Other threads, autocast, other dtypes, and calls with gradients use the
     model's own code, except those in a `kernel_pass` that records gradients.
     """
     with (
         linear_layers(model),
-        replaced_forwards(_fast_forwards(model)),
         replaced_forwards(own_products(model)),
+        replaced_forwards(_fast_forwards(model)),
     ):
         yield
 
@@ -51,16 +54,25 @@ def fast_layers(model: nn.Module) -> Iterator[None]:
 def _fast_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
     if not native.is_available():
         return
-    with_fast_rotary = cache(_with_fast_rotary)  # for this call: its globals are a copy of a module's
+    with_fast_functions = cache(_with_fast_functions)  # for this call: its globals are a copy of a module's
     for module in all_modules(model):
-        forward = _fast_norm(module) or with_fast_rotary(type(module).forward)
-        if forward is not None and "forward" not in vars(module):
+        if "forward" in vars(module):
+            continue
+        forward = _fast_norm(module) or _fast_activation(module) or with_fast_functions(type(module).forward)
+        if forward is not None:
             yield module, forward
 
 
-def _with_fast_rotary(forward: object) -> Forward | None:
-    """Return a copy of a `forward` that rotates queries and keys by the kernel; None if it rotates none."""
-    return with_other_globals(forward, _fast_rotary)
+def _with_fast_functions(forward: object) -> Forward | None:
+    """Return a copy of a `forward` whose rotary function and gates are the kernels'; None if it calls none of them."""
+    has_gates = calls_gates(forward)
+
+    def replacement(value: Any) -> Any:
+        if isinstance(value, ModuleType):
+            return with_gates(value) if has_gates else None
+        return _fast_rotary(value)
+
+    return with_other_globals(forward, replacement)
 
 
 # Norms
@@ -164,6 +176,47 @@ def _with_weight(module: nn.Module, plain: Forward, x: torch.Tensor, weight: tor
         return plain(module, x)
     finally:
         module._parameters["weight"] = before
+
+
+# Activations
+
+
+def _fast_activation(module: nn.Module) -> Forward | None:
+    """Return the `forward` of an activation by the kernel; None for other modules."""
+    if module._parameters or module._buffers or module._modules:
+        return None
+    settings = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    if not all(_is_value(value) or _is_function(value) for value in settings.values()):
+        return None
+    key = type(module), type(module).forward, repr(sorted(settings.items()))
+    if key not in _activations:
+        _activations[key] = _match_activation(module)
+    return _activations[key]
+
+
+def _is_function(setting: object) -> bool:
+    """Whether a setting is a function, or one with some arguments: it is equal to those with the same `repr`."""
+    if isinstance(setting, partial):
+        return _is_function(setting.func) and all(map(_is_value, (*setting.args, *setting.keywords.values())))
+    return isinstance(setting, FunctionType | BuiltinFunctionType)
+
+
+def _match_activation(module: nn.Module) -> Forward | None:
+    """Return the `forward` by the kernel with whose results the module's own agree."""
+    far = torch.tensor([-1e4, -100, 100, 1e4], dtype=torch.float32)
+    x = torch.cat([torch.linspace(-12, 12, 97, dtype=torch.float32), far])
+    expected = _outcome(partial(module, x))
+    for activation in native.ACTIVATIONS:
+        if _are_equal(expected, native.activate(x, activation)):
+            return _activation_forward(type(module).forward, activation)
+    return None
+
+
+def _activation_forward(plain: Forward, activation: str) -> Forward:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return gate(activation, partial(plain, self))(*args, **kwargs)
+
+    return forward
 
 
 # Rotary embeddings

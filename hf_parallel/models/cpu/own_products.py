@@ -2,7 +2,7 @@
 
 A module that multiplies by parameters of its own calls PyTorch's functions, whose last bits depend on the number of
 tokens. Within its `forward` these functions call `product`: an expert's product of a token does not depend on which
-other tokens the expert got.
+other tokens the expert got. So do its gates (`gates.py`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,36 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.cache.placement import all_modules
 from hf_parallel.kernels import native
+from hf_parallel.models.cpu.gates import GATES, names_in
 from hf_parallel.models.cpu.linear import PACKINGS, is_computable, is_computed, product
 from hf_parallel.models.intercept.modules import Forward
 
 _KEYWORDS = {"weight", "bias", "offs"}
 """Arguments by name that the products below take."""
-_WITHOUT_PRODUCTS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd, nn.LayerNorm, Conv1D)
+_WITHOUT_PRODUCTS = (nn.Embedding, nn.modules.conv._ConvNd, nn.LayerNorm)
 
 
 def own_products(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
-    """Yield the modules of a model that have matrices of their own, with a `forward` by the kernel's products."""
+    """Yield the modules of a model that multiply in their own code, with a `forward` by the kernel's products."""
+    if not native.is_available():
+        return
     for module in all_modules(model):
-        if isinstance(module, _WITHOUT_PRODUCTS) or "forward" in vars(module):
-            continue
-        if "Norm" in type(module).__name__:  # a norm of each head has a matrix of weights, and no product
-            continue
-        if not native.is_available():
-            return
-        matrices = [p for p in module._parameters.values() if p is not None and p.dim() in (2, 3)]
-        if matrices and all(is_computed(matrix) for matrix in matrices):
+        if "forward" not in vars(module) and _multiplies(module):
             yield module, _with_products(type(module).forward)
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module's own code multiplies by matrices, of the module or of its parts."""
+    kind = type(module)
+    if kind in (nn.Linear, Conv1D) or isinstance(module, _WITHOUT_PRODUCTS):
+        return False
+    names = names_in(kind.forward)
+    if "linear" in names and not names.isdisjoint({"F", "functional"}):
+        return True
+    matrices = [p for p in module._parameters.values() if p is not None and p.dim() in (2, 3)]
+    if not matrices or not all(is_computed(matrix) for matrix in matrices):
+        return False
+    return isinstance(module, nn.Linear) or not names.isdisjoint({"@", "bmm", "matmul", "mm"})
 
 
 def _with_products(plain: Forward) -> Forward:
@@ -48,12 +58,14 @@ def _with_products(plain: Forward) -> Forward:
 
 
 class _KernelProducts(TorchFunctionMode):
-    """Computes products of activations and matrices by the kernel; calls other functions as they are."""
+    """Computes products of activations and matrices, and gates, by the kernels; calls other functions as they are."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in GATES:
+            return GATES[func](*args, **kwargs)
         compute = _PRODUCTS.get(func)
         result = NotImplemented
         if compute is not None and kwargs.keys() <= _KEYWORDS and not torch.compiler.is_compiling():

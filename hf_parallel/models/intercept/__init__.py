@@ -22,12 +22,14 @@ layers                                                                          
 attributes of mixers that hold      one call of a mixer      the call                           `mixers.py`
 states
 `forward` of linear layers, norms,  a call, or while an      its end                            `modules.py`, `cpu/`
-attention layers, routers and       engine is open
-experts on a CPU
-PyTorch's products in a router or   one call of the module   the call                           `cpu/own_products.py`
-experts (`TorchFunctionMode`)
-globals of a copy of an attention   the same                 the same: the copy is a `forward`  `functions.py`,
-layer's `forward` (rotary function)                          as above                           `cpu/elementwise.py`
+activations, attention layers,      engine is open
+routers and experts on a CPU
+PyTorch's products and gates in a   one call of the module   the call                           `cpu/own_products.py`
+router or experts
+(`TorchFunctionMode`)
+globals of a copy of a `forward`:   a call, or while an      its end: the copy is a `forward`   `functions.py`,
+rotary function of attention,       engine is open           as above                           `cpu/elementwise.py`,
+gates of any module                                                                             `cpu/gates.py`
 `forward` of fused projections      a compiled decode step   the step                           `modules.py`,
                                                                                                 `decode/fused.py`
 storage of fused projections: one   from the first compiled  `disable`                          `decode/fused.py`

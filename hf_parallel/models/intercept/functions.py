@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 Replacement = Callable[[Any], Any]
-"""Returns what takes the place of a function, or of a module that stands for one; None if nothing does."""
+"""Returns what takes the place of a function, of a module that stands for one, or of a module of functions, if any."""
 
 
 def with_other_globals(function: Any, replacement: Replacement) -> FunctionType | None:
-    """Return a copy of a function in which global names of functions mean what `replacement` returns for them.
+    """Return a copy of a function in which global names of functions and modules mean what `replacement` returns.
 
     Return None if there is nothing to replace, or a decorator hides the function. A decorator that is a function
     itself is copied, too. While Dynamo traces the copy, it runs the function: Dynamo looks for globals in the module.
@@ -35,7 +35,7 @@ def with_other_globals(function: Any, replacement: Replacement) -> FunctionType 
     replaced: dict[str, Any] = {}
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(value, FunctionType | nn.Module):  # `kernels` makes modules of functions
+        if isinstance(value, FunctionType | nn.Module | ModuleType):  # `kernels` makes modules of functions
             other = replacement(value)
             if other is not None:
                 replaced[name] = other
