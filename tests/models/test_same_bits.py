@@ -28,7 +28,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 QUICK = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3")
-OTHERS = {"mimo_v2_flash"}  # keys and values of different sizes
+OTHERS = {"mimo_v2_flash", "llama-dynamic", "llama-longrope"}
+"""Keys and values of different sizes, and frequencies that depend on the length of a row."""
 ALL = (*QUICK, "dbrx", *sorted({*tiny.ARCHITECTURES} - {*QUICK, *OTHERS}))
 PLAIN = {"do_sample": True, "seed": 3, "max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": tiny.PAD}
 

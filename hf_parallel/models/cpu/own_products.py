@@ -68,8 +68,10 @@ class _KernelProducts(TorchFunctionMode):
             return GATES[func](*args, **kwargs)
         compute = _PRODUCTS.get(func)
         result = NotImplemented
-        if compute is not None and kwargs.keys() <= _KEYWORDS and not torch.compiler.is_compiling():
-            result = compute(*args, **kwargs)
+        if compute is not None and not torch.compiler.is_compiling():
+            given = {name: value for name, value in kwargs.items() if value is not None}
+            if given.keys() <= _KEYWORDS:
+                result = compute(*args, **given)
         return func(*args, **kwargs) if result is NotImplemented else result
 
 
@@ -86,9 +88,11 @@ def _bmm(x: torch.Tensor, weights: torch.Tensor) -> Any:
     return torch.stack(parts) if _are_tensors(parts) else NotImplemented
 
 
-def _grouped(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor | None = None, **others: Any) -> Any:
+def _grouped(
+    x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> Any:
     """Rows of `x` `[N, inputs]` in groups that end at `offs`, times the matrix `[inputs, outputs]` of each group."""
-    if x.dim() != 2 or weights.dim() != 3 or offs is None or any(value is not None for value in others.values()):
+    if x.dim() != 2 or weights.dim() != 3 or offs is None or bias is not None:
         return NotImplemented
     parts = []
     first = 0
