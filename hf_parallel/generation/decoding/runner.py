@@ -31,7 +31,6 @@ class Runner:
         self.placeholder = call.placeholder
         self.chunk_size = call.host.prefill_chunk(call.generation_config.prefill_chunk_size)
         """Maximum number of new tokens in a pass of a prefill."""
-        self._computed: set[RowGroup] = set()  # groups whose prompts are computed
         self.sampled: tuple[list[int], Part] = [], Part(torch.empty(0, dtype=torch.int64))
         """Tokens that `DecodeLoop.sample` got last, which often are the next inputs: on the host, and on the device."""
 
@@ -73,11 +72,13 @@ class Runner:
             inputs += of_group
         if not ends:
             return torch.empty(0, 0, device=self.device)
-        if not self._computed.issuperset(computed):
-            yield from self._prefill_prompts([group for group in computed if group not in self._computed])
         backlog: list[PassInputs] = []
+        unfilled: PassInputs = []
         for group in computed:
+            unfilled += group.unfilled_prompt()
             backlog += group.backlog
+        if unfilled:
+            yield from self._prefill_prompts(unfilled)
         if backlog:
             logits = yield from self._catch_up([*backlog, inputs], ends)
             for group in computed:
@@ -162,15 +163,10 @@ class Runner:
             ids = Part(to_device(tokens, self.device))
         return Pass(self.cache, segments, ids, ends, sampling)
 
-    def _prefill_prompts(self, groups: Sequence[RowGroup]) -> Steps[None]:
-        """Compute the prompts of groups."""
-        unfilled: dict[object, tuple[Segment, Sequence[int]]] = {}
-        for group in groups:
-            for segment, tokens in group.unfilled_prompt():
-                unfilled[segment.view[-1]] = segment, tokens
-        if unfilled:
-            yield from self.prefill(list(unfilled.values()))
-        self._computed.update(groups)
+    def _prefill_prompts(self, unfilled: PassInputs) -> Steps[None]:
+        """Compute the prompts of groups, each segment once: groups that share a prompt name the same ones."""
+        of_blocks = {segment.view[-1]: (segment, tokens) for segment, tokens in unfilled}
+        yield from self.prefill(list(of_blocks.values()))
 
     def _catch_up(self, passes: Sequence[PassInputs], ends: Sequence[int]) -> Steps[torch.Tensor]:
         """Compute consecutive passes in as few forward passes as the chunk size allows; return logits of the last."""
