@@ -171,7 +171,10 @@ def plan_passes(passes: Sequence[Sequence[Segment]], device: torch.device) -> Fo
                     index = int(table.start[number])
                     ahead.append((first + span.at, first + span.end, index + span.end))
         num_tokens += int(table.counts.sum())
-    pairs = _Pairs.of(of_passes)
+    by_position = sorted(numbers, key=lambda block: (block.base, block.age))
+    ranks = np.empty(len(numbers), np.int64)
+    ranks[[numbers[block] for block in by_position]] = np.arange(len(numbers))
+    pairs = _Pairs.of(of_passes, ranks)
     locations = np.array([(block.extent.origin, block.extent.capacity, block.first) for block in numbers])
     plan = _attention_plan(of_passes, pairs, locations, num_tokens, decoding, ahead)
     in_order = None
@@ -275,7 +278,11 @@ class _PassTable(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """The pairs of all passes whose blocks hold tokens, by block, in the order in which blocks are first seen."""
+    """The pairs of all passes whose blocks hold tokens, by block.
+
+    Blocks are in the order of the positions at which their tokens were computed, and at the same one by age: in this
+    order a query's results are merged, whatever other rows the pass has.
+    """
 
     blocks: np.ndarray  # int64 [B], numbers
     num_pairs: np.ndarray  # int64 [B], (segment, block) pairs of each
@@ -290,8 +297,8 @@ class _Pairs(NamedTuple):
     is_target: np.ndarray  # 1 if the segment appends to the block
 
     @classmethod
-    def of(cls, tables: Sequence[_PassTable]) -> _Pairs:
-        """Return the pairs of consecutive passes."""
+    def of(cls, tables: Sequence[_PassTable], ranks: np.ndarray) -> _Pairs:
+        """Return the pairs of consecutive passes; `ranks` int64 `[blocks]` is the place of each block in the order."""
         columns = []
         for table in tables:
             segment = table.pair_segment
@@ -312,12 +319,11 @@ class _Pairs(NamedTuple):
             )
         pairs = np.concatenate(columns, axis=1)
         pairs = pairs[:, pairs[5] > 0]
-        _, first, inverse, num_pairs = np.unique(pairs[0], return_index=True, return_inverse=True, return_counts=True)
-        by_first = np.argsort(first)
-        rank = np.empty_like(by_first)
-        rank[by_first] = np.arange(len(by_first))
-        by_block = pairs[1:, np.argsort(rank[inverse], kind="stable")]
-        return cls(pairs[0][first[by_first]], num_pairs[by_first], *by_block)
+        rank = ranks[pairs[0]]
+        by_block = np.argsort(rank, kind="stable")
+        pairs = pairs[:, by_block]
+        _, first, num_pairs = np.unique(rank[by_block], return_index=True, return_counts=True)
+        return cls(pairs[0][first], num_pairs, *pairs[1:])
 
 
 def _attention_plan(

@@ -5,9 +5,10 @@ A block is a run of tokens stored once, however many rows see it.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hf_parallel.cache.arena import Arena, Extent
 from hf_parallel.cache.images import ImageTable
@@ -31,6 +32,7 @@ class Block:
     parts: tuple[Block, Block] | None = None  # which hold its tokens, if it was divided while rows see it
     state: int = -1  # slot of a recurrent state; -1: none
     state_at: int = -1  # number of the block's tokens that the state includes; `length` if it is that of its end
+    age: int = field(default_factory=itertools.count().__next__, init=False)  # blocks that were made before it
 
     @property
     def free_slots(self) -> int:

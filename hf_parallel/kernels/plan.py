@@ -129,7 +129,8 @@ class AttentionPlan:
     extent starts at slot `block_origin` and is a contiguous `[kv_heads, block_capacity, head_dim]`; token `j` of the
     block is at index `block_first + j` of it (see `storage_row`). Several blocks may share an extent.
 
-    All arrays are NumPy `int64`. *Pairs* are (query, block) pairs sorted by block: those of block `b` are
+    All arrays are NumPy `int64`. Blocks are in the order of the positions at which their tokens were computed, which
+    is the same in every plan. *Pairs* are (query, block) pairs sorted by block: those of block `b` are
     `block_pairs[b] : block_pairs[b + 1]`.
     """
 

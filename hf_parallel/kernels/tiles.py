@@ -97,7 +97,7 @@ def make_tiles(plan: AttentionPlan) -> Tiles:
     times = _earlier_equals(blocks * plan.num_queries + plan.pair_query[computed])
     columns = np.column_stack((blocks, times, before[at], heads.reshape(len(order), -1)[at]))
     group = _groups(columns)
-    level = _levels(plan, runs, at, group)
+    level = _levels(plan.pair_query[computed], group)
     num_groups = len(level)
 
     by_level = np.argsort(level, kind="stable")
@@ -209,28 +209,13 @@ def _groups(columns: np.ndarray) -> np.ndarray:
     return np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1)
 
 
-def _levels(plan: AttentionPlan, runs: Runs, at: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return the level of each group: later than those of the blocks before it, for each of its queries.
+def _levels(query: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Return the level of each group, later than those of the groups before it in any of its queries.
 
-    Workers that see each other's blocks see them in different orders: their results are merged in the order of the
-    plan's blocks.
+    Workers that see each other's blocks see them in different orders. The order of a plan's blocks is the same for all
+    of them, and within a run it is that of the view.
     """
-    query = plan.pair_query[runs.order][at]
-    rank = at
-    if plan.rotates:
-        rotated_queries = np.zeros(plan.num_queries, bool)
-        rotated_queries[plan.pair_query[plan.pair_delta != 0]] = True
-        rank = np.where(rotated_queries[query], group, at)
-    level = _chain(query, rank, group)
-    if level is None:
-        level = _chain(query, group, group)
-    assert level is not None, "groups in ascending order have no cycle"
-    return level
-
-
-def _chain(query: np.ndarray, rank: np.ndarray, group: np.ndarray) -> np.ndarray | None:
-    """Return the length of the longest chain of groups that ends in each; None if there is a cycle."""
-    order = np.lexsort((rank, query))
+    order = np.lexsort((group, query))
     sorted_query = query[order]
     sorted_group = group[order]
     follows = np.flatnonzero(sorted_query[1:] == sorted_query[:-1])
@@ -239,13 +224,12 @@ def _chain(query: np.ndarray, rank: np.ndarray, group: np.ndarray) -> np.ndarray
     earlier = edges // max(num_groups, 1)
     later = edges % max(num_groups, 1)
     level = np.zeros(num_groups, np.int64)
-    for _ in range(num_groups + 1):
+    while True:  # edges ascend: there is no cycle
         longer = level.copy()
         np.maximum.at(longer, later, level[earlier] + 1)
         if np.array_equal(longer, level):
             return level
         level = longer
-    return None
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:

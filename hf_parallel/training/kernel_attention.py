@@ -77,6 +77,7 @@ def make_plan(examples: Sequence[ParallelExample], num_keys: int) -> AttentionPl
     """Return the plan of examples whose blocks lie one after the other in extents of `num_keys` slots."""
     origin: list[int] = []
     first: list[int] = []
+    bases: list[int] = []
     rows: list[tuple[int, ...]] = []  # block, first query, number of queries, rotation, position and visible keys
     num_queries = 0
     for number, example in enumerate(examples):
@@ -86,6 +87,7 @@ def make_plan(examples: Sequence[ParallelExample], num_keys: int) -> AttentionPl
             of_block = _parts(example.position_ids[example.block_tokens[begin : begin + length]], len(origin))
             parts.append(of_block)
             first += [begin + part.offset for part in of_block]
+            bases += [part.base for part in of_block]
             origin += [number * num_keys] * len(of_block)
             begin += length
         seen = zip(example.view_blocks.tolist(), example.view_starts.tolist(), example.view_stops.tolist(), strict=True)
@@ -108,7 +110,12 @@ def make_plan(examples: Sequence[ParallelExample], num_keys: int) -> AttentionPl
                     rows.append((part.block, num_queries + token, count, rotation, position - at, visible))
             token += count
         num_queries += token
-    return _expand(rows, np.array(origin, np.int64), np.array(first, np.int64), num_keys, num_queries)
+    by_position = np.argsort(np.array(bases, np.int64), kind="stable")  # the order of a plan's blocks
+    ranks = np.empty_like(by_position)
+    ranks[by_position] = np.arange(len(by_position))
+    rows = [(int(ranks[block]), *others) for block, *others in rows]
+    of_blocks = np.array([origin, first], np.int64).reshape(2, -1)[:, by_position]
+    return _expand(rows, of_blocks[0], of_blocks[1], num_keys, num_queries)
 
 
 def _parts(positions: np.ndarray, first_block: int) -> list[_BlockPart]:
