@@ -36,6 +36,9 @@ def schedule_dependence(model: Any) -> str:
     Computes a few hundred random tokens twice: a row alone in one pass, and the same row with its prefix in chunks,
     which other rows read, too, in chunks and steps of other sizes.
     """
+    limit = enabled(model).capabilities.num_positions
+    if limit is not None and limit < SHARED + OWN:
+        return f"its {limit} positions: {SHARED + OWN} are needed to compare schedules"
     size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     prefix, *suffixes = torch.randint(size, (SHARED + ROWS * OWN,), generator=generator).split([SHARED, *[OWN] * ROWS])

@@ -813,6 +813,9 @@ typedef struct {
     int64_t tasks, results;
 } Size;
 
+/* Most stored results of tiles of keys, in vectors: 64 MiB. Blocks that would need more are not divided. */
+#define MOST_RESULTS ((64 << 20) / (int64_t)sizeof(vec))
+
 /* Divides the blocks of a level: about four tasks for each thread. Tiles of rows share tiles of keys if there are enough;
  * otherwise the tiles of keys of a block become several tasks, whose results are stored and merged in order later. Writes the
  * tasks, unless `tasks` is NULL. */
@@ -830,8 +833,11 @@ static Size divide(const Layer *layer, const Plan *plan, int64_t level, int thre
     const int64_t part = share < LEAST_PART ? LEAST_PART : share;
     for (int64_t block = plan->level_blocks[level]; block < plan->level_blocks[level + 1]; block++) {
         const int64_t rows = rows_of(layer, plan, block), tiles = (rows + SPAN - 1) / SPAN, keys = keys_of(plan, block);
-        const int64_t key_tiles = (keys + TILE - 1) / TILE, parts = part >= key_tiles ? 1 : (key_tiles + part - 1) / part;
-        const int64_t each = (key_tiles + parts - 1) / parts * TILE, is_few = rows <= NARROW;
+        const int64_t key_tiles = (keys + TILE - 1) / TILE, is_few = rows <= NARROW;
+        const int64_t of_head = is_few ? rows * (layer->dim + 2) / LANES + 1 : (layer->dim + 2) * width_of(rows) * tiles;
+        const int64_t is_whole = part >= key_tiles || size.results + layer->kv_heads * key_tiles * of_head > MOST_RESULTS;
+        const int64_t parts = is_whole ? 1 : (key_tiles + part - 1) / part;
+        const int64_t each = (key_tiles + parts - 1) / parts * TILE;
         for (int64_t head = 0; head < layer->kv_heads; head++)
             for (int64_t tile = 0; tile < tiles; tile += sharing) {
                 const int64_t shared = smaller(sharing, tiles - tile);

@@ -26,7 +26,7 @@ from hf_parallel.kernels import AttentionParams, RotarySpec, native
 from hf_parallel.kernels.dense import matmul_attention
 from hf_parallel.kernels.rope import rotate, table_dtype
 from hf_parallel.models.cpu.elementwise import fast_layers
-from hf_parallel.models.cpu.linear import kernel_pass
+from hf_parallel.models.cpu.linear import kernel_pass, linear_backend
 from hf_parallel.models.intercept.attention import block_attention_enabled, block_attention_forward
 from hf_parallel.models.probing.capabilities import Capabilities
 from hf_parallel.training.example import ParallelExample, padded_tokens
@@ -399,6 +399,8 @@ def computes_exactly(model: nn.Module) -> bool:
     """Whether a forward pass over a layout has the bits of inference: an enabled model on a CPU, without autocast."""
     inner = unwrap(model)
     if not is_enabled(inner) or torch.is_autocast_enabled("cpu") or not native.is_available():
+        return False
+    if linear_backend(inner) != "native":
         return False
     if _drops_attention(inner):
         return False

@@ -12,7 +12,7 @@ import torch
 from random_trees import Pieces, RandomTree
 
 from hf_parallel.cache import BlockCache, Segment
-from hf_parallel.kernels import AttentionParams, AttentionPlan, native, torch_attention
+from hf_parallel.kernels import AttentionParams, AttentionPlan, RotarySpec, native, torch_attention
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CC") or "cc") is None, reason="needs a C compiler, as the kernel itself does"
@@ -113,6 +113,36 @@ def num_different(case: Case) -> int:
 def test_a_row_has_the_same_bits_in_any_schedule(case: str) -> None:
     for seed in range(12):
         assert num_different(Case(seed, **CASES[case])) == 0, f"tree {seed}"
+
+
+def test_a_worker_has_the_same_bits_with_and_without_the_others() -> None:
+    """Workers see each other's blocks in different orders, at other positions than those of their keys."""
+    rotary = RotarySpec((1.0, 0.3, 0.1))
+    params = AttentionParams(2, 0.3, rotary)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        cache = BlockCache({0: rotary})
+        lengths = torch.randint(1, 200, (4,)).tolist()
+        prompt, *own = [cache.pool.new_block(length, base=100 * number) for number, length in enumerate(lengths)]
+        views = [[prompt, *own[k + 1 :], *own[:k], mine] for k, mine in enumerate(own)]
+        for block, length in zip((prompt, *own), lengths, strict=True):
+            plan = cache.prepare([Segment([block], length)]).plan
+            keys, values = torch.randn(2, 2, length, 16)
+            cache.pool.arena.write(0, keys, values, plan)
+            cache.commit()
+        layer = cache.pool.arena.layers[0]
+        query = torch.randn(len(own), 6, 16)
+
+        def attend(workers: list[int]) -> torch.Tensor:
+            plan = cache.prepare([Segment(views[worker], 1, write=False) for worker in workers]).plan
+            out = torch_attention.TorchBackend().attend(query[workers], layer.keys, layer.values, plan, params)
+            assert is_native(plan)
+            cache.rollback()
+            return out
+
+        together = attend([0, 1, 2])
+        for workers in ([0], [1], [2], [2, 0], [1, 2]):
+            assert torch.equal(attend(workers), together[workers]), f"seed {seed}, workers {workers}"
 
 
 def test_this_would_find_tiles_at_the_boundaries_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

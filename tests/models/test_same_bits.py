@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from random_trees import Pieces, RandomTree
+from transformers import GPT2LMHeadModel
 
 import hf_parallel
 from hf_parallel.cache import BlockCache, Segment
@@ -125,6 +126,13 @@ def test_a_model_whose_code_breaks_it_is_named() -> None:
     assert not hf_parallel.is_enabled(model)
     hf_parallel.enable(model)
     assert hf_parallel.is_enabled(model)
+
+
+def test_a_model_of_few_positions_is_not_compared() -> None:
+    config = copy.deepcopy(tiny.build("gpt2").config)
+    config.n_positions = 100
+    with pytest.raises(UnsupportedModelError, match=r"because of its 100 positions: 135 are needed"):
+        hf_parallel.enable(GPT2LMHeadModel(config), batch_invariant=True)
 
 
 def test_a_model_that_is_in_use_stays_as_it_was_enabled() -> None:
