@@ -115,34 +115,41 @@ def test_a_row_has_the_same_bits_in_any_schedule(case: str) -> None:
         assert num_different(Case(seed, **CASES[case])) == 0, f"tree {seed}"
 
 
-def test_a_worker_has_the_same_bits_with_and_without_the_others() -> None:
-    """Workers see each other's blocks in different orders, at other positions than those of their keys."""
-    rotary = RotarySpec((1.0, 0.3, 0.1))
-    params = AttentionParams(2, 0.3, rotary)
-    for seed in range(8):
+class Workers:
+    """Workers that see each other's blocks in different orders, at other positions than those of their keys."""
+
+    def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        cache = BlockCache({0: rotary})
+        rotary = RotarySpec((1.0, 0.3, 0.1))
+        self.params = AttentionParams(2, 0.3, rotary)
+        self.cache = BlockCache({0: rotary})
         lengths = torch.randint(1, 200, (4,)).tolist()
-        prompt, *own = [cache.pool.new_block(length, base=100 * number) for number, length in enumerate(lengths)]
-        views = [[prompt, *own[k + 1 :], *own[:k], mine] for k, mine in enumerate(own)]
-        for block, length in zip((prompt, *own), lengths, strict=True):
-            plan = cache.prepare([Segment([block], length)]).plan
+        blocks = [self.cache.pool.new_block(length, base=100 * number) for number, length in enumerate(lengths)]
+        for block, length in zip(blocks, lengths, strict=True):
+            plan = self.cache.prepare([Segment([block], length)]).plan
             keys, values = torch.randn(2, 2, length, 16)
-            cache.pool.arena.write(0, keys, values, plan)
-            cache.commit()
-        layer = cache.pool.arena.layers[0]
-        query = torch.randn(len(own), 6, 16)
+            self.cache.pool.arena.write(0, keys, values, plan)
+            self.cache.commit()
+        prompt, *own = blocks
+        self.views = [[prompt, *own[k + 1 :], *own[:k], mine] for k, mine in enumerate(own)]
+        self.query = torch.randn(len(own), 6, 16)
 
-        def attend(workers: list[int]) -> torch.Tensor:
-            plan = cache.prepare([Segment(views[worker], 1, write=False) for worker in workers]).plan
-            out = torch_attention.TorchBackend().attend(query[workers], layer.keys, layer.values, plan, params)
-            assert is_native(plan)
-            cache.rollback()
-            return out
+    def attend(self, workers: list[int]) -> torch.Tensor:
+        """Attention of the last tokens of some workers."""
+        plan = self.cache.prepare([Segment(self.views[worker], 1, write=False) for worker in workers]).plan
+        layer = self.cache.pool.arena.layers[0]
+        out = torch_attention.TorchBackend().attend(self.query[workers], layer.keys, layer.values, plan, self.params)
+        assert is_native(plan)
+        self.cache.rollback()
+        return out
 
-        together = attend([0, 1, 2])
-        for workers in ([0], [1], [2], [2, 0], [1, 2]):
-            assert torch.equal(attend(workers), together[workers]), f"seed {seed}, workers {workers}"
+
+def test_a_worker_has_the_same_bits_with_and_without_the_others() -> None:
+    for seed in range(8):
+        workers = Workers(seed)
+        together = workers.attend([0, 1, 2])
+        for some in ([0], [1], [2], [2, 0], [1, 2]):
+            assert torch.equal(workers.attend(some), together[some]), f"seed {seed}, workers {some}"
 
 
 def test_this_would_find_tiles_at_the_boundaries_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
