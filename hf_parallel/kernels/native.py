@@ -12,9 +12,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -380,8 +383,59 @@ def unavailable_reason() -> str:
     return _load()[1]
 
 
+def run_program(program: ctypes.Array[Any], length: int, values: ctypes.Array[Any], tokens: int, threads: int) -> bool:
+    """Run instructions; see `hf_parallel.kernels.program`. Returns whether memory ran out."""
+    library = _compiled_library()
+    assert library is not None, "is_available() was not checked"
+    return bool(library.run_program(program, length, values, tokens, threads))
+
+
+class _Recording(threading.local):
+    """Who listens to the kernels' calls in a thread."""
+
+    library: Any = None
+
+
+_recording = _Recording()
+
+
+class _RecordedLibrary:
+    """Calls the kernels and reports each call."""
+
+    def __init__(self, library: ctypes.CDLL, report: Callable[[str, tuple[Any, ...]], None]) -> None:
+        self._library = library
+        self._report = report
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, name)
+
+        def call(*arguments: Any) -> Any:
+            result = function(*arguments)
+            self._report(name, arguments)
+            return result
+
+        return call
+
+
+@contextmanager
+def calls_reported(report: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Report the name and arguments of each call of a kernel by this thread."""
+    library = _compiled_library()
+    assert library is not None, "is_available() was not checked"
+    _recording.library = _RecordedLibrary(library, report)
+    try:
+        yield
+    finally:
+        _recording.library = None
+
+
+def _library() -> Any:
+    """The compiled kernels, see `_compiled_library`, or what reports their calls in this thread."""
+    return _recording.library or _compiled_library()
+
+
 @lru_cache
-def _library() -> ctypes.CDLL | None:
+def _compiled_library() -> ctypes.CDLL | None:
     """The compiled kernels; None if they are disabled or, after one warning, not available."""
     library, reason = _load()
     if library is None and os.environ.get(NATIVE_VARIABLE) != "0":
@@ -419,6 +473,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     heads = pointer, pointer, size, size, size
     library.rotate_heads.argtypes = [*heads, *heads, pointer, pointer, *[size] * 4, ctypes.c_int]
     library.rotate_heads.restype = None
+    library.run_program.argtypes = [pointer, size, pointer, size, ctypes.c_int]
+    library.run_program.restype = ctypes.c_int
     library.are_probabilities.argtypes = [pointer, size, size]
     library.are_probabilities.restype = ctypes.c_int
     library.multinomial.argtypes = [pointer, pointer, size, size, pointer]

@@ -121,14 +121,7 @@ class TorchBackend:
         rotary = params.rotary if plan.rotates else None
         latent = params.latent
         dims = query.shape[1], params.num_kv_heads, keys.shape[1], values.shape[1]
-        # The rotary embedding by identity: layers share equal ones, and hashing its frequencies takes time.
-        kind = None if latent is None else latent.expands
-        key = *dims, id(rotary), kind, query.dtype, query.device
-        calls: _NativeLayer | _LayerCalls | None = plan.derived.get(key)
-        if calls is None:
-            expands_from = None if latent is None or not latent.expands else _expands_from(latent)
-            shape = _DenseShape(*dims, rotary, latent is not None, expands_from, query.dtype, query.device)
-            calls = plan.cached(key, lambda: _layer_calls(plan, shape))
+        calls = _calls_of(plan, dims, params, query.dtype, query.device)
         if isinstance(calls, _NativeLayer):
             settings = calls.native, params.num_kv_heads, params.scale, params.sinks, params.softcap
             if latent is None:
@@ -224,6 +217,39 @@ def write_rows(plan: AttentionPlan, num_kv_heads: int, device: torch.device) -> 
     heads = np.arange(num_kv_heads, dtype=np.int64)[:, None]
     rows = storage_row(plan.write_origin, plan.write_capacity, plan.write_index, num_kv_heads, heads)
     return to_device(rows.reshape(-1), device)
+
+
+def _calls_of(
+    plan: AttentionPlan,
+    dims: tuple[int, int, int, int],
+    params: AttentionParams,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _NativeLayer | _LayerCalls:
+    """Return the calls of a plan for a layer; `dims`: heads, KV heads, and the sizes of stored keys and values."""
+    rotary = params.rotary if plan.rotates else None
+    latent = params.latent
+    # The rotary embedding by identity: layers share equal ones, and hashing its frequencies takes time.
+    kind = None if latent is None else latent.expands
+    key = *dims, id(rotary), kind, dtype, device
+    calls: _NativeLayer | _LayerCalls | None = plan.derived.get(key)
+    if calls is None:
+        expands_from = None if latent is None or not latent.expands else _expands_from(latent)
+        shape = _DenseShape(*dims, rotary, latent is not None, expands_from, dtype, device)
+        calls = plan.cached(key, lambda: _layer_calls(plan, shape))
+    return calls
+
+
+def native_plan(
+    plan: AttentionPlan,
+    dims: tuple[int, int, int, int],
+    params: AttentionParams,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> native.NativePlan | None:
+    """Return a plan as the C kernel reads it for a layer, None if PyTorch computes it; arguments as of `_calls_of`."""
+    calls = _calls_of(plan.windowed(params.window, params.chunk), dims, params, dtype, device)
+    return calls.native if isinstance(calls, _NativeLayer) else None
 
 
 def _layer_calls(plan: AttentionPlan, shape: _DenseShape) -> _NativeLayer | _LayerCalls:

@@ -20,6 +20,7 @@ from hf_parallel.models.cpu.linear import kernel_pass
 from hf_parallel.models.decode.compiled import compiled_layers, num_moves
 from hf_parallel.models.decode.cuda_graph import DecodeGraphs
 from hf_parallel.models.decode.dense import dense_logits
+from hf_parallel.models.decode.program import DecodePrograms, StepProgram, record_step, supports
 from hf_parallel.models.images import image_arguments
 from hf_parallel.models.intercept.attention import block_attention_enabled
 from hf_parallel.models.intercept.mixers import (
@@ -58,8 +59,10 @@ class CachedModel:
         cuda_graph: bool,
         compile: bool | None = None,  # noqa: A002 (the name of the setting)
         steps: float = math.inf,
+        programs: bool = True,
     ) -> None:
         self.model = model
+        self._capabilities = capabilities
         self.cache = cache
         self.device = execution_device(model)
         cache.reads = capabilities.reads
@@ -92,6 +95,15 @@ class CachedModel:
                 "decode steps of layers that cache latents, count positions or attend by themselves run uncompiled"
             )
         self._num_moves = num_moves(model)
+        has_program = programs and not is_eager and not self._scaled and not compile
+        if has_program and supports(model, self.device):
+            self.programs: DecodePrograms | None = DecodePrograms(model, cache, self._record_program)
+        else:
+            self.programs = None
+
+    def _record_program(self) -> StepProgram:
+        cache = BlockCache(self.cache.rotary, self.device)
+        return record_step(self.model, CachedModel(self.model, self._capabilities, cache, False, programs=False))
 
     def logits(self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None) -> torch.Tensor:
         """Run the prepared pass over packed tokens `ids`, `int64 [T]` on the device.
@@ -103,6 +115,8 @@ class CachedModel:
         if keep is not None or not forward.is_decode_step or forward.images:
             wanted = None if keep is None else to_device(keep, self.device)
             return self._forward(ids, forward.position_ids, wanted, forward.images)
+        if self.programs is not None:
+            return self.programs.logits(self._decode, forward, ids)
         if self.graphs is None or (self._scaled and forward.plan.rotates):
             return self._decode(ids, forward.position_ids)
         if self._num_moves != num_moves(self.model):  # by another call, while a session kept its graphs

@@ -1,0 +1,416 @@
+"""Decode steps as programs: what the modules of a model compute in a step, in one call without Python.
+
+The step of a small model spends more time between its kernels than in them. A step of two rows and one of three are
+recorded (`recording.py`); what differs between them depends on the number of rows, so that one program serves any. It
+has the same bits as the modules: this is tried with other rows when it is made, and in the first step of each call,
+which both compute. Models whose steps have operations that a program does not know keep their modules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from hf_parallel.cache import BlockCache, ForwardPass, Segment
+from hf_parallel.cache.placement import all_modules
+from hf_parallel.kernels import native
+from hf_parallel.kernels.program import ROLES, Instruction, Operand, Program, Writes, lay_out
+from hf_parallel.kernels.torch_attention import native_plan
+from hf_parallel.models.cpu.linear import kernel_pass, pass_library
+from hf_parallel.models.decode.recording import UNKNOWN, Call, LayerCall, Place, Recording, RotaryCall, struct_address
+from hf_parallel.models.intercept.rotary import rotary_modules
+
+STEPS_BEFORE = 16
+"""Decode steps of a model before a program is made of them, which takes as long as some of these steps."""
+MAX_ROWS = 256
+"""Rows of a step beyond which the time between kernels does not matter."""
+_PROMPT = 5  # tokens of the rows that are recorded
+_RECORDED = (2, 3)
+_TRIED = (1, 4)  # rows with which the program is compared
+
+RunModel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From token ids and positions, `int64 [T]` each, to logits `[T, vocabulary]`."""
+_logger = logging.get_logger(__name__)
+
+
+class _NoProgramError(Exception):
+    """A step that cannot become a program, with the reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepProgram:
+    """A program with what it needs from each step.
+
+    `names` are the values of the program's table by name, in order.
+    """
+
+    program: Program
+    names: list[Any]
+    bytes_per_token: int
+    rotary: list[RotaryCall]
+    layer_calls: dict[int, LayerCall]  # by number of the plan among `names`
+    vocabulary: int
+
+    def run(self, cache: BlockCache, forward: ForwardPass, ids: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
+        """Run the prepared step; `workspace` has `bytes_per_token` for each of `ids`, `int64 [T]`."""
+        rows = len(ids)
+        position_ids = forward.position_ids
+        logits = torch.empty(rows, self.vocabulary)
+        writes = Writes.of(forward.plan)
+        known: dict[Any, int] = {
+            "workspace": workspace.data_ptr(),
+            "ids": ids.data_ptr(),
+            "positions": position_ids.data_ptr(),
+            "logits": logits.data_ptr(),
+            ("writes",): writes.address,
+        }
+        kept = []
+        for number, call in enumerate(self.rotary):
+            for index, table in enumerate(_rotary_results(call, position_ids)):
+                kept.append(table)
+                known["rotary", number, index] = table.data_ptr()
+        for number, layer_call in self.layer_calls.items():
+            plan = native_plan(forward.plan, layer_call.dims, layer_call.params, torch.float32, ids.device)
+            assert plan is not None, "the kernel computes every decode step of these layers"
+            known["plan", number] = struct_address(plan.struct)
+        layers = cache.pool.arena.layers
+        values = []
+        for name in self.names:
+            value = known.get(name)
+            if value is None:
+                kind, layer = name
+                value = (layers[layer].keys if kind == "keys" else layers[layer].values).data_ptr()
+            values.append(value)
+        self.program.run(values, rows)
+        return logits
+
+
+def _rotary_results(call: RotaryCall, position_ids: torch.Tensor) -> list[torch.Tensor]:
+    """Compute cosines and sines for other positions than those of the recorded call."""
+
+    def replaced(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return position_ids[None] if value.dtype == torch.int64 else value[:, :1]
+
+    args, kwargs = call.arguments
+    results = call.module(*map(replaced, args), **{name: replaced(value) for name, value in kwargs.items()})
+    return [result.contiguous() for result in results]
+
+
+@dataclass(eq=False)
+class _OfModel:
+    """What is known of a model's steps."""
+
+    steps: int = 0  # of all calls
+    program: StepProgram | None = None
+    reason: str = ""  # why there is none
+
+
+_of_models: WeakKeyDictionary[nn.Module, _OfModel] = WeakKeyDictionary()
+
+
+def why_no_program(model: PreTrainedModel) -> str:
+    """Return why the modules of a model compute its decode steps; empty if a program does, or will do so."""
+    known = _of_models.get(model)
+    return "" if known is None else known.reason
+
+
+class DecodePrograms:
+    """The program of a model's decode steps, for one cache."""
+
+    def __init__(self, model: PreTrainedModel, cache: BlockCache, record: Callable[[], StepProgram]) -> None:
+        self._model = model
+        self._cache = cache
+        self._record = record
+        self._of_model = _of_models.setdefault(model, _OfModel())
+        self._tried = False  # whether the program was compared with the modules in this call
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._hooks: list[dict[int, Any]] = []
+        for module in all_modules(model):
+            self._hooks += (module._forward_hooks, module._forward_pre_hooks)
+
+    def logits(self, run_model: RunModel, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
+        """Compute the logits `[T, vocabulary]` of the prepared decode step for `ids`, `int64 [T]`."""
+        known = self._of_model
+        known.steps += 1
+        if known.steps == STEPS_BEFORE:
+            self._make()
+        program = known.program
+        if program is None or not self._can_run(step, len(ids)):
+            return run_model(ids, step.position_ids)
+        needed = program.bytes_per_token * len(ids)
+        if len(self._workspace) < needed:
+            self._workspace = torch.empty(needed, dtype=torch.uint8)
+        if self._tried:
+            return program.run(self._cache, step, ids, self._workspace)
+        expected = run_model(ids, step.position_ids)
+        self._tried = True
+        if not _are_same(expected, lambda: program.run(self._cache, step, ids, self._workspace)):
+            known.program = None  # the model has changed since it was recorded
+            known.steps = 0
+        return expected
+
+    def _can_run(self, step: ForwardPass, rows: int) -> bool:
+        if rows > MAX_ROWS or step.position_ids.dim() != 1 or any(self._hooks):
+            return False
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return False
+        return self._cache.pool.arena.quantized is None
+
+    def _make(self) -> None:
+        known = self._of_model
+        try:
+            known.program = self._record()
+        except _NoProgramError as error:
+            known.reason = str(error)
+            _logger.debug(f"decode steps of {type(self._model).__name__} are computed by its modules: {known.reason}")
+
+
+def _are_same(expected: torch.Tensor, compute: Callable[[], torch.Tensor]) -> bool:
+    result = compute()
+    return result.shape == expected.shape and torch.equal(result, expected)
+
+
+def record_step(model: PreTrainedModel, cached_model: Any) -> StepProgram:
+    """Return the program of a model's decode steps; `cached_model` runs it over a new cache, without programs.
+
+    Raises `_NoProgramError` with the reason if there is none.
+    """
+    runs = _Runs(model, cached_model)
+    recordings = [runs.recorded(rows) for rows in _RECORDED]
+    program = _joined(*recordings)
+    for rows in _TRIED:
+        forward, ids, expected = runs.step(rows)
+        workspace = torch.empty(program.bytes_per_token * rows, dtype=torch.uint8)
+        try:
+            is_same = _are_same(expected, lambda: program.run(runs.cache, forward, ids, workspace))  # noqa: B023
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # of a module that computes cosines
+            raise _NoProgramError(f"its rotary embedding cannot be computed alone ({error})") from error
+        if not is_same:
+            raise _NoProgramError(f"a program of its operations has other results for {rows} rows")
+    return program
+
+
+@dataclass(eq=False)
+class _Runs:
+    """Decode steps over rows of random tokens."""
+
+    model: PreTrainedModel
+    cached_model: Any
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def __post_init__(self) -> None:
+        self.cache: BlockCache = self.cached_model.cache
+        (self.prompt,) = self.cache.pool.new_blocks(1, _PROMPT)
+        forward = self.cache.prepare([Segment([self.prompt], _PROMPT)])
+        self.cached_model.logits(forward, self._ids(_PROMPT), None)
+        self.cache.commit()
+
+    def _ids(self, count: int) -> torch.Tensor:
+        size = self.model.config.get_text_config(decoder=True).vocab_size
+        return torch.randint(size, (count,), generator=self.generator)
+
+    def step(self, rows: int) -> tuple[ForwardPass, torch.Tensor, torch.Tensor]:
+        """Compute a step by the modules. Return it, its tokens and logits."""
+        blocks = self.cache.pool.new_blocks(rows, 4, base=_PROMPT)
+        forward = self.cache.prepare([Segment([self.prompt, block], 1) for block in blocks])
+        ids = self._ids(rows)
+        logits = self.cached_model.logits(forward, ids, None)
+        self.cache.commit()
+        return forward, ids, logits
+
+    def recorded(self, rows: int) -> _Recorded:
+        """Record a step."""
+        blocks = self.cache.pool.new_blocks(rows, 4, base=_PROMPT)
+        forward = self.cache.prepare([Segment([self.prompt, block], 1) for block in blocks])
+        ids = self._ids(rows)
+        recording = Recording(self.model, self.cache)
+        with recording.recorded(rotary_modules(self.model)):
+            logits = self.cached_model.logits(forward, ids, None)
+        self.cache.commit()
+        names: list[tuple[Any, torch.Tensor]] = [("ids", ids), ("positions", forward.position_ids), ("logits", logits)]
+        for number, call in enumerate(recording.rotary):
+            names += [(("rotary", number, index), result) for index, result in enumerate(call.results)]
+        for number, layer in self.cache.pool.arena.layers.items():
+            names += [(("keys", number), layer.keys), (("values", number), layer.values)]
+        if not logits.is_contiguous() or logits.storage_offset() or logits.dtype != torch.float32:
+            raise _NoProgramError("its logits are not computed in float32")
+        return _Recorded(rows, recording, *recording.located(names), logits)
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    rows: int
+    recording: Recording
+    calls: list[Call]
+    buffers: dict[Any, torch.UntypedStorage]
+    logits: torch.Tensor
+
+
+def _joined(first: _Recorded, second: _Recorded) -> StepProgram:
+    """Return the program that computes both steps."""
+    live = _needed(first.calls)
+    if [call.operation for call in live] != [call.operation for call in _needed(second.calls)]:
+        raise _NoProgramError("its operations depend on the number of rows")
+    written = {place.of for call in live for place in call.addresses("w") if place is not None}
+    uses: dict[Any, tuple[int, int]] = {}
+    for number, call in enumerate(live):
+        for place in (*call.addresses("r"), *call.addresses("w")):
+            if place is not None and place.of in written and place.of in first.buffers:
+                uses[place.of] = (uses.get(place.of, (number,))[0], number)
+    sizes = {}
+    for buffer in uses:
+        size = _symbolic(first.buffers[buffer].nbytes(), second.buffers[buffer].nbytes(), first.rows, second.rows)
+        if size[1]:
+            raise _NoProgramError("a buffer does not grow with the number of rows")
+        sizes[buffer] = size[0]
+    layout = lay_out(sizes, uses)
+    builder = _Builder(first, second, layout.starts, first.buffers)
+    instructions = [builder.instruction(*calls) for calls in zip(live, _needed(second.calls), strict=True)]
+    kept = [first.buffers[name] for name in builder.constants]
+    templates = [first.recording.templates[number] for number in builder.templates]
+    for number in builder.templates:
+        _check_templates(first.recording.templates[number], second.recording.templates[number])
+    return StepProgram(
+        Program(instructions, [*kept, *templates, first.recording]),
+        builder.names,
+        max(layout.size, 1),
+        _rotary_calls(first.recording.rotary),
+        {number: first.recording.layer_calls[number] for number in builder.plans},
+        first.logits.shape[1],
+    )
+
+
+def _rotary_calls(calls: Sequence[RotaryCall]) -> list[RotaryCall]:
+    for call in calls:
+        for value in (*call.arguments[0], *call.arguments[1].values()):
+            if isinstance(value, torch.Tensor) and value.dim() < 2:
+                raise _NoProgramError("its rotary embedding has arguments that are not known")
+    return [RotaryCall(call.module, call.arguments) for call in calls]
+
+
+def _needed(calls: Sequence[Call]) -> list[Call]:
+    """Return the calls on which logits or stored keys depend. Raises `_NoProgramError` if one is unknown."""
+    needed: set[Any] = {"logits"}
+    found = []
+    for call in reversed(calls):
+        writes = [place.of for place in call.addresses("w") if place is not None]
+        if call.operation != "append" and needed.isdisjoint(writes):
+            continue
+        if call.operation == UNKNOWN:
+            raise _NoProgramError(f"{call.what} is no operation of a program")
+        found.append(call)
+        needed.update(place.of for place in call.addresses("r") if place is not None)
+    return found[::-1]
+
+
+def _symbolic(a: int, b: int, first: int, second: int) -> tuple[int, int]:
+    """Return (per token, constant) of a number that is `a` for `first` tokens and `b` for `second`."""
+    per_token, rest = divmod(b - a, second - first)
+    constant = a - per_token * first
+    if rest or (per_token and constant):
+        raise _NoProgramError("a size does not grow with the number of rows")
+    return per_token, constant
+
+
+@dataclass(eq=False)
+class _Builder:
+    """Makes instructions of two recorded calls each."""
+
+    first: _Recorded
+    second: _Recorded
+    starts: Any  # of buffers in the workspace, in bytes per token
+    storages: dict[Any, torch.UntypedStorage]
+    names: list[Any] = field(default_factory=list)
+    constants: list[Any] = field(default_factory=list)
+    templates: list[int] = field(default_factory=list)
+    plans: list[int] = field(default_factory=list)
+
+    def instruction(self, call: Call, other: Call) -> Instruction:
+        """Return the instruction of a call."""
+        operands = []
+        for role, a, b in zip(ROLES[call.operation], call.operands, other.operands, strict=True):
+            if role in "rw":
+                operands.append(self._address(a, b))
+            else:
+                per_token, constant = (0, a) if a == b else self._number(a, b)
+                operands.append(Operand(-1, per_token, constant))
+        return Instruction(call.operation, operands)
+
+    def _number(self, a: int, b: int) -> tuple[int, int]:
+        return _symbolic(a, b, self.first.rows, self.second.rows)
+
+    def _address(self, a: Place | None, b: Place | None) -> Operand:
+        if a is None or b is None:
+            if a is not b:
+                raise _NoProgramError("an operand is absent for some numbers of rows")
+            return Operand(-1, 0, 0)
+        if a.of != b.of:
+            raise _NoProgramError("operands change with the number of rows")
+        per_token, constant = (0, a.offset) if a.offset == b.offset else self._number(a.offset, b.offset)
+        if a.of in self.starts:
+            return Operand(self._value("workspace"), self.starts[a.of] + per_token, constant)
+        if a.of in self.storages:  # which nothing writes
+            if self.storages[a.of].data_ptr() != self.second.buffers[a.of].data_ptr():
+                self._check_equal(a.of)
+            self.constants.append(a.of)
+            return Operand(-1, per_token, constant + self.storages[a.of].data_ptr())
+        if a.of[0] == "template":
+            self.templates.append(a.of[1])
+            return Operand(-1, 0, struct_address(self.first.recording.templates[a.of[1]]))
+        return Operand(self._value(self._named(a.of)), per_token, constant)
+
+    def _named(self, name: Any) -> Any:
+        """Return the name of a value; layers that read alike share a plan."""
+        if name[0] != "plan":
+            return name
+        layer_calls = self.first.recording.layer_calls
+        mine = layer_calls[name[1]]
+        for number in self.plans:
+            if _read_alike(layer_calls[number], mine):
+                return "plan", number
+        self.plans.append(name[1])
+        return name
+
+    def _check_equal(self, name: Any) -> None:
+        """Raise `_NoProgramError` unless a number that the step makes anew is the same for any number of rows."""
+        one, other = self.storages[name], self.second.buffers[name]
+        if one.nbytes() != other.nbytes() or one.tolist() != other.tolist():
+            raise _NoProgramError("a tensor that is made anew in each step depends on the number of rows")
+
+    def _value(self, name: Any) -> int:
+        if name not in self.names:
+            self.names.append(name)
+        return self.names.index(name)
+
+
+def _read_alike(one: LayerCall, other: LayerCall) -> bool:
+    """Whether two layers have the same plan."""
+    settings = [(call.dims, call.params.window, call.params.chunk, id(call.params.rotary)) for call in (one, other)]
+    return settings[0] == settings[1]
+
+
+def _check_templates(one: Any, other: Any) -> None:
+    """Raise `_NoProgramError` unless two calls of the attention kernel differ in their number of rows alone."""
+    for name in ("query_token", "query_head", "heads", "kv_heads", "lead", "dim", "scale", "softcap", "sinks"):
+        if getattr(one, name) != getattr(other, name):
+            raise _NoProgramError(f"attention's {name} depends on the number of rows")
+    if one.lead or one.storage.format or one.quantized.keys:
+        raise _NoProgramError("keys are not stored in float32")
+
+
+def supports(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether programs of a model's decode steps are worth trying: on a CPU with the C kernels."""
+    if device.type != "cpu" or not native.is_available() or model.dtype != torch.float32:
+        return False
+    with kernel_pass():
+        return pass_library.get() == "native"
