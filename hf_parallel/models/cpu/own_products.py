@@ -19,6 +19,7 @@ from hf_parallel.cache.placement import all_modules
 from hf_parallel.kernels import native
 from hf_parallel.models.cpu.gates import GATES, names_in
 from hf_parallel.models.cpu.linear import PACKINGS, is_computable, is_computed, product
+from hf_parallel.models.cpu.packed import PackedLinear
 from hf_parallel.models.intercept.modules import Forward
 
 _KEYWORDS = {"weight", "bias", "offs"}
@@ -38,7 +39,7 @@ def own_products(model: nn.Module) -> Iterator[tuple[nn.Module, Forward]]:
 def _multiplies(module: nn.Module) -> bool:
     """Whether a module's own code multiplies by matrices, of the module or of its parts."""
     kind = type(module)
-    if kind in (nn.Linear, Conv1D) or isinstance(module, _WITHOUT_PRODUCTS):
+    if kind in (nn.Linear, Conv1D, PackedLinear) or isinstance(module, _WITHOUT_PRODUCTS):
         return False
     names = names_in(kind.forward)
     if "linear" in names and not names.isdisjoint({"F", "functional"}):
