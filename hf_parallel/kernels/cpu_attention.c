@@ -910,11 +910,12 @@ int attend(const Layer *layer, const Plan *plan, int threads) {
     return 0;
 }
 
-/* `attend` for a layer like `template`, at other addresses. */
-int attend_layer(const Layer *template, const float *query, float *out, float *best, float *total, const void *keys,
-                 const void *values, int64_t tokens, const Plan *plan, int threads) {
+/* `attend` for a layer like `template`, at other addresses, for another number of tokens. */
+int attend_layer(const Layer *template, const float *query, int64_t query_token, int64_t query_head, float *out, float *best,
+                 float *total, const void *keys, const void *values, int64_t tokens, const Plan *plan, int threads) {
     Layer layer = *template;
-    layer.query = query, layer.out = out, layer.best = best, layer.total = total, layer.tokens = tokens;
+    layer.query = query, layer.query_token = query_token, layer.query_head = query_head;
+    layer.out = out, layer.best = best, layer.total = total, layer.tokens = tokens;
     layer.storage.keys = keys, layer.storage.values = values;
     return attend(&layer, plan, threads);
 }

@@ -25,11 +25,11 @@ void activate(int kind, const float *x, float *out, int64_t n, int threads);
 void rotate_heads(const float *query, float *query_out, int64_t heads, int64_t query_token, int64_t query_head,
                   const float *key, float *key_out, int64_t kv_heads, int64_t key_token, int64_t key_head, const float *cos,
                   const float *sin, int64_t tokens, int64_t dim, int64_t rotated, int64_t interleaved, int threads);
-int attend_layer(const void *template, const float *query, float *out, float *best, float *total, const void *keys,
-                 const void *values, int64_t tokens, const void *plan, int threads);
+int attend_layer(const void *template, const float *query, int64_t query_token, int64_t query_head, float *out, float *best,
+                 float *total, const void *keys, const void *values, int64_t tokens, const void *plan, int threads);
 
 /* In the order of `program.py`. */
-enum { LINEAR, LINEAR_INT8, UNPACK, RMS_NORM, ACTIVATE, ROTATE_HEADS, ATTEND, APPEND, TAKE_ROWS, COPY, ADD, SUBTRACT, MULTIPLY };
+enum { LINEAR, LINEAR_INT8, UNPACK, RMS_NORM, ACTIVATE, ROTATE_HEADS, ATTEND, APPEND, TAKE_ROWS, COPY, ADD, SUBTRACT, MULTIPLY, DIVIDE };
 
 typedef struct {
     int64_t table; /* index in `values`; -1: none */
@@ -76,11 +76,12 @@ static inline __attribute__((always_inline)) void combine_row(int operation, con
         if (operation == ADD) result = x + b[i * b_step];
         if (operation == SUBTRACT) result = x - b[i * b_step];
         if (operation == MULTIPLY) result = x * b[i * b_step];
+        if (operation == DIVIDE) result = x / b[i * b_step];
         out[i * out_step] = result;
     }
 }
 
-/* out = a, a + b, a - b or a * b over four dimensions, each with a number of elements between neighbours. */
+/* out = a, a + b, a - b, a * b or a / b over four dimensions, each with a number of elements between neighbours. */
 static inline __attribute__((always_inline)) void combine(int operation, const float *a, const float *b, float *out, const int64_t *sizes,
                                                           const int64_t *as, const int64_t *bs, const int64_t *outs, int threads) {
     const int64_t rows = sizes[0] * sizes[1] * sizes[2], n = sizes[3];
@@ -124,8 +125,8 @@ int run_program(const Instruction *program, int64_t length, const int64_t *value
                              AT(float, 10), AT(float, 11), v[12], v[13], v[14], v[15], threads);
                 break;
             case ATTEND:
-                has_failed = attend_layer(AT(void, 0), AT(float, 1), AT(float, 2), AT(float, 3), AT(float, 4), AT(void, 5),
-                                          AT(void, 6), v[7], AT(void, 8), threads);
+                has_failed = attend_layer(AT(void, 0), AT(float, 1), v[2], v[3], AT(float, 4), AT(float, 5), AT(float, 6),
+                                          AT(void, 7), AT(void, 8), v[9], AT(void, 10), threads);
                 break;
             case APPEND: append(AT(float, 0), v[1], v[2], v[3], v[4], AT(float, 5), AT(Writes, 6)); break;
             case TAKE_ROWS: take_rows(AT(uint8_t, 0), AT(int64_t, 1), AT(uint8_t, 2), v[3], v[4]); break;
@@ -135,6 +136,7 @@ int run_program(const Instruction *program, int64_t length, const int64_t *value
             case ADD: COMBINE(ADD); break;
             case SUBTRACT: COMBINE(SUBTRACT); break;
             case MULTIPLY: COMBINE(MULTIPLY); break;
+            case DIVIDE: COMBINE(DIVIDE); break;
             default: return 1;
         }
         if (has_failed) return 1;

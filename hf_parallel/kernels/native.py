@@ -390,13 +390,13 @@ def run_program(program: ctypes.Array[Any], length: int, values: ctypes.Array[An
     return bool(library.run_program(program, length, values, tokens, threads))
 
 
-class _Recording(threading.local):
+class _KernelListener(threading.local):
     """Who listens to the kernels' calls in a thread."""
 
     library: Any = None
 
 
-_recording = _Recording()
+_recording = _KernelListener()
 
 
 class _RecordedLibrary:

@@ -42,13 +42,14 @@ OPERATIONS = tuple(
         ("rms_norm", "rrwiiff"),
         ("activate", "irwi"),
         ("rotate_heads", "rwiiirwiiirriiii"),
-        ("attend", "rrwwwrrir"),
+        ("attend", "rriiwwwrrir"),
         ("append", "riiiiwr"),
         ("take_rows", "rrwii"),
         ("copy", _COMBINED),
         ("add", _COMBINED),
         ("subtract", _COMBINED),
         ("multiply", _COMBINED),
+        ("divide", _COMBINED),
     )
 )
 """In the order of `cpu_program.c`."""
@@ -93,14 +94,14 @@ class _WritesStruct(ctypes.Structure):
 
 
 @dataclass(frozen=True, eq=False)
-class Writes:
+class StepWrites:
     """Where the new tokens of a step are stored, as a C struct; keeps the arrays."""
 
     struct: _WritesStruct
     plan: AttentionPlan
 
     @classmethod
-    def of(cls, plan: AttentionPlan) -> Writes:
+    def of(cls, plan: AttentionPlan) -> StepWrites:
         """Return the writes of a plan, whose arrays are contiguous."""
         arrays = (plan.write_query, plan.write_origin, plan.write_capacity, plan.write_index)
         addresses = [array.ctypes.data for array in arrays]
@@ -136,14 +137,14 @@ class Program:
             raise MemoryError(f"a decode step of {tokens} tokens cannot allocate its memory")
 
 
-class Layout(NamedTuple):
+class BufferPlaces(NamedTuple):
     """Places of buffers in a workspace, in bytes per token, and its size."""
 
     starts: Mapping[Any, int]
     size: int
 
 
-def lay_out(sizes: Mapping[Any, int], uses: Mapping[Any, tuple[int, int]]) -> Layout:
+def lay_out(sizes: Mapping[Any, int], uses: Mapping[Any, tuple[int, int]]) -> BufferPlaces:
     """Place buffers of `sizes` bytes per token so that those in use at once do not overlap.
 
     `uses`: the first and the last instruction that uses each. A buffer gets the first gap that is large enough.
@@ -164,4 +165,4 @@ def lay_out(sizes: Mapping[Any, int], uses: Mapping[Any, tuple[int, int]]) -> La
             place = max(place, stop)
         starts[buffer] = place
         size = max(size, place + needed)
-    return Layout(starts, size)
+    return BufferPlaces(starts, size)

@@ -97,11 +97,12 @@ class CachedModel:
         self._num_moves = num_moves(model)
         has_program = programs and not is_eager and not self._scaled and not compile
         if has_program and supports(model, self.device):
-            self.programs: DecodePrograms | None = DecodePrograms(model, cache, self._record_program)
+            self.programs: DecodePrograms | None = DecodePrograms(model, cache, self.record_program)
         else:
             self.programs = None
 
-    def _record_program(self) -> StepProgram:
+    def record_program(self) -> StepProgram:
+        """Return the program of the model's decode steps. Raises `NoProgramError` with the reason if there is none."""
         cache = BlockCache(self.cache.rotary, self.device)
         return record_step(self.model, CachedModel(self.model, self._capabilities, cache, False, programs=False))
 

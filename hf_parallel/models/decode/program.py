@@ -8,7 +8,6 @@ which both compute. Models whose steps have operations that a program does not k
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +19,21 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_parallel.cache import BlockCache, ForwardPass, Segment
+from hf_parallel.cache.fingerprint import adapter_layers
 from hf_parallel.cache.placement import all_modules
 from hf_parallel.kernels import native
-from hf_parallel.kernels.program import ROLES, Instruction, Operand, Program, Writes, lay_out
+from hf_parallel.kernels.program import ROLES, Instruction, Operand, Program, StepWrites, lay_out
 from hf_parallel.kernels.torch_attention import native_plan
 from hf_parallel.models.cpu.linear import kernel_pass, pass_library
-from hf_parallel.models.decode.recording import UNKNOWN, Call, LayerCall, Place, Recording, RotaryCall, struct_address
+from hf_parallel.models.decode.recording import (
+    UNKNOWN,
+    Call,
+    LayerCall,
+    Place,
+    RotaryCall,
+    StepRecording,
+    struct_address,
+)
 from hf_parallel.models.intercept.rotary import rotary_modules
 
 STEPS_BEFORE = 16
@@ -41,7 +49,7 @@ RunModel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _logger = logging.get_logger(__name__)
 
 
-class _NoProgramError(Exception):
+class NoProgramError(Exception):
     """A step that cannot become a program, with the reason."""
 
 
@@ -62,9 +70,10 @@ class StepProgram:
     def run(self, cache: BlockCache, forward: ForwardPass, ids: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
         """Run the prepared step; `workspace` has `bytes_per_token` for each of `ids`, `int64 [T]`."""
         rows = len(ids)
-        position_ids = forward.position_ids
+        ids = ids.contiguous()
+        position_ids = forward.position_ids.contiguous()
         logits = torch.empty(rows, self.vocabulary)
-        writes = Writes.of(forward.plan)
+        writes = StepWrites.of(forward.plan)
         known: dict[Any, int] = {
             "workspace": workspace.data_ptr(),
             "ids": ids.data_ptr(),
@@ -133,6 +142,7 @@ class DecodePrograms:
         self._record = record
         self._of_model = _of_models.setdefault(model, _OfModel())
         self._tried = False  # whether the program was compared with the modules in this call
+        self._has_adapters = bool(self._of_model.program and adapter_layers(model))  # other layers in each pass
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._hooks: list[dict[int, Any]] = []
         for module in all_modules(model):
@@ -150,17 +160,18 @@ class DecodePrograms:
         needed = program.bytes_per_token * len(ids)
         if len(self._workspace) < needed:
             self._workspace = torch.empty(needed, dtype=torch.uint8)
+        logits = program.run(self._cache, step, ids, self._workspace)
         if self._tried:
-            return program.run(self._cache, step, ids, self._workspace)
-        expected = run_model(ids, step.position_ids)
+            return logits
+        expected = run_model(ids, step.position_ids)  # last: what it stores stays
         self._tried = True
-        if not _are_same(expected, lambda: program.run(self._cache, step, ids, self._workspace)):
+        if not _are_same(logits, expected):
             known.program = None  # the model has changed since it was recorded
             known.steps = 0
         return expected
 
     def _can_run(self, step: ForwardPass, rows: int) -> bool:
-        if rows > MAX_ROWS or step.position_ids.dim() != 1 or any(self._hooks):
+        if rows > MAX_ROWS or step.position_ids.dim() != 1 or self._has_adapters or any(self._hooks):
             return False
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return False
@@ -169,39 +180,40 @@ class DecodePrograms:
     def _make(self) -> None:
         known = self._of_model
         try:
+            if adapter_layers(self._model):
+                raise NoProgramError("which adapters compute a pass may change")
             known.program = self._record()
-        except _NoProgramError as error:
+        except NoProgramError as error:
             known.reason = str(error)
             _logger.debug(f"decode steps of {type(self._model).__name__} are computed by its modules: {known.reason}")
 
 
-def _are_same(expected: torch.Tensor, compute: Callable[[], torch.Tensor]) -> bool:
-    result = compute()
-    return result.shape == expected.shape and torch.equal(result, expected)
+def _are_same(logits: torch.Tensor, expected: torch.Tensor) -> bool:
+    return logits.shape == expected.shape and torch.equal(logits, expected)
 
 
 def record_step(model: PreTrainedModel, cached_model: Any) -> StepProgram:
     """Return the program of a model's decode steps; `cached_model` runs it over a new cache, without programs.
 
-    Raises `_NoProgramError` with the reason if there is none.
+    Raises `NoProgramError` with the reason if there is none.
     """
-    runs = _Runs(model, cached_model)
+    runs = RandomSteps(model, cached_model)
     recordings = [runs.recorded(rows) for rows in _RECORDED]
     program = _joined(*recordings)
     for rows in _TRIED:
         forward, ids, expected = runs.step(rows)
         workspace = torch.empty(program.bytes_per_token * rows, dtype=torch.uint8)
         try:
-            is_same = _are_same(expected, lambda: program.run(runs.cache, forward, ids, workspace))  # noqa: B023
+            logits = program.run(runs.cache, forward, ids, workspace)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:  # of a module that computes cosines
-            raise _NoProgramError(f"its rotary embedding cannot be computed alone ({error})") from error
-        if not is_same:
-            raise _NoProgramError(f"a program of its operations has other results for {rows} rows")
+            raise NoProgramError(f"its rotary embedding cannot be computed alone ({error})") from error
+        if not _are_same(logits, expected):
+            raise NoProgramError(f"a program of its operations has other results for {rows} rows")
     return program
 
 
 @dataclass(eq=False)
-class _Runs:
+class RandomSteps:
     """Decode steps over rows of random tokens."""
 
     model: PreTrainedModel
@@ -233,7 +245,7 @@ class _Runs:
         blocks = self.cache.pool.new_blocks(rows, 4, base=_PROMPT)
         forward = self.cache.prepare([Segment([self.prompt, block], 1) for block in blocks])
         ids = self._ids(rows)
-        recording = Recording(self.model, self.cache)
+        recording = StepRecording(self.model, self.cache)
         with recording.recorded(rotary_modules(self.model)):
             logits = self.cached_model.logits(forward, ids, None)
         self.cache.commit()
@@ -243,14 +255,14 @@ class _Runs:
         for number, layer in self.cache.pool.arena.layers.items():
             names += [(("keys", number), layer.keys), (("values", number), layer.values)]
         if not logits.is_contiguous() or logits.storage_offset() or logits.dtype != torch.float32:
-            raise _NoProgramError("its logits are not computed in float32")
+            raise NoProgramError("its logits are not computed in float32")
         return _Recorded(rows, recording, *recording.located(names), logits)
 
 
 @dataclass(frozen=True, eq=False)
 class _Recorded:
     rows: int
-    recording: Recording
+    recording: StepRecording
     calls: list[Call]
     buffers: dict[Any, torch.UntypedStorage]
     logits: torch.Tensor
@@ -260,7 +272,7 @@ def _joined(first: _Recorded, second: _Recorded) -> StepProgram:
     """Return the program that computes both steps."""
     live = _needed(first.calls)
     if [call.operation for call in live] != [call.operation for call in _needed(second.calls)]:
-        raise _NoProgramError("its operations depend on the number of rows")
+        raise NoProgramError("its operations depend on the number of rows")
     written = {place.of for call in live for place in call.addresses("w") if place is not None}
     uses: dict[Any, tuple[int, int]] = {}
     for number, call in enumerate(live):
@@ -271,17 +283,17 @@ def _joined(first: _Recorded, second: _Recorded) -> StepProgram:
     for buffer in uses:
         size = _symbolic(first.buffers[buffer].nbytes(), second.buffers[buffer].nbytes(), first.rows, second.rows)
         if size[1]:
-            raise _NoProgramError("a buffer does not grow with the number of rows")
+            raise NoProgramError("a buffer does not grow with the number of rows")
         sizes[buffer] = size[0]
     layout = lay_out(sizes, uses)
-    builder = _Builder(first, second, layout.starts, first.buffers)
+    builder = _ProgramBuilder(first, second, layout.starts, first.buffers)
     instructions = [builder.instruction(*calls) for calls in zip(live, _needed(second.calls), strict=True)]
     kept = [first.buffers[name] for name in builder.constants]
     templates = [first.recording.templates[number] for number in builder.templates]
     for number in builder.templates:
         _check_templates(first.recording.templates[number], second.recording.templates[number])
     return StepProgram(
-        Program(instructions, [*kept, *templates, first.recording]),
+        Program(instructions, [*kept, *templates, *first.recording.layer_calls]),
         builder.names,
         max(layout.size, 1),
         _rotary_calls(first.recording.rotary),
@@ -294,12 +306,12 @@ def _rotary_calls(calls: Sequence[RotaryCall]) -> list[RotaryCall]:
     for call in calls:
         for value in (*call.arguments[0], *call.arguments[1].values()):
             if isinstance(value, torch.Tensor) and value.dim() < 2:
-                raise _NoProgramError("its rotary embedding has arguments that are not known")
+                raise NoProgramError("its rotary embedding has arguments that are not known")
     return [RotaryCall(call.module, call.arguments) for call in calls]
 
 
 def _needed(calls: Sequence[Call]) -> list[Call]:
-    """Return the calls on which logits or stored keys depend. Raises `_NoProgramError` if one is unknown."""
+    """Return the calls on which logits or stored keys depend. Raises `NoProgramError` if one is unknown."""
     needed: set[Any] = {"logits"}
     found = []
     for call in reversed(calls):
@@ -307,7 +319,7 @@ def _needed(calls: Sequence[Call]) -> list[Call]:
         if call.operation != "append" and needed.isdisjoint(writes):
             continue
         if call.operation == UNKNOWN:
-            raise _NoProgramError(f"{call.what} is no operation of a program")
+            raise NoProgramError(f"{call.what} is no operation of a program")
         found.append(call)
         needed.update(place.of for place in call.addresses("r") if place is not None)
     return found[::-1]
@@ -318,12 +330,12 @@ def _symbolic(a: int, b: int, first: int, second: int) -> tuple[int, int]:
     per_token, rest = divmod(b - a, second - first)
     constant = a - per_token * first
     if rest or (per_token and constant):
-        raise _NoProgramError("a size does not grow with the number of rows")
+        raise NoProgramError("a size does not grow with the number of rows")
     return per_token, constant
 
 
 @dataclass(eq=False)
-class _Builder:
+class _ProgramBuilder:
     """Makes instructions of two recorded calls each."""
 
     first: _Recorded
@@ -352,10 +364,10 @@ class _Builder:
     def _address(self, a: Place | None, b: Place | None) -> Operand:
         if a is None or b is None:
             if a is not b:
-                raise _NoProgramError("an operand is absent for some numbers of rows")
+                raise NoProgramError("an operand is absent for some numbers of rows")
             return Operand(-1, 0, 0)
         if a.of != b.of:
-            raise _NoProgramError("operands change with the number of rows")
+            raise NoProgramError("operands change with the number of rows")
         per_token, constant = (0, a.offset) if a.offset == b.offset else self._number(a.offset, b.offset)
         if a.of in self.starts:
             return Operand(self._value("workspace"), self.starts[a.of] + per_token, constant)
@@ -382,10 +394,10 @@ class _Builder:
         return name
 
     def _check_equal(self, name: Any) -> None:
-        """Raise `_NoProgramError` unless a number that the step makes anew is the same for any number of rows."""
+        """Raise `NoProgramError` unless a number that the step makes anew is the same for any number of rows."""
         one, other = self.storages[name], self.second.buffers[name]
         if one.nbytes() != other.nbytes() or one.tolist() != other.tolist():
-            raise _NoProgramError("a tensor that is made anew in each step depends on the number of rows")
+            raise NoProgramError("a tensor that is made anew in each step depends on the number of rows")
 
     def _value(self, name: Any) -> int:
         if name not in self.names:
@@ -400,12 +412,12 @@ def _read_alike(one: LayerCall, other: LayerCall) -> bool:
 
 
 def _check_templates(one: Any, other: Any) -> None:
-    """Raise `_NoProgramError` unless two calls of the attention kernel differ in their number of rows alone."""
-    for name in ("query_token", "query_head", "heads", "kv_heads", "lead", "dim", "scale", "softcap", "sinks"):
+    """Raise `NoProgramError` unless two calls of the attention kernel differ in their number of rows alone."""
+    for name in ("heads", "kv_heads", "lead", "dim", "scale", "softcap", "sinks"):
         if getattr(one, name) != getattr(other, name):
-            raise _NoProgramError(f"attention's {name} depends on the number of rows")
+            raise NoProgramError(f"attention's {name} depends on the number of rows")
     if one.lead or one.storage.format or one.quantized.keys:
-        raise _NoProgramError("keys are not stored in float32")
+        raise NoProgramError("keys are not stored in float32")
 
 
 def supports(model: PreTrainedModel, device: torch.device) -> bool:

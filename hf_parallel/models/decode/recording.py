@@ -27,7 +27,8 @@ UNKNOWN = "unknown"
 _DIMS = 4  # of copies, sums and products
 aten = torch.ops.aten
 _SUMS = {aten.add.Tensor: "add", aten.add_.Tensor: "add", aten.sub.Tensor: "subtract", aten.sub_.Tensor: "subtract"}
-_COMBINED = {**_SUMS, aten.mul.Tensor: "multiply", aten.mul_.Tensor: "multiply"}
+_PRODUCTS = {aten.mul.Tensor: "multiply", aten.mul_.Tensor: "multiply", aten.div.Tensor: "divide"}
+_COMBINED = _SUMS | _PRODUCTS
 _ALLOCATIONS = (
     aten.empty.memory_format,
     aten.empty_like.default,
@@ -46,7 +47,7 @@ class Place(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """An operation with its operands: integers, and addresses as such, until `Recording.located` gives them names."""
+    """An operation with its operands: integers, and addresses, which `StepRecording.located` gives names."""
 
     operation: str
     operands: list[Any]
@@ -76,7 +77,7 @@ class RotaryCall:
     results: list[torch.Tensor] = field(default_factory=list)
 
 
-class Recording(TorchDispatchMode):
+class StepRecording(TorchDispatchMode):
     """Records the passes that a model computes over `cache` within `recorded`."""
 
     def __init__(self, model: nn.Module, cache: BlockCache) -> None:
@@ -114,7 +115,8 @@ class Recording(TorchDispatchMode):
         self.layer_calls.append(self._running)
         results = template.out, template.best, template.total
         storage = template.storage
-        operands = [("template", number), template.query, *results, storage.keys, storage.values, template.tokens]
+        query = template.query, template.query_token, template.query_head
+        operands = [("template", number), *query, *results, storage.keys, storage.values, template.tokens]
         self.calls.append(Call("attend", [*operands, ("plan", number)]))
 
     def __torch_dispatch__(
@@ -151,12 +153,17 @@ class Recording(TorchDispatchMode):
         """Return an operation of PyTorch as calls of a program; None: it is not known."""
         if func in _COMBINED and not kwargs:
             return self._combined(_COMBINED[func], args[0], args[1], result)
+        if func is aten.neg.default:
+            return self._combined("multiply", args[0], -1.0, result)
         if func is aten.clone.default or func is aten._to_copy.default:
             return self._combined("copy", args[0], args[0], result)
         if func is aten.copy_.default:
             return self._combined("copy", args[1], args[1], args[0])
         if func is aten.cat.default:
-            return self._joined(args[0], args[1] if len(args) > 1 else 0, result)
+            dim = args[1] if len(args) > 1 else 0
+            return self._joined(args[0], result.split([part.shape[dim] for part in args[0]], dim))
+        if func is aten.stack.default:
+            return self._joined(args[0], result.unbind(args[1] if len(args) > 1 else 0))
         if func is aten.embedding.default:
             return self._rows(args[0], args[1], result)
         if func is aten.index_select.default and args[1] == 0:
@@ -180,13 +187,11 @@ class Recording(TorchDispatchMode):
         addresses = [x.data_ptr() for x in expanded]
         return [Call(operation, [*addresses, *(number for dim in zip(*dims, strict=True) for number in dim)])]
 
-    def _joined(self, parts: Sequence[torch.Tensor], dim: int, out: torch.Tensor) -> list[Call] | None:
+    def _joined(self, parts: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> list[Call] | None:
+        """Return the copies of tensors to their places in another one."""
         calls: list[Call] = []
-        first = 0
-        for part in parts:
-            into = out.narrow(dim, first, part.shape[dim])
-            first += part.shape[dim]
-            copied = self._combined("copy", part, part, into)
+        for part, place in zip(parts, places, strict=True):
+            copied = self._combined("copy", part, part, place)
             if copied is None:
                 return None
             calls += copied
@@ -255,9 +260,7 @@ class Recording(TorchDispatchMode):
 
     # What it means
 
-    def located(
-        self, names: Sequence[tuple[Any, torch.Tensor]]
-    ) -> tuple[list[Call], dict[Any, torch.UntypedStorage]]:
+    def located(self, names: Sequence[tuple[Any, torch.Tensor]]) -> tuple[list[Call], dict[Any, torch.UntypedStorage]]:
         """Return the calls with places instead of addresses, and the storages of what has no other name.
 
         `names` are names of tensors that the step does not make. Others are called `("buffer", number)`, in the order
@@ -301,7 +304,7 @@ class Recording(TorchDispatchMode):
 class _RecordedBackend:
     """Backend of a layer's storage in the recorded pass."""
 
-    def __init__(self, recording: Recording, layer_idx: int, backend: Any) -> None:
+    def __init__(self, recording: StepRecording, layer_idx: int, backend: Any) -> None:
         self._recording = recording
         self._layer_idx = layer_idx
         self._backend = backend

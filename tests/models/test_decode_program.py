@@ -1,0 +1,161 @@
+"""Decode steps of a CPU as programs: they have the bits of the modules, in all modes, and end where modules change."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from workers import TOKENIZER
+
+import hf_parallel
+from hf_parallel.cache import BlockCache
+from hf_parallel.generation.enabled import enabled
+from hf_parallel.kernels import native
+from hf_parallel.kernels.program import Program
+from hf_parallel.models.cpu.elementwise import fast_layers
+from hf_parallel.models.decode import program
+from hf_parallel.models.decode.cached_model import CachedModel
+
+pytestmark = [
+    pytest.mark.skipif(not native.is_available(), reason="needs the C kernels"),
+    pytest.mark.filterwarnings("ignore"),
+]
+QUICK = ("llama", "gemma3_text", "phi3", "qwen3")
+HAVE_PROGRAMS = {
+    *QUICK,
+    *("ernie4_5", "exaone4", "gemma", "glm", "glm4", "granite", "granite_swa", "helium", "hunyuan_v1_dense"),
+    *("llama-dynamic", "llama-linear", "llama-llama3", "llama-longrope", "llama-yarn"),
+    *("mistral", "olmo2", "olmo3", "qwen2", "seed_oss", "smollm3"),
+}
+"""Models of `tiny.ARCHITECTURES` whose decode steps are programs. The others' modules compute them."""
+SETTINGS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": True, "seed": 1, "pad_token_id": tiny.PAD}
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of rows of the programs that have run. Models have a program from their second step on."""
+    counts: list[int] = []
+    run = Program.run
+
+    def counted(self: Program, values: Any, tokens: int) -> None:
+        counts.append(tokens)
+        run(self, values, tokens)
+
+    monkeypatch.setattr(program, "STEPS_BEFORE", 2)
+    monkeypatch.setattr(Program, "run", counted)
+    return counts
+
+
+def new_model(name: str = "llama") -> Any:
+    return hf_parallel.enable(copy.deepcopy(tiny.build(name)))
+
+
+def logits_of(model: Any, mode: str = "shared_prefix", **settings: Any) -> torch.Tensor:
+    """Logits of all tokens of a call with four rows, or workers, over two prompts."""
+    prompts, mask = tiny.left_pad(tiny.make_prompts([40, 70], seed=2))
+    given = {**SETTINGS, "num_return_sequences": 4, **settings}
+    if mode == "hogwild":
+        del given["num_return_sequences"]
+    output = model.generate(
+        prompts,
+        attention_mask=mask,
+        generation_mode=mode,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **given,
+    )
+    return torch.cat([logits.flatten() for logits in output.logits])
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in tiny.ARCHITECTURES]
+)
+def test_programs_have_the_bits_of_the_modules(name: str) -> None:
+    """It is compared with other numbers of rows than those of which it was made."""
+    model = new_model(name)
+    capabilities = enabled(model).capabilities
+    with torch.no_grad(), fast_layers(model):
+        cached_model = CachedModel(model, capabilities, BlockCache(capabilities.rotary), cuda_graph=False)
+        if cached_model.programs is None or name not in HAVE_PROGRAMS:
+            assert name not in HAVE_PROGRAMS
+            if cached_model.programs is not None:
+                with pytest.raises(program.NoProgramError, match=r"is no operation of a program|depends on"):
+                    cached_model.record_program()
+            return
+        made = cached_model.record_program()
+        other = CachedModel(model, capabilities, BlockCache(capabilities.rotary), cuda_graph=False, programs=False)
+        steps = program.RandomSteps(model, other)
+        for rows in (1, 2, 7, 33):
+            forward, ids, expected = steps.step(rows)
+            workspace = torch.empty(made.bytes_per_token * rows, dtype=torch.uint8)
+            assert torch.equal(made.run(steps.cache, forward, ids, workspace), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "settings"),
+    [
+        ("llama", "shared_prefix", {}),
+        ("llama", "hogwild", {"num_workers": 3, "tokenizer": TOKENIZER}),
+        ("gemma3_text", "shared_prefix", {"max_new_tokens": 30, "min_new_tokens": 30}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_calls_have_the_same_logits_with_and_without(
+    runs: list[int], monkeypatch: pytest.MonkeyPatch, name: str, mode: str, settings: dict[str, Any]
+) -> None:
+    model = new_model(name)
+    with_programs = [logits_of(model, mode, **settings) for _ in range(2)]
+    assert len(runs) > 10
+    monkeypatch.setattr(program, "supports", lambda *given: False)
+    monkeypatch.setattr("hf_parallel.models.decode.cached_model.supports", lambda *given: False)
+    runs.clear()
+    expected = logits_of(new_model(name), mode, **settings)
+    assert not runs
+    for logits in with_programs:
+        assert torch.equal(logits, expected)
+
+
+def test_hooks_are_called_in_each_step(runs: list[int]) -> None:
+    model = new_model()
+    logits_of(model)
+    assert runs
+    runs.clear()
+    called = []
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *given: called.append(1))
+    logits_of(model)
+    assert len(called) >= 11
+    assert not runs
+    hook.remove()
+    logits_of(model)
+    assert runs
+
+
+def test_changed_weights_and_modules_are_seen(runs: list[int]) -> None:
+    """In place, as by an optimizer; as other tensors; and in the code of a module."""
+    model = new_model()
+    logits_of(model)
+
+    def expected() -> torch.Tensor:
+        return logits_of(hf_parallel.enable(copy.deepcopy(model)))
+
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    runs.clear()
+    assert torch.equal(logits_of(model), expected())
+    assert runs
+    model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(model.model.layers[0].self_attn.q_proj.weight * 2)
+    assert torch.equal(logits_of(model), expected())
+    model.model.layers[0].self_attn.scaling = 0.1
+    assert torch.equal(logits_of(model), expected())
+
+
+def test_a_model_says_why_it_has_none(runs: list[int]) -> None:
+    model = new_model("gpt2")
+    logits_of(model)
+    assert not runs
+    assert "native_layer_norm" in program.why_no_program(model)
+    assert not program.why_no_program(new_model())
