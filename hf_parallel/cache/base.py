@@ -56,7 +56,7 @@ class BlockCache(Cache):
     """
 
     in_use = False
-    """Whether block attention reads the blocks. `models.attention.block_attention_enabled` sets it."""
+    """Whether block attention reads the blocks. `models.intercept.attention.block_attention_enabled` sets it."""
     expands_latents = True
     """Whether long passes may expand the latents of a layer, see `LatentHeads`."""
     reads: Mapping[int, LayerReads] = MappingProxyType({})
