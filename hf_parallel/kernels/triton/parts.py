@@ -39,11 +39,11 @@ _ALIGNMENT = 16  # bytes; Triton compiles a kernel again for tensors that begin 
 def part_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
     """Return the only tiling of layers with a head size and a dtype, for any number of rows."""
     if dtype == torch.float32:
-        return Tiling(16, 16, 4, 3, 1) if head_dim <= 256 else Tiling(16, 16, 8, 1, 1)
+        return Tiling(16, 16, 4, 3, 2) if head_dim <= 256 else Tiling(16, 16, 8, 1, 1)
     if head_dim <= 128:
-        return Tiling(64, 64, 4, 2, 1)
+        return Tiling(32, 64, 4, 2, 2)
     if head_dim <= 256:
-        return Tiling(32, 32, 4, 2, 1)
+        return Tiling(32, 32, 4, 2, 2)
     return Tiling(16, 32, 8, 2, 1)
 
 
