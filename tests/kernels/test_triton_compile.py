@@ -303,8 +303,8 @@ def test_sampling_compiles_without_spills(
             assert 2 * used["REG"] * 32 * kernel.metadata.num_warps <= REGISTERS_PER_PROCESSOR
 
 
-IN_THE_INTERPRETER = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling")]
-IN_THE_INTERPRETER.append("tests/models/test_cuda_graph.py")
+IN_THE_INTERPRETER = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling", "triton_parts")]
+IN_THE_INTERPRETER += [f"tests/models/test_{name}.py" for name in ("cuda_graph", "gpu_bits")]
 FEW = """
 import test_triton as tests
 import torch
@@ -326,6 +326,15 @@ noise.scatter_(1, order.gather(1, count - 1), 1e-18)
 sampling._WARPS = 32
 drawn, _ = sampling.sample(scores, torch.tensor([Warpers(top_p=0.9).numbers(700)]), None, noise, True, False)
 assert torch.equal(drawn[0], order.gather(1, count - 1)[:, 0])
+# Attention by parts, and products, of a row alone and with others.
+import interpreter
+import test_triton_parts
+
+with interpreter.products_row_by_row():
+    test_triton_parts.parts.PART = 16
+    case = test_triton_parts.PartsCase(3, tree=test_triton_parts.RandomTree(172, 4, (1, 2, 17)))
+    assert test_triton_parts.num_different(case) == 0
+    test_triton_parts.test_rows_of_a_product_have_the_same_bits_alone(37, 70, 65, torch.float16)
 """
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from random_trees import Pieces, RandomTree
+from random_trees import LENGTHS, Pieces, RandomTree
 from transformers import GPT2LMHeadModel
 
 import hf_parallel
@@ -55,9 +55,9 @@ def passes_of(model: Any) -> Iterator[tuple[BlockCache, CachedModel]]:
     claim.active = False
 
 
-def num_different(model: Any, seed: int, longest: int) -> tuple[int, int]:
+def num_different(model: Any, seed: int, longest: int, lengths: Sequence[int] = LENGTHS) -> tuple[int, int]:
     """Number of tokens whose logits differ from those of their row alone, and of all."""
-    tree = RandomTree(seed, longest)
+    tree = RandomTree(seed, longest, lengths)
     size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(seed)
     texts = [torch.randint(5, size, (length,), generator=generator) for length in tree.lengths]
