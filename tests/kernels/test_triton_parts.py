@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from block_oracle import exact_attention
 from hypothesis import Phase, assume, given, settings
-from hypothesis import strategies as st
 from random_trees import RandomTree
 from scenes import Features, Scene, scenes
 from test_attention_bits import Case, Workers, num_different

@@ -64,7 +64,7 @@ def num_different(model: Any, seed: int, longest: int, lengths: Sequence[int] = 
 
     def compute(cache: BlockCache, cached: CachedModel, segments: list[Segment], pieces: Pieces) -> torch.Tensor:
         forward = cache.prepare(segments)
-        ids = torch.cat([texts[block][first:end] for block, first, end in pieces])
+        ids = torch.cat([texts[block][first:end] for block, first, end in pieces]).to(cached.device)
         keeps_all = forward.is_decode_step and tree.random.random() < 0.5
         logits = cached.logits(forward, ids, None if keeps_all else list(range(len(ids))))
         cache.commit()

@@ -71,9 +71,7 @@ def attend_part_kernel(
     q_at = query + ((token * num_heads + head) * (LEAD + DIM))[:, None]
     if LEAD > 0:
         q = _rotated_query(q_at + LEAD, live[:, None], pair, rotated, cos, sin, DIM, BLOCK_M, BLOCK_D, 0, False)
-        q_lead = _rotated_query(
-            q_at, live[:, None], pair, rotated, cos, sin, LEAD, BLOCK_M, BLOCK_L, HALF, INTERLEAVED
-        )
+        q_lead = _rotated_query(q_at, live[:, None], pair, rotated, cos, sin, LEAD, BLOCK_M, BLOCK_L, HALF, INTERLEAVED)
     else:
         q = _rotated_query(q_at, live[:, None], pair, rotated, cos, sin, DIM, BLOCK_M, BLOCK_D, HALF, INTERLEAVED)
         q_lead = q

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class InvariantOps(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_composite(func: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
