@@ -47,8 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small parts, and products whose rows do not depend on their places, as on a GPU."""
+    """Small parts and tiles, and products whose rows do not depend on their places, as on a GPU."""
     monkeypatch.setattr(parts, "PART", PART)
+    monkeypatch.setattr(attention, "MAX_RUN", 4)  # from which FlashAttention would compute other passes
     monkeypatch.setattr(parts, "part_tiling", lambda *_: Tiling(16, 16, 4, 2, 1))
     with interpreter.products_row_by_row():
         yield

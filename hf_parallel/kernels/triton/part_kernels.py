@@ -20,7 +20,7 @@ def _load_rows(storage, row, inside, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.load(storage + row[:, None] * DIM + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rotated"])
 def attend_part_kernel(
     query,  # [T, heads, LEAD + DIM], contiguous
     keys,  # [slots * kv_heads, DIM]

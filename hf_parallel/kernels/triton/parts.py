@@ -49,9 +49,9 @@ def part_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
 
 @dataclass(frozen=True, eq=False)
 class _QueryRange:
-    """Consecutive queries whose partial results fit into memory, with the names of their arrays."""
+    """Consecutive queries whose partial results fit into memory."""
 
-    number: int
+    number: int  # in the names of its arrays
     first: int
     stop: int
     num_items: int
@@ -71,20 +71,21 @@ class PartsLaunch:
         self.buffers = Buffers(arrays, shape.device)
         self.buffers.load(arrays)
         self.rotates = shape.rotary is not None and plan.rotates
+        self.tables = [self._rotation(self.buffers[f"delta {queries.number}"]) for queries in self.ranges]
 
-    def rotation(self, queries: _QueryRange) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of the pairs of a range, float32 `[P, rotary_dim / 2]`."""
+    def _rotation(self, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of pairs, float32 `[P, rotary_dim / 2]`."""
         rotary = self.shape.rotary
-        delta = self.buffers[f"delta {queries.number}"]
         half = 0 if rotary is None else len(rotary.inv_freq)
         tables = torch.empty(2, len(delta), half, dtype=torch.float32, device=delta.device)
         cos, sin = tables
         if self.rotates and rotary is not None:
             step = torch.empty(1, dtype=torch.int32, device=delta.device)
-            advance_kernel[(len(delta) // PAIRS_PER_PROGRAM,)](
-                delta, delta, frequencies(rotary, delta.device), cos, sin, step, 0,
-                HALF=half, BLOCK_H=block_size(half), BLOCK_P=PAIRS_PER_PROGRAM,
-            )  # fmt: skip
+            with on_device(delta.device):
+                advance_kernel[(len(delta) // PAIRS_PER_PROGRAM,)](
+                    delta, delta, frequencies(rotary, delta.device), cos, sin, step, 0,
+                    HALF=half, BLOCK_H=block_size(half), BLOCK_P=PAIRS_PER_PROGRAM,
+                )  # fmt: skip
         return cos, sin
 
 
@@ -137,7 +138,7 @@ def _attend_range(
     new = torch.empty(0, dtype=torch.float32, device=query.device).new_empty
     part_out = new(queries.num_slots, heads, shape.value_dim)
     part_lse = new(queries.num_slots, heads)
-    cos, sin = launch.rotation(queries)
+    cos, sin = launch.tables[number]
     pairs = [buffers[f"{name} {number}"] for name in ("query", "lo", "hi", "slot")]
     attend_part_kernel[(queries.num_items, head_tiles)](
         query, keys, values, leads, buffers[f"items {number}"], buffers["gathered"], *pairs, cos, sin,

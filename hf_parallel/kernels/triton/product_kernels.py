@@ -63,10 +63,12 @@ def product_kernel(
     BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`out = x @ weight + bias` for each of `B` matrices; a program computes one tile."""
-    tiles = tl.cdiv(num_columns, BLOCK_N)
-    first_row = tl.program_id(0) // tiles * BLOCK_M
-    first_column = tl.program_id(0) % tiles * BLOCK_N
-    batch = tl.program_id(1).to(tl.int64)
+    column_tiles = tl.cdiv(num_columns, BLOCK_N)
+    tiles = tl.cdiv(num_rows, BLOCK_M) * column_tiles
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    first_row = tile // column_tiles * BLOCK_M
+    first_column = tile % column_tiles * BLOCK_N
     _product_tile(
         x + batch * x_batch_stride, weight + batch * weight_batch_stride, bias, out + batch * out_batch_stride,
         first_row, num_rows, first_column, num_columns, x_stride, weight_stride_k, weight_stride_n, num_columns,

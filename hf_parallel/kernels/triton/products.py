@@ -6,6 +6,8 @@ the inputs in one order, in tiles whose size depends on the dtype alone.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton import knobs
@@ -15,6 +17,36 @@ from hf_parallel.kernels.triton.parts import aligned
 from hf_parallel.kernels.triton.product_kernels import grouped_product_kernel, product_kernel
 
 _HALVES = (torch.float16, torch.bfloat16)
+
+
+class ProductTiling(NamedTuple):
+    """Configuration of the product kernels: rows, columns and inputs per step of a program, warps and stages."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def num_tiles(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the numbers of tiles over rows and over columns."""
+        return -(-rows // self.block_m), -(-columns // self.block_n)
+
+    def constants(self, dtype: torch.dtype) -> dict[str, int | str]:
+        """Return the arguments of a kernel."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+def product_tiling(dtype: torch.dtype) -> ProductTiling:
+    """Return the only tiling of products in a dtype, for any number of rows and columns."""
+    return ProductTiling(64, 64, 64, 4, 4) if dtype in _HALVES else ProductTiling(32, 32, 32, 4, 3)
 
 
 def supports(*tensors: Tensor) -> bool:
@@ -53,13 +85,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x = aligned(x)
     weight = _aligned_weight(weight)
     out = x.new_empty(batch, rows, columns)
-    constants = _constants(x.dtype)
-    tiles = -(-rows // constants["BLOCK_M"]) * -(-columns // constants["BLOCK_N"])
+    tiling = product_tiling(x.dtype)
+    row_tiles, column_tiles = tiling.num_tiles(rows, columns)
     with on_device(x.device):
-        product_kernel[(tiles, batch)](
+        product_kernel[(batch * row_tiles * column_tiles,)](
             x, weight, out if bias is None else aligned(bias), out, rows, columns,
             inputs, weight.stride(1), weight.stride(2), rows * inputs, weight.stride(0), rows * columns,
-            K=inputs, BIAS=bias is not None, **constants,
+            K=inputs, BIAS=bias is not None, **tiling.constants(x.dtype),
         )  # fmt: skip
     return out
 
@@ -77,12 +109,13 @@ def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         return out
     x = aligned(x)
     weights = _aligned_weight(weights)
-    constants = _constants(x.dtype)
-    tiles = (-(-rows // constants["BLOCK_M"]) + groups) * -(-columns // constants["BLOCK_N"])
+    tiling = product_tiling(x.dtype)
+    row_tiles, column_tiles = tiling.num_tiles(rows, columns)
     with on_device(x.device):
-        grouped_product_kernel[(tiles,)](
+        grouped_product_kernel[((row_tiles + groups) * column_tiles,)](
             x, weights, ends.to(torch.int32), out, groups, columns,
-            inputs, weights.stride(1), weights.stride(2), weights.stride(0), K=inputs, **constants,
+            inputs, weights.stride(1), weights.stride(2), weights.stride(0), K=inputs,
+            **tiling.constants(x.dtype),
         )  # fmt: skip
     return out
 
@@ -92,24 +125,3 @@ def _aligned_weight(weight: Tensor) -> Tensor:
     if 1 not in weight.stride()[-2:] or weight.data_ptr() % 16:
         return weight.contiguous().clone()
     return weight
-
-
-def _constants(dtype: torch.dtype) -> dict[str, int | str]:
-    """Return the only configuration of products in a dtype."""
-    if dtype in _HALVES:
-        return {
-            "BLOCK_M": 64,
-            "BLOCK_N": 64,
-            "BLOCK_K": 64,
-            "PRECISION": "tf32",
-            "num_warps": 4,
-            "num_stages": 4,
-        }
-    return {
-        "BLOCK_M": 32,
-        "BLOCK_N": 32,
-        "BLOCK_K": 32,
-        "PRECISION": "ieee",
-        "num_warps": 4,
-        "num_stages": 3,
-    }

@@ -5,7 +5,7 @@ the number of results how many threads share one. Within `InvariantOps`, product
 norms and softmax of floating point numbers are those of `hf_parallel.kernels.triton.products` and `reductions`. Other
 operations are PyTorch's: those on single numbers do not depend on their neighbours.
 
-The same operations are replaced by the batch-invariant mode of vLLM, there for the process, here for a pass.
+vLLM's batch-invariant mode replaces operations likewise, for the whole process; here they are replaced for a pass.
 """
 
 from __future__ import annotations
