@@ -22,9 +22,13 @@ from gpu_problems import PROBLEMS, TOLERANCE, check, poisoned_memory
 from hypothesis import HealthCheck, Phase, given, settings
 from pages import EXECUTABLE, random_stand_in, run_on
 from pages import name_of as name_of_path
+from random_trees import RandomTree
 from scenes import Scene, scenes
 from small_tokenizers import make
+from test_attention_bits import Case
+from test_attention_bits import num_different as different_attention
 from test_hogwild import StepsEnd
+from test_same_bits import num_different, passes_of
 from test_shared_prefix import CLEAR, clear_batch, shared
 from transformers import (
     MinPLogitsWarper,
@@ -36,6 +40,7 @@ from transformers import (
 from workers import SETTINGS
 
 import hf_parallel
+from hf_parallel.cache import Segment
 from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
 from hf_parallel.generation.sampling.processors import split_warpers
 from hf_parallel.generation.sampling.rng import exponential_noise
@@ -43,6 +48,7 @@ from hf_parallel.kernels import (
     BACKEND_VARIABLE,
     AttentionParams,
     AttentionPlan,
+    LayerStorage,
     backends,
     block_attention,
 )
@@ -256,6 +262,101 @@ def test_a_seeded_sample_on_a_gpu_equals_that_on_the_cpu(cuda_graph: bool) -> No
     out = shared(on_device("llama"), ids.to(DEVICE), **sampled, cuda_graph=cuda_graph)
     assert len({tuple(row) for row in expected.tolist()}) == len(expected)
     assert torch.equal(out.sequences.cpu(), expected)
+
+
+# The same bits in any schedule
+
+
+class OnDevice(Case):
+    """A random tree of blocks, whose attention is computed on the GPU."""
+
+    def compute(self, query: torch.Tensor, layer: LayerStorage, plan: AttentionPlan) -> torch.Tensor:
+        sinks = None if self.params.sinks is None else self.params.sinks.to(DEVICE)
+        params = replace(self.params, sinks=sinks, batch_invariant=True)
+        query, keys, values = (x.to(DEVICE) for x in (query, layer.keys, layer.values))
+        with poisoned_memory():
+            return block_attention(query, keys, values, plan, params).cpu()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("features", [{}, {"window": 200, "has_sinks": True}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_attention_has_the_same_bits_in_any_schedule(dim: int, features: dict[str, Any], dtype: str) -> None:
+    for seed in range(6):
+        case = OnDevice(seed, heads=8, dim=dim, dtype=getattr(torch, dtype), tree=RandomTree(seed, 700), **features)
+        assert different_attention(case) == 0, f"tree {seed}"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_products_have_the_same_bits_for_any_number_of_rows(dtype: str) -> None:
+    from hf_parallel.kernels.triton.products import product
+
+    x = torch.randn(256, 4096, device=DEVICE).to(getattr(torch, dtype))
+    weight = torch.randn(4096, 4096, device=DEVICE).to(x.dtype)
+    out = product(x, weight.T)
+    torch.testing.assert_close(out, (x.double() @ weight.double().T).to(x.dtype), rtol=1e-2, atol=1e-2)
+    for rows in (1, 2, 3, 17, 64, 65, 255):
+        assert torch.equal(product(x[:rows], weight.T), out[:rows]), f"{rows} rows"
+        assert torch.equal(product(x[-rows:], weight.T), out[-rows:]), f"{rows} rows"
+
+
+BITS = ["llama", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+
+
+@cache
+def with_same_bits(name: str, dtype: str) -> PreTrainedModel:
+    model = copy.deepcopy(tiny.build(name, dtype=getattr(torch, dtype))).to(DEVICE)
+    return hf_parallel.enable(model, batch_invariant=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", BITS)
+def test_logits_have_the_same_bits_in_any_schedule(name: str, dtype: str) -> None:
+    """In random trees, chunks and forks."""
+    for seed in range(4):
+        different, total = num_different(with_same_bits(name, dtype), seed, 200)
+        assert different == 0, f"tree {seed}: {different} of {total}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", BITS)
+def test_logits_have_the_same_bits_for_1_to_256_rows(name: str, dtype: str) -> None:
+    """Of a decode step after a prefix of 300 tokens, which rows share or have a copy of."""
+    texts = [
+        torch.cat(parts).to(DEVICE) for parts in zip([tiny.make_prompts([300])[0]] * 256, last_tokens(), strict=True)
+    ]
+    model = with_same_bits(name, dtype)
+
+    def logits(rows: int, is_shared: bool) -> torch.Tensor:
+        with passes_of(model) as (cache, cached):
+            if is_shared:
+                trunk = cache.pool.new_block(300)
+                forward = cache.prepare([Segment([trunk], 300)])
+                cached.logits(forward, texts[0][:300], [299])
+                views = [[trunk, leaf] for leaf in cache.pool.new_blocks(rows, 1, base=300)]
+            else:
+                views = [[block] for block in cache.pool.new_blocks(rows, 301)]
+                for first in range(0, rows, 16):
+                    some = views[first : first + 16]
+                    forward = cache.prepare([Segment(view, 300) for view in some])
+                    cached.logits(forward, texts[0][:300].repeat(len(some)), [299])
+                    cache.commit()
+            cache.commit()
+            forward = cache.prepare([Segment(view, 1) for view in views])
+            return cached.logits(forward, torch.stack([text[300] for text in texts[:rows]]), None)
+
+    alone = logits(1, is_shared=False)
+    expected = logits(256, is_shared=True)
+    for rows in (1, 2, 3, 8, 64, 255, 256):
+        for is_shared in (True, False):
+            out = logits(rows, is_shared)
+            assert torch.equal(out[:1], alone), f"{rows} rows, shared: {is_shared}"
+            assert torch.equal(out, expected[:rows]), f"{rows} rows, shared: {is_shared}"
+
+
+def last_tokens() -> list[torch.Tensor]:
+    """A token of each of 256 rows."""
+    return list(tiny.make_prompts([256], seed=1)[0].split(1))
 
 
 # Code of the pages

@@ -57,8 +57,9 @@ class BlockCache(Cache):
 
     in_use = False
     """Whether block attention reads the blocks. `models.intercept.attention.block_attention_enabled` sets it."""
-    expands_latents = True
-    """Whether long passes may expand the latents of a layer, see `LatentHeads`."""
+    batch_invariant = False
+    """Whether attention has the same bits in every schedule, where that is slower: see `AttentionParams`. Latents are
+    never expanded then (`LatentHeads`)."""
     reads: Mapping[int, LayerReads] = MappingProxyType({})
     """What layers read, by index, where their attention does not say it."""
     positions: torch.Tensor | None = None

@@ -371,7 +371,8 @@ def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None, batc
     batch_invariant : bool
         Raise an error unless the logits of a token have the same bits in every schedule (docs/exactness.md), which is
         probed with a few hundred tokens. On a CPU most models have them without it; with it, latent attention
-        (DeepSeek-V2) does not expand latents in long passes, which is slower, and `compile=True` is an error.
+        (DeepSeek-V2) does not expand latents in long passes, which is slower, and `compile=True` is an error. On a GPU,
+        other kernels compute attention, products and sums, also slower, without CUDA graphs.
 
     Returns
     -------

@@ -89,6 +89,9 @@ class AttentionParams:
     """A query sees the keys of its own chunk of so many positions of its view (Llama 4)."""
     latent: LatentHeads | None = None
     """Heads of a layer that stores latents. None: it stores the keys and values of its heads."""
+    batch_invariant: bool = False
+    """Whether a query's result on a GPU must have the same bits whatever else the pass has, which is slower. On a CPU,
+    it has them anyway."""
 
 
 class Derived(ABC):

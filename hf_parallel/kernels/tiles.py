@@ -1,6 +1,6 @@
-"""Tiles: a plan's blocks as the C kernel reads them, so that a row's result has the same bits in every schedule.
+"""Tiles: a plan's blocks as kernels read them, so that a row's result has the same bits in every schedule.
 
-The keys that a row sees are cut into tiles of `TILE` keys at fixed positions of the row, not at the boundaries of
+The keys that a row sees are cut into tiles of equal size at fixed positions of the row, not at the boundaries of
 blocks. A tile is computed for all rows that share all of its blocks: a block's first tile may begin in earlier blocks,
 and its last one belongs to the next block, unless the row sees no further. The results of tiles are merged in the order
 of their positions, whatever the number of queries, rows and threads.
@@ -18,7 +18,7 @@ import numpy as np
 from hf_parallel.kernels.plan import AttentionPlan, Derived
 
 TILE = 64
-"""Keys of a tile, as in `cpu_attention.c`."""
+"""Keys of a tile of the C kernel, as in `cpu_attention.c`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +53,7 @@ class Tiles(Derived):
     earlier blocks. Slots and indices are those of `AttentionPlan`.
     """
 
+    size: int  # keys of a tile
     runs: Runs
     level_blocks: np.ndarray  # int64 [levels + 1], first blocks; a query sees at most one block of a level
     origin: np.ndarray  # int64 [B]
@@ -75,15 +76,15 @@ class Tiles(Derived):
         return replace(self, lo=_lower_bounds(self, plan), hi=self.hi + plan.increments.hi[self.pairs])
 
 
-def make_tiles(plan: AttentionPlan) -> Tiles:
-    """Cut the keys of a plan into tiles; raises ValueError if a query sees no key at all."""
+def make_tiles(plan: AttentionPlan, size: int = TILE) -> Tiles:
+    """Cut the keys of a plan into tiles of `size`; raises ValueError if a query sees no key at all."""
     plan.count_by_query(plan.pair_query[plan.pair_lo < plan.pair_hi])
     runs = _runs(plan)
     order = runs.order
     hi = plan.pair_hi[order]
-    before = runs.start % TILE
+    before = runs.start % size
     end = before + hi
-    end = np.where(runs.is_last, end, end // TILE * TILE)
+    end = np.where(runs.is_last, end, end // size * size)
     is_computed = runs.first_visible(plan) - (runs.start - before) < end
     heads = _heads(plan, runs, before)
 
@@ -113,6 +114,7 @@ def make_tiles(plan: AttentionPlan) -> Tiles:
     pieces = heads[leaders]
     is_piece = pieces[..., 3] > 0
     tiles = Tiles(
+        size=size,
         runs=runs,
         level_blocks=_offsets(np.bincount(level)),
         origin=plan.block_origin[blocks],
@@ -134,7 +136,7 @@ def _lower_bounds(tiles: Tiles, plan: AttentionPlan) -> np.ndarray:
     if not plan.pair_lo.any():
         return np.zeros_like(tiles.pairs)
     at = tiles.in_order
-    start_of_tile = tiles.runs.start[at] // TILE * TILE
+    start_of_tile = tiles.runs.start[at] // tiles.size * tiles.size
     return np.maximum(tiles.runs.first_visible(plan)[at] - start_of_tile, 0)
 
 

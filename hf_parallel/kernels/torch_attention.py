@@ -115,7 +115,15 @@ class TorchBackend:
         params: AttentionParams,
         quantized: QuantizedStorage | None = None,
     ) -> Tensor:
-        """Return the attention of packed queries; see `hf_parallel.kernels.block_attention`."""
+        """Return the attention of packed queries; see `hf_parallel.kernels.block_attention`.
+
+        Raises `ValueError` on a GPU if `params` ask for results that are `batch_invariant`.
+        """
+        if params.batch_invariant and query.device.type == "cuda":
+            raise ValueError(
+                "batch_invariant=True on a GPU needs Triton's kernels: HF_PARALLEL_BACKEND chooses others, or they do "
+                f"not support heads of {keys.shape[1]} and {values.shape[1]} in {keys.dtype}"
+            )
         if params.window is not None or params.chunk is not None:
             plan = plan.windowed(params.window, params.chunk)
         rotary = params.rotary if plan.rotates else None

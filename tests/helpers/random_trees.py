@@ -13,15 +13,15 @@ Pieces = Sequence[tuple[int, int, int]]
 
 
 class RandomTree:
-    """Blocks with a parent each, but for the first. `longest`: of the blocks that have no length of `LENGTHS`."""
+    """Blocks with a parent each, but for the first. `longest`: of the blocks that have none of the given `lengths`."""
 
-    def __init__(self, seed: int, longest: int = 300) -> None:
+    def __init__(self, seed: int, longest: int = 300, lengths: Sequence[int] = LENGTHS) -> None:
         self.random = random.Random(seed)
         count = self.random.randint(1, 7)
         self.parents = [-1]
         for block in range(1, count):
             self.parents.append(self.random.randint(0, block - 1))
-        self.lengths = [self.random.choice((*LENGTHS, self.random.randint(1, longest))) for _ in range(count)]
+        self.lengths = [self.random.choice((*lengths, self.random.randint(1, longest))) for _ in range(count)]
 
     def path(self, block: int) -> list[int]:
         """The blocks from the root to `block`."""

@@ -12,7 +12,7 @@ import torch
 from random_trees import Pieces, RandomTree
 
 from hf_parallel.cache import BlockCache, Segment
-from hf_parallel.kernels import AttentionParams, AttentionPlan, RotarySpec, native, torch_attention
+from hf_parallel.kernels import AttentionParams, AttentionPlan, LayerStorage, RotarySpec, native, torch_attention
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CC") or "cc") is None, reason="needs a C compiler, as the kernel itself does"
@@ -49,9 +49,10 @@ class Case:
         window: int | None = None,
         has_sinks: bool = False,
         softcap: float | None = None,
+        tree: RandomTree | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.tree = RandomTree(seed)
+        self.tree = tree or RandomTree(seed)
 
         def normal(first: int, second: int) -> torch.Tensor:
             return torch.randn(first, second, dim, generator=generator).to(dtype)
@@ -61,6 +62,10 @@ class Case:
         sinks = torch.randn(heads, generator=generator) if has_sinks else None
         self.params = AttentionParams(kv_heads, 0.3, softcap=softcap, window=window, sinks=sinks)
 
+    def compute(self, query: torch.Tensor, layer: LayerStorage, plan: AttentionPlan) -> torch.Tensor:
+        """Return the attention of a pass."""
+        return by_kernel(query, layer, plan, self.params)
+
     def attend(self, cache: BlockCache, segments: list[Segment], pieces: Pieces) -> torch.Tensor:
         """Run a pass over the tokens of `pieces`."""
         plan = cache.prepare(segments).plan
@@ -68,9 +73,7 @@ class Case:
         keys, values = new.chunk(2)
         cache.pool.arena.write(0, keys, values, plan)
         query = torch.cat([self.queries[block][first:end] for block, first, end in pieces])
-        layer = cache.pool.arena.layers[0]
-        out = torch_attention.TorchBackend().attend(query, layer.keys, layer.values, plan, self.params)
-        assert is_native(plan.windowed(self.params.window))
+        out = self.compute(query, cache.pool.arena.layers[0], plan)
         cache.commit()
         return out
 
@@ -93,6 +96,13 @@ class Case:
             for part, (block, _, _) in zip(out.split(sizes), pieces, strict=True):
                 parts[block].append(part)
         return [torch.cat(of_block) for of_block in parts]
+
+
+def by_kernel(query: torch.Tensor, layer: LayerStorage, plan: AttentionPlan, params: AttentionParams) -> torch.Tensor:
+    """Return the attention of a pass by the C kernel."""
+    out = torch_attention.TorchBackend().attend(query, layer.keys, layer.values, plan, params)
+    assert is_native(plan.windowed(params.window))
+    return out
 
 
 def is_native(plan: AttentionPlan) -> bool:
@@ -134,12 +144,14 @@ class Workers:
         self.views = [[prompt, *own[k + 1 :], *own[:k], mine] for k, mine in enumerate(own)]
         self.query = torch.randn(len(own), 6, 16)
 
+    def compute(self, query: torch.Tensor, layer: LayerStorage, plan: AttentionPlan) -> torch.Tensor:
+        """Return the attention of a pass."""
+        return by_kernel(query, layer, plan, self.params)
+
     def attend(self, workers: list[int]) -> torch.Tensor:
         """Attention of the last tokens of some workers."""
         plan = self.cache.prepare([Segment(self.views[worker], 1, write=False) for worker in workers]).plan
-        layer = self.cache.pool.arena.layers[0]
-        out = torch_attention.TorchBackend().attend(self.query[workers], layer.keys, layer.values, plan, self.params)
-        assert is_native(plan)
+        out = self.compute(self.query[workers], self.cache.pool.arena.layers[0], plan)
         self.cache.rollback()
         return out
 

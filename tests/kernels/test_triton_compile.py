@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from hf_parallel.kernels.triton import attention as triton_attention  # noqa: E402
-from hf_parallel.kernels.triton import launch  # noqa: E402
+from hf_parallel.kernels.triton import launch, parts, products, reductions  # noqa: E402
 from hf_parallel.kernels.triton import sampling as triton_sampling  # noqa: E402
 from hf_parallel.kernels.triton.launch import Tiling, select_tilings  # noqa: E402
 
@@ -143,7 +143,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     return found
 
 
-def attend(case: Case) -> None:
+def attend(case: Case, batch_invariant: bool = False) -> None:
     """Launch all kernels: a decode step of two workers, with keys stored, rotated and moved."""
     rotary = STYLES[case.style](case.head_dim)
     kv_heads, dim = case.kv_heads, case.head_dim
@@ -168,6 +168,7 @@ def attend(case: Case) -> None:
     heads = scene.heads and scene.heads._replace(weight=scene.heads.weight.to(case.dtype))
     sinks = query.new_zeros(4 * kv_heads)
     params = AttentionParams(kv_heads, 0.1, rotary, case.softcap, sinks, chunk=case.chunk, latent=heads)
+    params.batch_invariant = batch_invariant
     triton_attention.TritonBackend().attend(query, layer.keys, layer.values, plan, params, quantized)
 
 
@@ -200,6 +201,62 @@ def test_attention_compiles_without_spills_and_fits_a_processor(
     together = tiling.programs * (made.metadata.shared + RESERVED_PER_PROGRAM)
     assert together <= SHARED_PER_PROCESSOR[capability]
     assert tiling.programs * used["REG"] * 32 * tiling.num_warps <= REGISTERS_PER_PROCESSOR
+
+
+BY_PARTS = [
+    *(Case(dtype, dim) for dtype in (torch.bfloat16, torch.float32) for dim in (64, 128, 256)),
+    Case(torch.bfloat16, 128, "interleaved", softcap=30.0),
+    Case(torch.bfloat16, 512),
+    *(Case(dtype, 64, "interleaved", kv_heads=1, rank=512) for dtype in (torch.bfloat16, torch.float32)),
+]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("case", BY_PARTS, ids=str)
+def test_attention_by_parts_compiles_without_spills(
+    case: Case, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the same tiling on all GPUs."""
+    kernel = Recorder(parts.attend_part_kernel)
+    monkeypatch.setattr(parts, "attend_part_kernel", kernel)
+    monkeypatch.setattr(parts, "merge_kernel", Recorder(parts.merge_kernel))
+    monkeypatch.setattr(parts, "advance_kernel", Recorder(parts.advance_kernel))
+    for name in ("append", "move"):
+        monkeypatch.setattr(triton_attention, f"{name}_kernel", Recorder(None))
+    attend(case, batch_invariant=True)
+    made = kernel.compiled(capability)
+    used = resources(made.asm["cubin"], tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert made.metadata.shared <= SHARED_PER_PROGRAM[80]
+    programs = parts.part_tiling(case.rank or case.head_dim, case.dtype).programs
+    assert programs * (made.metadata.shared + RESERVED_PER_PROGRAM) <= SHARED_PER_PROCESSOR[80]
+    assert programs * used["REG"] * 32 * made.metadata.num_warps <= REGISTERS_PER_PROCESSOR
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_products_and_sums_compile_without_spills(
+    dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kernels = {}
+    for module, names in {
+        products: ("product", "grouped_product"),
+        reductions: ("sum_rows", "sum_columns", "softmax"),
+    }.items():
+        for name in names:
+            kernels[name] = Recorder(getattr(module, f"{name}_kernel"))
+            monkeypatch.setattr(module, f"{name}_kernel", kernels[name])
+    x, weight = torch.zeros(3, 4096, dtype=dtype), torch.zeros(128, 4096, dtype=dtype)
+    products.product(x, weight.T, x[0, :128])
+    products.grouped_product(x, weight.T.expand(4, -1, -1), torch.zeros(4, dtype=torch.int32))
+    reductions.total(x, [1])
+    reductions.total(x, [0])
+    reductions.softmax(x, -1, dtype, log=True)
+    for recorder in kernels.values():
+        made = recorder.compiled(capability)
+        used = resources(made.asm["cubin"], tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert made.metadata.shared <= SHARED_PER_PROGRAM[80]
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -246,8 +303,8 @@ def test_sampling_compiles_without_spills(
             assert 2 * used["REG"] * 32 * kernel.metadata.num_warps <= REGISTERS_PER_PROCESSOR
 
 
-IN_THE_INTERPRETER = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling")]
-IN_THE_INTERPRETER.append("tests/models/test_cuda_graph.py")
+IN_THE_INTERPRETER = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling", "triton_parts")]
+IN_THE_INTERPRETER += [f"tests/models/test_{name}.py" for name in ("cuda_graph", "gpu_bits")]
 FEW = """
 import test_triton as tests
 import torch
@@ -269,6 +326,15 @@ noise.scatter_(1, order.gather(1, count - 1), 1e-18)
 sampling._WARPS = 32
 drawn, _ = sampling.sample(scores, torch.tensor([Warpers(top_p=0.9).numbers(700)]), None, noise, True, False)
 assert torch.equal(drawn[0], order.gather(1, count - 1)[:, 0])
+# Attention by parts, and products, of a row alone and with others.
+import interpreter
+import test_triton_parts
+
+with interpreter.products_row_by_row():
+    test_triton_parts.parts.PART = 16
+    case = test_triton_parts.PartsCase(3, tree=test_triton_parts.RandomTree(172, 4, (1, 2, 17)))
+    assert test_triton_parts.num_different(case) == 0
+    test_triton_parts.test_rows_of_a_product_have_the_same_bits_alone(37, 70, 65, torch.float16)
 """
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from random_trees import Pieces, RandomTree
+from random_trees import LENGTHS, Pieces, RandomTree
 from transformers import GPT2LMHeadModel
 
 import hf_parallel
@@ -55,16 +55,16 @@ def passes_of(model: Any) -> Iterator[tuple[BlockCache, CachedModel]]:
     claim.active = False
 
 
-def num_different(model: Any, seed: int, longest: int) -> tuple[int, int]:
+def num_different(model: Any, seed: int, longest: int, lengths: Sequence[int] = LENGTHS) -> tuple[int, int]:
     """Number of tokens whose logits differ from those of their row alone, and of all."""
-    tree = RandomTree(seed, longest)
+    tree = RandomTree(seed, longest, lengths)
     size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(seed)
     texts = [torch.randint(5, size, (length,), generator=generator) for length in tree.lengths]
 
     def compute(cache: BlockCache, cached: CachedModel, segments: list[Segment], pieces: Pieces) -> torch.Tensor:
         forward = cache.prepare(segments)
-        ids = torch.cat([texts[block][first:end] for block, first, end in pieces])
+        ids = torch.cat([texts[block][first:end] for block, first, end in pieces]).to(cached.device)
         keeps_all = forward.is_decode_step and tree.random.random() < 0.5
         logits = cached.logits(forward, ids, None if keeps_all else list(range(len(ids))))
         cache.commit()

@@ -26,6 +26,7 @@ from hf_parallel.kernels.triton.launch import (
     launch_for,
     on_device,
 )
+from hf_parallel.kernels.triton.parts import attend_parts
 from hf_parallel.kernels.triton.storage_kernels import append_kernel, move_kernel
 
 MAX_RUN = 64  # new tokens of a row above which FlashAttention (torch backend) is faster
@@ -70,9 +71,12 @@ class TritonBackend(TorchBackend):
         quantized: QuantizedStorage | None = None,
     ) -> Tensor:
         """Queries after the plan's are padding, whose output is zero."""
+        if params.batch_invariant and quantized is not None:
+            raise ValueError("cache_dtype must be None for a model with batch_invariant=True on a GPU")
         # FlashAttention, which has no soft-capping, computes long runs of new tokens faster.
         is_fused = params.softcap is None and (keys.shape == values.shape or params.latent is not None)
-        if not self.is_chosen and is_fused and plan.longest_run > MAX_RUN:
+        is_dense = not self.is_chosen and is_fused and plan.longest_run > MAX_RUN
+        if is_dense and not params.batch_invariant:
             return super().attend(query, keys, values, plan, params, quantized)
         latent = params.latent
         leads = keys
@@ -98,6 +102,9 @@ class TritonBackend(TorchBackend):
             lead=lead,
             chunk=params.chunk,
         )
+        if params.batch_invariant:
+            sums = attend_parts(query, keys, values, leads, plan, params, shape)
+            return sums if latent is None else latent.project(sums)
         max_tokens = bucket(tokens)
         launch = launch_for(plan, (shape, max_tokens), lambda: AttendLaunch(plan, shape, max_tokens))
         if query.stride(-1) != 1:

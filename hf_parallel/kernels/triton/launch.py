@@ -24,7 +24,7 @@ from hf_parallel.kernels.work import ITEM_FIELDS, Partition, Work, make_work
 
 HORIZON = 64  # decode steps for which work items are made. More: programs' work becomes unequal; fewer: more CPU work
 _ALIGNMENT = 32  # of buffers, in int32: Triton compiles a kernel again for pointers of another alignment
-_PAIRS_PER_PROGRAM = 16  # pairs for which one program computes rotation tables; divides every size of `bucket`
+PAIRS_PER_PROGRAM = 16  # pairs for which one program computes rotation tables; divides every size of `bucket`
 
 AnyLaunch = TypeVar("AnyLaunch", bound="Launch")
 
@@ -322,9 +322,9 @@ class AttendLaunch(Launch):
             inv_freq = frequencies(rotary, self.shape.device)
             deltas = buffers["pair_delta"], buffers["delta_increment"]
             with on_device(self.shape.device):
-                advance_kernel[(len(self.cos) // _PAIRS_PER_PROGRAM,)](
+                advance_kernel[(len(self.cos) // PAIRS_PER_PROGRAM,)](
                     *deltas, inv_freq, self.cos, self.sin, buffers["step"], step,
-                    HALF=half, BLOCK_H=block_size(half), BLOCK_P=_PAIRS_PER_PROGRAM,
+                    HALF=half, BLOCK_H=block_size(half), BLOCK_P=PAIRS_PER_PROGRAM,
                 )  # fmt: skip
         self.step = step
 

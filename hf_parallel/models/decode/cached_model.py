@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from transformers.utils import logging
 from hf_parallel.cache import BlockCache, ForwardPass, Segment
 from hf_parallel.cache.images import ImageSpan
 from hf_parallel.cache.placement import execution_device
-from hf_parallel.kernels import to_device
+from hf_parallel.kernels import select_backend, to_device
 from hf_parallel.models.cpu.linear import kernel_pass
 from hf_parallel.models.decode.compiled import compiled_layers, num_moves
 from hf_parallel.models.decode.cuda_graph import DecodeGraphs
@@ -66,7 +67,7 @@ class CachedModel:
         self.cache = cache
         self.device = execution_device(model)
         cache.reads = capabilities.reads
-        cache.expands_latents = not capabilities.batch_invariant
+        cache.batch_invariant = capabilities.batch_invariant
         if capabilities.batch_invariant and compile:
             raise ValueError("compile=True needs a model that was enabled without batch_invariant=True")
         keep_states(cache, capabilities.mixers)
@@ -83,6 +84,8 @@ class CachedModel:
         self._scaled = capabilities.scaled or counts
         self._rotary_modules = rotary_modules(model) if self._scaled else []
         has_graphs = cuda_graph and not self._mixers and not self._dense and DecodeGraphs.supports(model, self.device)
+        self._has_invariant_ops = capabilities.batch_invariant and select_backend(self.device) == "triton"
+        has_graphs = has_graphs and not self._has_invariant_ops
         self.graphs = DecodeGraphs(cache, model) if has_graphs else None
         # A compiled layer passes keys and values of its heads to attention, not latents, and cannot ask for positions.
         is_eager = bool(self._mixers) or self._dense or capabilities.has_latents or counts
@@ -184,7 +187,10 @@ class CachedModel:
         wrapped: AbstractContextManager[None] = nullcontext()
         if self._mixers:
             wrapped = mixers_wrapped(self.model, self._mixers, self._call_mixers)
-        with block_attention_enabled(self.model, self.cache), wrapped, kernel_pass():
+        operations: AbstractContextManager[object] = nullcontext()
+        if self._has_invariant_ops:  # Triton is imported on a GPU only
+            operations = importlib.import_module("hf_parallel.models.gpu.invariant_ops").InvariantOps()
+        with block_attention_enabled(self.model, self.cache), wrapped, kernel_pass(), operations:
             return self.model(use_cache=self._use_cache, return_dict=True, **kwargs)
 
 

@@ -27,6 +27,9 @@ routers and experts on a CPU
 PyTorch's products and gates in a   one call of the module   the call                           `cpu/own_products.py`
 router or experts
 (`TorchFunctionMode`)
+PyTorch's products and sums of a    a pass                   the pass                           `gpu/invariant_ops.py`
+model with `batch_invariant=True`
+on a GPU (`TorchDispatchMode`)
 globals of a copy of a `forward`:   a call, or while an      its end: the copy is a `forward`   `functions.py`,
 rotary function of attention,       engine is open           as above                           `cpu/elementwise.py`,
 gates of any module                                                                             `cpu/gates.py`

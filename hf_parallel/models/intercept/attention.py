@@ -164,12 +164,13 @@ def block_attention_forward(
             query = rotated_first(query, params.rotary.rotary_dim)
             key = rotated_first(key, params.rotary.rotary_dim)
         return cache.attend(query, key, value, params).contiguous(), None
+    params.batch_invariant = cache.batch_invariant
     plan = cache.plan_of(layer_idx)
     layer_idx = layer_idx if reads is None else reads.source
     layer = cache.pool.arena.layers[layer_idx]
     if (key.shape[-1], value.shape[-1]) != (layer.keys.shape[-1], layer.values.shape[-1]):  # made from what is stored
         try:
-            params.latent = latent_heads(module, key, value, layer, cache.expands_latents)
+            params.latent = latent_heads(module, key, value, layer, expands=not cache.batch_invariant)
         except LookupError as error:
             raise UnsupportedModelError(f"{error.args[0]} (layer {layer_idx})") from None
         if params.latent is not None:
