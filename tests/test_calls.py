@@ -98,9 +98,9 @@ def requests_of_an_engine(model: Any, length: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("run", "most"), [(rows_of_a_prompt, 73), (requests_of_an_engine, 147), (two_workers, 148)])
+@pytest.mark.parametrize(("run", "most"), [(rows_of_a_prompt, 53), (requests_of_an_engine, 129), (two_workers, 129)])
 def test_a_step_makes_few_calls(model: Any, run: Callable[[Any, int], None], most: int) -> None:
-    run(model, SHORT)  # compiles kernels and fills caches
+    run(model, LONG)  # compiles kernels, fills caches and records a program
     found = []
     for length in (SHORT, LONG):
         with counted() as counts:

@@ -175,7 +175,8 @@ class DecodePrograms:
             return False
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return False
-        return self._cache.pool.arena.quantized is None
+        arena = self._cache.pool.arena
+        return bool(arena.layers) and arena.quantized is None  # without layers: the first pass makes their storage
 
     def _make(self) -> None:
         known = self._of_model
