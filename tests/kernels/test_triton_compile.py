@@ -30,8 +30,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from hf_parallel.kernels.triton import attention as triton_attention  # noqa: E402
-from hf_parallel.kernels.triton import launch, parts, products, reductions  # noqa: E402
+from hf_parallel.kernels.triton import launch  # noqa: E402
 from hf_parallel.kernels.triton import sampling as triton_sampling  # noqa: E402
+from hf_parallel.kernels.triton.invariant import parts, products, reductions  # noqa: E402
 from hf_parallel.kernels.triton.launch import Tiling, select_tilings  # noqa: E402
 
 SHARED_PER_PROGRAM = {80: 99 << 10, 90: 227 << 10}

@@ -29,7 +29,8 @@ __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 if __test__:
     import interpreter
 
-    from hf_parallel.kernels.triton import attention, parts, products
+    from hf_parallel.kernels.triton import attention
+    from hf_parallel.kernels.triton.invariant import parts, products
     from hf_parallel.kernels.triton.launch import Tiling
     from hf_parallel.models.gpu.invariant_ops import InvariantOps
 

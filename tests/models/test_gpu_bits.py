@@ -31,7 +31,7 @@ __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 if __test__:
     import interpreter
 
-    from hf_parallel.kernels.triton import parts
+    from hf_parallel.kernels.triton.invariant import parts
     from hf_parallel.models.gpu import invariant_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore")
