@@ -325,7 +325,7 @@ def rotate() -> Drawing:
     plan = forward.plan
     deltas: dict[tuple[int, int], int] = {}
     seen_blocks = dict.fromkeys(block for segment in forward.segments for block in segment.view)
-    blocks = [block for block in seen_blocks if block.length]
+    blocks = sorted(seen(seen_blocks), key=lambda block: (block.base, block.age))  # as in the plan
     for number in range(plan.num_blocks):
         for pair in range(*plan.block_pairs[number : number + 2]):
             deltas[int(plan.pair_query[pair]), number] = int(plan.pair_delta[pair])

@@ -56,7 +56,7 @@ class BlockCache(Cache):
     """
 
     in_use = False
-    """Whether block attention reads the blocks. `models.attention.block_attention_enabled` sets it."""
+    """Whether block attention reads the blocks. `models.intercept.attention.block_attention_enabled` sets it."""
     batch_invariant = False
     """Whether attention has the same bits in every schedule, where that is slower: see `AttentionParams`. Latents are
     never expanded then (`LatentHeads`)."""

@@ -121,7 +121,7 @@ class SharedPrefixCache(BlockCache):
         """Insert tokens, int64 `[length]`, after `root` (default: the root of the tree). Return the last token's node.
 
         Reuses nodes of the tree, splits them where necessary, and creates the rest. `gap`: see `Node`. A run of a mode
-        calls `generation.prefill.insert`, which first waits until no other run computes any of them.
+        calls `generation.decoding.prefill.insert`, which first waits until no other run computes any of them.
         """
         return self.prefixes.insert(tokens, root or self.root, gap)
 

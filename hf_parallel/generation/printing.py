@@ -36,7 +36,8 @@ class ConsoleStreamer:
 
     A row is printed as it grows; the next ones follow when it has ended. Rows of one answer, such as the workers of
     hogwild, are printed step by step in the order in which steps end. Texts that a token budget ended are followed by
-    `[truncated]`. Modes that stream text name the rows. In a call without a mode, the rows have no names and marks.
+    `[truncated]`. Rows are named in modes that stream text or draw several rows per prompt. In a call without a mode,
+    the rows have no names and marks.
 
     Parameters
     ----------
@@ -78,7 +79,7 @@ class ConsoleStreamer:
         self._ends: frozenset[int] = frozenset()
         self._prints_text = False
         self._by_end = False
-        self._decoders: list[IncrementalDetokenizer] = []  # of the rows, if tokens are printed
+        self._decoders: dict[int, IncrementalDetokenizer] = {}  # by row, in the order of `put`, if tokens are printed
         self.rows: dict[int, list[PrintedText]] = {}
         self._waiting: list[PrintedText] = []  # not printed: in the order of their beginnings, or ends if `_by_end`
         self._current: PrintedText | None = None
@@ -104,18 +105,19 @@ class ConsoleStreamer:
 
     def _put_tokens(self, tokens: Sequence[int]) -> None:
         if not self._decoders:
-            rows = self._num_sequences
+            rows: Sequence[int] = range(self._num_sequences)
             hidden = hidden_tokens(self.tokenizer)
             if self._record is not None:
-                rows *= self._record.config.rows_per_prompt
+                num_returned = self._num_sequences * self._record.config.rows_per_prompt
+                rows = self._record.returned or range(num_returned)
                 hidden = self._record.hidden_tokens(self.tokenizer)
-            self._decoders = [IncrementalDetokenizer(self.tokenizer, hidden) for _ in range(rows)]
-            for row in range(rows):
+            self._decoders = {row: IncrementalDetokenizer(self.tokenizer, hidden) for row in rows}
+            for row in rows:
                 self._begin(row, "")
-        for row, token in enumerate(tokens[: len(self._decoders)]):
+        for (row, decoder), token in zip(self._decoders.items(), tokens, strict=False):
             (text,) = self.rows[row]
             if not text.ended:
-                self._write(text, self._decoders[row].add([token]))
+                self._write(text, decoder.add([token]))
             if token in self._ends:
                 self._close(text)
 
@@ -137,7 +139,7 @@ class ConsoleStreamer:
 
     def end(self) -> None:
         """Print all texts that wait and end the line. The streamer can then serve another call."""
-        for row in range(len(self._decoders)):
+        for row in self._decoders:
             self._mark_end(row, self.rows[row][-1])
         for texts in self.rows.values():
             for text in texts:
@@ -165,7 +167,7 @@ class ConsoleStreamer:
             rows = self._record.config.rows
             sequence, index, _ = rows.place(row, self._num_sequences)
             named = rows.step_text(index, step, text) != text  # the text itself begins with the name
-            if not named and (self._record.config.traits.streams_text or self._record.config.rows_per_prompt > 1):
+            if not named and (self._record.config.traits.streams_text or rows.drawn_per_prompt > 1):
                 name = rows.step_name(index, step, text)
         number = f"{sequence % answers + 1} of {answers}" if answers > 1 else ""
         heading = ", ".join(filter(None, (number, name)))

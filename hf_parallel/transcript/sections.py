@@ -152,16 +152,17 @@ def completion_sections(
 ) -> list[Section]:
     """Return the sections of a mode that streams no text.
 
-    `sequences` are lists of tokens, padded on both sides. Rows of one prompt share a section. If every prompt has a
-    single row, all rows share one.
+    `sequences` are lists of tokens, padded on both sides. Rows of one prompt share a section. If the mode draws one row
+    per prompt and all prompts differ, all rows share one.
     """
+    draws_several = record.config.rows.drawn_per_prompt > 1
     drawn = record.returned or range(len(sequences))
     positions = [record.config.rows.place(row, len(record.prompts)) for row in drawn]
     prompts = [record.prompts[position.prompt].tolist() for position in positions]
     images = [record.images_of([position.prompt]) for position in positions]
     by_prompt = groupby(range(len(prompts)), key=lambda row: (prompts[row], images[row]))
     groups = [list(rows) for _, rows in by_prompt]
-    if len(groups) == len(prompts) > 1:
+    if not draws_several and len(groups) == len(prompts) > 1:
         groups = [list(range(len(prompts)))]
     hidden = record.hidden_tokens(tokenizer)
     sections = []
@@ -178,7 +179,7 @@ def completion_sections(
             card.end_reason = record.end_reasons.get(drawn[row], "")
             cards.append(card)
         names = [record.config.rows.name(positions[row].index) for row in rows]
-        if record.config.rows_per_prompt == 1 or len(set(names)) < len(names):
+        if not draws_several or len(set(names)) < len(names):
             names = [f"completion {number}" for number in range(1, len(rows) + 1)]
         shown = record.images_of(positions[row].prompt for row in rows)
         sections.append(Section(prompt, len(shared), names, cards, images=shown))

@@ -20,9 +20,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import hf_parallel
 from hf_parallel import LogitsCache, ParallelConfig, SharedPrefixConfig
 from hf_parallel.generation import MODES
+from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ModeTraits, make_config
+from hf_parallel.generation.decoding.loop import DecodeLoop
+from hf_parallel.generation.decoding.prefill import insert_prompts, prefill_leaves, prefix_cache_of
 from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.presets import Preset
+from hf_parallel.generation.sampling.token_table import TokenTable
 
 IDS = make_prompts([5])[0][None]
 
@@ -76,6 +80,21 @@ def test_defining_a_config_registers_its_mode(echo: type[ParallelConfig], model:
         model.generate(IDS, generation_mode="echo", max_new_tokens=4, times=0)
     with pytest.raises(ValueError, match="'echo' has no setting 'time' .* did you mean 'times'"):
         model.generate(IDS, generation_mode="echo", max_new_tokens=4, time=3)
+
+
+@pytest.mark.parametrize("wrap", [lambda steps: steps, list], ids=["leaves", "list of leaves"])
+def test_a_mode_that_inserts_prompts_without_yield_from_raises(
+    wrap: Any, echo: type[ParallelConfig], model: Any
+) -> None:
+    def generate(call: GenerationCall) -> Steps[None]:
+        cache = prefix_cache_of(call)
+        leaves: Any = insert_prompts(call, cache)
+        loop = DecodeLoop(call, cache, TokenTable(call.input_ids, call.pad_token_id, call.max_new_tokens))
+        yield from prefill_leaves(loop, cache, wrap(leaves))
+
+    echo.make_run = lambda self, call: SimpleNamespace(generate=lambda: generate(call))  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="leaves must be nodes .* got a Prefix: .* with `yield from`"):
+        model.generate(IDS, generation_mode="echo", max_new_tokens=4)
 
 
 # Precedence

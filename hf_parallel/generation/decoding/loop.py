@@ -472,6 +472,10 @@ class DecodeLoop:
         A streamer of a mode that streams tokens `at_end` receives them now. Empties a cache that nobody receives.
         """
         call = self.call
+        if rows is not None:  # before a streamer receives their tokens
+            output_rows = [row.output_row for row in rows]
+            is_whole = output_rows == list(range(len(rows)))
+            call.record.returned = [] if is_whole else output_rows
         sequences = self.table.padded(None if rows is None else [row.index for row in rows])
         if call.record.config.traits.streams_tokens == "at_end" and hasattr(call.streamer, "put"):
             for column in sequences[:, call.input_ids.shape[1] :].T:
@@ -500,8 +504,6 @@ class DecodeLoop:
             if indices:
                 record.lengths = [self.table.lengths[index] for index in indices]
             output_rows = [row.output_row for row in rows]
-            is_whole = output_rows == list(range(len(rows)))
-            record.returned = [] if is_whole else output_rows
         if self.replayer is not None:
             record.add_origins(self.replayer.origins)
         self._record_errors(output_rows, indices or output_rows)

@@ -77,7 +77,14 @@ def insert_prompts(call: GenerationCall, cache: SharedPrefixCache) -> Steps[list
 
 
 def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> Steps[torch.Tensor]:
-    """Compute all uncached tokens of the tree. Return the logits after each row's leaf, `[len(leaves), vocabulary]`."""
+    """Compute all uncached tokens of the tree. Return the logits after each row's leaf, `[len(leaves), vocabulary]`.
+
+    Raises `TypeError` for leaves that are no nodes, as those of `insert_prompts` without `yield from`.
+    """
+    for leaf in leaves:
+        if not isinstance(leaf, Node):
+            hint = "functions that return Steps, such as insert_prompts, are called with `yield from`"
+            raise TypeError(f"leaves must be nodes of the prefix tree, got a {type(leaf).__name__}: {hint}")
     count_cached(loop, leaves)
     reused = 0
     for leaf in leaves:
