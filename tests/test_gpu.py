@@ -289,7 +289,7 @@ def test_attention_has_the_same_bits_in_any_schedule(dim: int, features: dict[st
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_products_have_the_same_bits_for_any_number_of_rows(dtype: str) -> None:
-    from hf_parallel.kernels.triton.products import product
+    from hf_parallel.kernels.triton.invariant.products import product
 
     x = torch.randn(256, 4096, device=DEVICE).to(getattr(torch, dtype))
     weight = torch.randn(4096, 4096, device=DEVICE).to(x.dtype)

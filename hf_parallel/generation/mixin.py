@@ -383,7 +383,8 @@ def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None, batc
     ------
     TypeError, ValueError
         If `model` is not a `PreTrainedModel`, its weights are on the meta device and no hook of accelerate loads them,
-        a method such as `generate` was replaced on this object, or `tokenizer` is not a tokenizer.
+        a method such as `generate` was replaced on this object, or `tokenizer` is not a tokenizer; with
+        `batch_invariant`, if Triton's kernels do not support the model on this GPU.
     UnsupportedModelError
         If block attention cannot serve the model, or it was compiled in place, with the reason; with `batch_invariant`,
         if bits depend on the schedule, with the module that computes other ones.

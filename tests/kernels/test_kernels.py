@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -218,3 +219,11 @@ def test_layers_of_different_windows_share_one_plan() -> None:
         params = AttentionParams(1, 8**-0.5, window=window)
         out = block_attention(scene.queries, layer.keys, layer.values, plan, params)
         torch.testing.assert_close(out, scene.truth(), rtol=0, atol=1e-12)
+
+
+def test_pytorchs_kernels_of_a_gpu_cannot_be_batch_invariant() -> None:
+    keys = torch.zeros(8, 80)
+    query = SimpleNamespace(device=torch.device("cuda"))  # asked for nothing else before the error
+    params = AttentionParams(1, 1.0, batch_invariant=True)
+    with pytest.raises(ValueError, match=r"batch_invariant=True on a GPU .* heads of 80 and 80 in torch.float32"):
+        torch_backend.TorchBackend().attend(query, keys, keys, _row(Features(), 1).forward.plan, params)

@@ -30,8 +30,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from hf_parallel.kernels.triton import attention as triton_attention  # noqa: E402
-from hf_parallel.kernels.triton import launch, parts, products, reductions  # noqa: E402
+from hf_parallel.kernels.triton import launch  # noqa: E402
 from hf_parallel.kernels.triton import sampling as triton_sampling  # noqa: E402
+from hf_parallel.kernels.triton.invariant import parts, products, reductions  # noqa: E402
 from hf_parallel.kernels.triton.launch import Tiling, select_tilings  # noqa: E402
 
 SHARED_PER_PROGRAM = {80: 99 << 10, 90: 227 << 10}
@@ -303,8 +304,9 @@ def test_sampling_compiles_without_spills(
             assert 2 * used["REG"] * 32 * kernel.metadata.num_warps <= REGISTERS_PER_PROCESSOR
 
 
-IN_THE_INTERPRETER = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling", "triton_parts")]
-IN_THE_INTERPRETER += [f"tests/models/test_{name}.py" for name in ("cuda_graph", "gpu_bits")]
+IN_THE_INTERPRETER = [f"tests/kernels/test_{name}.py" for name in ("triton", "triton_sampling")]
+IN_THE_INTERPRETER.append("tests/models/test_cuda_graph.py")
+RUN = ["-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
 FEW = """
 import test_triton as tests
 import torch
@@ -342,11 +344,9 @@ with interpreter.products_row_by_row():
     "command",
     [
         pytest.param(["-c", FEW], id="few"),
-        pytest.param(
-            ["-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *IN_THE_INTERPRETER],
-            id="all",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param([*RUN, *IN_THE_INTERPRETER], id="all", marks=pytest.mark.slow),
+        pytest.param([*RUN, "tests/kernels/test_triton_parts.py"], id="parts", marks=pytest.mark.slow),
+        pytest.param([*RUN, "tests/models/test_gpu_bits.py"], id="models", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_equal_the_oracle_in_the_interpreter(command: list[str]) -> None:

@@ -29,7 +29,8 @@ __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 if __test__:
     import interpreter
 
-    from hf_parallel.kernels.triton import attention, parts, products
+    from hf_parallel.kernels.triton import attention
+    from hf_parallel.kernels.triton.invariant import parts, products
     from hf_parallel.kernels.triton.launch import Tiling
     from hf_parallel.models.gpu.invariant_ops import InvariantOps
 
@@ -51,8 +52,10 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "PART", PART)
     monkeypatch.setattr(attention, "MAX_RUN", 4)  # from which FlashAttention would compute other passes
     monkeypatch.setattr(parts, "part_tiling", lambda *_: Tiling(16, 16, 4, 2, 1))
+    torch.use_deterministic_algorithms(True)  # fills memory with NaN
     with interpreter.products_row_by_row():
         yield
+    torch.use_deterministic_algorithms(False)
 
 
 def by_parts(

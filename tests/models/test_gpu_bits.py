@@ -31,7 +31,7 @@ __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 if __test__:
     import interpreter
 
-    from hf_parallel.kernels.triton import parts
+    from hf_parallel.kernels.triton.invariant import parts
     from hf_parallel.models.gpu import invariant_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -62,7 +62,7 @@ def test_logits_have_the_same_bits_in_any_schedule() -> None:
 
 def test_logits_of_latents_and_experts_have_the_same_bits_in_any_schedule() -> None:
     model = without_probe(copy.deepcopy(tiny.build("deepseek_v3")))
-    different, total = num_different(model, 13, 8, (1, 3, 8))
+    different, total = num_different(model, 13, 3, (1, 2))
     assert different == 0, f"{different} of {total}"
 
 

@@ -14,6 +14,7 @@ from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec
 from hf_parallel.kernels.storage import QuantizedStorage, TokenRange, storage_row
 from hf_parallel.kernels.torch_attention import TorchBackend
+from hf_parallel.kernels.triton.invariant.parts import attend_parts
 from hf_parallel.kernels.triton.kernels import attend_kernel, merge_heads_kernel, merge_kernel
 from hf_parallel.kernels.triton.launch import (
     AttendLaunch,
@@ -26,7 +27,6 @@ from hf_parallel.kernels.triton.launch import (
     launch_for,
     on_device,
 )
-from hf_parallel.kernels.triton.parts import attend_parts
 from hf_parallel.kernels.triton.storage_kernels import append_kernel, move_kernel
 
 MAX_RUN = 64  # new tokens of a row above which FlashAttention (torch backend) is faster

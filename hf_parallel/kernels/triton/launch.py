@@ -384,6 +384,15 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor that begins at a multiple of 16 bytes: `x`, or a copy of it.
+
+    Triton compiles a kernel again for tensors that begin elsewhere.
+    """
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 @lru_cache(maxsize=64)
 def frequencies(rotary: RotarySpec, device: torch.device) -> torch.Tensor:
     """Return the radians per position, float64 `[rotary_dim / 2]`."""

@@ -2,8 +2,8 @@
 
 cuBLAS chooses a kernel by the number of rows, and may cut the inputs of a product into parts; PyTorch's sums choose by
 the number of results how many threads share one. Within `InvariantOps`, products of matrices, sums, means, variances,
-norms and softmax of floating point numbers are those of `hf_parallel.kernels.triton.products` and `reductions`. Other
-operations are PyTorch's: those on single numbers do not depend on their neighbours.
+norms and softmax of floating point numbers are those of `hf_parallel.kernels.triton.invariant`. Other operations are
+PyTorch's: those on single numbers do not depend on their neighbours.
 
 vLLM's batch-invariant mode replaces operations likewise, for the whole process; here they are replaced for a pass.
 """
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_parallel.kernels.triton import reductions
-from hf_parallel.kernels.triton.products import grouped_product, product, supports
+from hf_parallel.kernels.triton.invariant import reductions
+from hf_parallel.kernels.triton.invariant.products import grouped_product, product, supports
 
 _aten = torch.ops.aten
 _Number = int | float

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from hf_parallel.kernels.triton.launch import on_device
-from hf_parallel.kernels.triton.parts import aligned
-from hf_parallel.kernels.triton.product_kernels import grouped_product_kernel, product_kernel
+from hf_parallel.kernels.triton.invariant.product_kernels import grouped_product_kernel, product_kernel
+from hf_parallel.kernels.triton.launch import aligned, on_device
 
 _HALVES = (torch.float16, torch.bfloat16)
 

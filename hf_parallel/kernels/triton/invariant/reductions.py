@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_parallel.kernels.triton.launch import on_device
-from hf_parallel.kernels.triton.parts import aligned
-from hf_parallel.kernels.triton.product_kernels import softmax_kernel, sum_columns_kernel, sum_rows_kernel
+from hf_parallel.kernels.triton.invariant.reduction_kernels import softmax_kernel, sum_columns_kernel, sum_rows_kernel
+from hf_parallel.kernels.triton.launch import aligned, on_device
 
 _BLOCK = 1024
 _COLUMNS = 256

@@ -16,24 +16,24 @@ from torch import Tensor
 
 from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.tiles import Tiles, make_tiles
+from hf_parallel.kernels.triton.invariant.part_kernels import attend_part_kernel
 from hf_parallel.kernels.triton.kernels import advance_kernel, merge_kernel
 from hf_parallel.kernels.triton.launch import (
     PAIRS_PER_PROGRAM,
     Buffers,
     LayerShape,
     Tiling,
+    aligned,
     block_size,
     dim_constants,
     frequencies,
     on_device,
 )
-from hf_parallel.kernels.triton.part_kernels import attend_part_kernel
 
 PART = 256  # keys; a multiple of every tiling's `block_n`
 ITEM_FIELDS = ("origin", "capacity", "first", "before", "first_gathered", "part", "first_pair", "num_pairs")
 MAX_PARTIAL_BYTES = 256 << 20  # of partial results; queries that need more are computed one range after another
 _PARTS_PER_STEP = 16  # partial results merged at once
-_ALIGNMENT = 16  # bytes; Triton compiles a kernel again for tensors that begin elsewhere
 
 
 def part_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
@@ -111,12 +111,6 @@ def attend_parts(
     if tokens > plan.num_queries:
         outs.append(query.new_zeros(tokens - plan.num_queries, heads, shape.value_dim))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Return a contiguous tensor that begins at a multiple of `_ALIGNMENT` bytes: `x`, or a copy of it."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
 
 def _attend_range(
