@@ -81,7 +81,10 @@ def test_of_two_calls_that_start_together_one_raises(model: Any) -> None:
 
 
 def test_plain_calls_beside_modes_are_those_of_the_model_alone(model: Any) -> None:
-    """Modes begin and end at any time during forward passes and calls of `generate` in other threads."""
+    """Modes begin and end at any time during forward passes and calls of `generate` in other threads.
+
+    They go on until each of the others has run some times.
+    """
     ids, mask = tiny.left_pad([prompt[0] for prompt in PROMPTS])
     ended = threading.Event()
 
@@ -91,24 +94,28 @@ def test_plain_calls_beside_modes_are_those_of_the_model_alone(model: Any) -> No
 
     expected, texts = forward(), generate(model, ids, attention_mask=mask)
 
+    of_forwards: list[bool] = []
+    of_calls: list[bool] = []
+
     def forwards() -> list[bool]:
-        equal = []
         while not ended.is_set():
-            equal.append(torch.equal(forward(), expected))
-        return equal
+            of_forwards.append(torch.equal(forward(), expected))
+        return of_forwards
 
     def calls() -> list[bool]:
-        equal = []
         while not ended.is_set():
-            equal.append(torch.equal(generate(model, ids, attention_mask=mask), texts))
-        return equal
+            of_calls.append(torch.equal(generate(model, ids, attention_mask=mask), texts))
+        return of_calls
 
     def modes() -> list[bool]:
         settings = {"generation_mode": "shared_prefix", "max_new_tokens": 2, "attention_mask": mask}
+        equal: list[bool] = []
         try:
-            return [torch.equal(generate(model, ids, **settings), texts[:, : ids.shape[1] + 2]) for _ in range(25)]
+            while len(equal) < 25 or min(len(of_forwards), len(of_calls)) < 4:
+                equal.append(torch.equal(generate(model, ids, **settings), texts[:, : ids.shape[1] + 2]))
         finally:
             ended.set()
+        return equal
 
     for outcome in in_threads(forwards, calls, modes):
         assert isinstance(outcome, list), outcome
