@@ -257,7 +257,11 @@ class RandomSteps:
             names += [(("keys", number), layer.keys), (("values", number), layer.values)]
         if not logits.is_contiguous() or logits.storage_offset() or logits.dtype != torch.float32:
             raise NoProgramError("its logits are not computed in float32")
-        return _Recorded(rows, recording, *recording.located(names), logits)
+        try:
+            calls, buffers = recording.located(names)
+        except LookupError as error:
+            raise NoProgramError(str(error)) from error
+        return _Recorded(rows, recording, calls, buffers, logits)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,6 +90,7 @@ class StepRecording(TorchDispatchMode):
         self._cache = cache
         self._kept = [*model.parameters(), *model.buffers()]  # tensors whose addresses have a meaning
         self._paused = 0
+        self._thread = threading.get_ident()  # others may run the model meanwhile
         self._running: LayerCall | None = None
 
     # What is recorded
@@ -229,10 +231,14 @@ class StepRecording(TorchDispatchMode):
                 hook.remove()
 
     def _begin_rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self._paused += 1
         self.rotary.append(RotaryCall(module, (args, kwargs)))
 
     def _end_rotary(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self._paused -= 1
         results = [value for value in _flat(result) if isinstance(value, torch.Tensor)]
         self._kept += results
