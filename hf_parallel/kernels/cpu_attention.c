@@ -914,8 +914,14 @@ int attend(const Layer *layer, const Plan *plan, int threads) {
 int attend_layer(const Layer *template, const float *query, int64_t query_token, int64_t query_head, float *out, float *best,
                  float *total, const void *keys, const void *values, int64_t tokens, const Plan *plan, int threads) {
     Layer layer = *template;
-    layer.query = query, layer.query_token = query_token, layer.query_head = query_head;
-    layer.out = out, layer.best = best, layer.total = total, layer.tokens = tokens;
-    layer.storage.keys = keys, layer.storage.values = values;
+    layer.query = query;
+    layer.query_token = query_token;
+    layer.query_head = query_head;
+    layer.out = out;
+    layer.best = best;
+    layer.total = total;
+    layer.storage.keys = keys;
+    layer.storage.values = values;
+    layer.tokens = tokens;
     return attend(&layer, plan, threads);
 }

@@ -31,6 +31,9 @@ int attend_layer(const void *template, const float *query, int64_t query_token, 
 /* In the order of `program.py`. */
 enum { LINEAR, LINEAR_INT8, UNPACK, RMS_NORM, ACTIVATE, ROTATE_HEADS, ATTEND, APPEND, TAKE_ROWS, COPY, ADD, SUBTRACT, MULTIPLY, DIVIDE };
 
+/* Results of a program that failed. */
+enum { NO_MEMORY = 1, NO_ROW };
+
 typedef struct {
     int64_t table; /* index in `values`; -1: none */
     int64_t per_token, constant;
@@ -53,9 +56,13 @@ static double as_double(int64_t bits) {
     return value;
 }
 
-/* Rows of `bytes` bytes of a table, by their indices. */
-static void take_rows(const uint8_t *table, const int64_t *indices, uint8_t *out, int64_t count, int64_t bytes) {
-    for (int64_t i = 0; i < count; i++) memcpy(out + i * bytes, table + indices[i] * bytes, bytes);
+/* Rows of `bytes` bytes of a table of `rows`, by their indices. Returns NO_ROW if there is none. */
+static int take_rows(const uint8_t *table, const int64_t *indices, uint8_t *out, int64_t count, int64_t bytes, int64_t rows) {
+    for (int64_t i = 0; i < count; i++) {
+        if (indices[i] < 0 || indices[i] >= rows) return NO_ROW;
+        memcpy(out + i * bytes, table + indices[i] * bytes, bytes);
+    }
+    return 0;
 }
 
 /* Stores [heads][tokens][dim] numbers, whose heads and tokens are `head` and `token` apart. */
@@ -96,7 +103,7 @@ static inline __attribute__((always_inline)) void combine(int operation, const f
     }
 }
 
-/* Runs a program for `tokens` tokens. Returns 0, or 1 if memory ran out. */
+/* Runs a program for `tokens` tokens. Returns 0, or why it failed. */
 int run_program(const Instruction *program, int64_t length, const int64_t *values, int64_t tokens, int threads) {
     for (const Instruction *now = program; now < program + length; now++) {
         int64_t v[OPERANDS];
@@ -104,15 +111,15 @@ int run_program(const Instruction *program, int64_t length, const int64_t *value
             const Operand *operand = now->operands + i;
             v[i] = (operand->table < 0 ? 0 : values[operand->table]) + operand->per_token * tokens + operand->constant;
         }
-        int has_failed = 0;
+        int result = 0;
 #define AT(type, i) ((type *)(intptr_t)v[i])
         switch (now->operation) {
             case LINEAR:
-                has_failed = linear((int)v[0], AT(float, 1), AT(uint8_t, 2), v[3], AT(float, 4), AT(float, 5), v[6], v[7], v[8],
+                result = linear((int)v[0], AT(float, 1), AT(uint8_t, 2), v[3], AT(float, 4), AT(float, 5), v[6], v[7], v[8],
                                     (int)v[9], threads);
                 break;
             case LINEAR_INT8:
-                has_failed =
+                result =
                     linear_int8((int)v[0], AT(float, 1), AT(uint8_t, 2), v[3], AT(float, 4), AT(float, 5), v[6], v[7], v[8], threads);
                 break;
             case UNPACK: unpack((int)v[0], AT(uint8_t, 1), v[2], AT(float, 3), v[4], v[5], threads); break;
@@ -125,11 +132,11 @@ int run_program(const Instruction *program, int64_t length, const int64_t *value
                              AT(float, 10), AT(float, 11), v[12], v[13], v[14], v[15], threads);
                 break;
             case ATTEND:
-                has_failed = attend_layer(AT(void, 0), AT(float, 1), v[2], v[3], AT(float, 4), AT(float, 5), AT(float, 6),
+                result = attend_layer(AT(void, 0), AT(float, 1), v[2], v[3], AT(float, 4), AT(float, 5), AT(float, 6),
                                           AT(void, 7), AT(void, 8), v[9], AT(void, 10), threads);
                 break;
             case APPEND: append(AT(float, 0), v[1], v[2], v[3], v[4], AT(float, 5), AT(Writes, 6)); break;
-            case TAKE_ROWS: take_rows(AT(uint8_t, 0), AT(int64_t, 1), AT(uint8_t, 2), v[3], v[4]); break;
+            case TAKE_ROWS: result = take_rows(AT(uint8_t, 0), AT(int64_t, 1), AT(uint8_t, 2), v[3], v[4], v[5]); break;
 #define COMBINE(operation) \
     combine(operation, AT(float, 0), AT(float, 1), AT(float, 2), v + 3, v + 3 + DIMS, v + 3 + 2 * DIMS, v + 3 + 3 * DIMS, threads)
             case COPY: COMBINE(COPY); break;
@@ -137,9 +144,9 @@ int run_program(const Instruction *program, int64_t length, const int64_t *value
             case SUBTRACT: COMBINE(SUBTRACT); break;
             case MULTIPLY: COMBINE(MULTIPLY); break;
             case DIVIDE: COMBINE(DIVIDE); break;
-            default: return 1;
+            default: return -1;
         }
-        if (has_failed) return 1;
+        if (result) return result;
     }
     return 0;
 }

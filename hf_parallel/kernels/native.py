@@ -383,15 +383,15 @@ def unavailable_reason() -> str:
     return _load()[1]
 
 
-def run_program(program: ctypes.Array[Any], length: int, values: ctypes.Array[Any], tokens: int, threads: int) -> bool:
-    """Run instructions; see `hf_parallel.kernels.program`. Returns whether memory ran out."""
+def run_program(program: ctypes.Array[Any], length: int, values: ctypes.Array[Any], tokens: int, threads: int) -> int:
+    """Run instructions; see `hf_parallel.kernels.program`. Returns the result of `run_program` in `cpu_program.c`."""
     library = _compiled_library()
     assert library is not None, "is_available() was not checked"
-    return bool(library.run_program(program, length, values, tokens, threads))
+    return int(library.run_program(program, length, values, tokens, threads))
 
 
 class _KernelListener(threading.local):
-    """Who listens to the kernels' calls in a thread."""
+    """The library that reports its calls in a thread; None: they are not reported."""
 
     library: Any = None
 

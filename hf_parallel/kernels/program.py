@@ -19,6 +19,7 @@ from hf_parallel.kernels.plan import AttentionPlan
 ALIGNMENT = 64
 """Bytes to which the start of a buffer is aligned."""
 MAX_OPERANDS = 20
+_NO_MEMORY = 1  # result of `run_program`
 
 
 class Operation(NamedTuple):
@@ -44,7 +45,7 @@ OPERATIONS = tuple(
         ("rotate_heads", "rwiiirwiiirriiii"),
         ("attend", "rriiwwwrrir"),
         ("append", "riiiiwr"),
-        ("take_rows", "rrwii"),
+        ("take_rows", "rrwiii"),
         ("copy", _COMBINED),
         ("add", _COMBINED),
         ("subtract", _COMBINED),
@@ -130,11 +131,16 @@ class Program:
     def __len__(self) -> int:
         return self._length
 
-    def run(self, values: Sequence[int], tokens: int) -> None:
-        """Run the instructions for a number of tokens. Raises `MemoryError` if a kernel's memory runs out."""
+    def run(self, values: Sequence[int], tokens: int) -> bool:
+        """Run the instructions for a number of tokens; return False if a token is not in a table.
+
+        Raises `MemoryError` if a kernel's memory runs out.
+        """
         table = (ctypes.c_int64 * len(values))(*values)
-        if native.run_program(self._structs, self._length, table, tokens, torch.get_num_threads()):
+        result = native.run_program(self._structs, self._length, table, tokens, torch.get_num_threads())
+        if result == _NO_MEMORY:
             raise MemoryError(f"a decode step of {tokens} tokens cannot allocate its memory")
+        return result == 0
 
 
 class BufferPlaces(NamedTuple):

@@ -120,7 +120,7 @@ def spread(
         positions += step.draws if by_draw else step.columns
     device = drawn[0].log_probs.model.device if drawn else torch.device("cpu")
     longest = max(positions, default=-1) + 1
-    values = torch.full((rows, longest), torch.nan, device=device)
+    values = torch.full((rows, longest), torch.nan, dtype=torch.float32, device=device)
     if drawn:
         log_probs = torch.cat([step.log_probs.model for step in drawn])
         values[to_device(rows_of, device), to_device(positions, device)] = log_probs

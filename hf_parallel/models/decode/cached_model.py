@@ -21,7 +21,7 @@ from hf_parallel.models.cpu.linear import kernel_pass
 from hf_parallel.models.decode.compiled import compiled_layers, num_moves
 from hf_parallel.models.decode.cuda_graph import DecodeGraphs
 from hf_parallel.models.decode.dense import dense_logits
-from hf_parallel.models.decode.program import DecodePrograms, StepProgram, record_step, supports
+from hf_parallel.models.decode.program import DecodePrograms, StepProgram, forget_program, record_step, supports
 from hf_parallel.models.images import image_arguments
 from hf_parallel.models.intercept.attention import block_attention_enabled
 from hf_parallel.models.intercept.mixers import (
@@ -103,10 +103,12 @@ class CachedModel:
             self.programs: DecodePrograms | None = DecodePrograms(model, cache, self.record_program)
         else:
             self.programs = None
+            if programs:
+                forget_program(model)
 
     def record_program(self) -> StepProgram:
         """Return the program of the model's decode steps. Raises `NoProgramError` with the reason if there is none."""
-        cache = BlockCache(self.cache.rotary, self.device)
+        cache = BlockCache(self._capabilities.rotary, self.device)  # steps of later calls may be rotated
         return record_step(self.model, CachedModel(self.model, self._capabilities, cache, False, programs=False))
 
     def logits(self, forward: ForwardPass, ids: torch.Tensor, keep: Sequence[int] | None) -> torch.Tensor:

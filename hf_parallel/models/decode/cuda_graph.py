@@ -25,8 +25,7 @@ from hf_parallel.kernels import AttentionPlan, DeviceBuffers, select_backend
 RunModel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From token ids and positions, `int64 [T]` each, to logits `[T, vocabulary]`."""
 
-# Operations whose result the CPU needs before it continues.
-_SYNCHRONIZING = (
+SYNCHRONIZING = (
     "_local_scalar_dense",
     "nonzero",
     "masked_select",
@@ -36,6 +35,7 @@ _SYNCHRONIZING = (
     "_unique2",
     "unique_dim",
 )
+"""Operations whose result Python, or the CPU, needs before it continues."""
 _COPIES = ("_to_copy", "copy_", "copy")
 
 _capturing = threading.Lock()
@@ -196,7 +196,7 @@ class NoSyncMode(TorchDispatchMode):
         """Run an operation unless it synchronizes."""
         name = func.overloadpacket.__name__
         masked = name in ("index", "index_put", "index_put_") and any(_is_mask(index) for index in args[1])
-        if masked or name in _SYNCHRONIZING:
+        if masked or name in SYNCHRONIZING:
             raise RuntimeError(f"the model waits for the device (aten::{name}{' with a mask' if masked else ''})")
         result = func(*args, **(kwargs or {}))
         if name in _COPIES:

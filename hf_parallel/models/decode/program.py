@@ -15,13 +15,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_parallel.cache import BlockCache, ForwardPass, Segment
 from hf_parallel.cache.fingerprint import adapter_layers
 from hf_parallel.cache.placement import all_modules
-from hf_parallel.kernels import native
+from hf_parallel.kernels import AttentionPlan, LayerStorage, native
 from hf_parallel.kernels.program import ROLES, Instruction, Operand, Program, StepWrites, lay_out
 from hf_parallel.kernels.torch_attention import native_plan
 from hf_parallel.models.cpu.linear import kernel_pass, pass_library
@@ -38,11 +39,13 @@ from hf_parallel.models.intercept.rotary import rotary_modules
 
 STEPS_BEFORE = 16
 """Decode steps of a model before a program is made of them, which takes as long as some of these steps."""
+MAX_DROPS = 3
+"""Programs of a model that may become invalid before its modules compute all steps."""
 MAX_ROWS = 256
 """Rows of a step beyond which the time between kernels does not matter."""
 _PROMPT = 5  # tokens of the rows that are recorded
 _RECORDED = (2, 3)
-_TRIED = (1, 4)  # rows with which the program is compared
+_TRIED = ((1, 0), (4, 0), (3, 9))  # rows, and shift of their positions, with which the program is compared
 
 RunModel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From token ids and positions, `int64 [T]` each, to logits `[T, vocabulary]`."""
@@ -65,14 +68,20 @@ class StepProgram:
     bytes_per_token: int
     rotary: list[RotaryCall]
     layer_calls: dict[int, LayerCall]  # by number of the plan among `names`
+    stored: dict[int, tuple[Any, ...]]  # sizes and dtypes of what layers store, by index
     vocabulary: int
 
-    def run(self, cache: BlockCache, forward: ForwardPass, ids: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        """Run the prepared step; `workspace` has `bytes_per_token` for each of `ids`, `int64 [T]`."""
+    def run(
+        self, cache: BlockCache, forward: ForwardPass, ids: torch.Tensor, workspace: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the logits `[T, vocabulary]` of the prepared step; None if it cannot be computed for these tokens.
+
+        `workspace` has `bytes_per_token` for each of `ids`, `int64 [T]`. Raises `MemoryError` if a kernel lacks memory.
+        """
         rows = len(ids)
         ids = ids.contiguous()
         position_ids = forward.position_ids.contiguous()
-        logits = torch.empty(rows, self.vocabulary)
+        logits = torch.empty(rows, self.vocabulary, dtype=torch.float32, device="cpu")
         writes = StepWrites.of(forward.plan)
         known: dict[Any, int] = {
             "workspace": workspace.data_ptr(),
@@ -81,14 +90,15 @@ class StepProgram:
             "logits": logits.data_ptr(),
             ("writes",): writes.address,
         }
-        kept = []
+        tables = []  # which live until the program has run
         for number, call in enumerate(self.rotary):
             for index, table in enumerate(_rotary_results(call, position_ids)):
-                kept.append(table)
+                tables.append(table)
                 known["rotary", number, index] = table.data_ptr()
         for number, layer_call in self.layer_calls.items():
             plan = native_plan(forward.plan, layer_call.dims, layer_call.params, torch.float32, ids.device)
-            assert plan is not None, "the kernel computes every decode step of these layers"
+            if plan is None:
+                return None
             known["plan", number] = struct_address(plan.struct)
         layers = cache.pool.arena.layers
         values = []
@@ -98,8 +108,19 @@ class StepProgram:
                 kind, layer = name
                 value = (layers[layer].keys if kind == "keys" else layers[layer].values).data_ptr()
             values.append(value)
-        self.program.run(values, rows)
-        return logits
+        return logits if self.program.run(values, rows) else None
+
+    def stores_alike(self, cache: BlockCache) -> bool:
+        """Return whether a cache has the layers to which the program appends, of the same sizes and dtypes."""
+        layers = cache.pool.arena.layers
+        return all(number in layers and _storage(layers[number]) == sizes for number, sizes in self.stored.items())
+
+    def kind(self, plan: AttentionPlan) -> tuple[bool, ...]:
+        """Return how layers read the keys of a step: whether queries are rotated, and whose windows hide keys."""
+        narrowed = []
+        for layer_call in self.layer_calls.values():
+            narrowed.append(plan.windowed(layer_call.params.window, layer_call.params.chunk) is not plan)
+        return plan.rotates, *narrowed
 
 
 def _rotary_results(call: RotaryCall, position_ids: torch.Tensor) -> list[torch.Tensor]:
@@ -115,22 +136,63 @@ def _rotary_results(call: RotaryCall, position_ids: torch.Tensor) -> list[torch.
     return [result.contiguous() for result in results]
 
 
-@dataclass(eq=False)
-class _OfModel:
-    """What is known of a model's steps."""
+class _ModelParts:
+    """Modules, parameters and buffers of a model, with the addresses that a program has of them."""
 
-    steps: int = 0  # of all calls
+    def __init__(self, model: nn.Module) -> None:
+        self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._tensors: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []
+        for module in all_modules(model):
+            if module._modules:
+                self._children.append((module._modules, dict(module._modules)))
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        self._tensors.append((tensors, name, tensor, tensor.data_ptr()))
+
+    def are_unchanged(self) -> bool:
+        """Return whether these are still the parts of the model, at the same addresses."""
+        for children, before in self._children:
+            if children != before:
+                return False
+        for tensors, name, tensor, address in self._tensors:  # noqa: SIM110 (each step runs this)
+            if tensors.get(name) is not tensor or tensor.data_ptr() != address:
+                return False
+        return True
+
+
+@dataclass(eq=False)
+class _ModelState:
+    """The program of a model, and how many of its steps could have used one."""
+
+    steps: int = 0  # since there is none
     program: StepProgram | None = None
+    parts: _ModelParts | None = None  # when it was recorded
+    drops: int = 0  # of programs that did not fit the model any more
     reason: str = ""  # why there is none
 
+    def drop(self) -> None:
+        """Forget the program, as the model has changed."""
+        self.program = None
+        self.parts = None
+        self.steps = 0
+        self.drops += 1
+        if self.drops == MAX_DROPS:
+            self.reason = "its modules, weights or settings are replaced too often"
 
-_of_models: WeakKeyDictionary[nn.Module, _OfModel] = WeakKeyDictionary()
+
+_states: WeakKeyDictionary[nn.Module, _ModelState] = WeakKeyDictionary()
 
 
 def why_no_program(model: PreTrainedModel) -> str:
     """Return why the modules of a model compute its decode steps; empty if a program does, or will do so."""
-    known = _of_models.get(model)
-    return "" if known is None else known.reason
+    state = _states.get(model)
+    return "" if state is None else state.reason
+
+
+def forget_program(model: PreTrainedModel) -> None:
+    """Free the program of a model, which has weights of before it was moved or converted."""
+    _states.pop(model, None)
 
 
 class DecodePrograms:
@@ -140,38 +202,59 @@ class DecodePrograms:
         self._model = model
         self._cache = cache
         self._record = record
-        self._of_model = _of_models.setdefault(model, _OfModel())
-        self._tried = False  # whether the program was compared with the modules in this call
-        self._has_adapters = bool(self._of_model.program and adapter_layers(model))  # other layers in each pass
-        self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._hooks: list[dict[int, Any]] = []
+        self._state = _states.setdefault(model, _ModelState())
+        self._tried: set[tuple[bool, ...]] = set()  # kinds of steps that modules and program have both computed
+        self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._hooks: list[dict[int, Any]] = [_global_forward_hooks, _global_forward_pre_hooks]
         for module in all_modules(model):
             self._hooks += (module._forward_hooks, module._forward_pre_hooks)
 
     def logits(self, run_model: RunModel, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
         """Compute the logits `[T, vocabulary]` of the prepared decode step for `ids`, `int64 [T]`."""
-        known = self._of_model
-        known.steps += 1
-        if known.steps == STEPS_BEFORE:
-            self._make()
-        program = known.program
-        if program is None or not self._can_run(step, len(ids)):
+        state = self._state
+        if state.reason or not self._can_run(step, len(ids)):
             return run_model(ids, step.position_ids)
-        needed = program.bytes_per_token * len(ids)
-        if len(self._workspace) < needed:
-            self._workspace = torch.empty(needed, dtype=torch.uint8)
-        logits = program.run(self._cache, step, ids, self._workspace)
-        if self._tried:
-            return logits
+        if state.program is None:
+            state.steps += 1
+            if state.steps >= STEPS_BEFORE:
+                self._make()
+        elif state.parts is None or not state.parts.are_unchanged():
+            state.drop()
+        program = state.program
+        if program is None:
+            return run_model(ids, step.position_ids)
+        kind = (self._model.training, *program.kind(step.plan))
+        if kind in self._tried:
+            logits = self._run(program, step, ids)
+            return run_model(ids, step.position_ids) if logits is None else logits
+        return self._try(program, kind, run_model, step, ids)
+
+    def _try(
+        self, program: StepProgram, kind: tuple[bool, ...], run_model: RunModel, step: ForwardPass, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a step by the program and by the modules, whose result counts."""
+        if not program.stores_alike(self._cache):
+            self._state.drop()
+            return run_model(ids, step.position_ids)
+        logits = self._run(program, step, ids)
         expected = run_model(ids, step.position_ids)  # last: what it stores stays
-        self._tried = True
-        if not _are_same(logits, expected):
-            known.program = None  # the model has changed since it was recorded
-            known.steps = 0
+        if logits is None:
+            return expected
+        if _are_same(logits, expected):
+            self._tried.add(kind)
+        else:
+            self._state.drop()
+            self._tried.clear()
         return expected
 
+    def _run(self, program: StepProgram, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor | None:
+        needed = program.bytes_per_token * len(ids)
+        if len(self._workspace) < needed:
+            self._workspace = torch.empty(needed, dtype=torch.uint8, device="cpu")
+        return program.run(self._cache, step, ids, self._workspace)
+
     def _can_run(self, step: ForwardPass, rows: int) -> bool:
-        if rows > MAX_ROWS or step.position_ids.dim() != 1 or self._has_adapters or any(self._hooks):
+        if rows > MAX_ROWS or step.position_ids.dim() != 1 or any(self._hooks):
             return False
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return False
@@ -179,18 +262,28 @@ class DecodePrograms:
         return bool(arena.layers) and arena.quantized is None  # without layers: the first pass makes their storage
 
     def _make(self) -> None:
-        known = self._of_model
+        state = self._state
         try:
             if adapter_layers(self._model):
                 raise NoProgramError("which adapters compute a pass may change")
-            known.program = self._record()
-        except NoProgramError as error:
-            known.reason = str(error)
-            _logger.debug(f"decode steps of {type(self._model).__name__} are computed by its modules: {known.reason}")
+            state.program = self._record()
+            state.parts = _ModelParts(self._model)
+        except (NoProgramError, RuntimeError, MemoryError, AssertionError, LookupError, TypeError, ValueError) as error:
+            state.program = None
+            state.reason = str(error) or type(error).__name__
+            _logger.debug(f"decode steps of {type(self._model).__name__} are computed by its modules: {state.reason}")
 
 
 def _are_same(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    return logits.shape == expected.shape and torch.equal(logits, expected)
+    """Whether the bits are the same, those of NaN included."""
+    if logits.shape != expected.shape or expected.dtype != torch.float32:
+        return False
+    return torch.equal(logits.view(torch.int32), expected.contiguous().view(torch.int32))
+
+
+def _storage(layer: LayerStorage) -> tuple[Any, ...]:
+    """Return the sizes and the dtype of what a layer stores."""
+    return layer.num_kv_heads, layer.keys.shape[1], layer.values.shape[1], layer.keys.dtype
 
 
 def record_step(model: PreTrainedModel, cached_model: Any) -> StepProgram:
@@ -198,17 +291,15 @@ def record_step(model: PreTrainedModel, cached_model: Any) -> StepProgram:
 
     Raises `NoProgramError` with the reason if there is none.
     """
-    runs = RandomSteps(model, cached_model)
-    recordings = [runs.recorded(rows) for rows in _RECORDED]
+    steps = RandomSteps(model, cached_model)
+    recordings = [steps.recorded(rows) for rows in _RECORDED]
     program = _joined(*recordings)
-    for rows in _TRIED:
-        forward, ids, expected = runs.step(rows)
-        workspace = torch.empty(program.bytes_per_token * rows, dtype=torch.uint8)
-        try:
-            logits = program.run(runs.cache, forward, ids, workspace)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # of a module that computes cosines
-            raise NoProgramError(f"its rotary embedding cannot be computed alone ({error})") from error
-        if not _are_same(logits, expected):
+    can_rotate = steps.cache.rotary is not None
+    for rows, shift in _TRIED:
+        forward, ids, expected = steps.step(rows, shift if can_rotate else 0)
+        workspace = torch.empty(program.bytes_per_token * rows, dtype=torch.uint8, device="cpu")
+        logits = program.run(steps.cache, forward, ids, workspace)
+        if logits is None or not _are_same(logits, expected):
             raise NoProgramError(f"a program of its operations has other results for {rows} rows")
     return program
 
@@ -232,9 +323,17 @@ class RandomSteps:
         size = self.model.config.get_text_config(decoder=True).vocab_size
         return torch.randint(size, (count,), generator=self.generator)
 
-    def step(self, rows: int) -> tuple[ForwardPass, torch.Tensor, torch.Tensor]:
-        """Compute a step by the modules. Return it, its tokens and logits."""
-        blocks = self.cache.pool.new_blocks(rows, 4, base=_PROMPT)
+    def step(self, rows: int, shift: int = 0) -> tuple[ForwardPass, torch.Tensor, torch.Tensor]:
+        """Compute a step by the modules. Return it, its tokens and logits.
+
+        With a `shift`, rows see the prompt at another position than its own, and have further tokens of their own.
+        """
+        blocks = self.cache.pool.new_blocks(rows, 8, base=_PROMPT + shift)
+        for number, block in enumerate(blocks):
+            for _ in range(number % 3 if shift else 0):
+                forward = self.cache.prepare([Segment([self.prompt, block], 1)])
+                self.cached_model.logits(forward, self._ids(1), None)
+                self.cache.commit()
         forward = self.cache.prepare([Segment([self.prompt, block], 1) for block in blocks])
         ids = self._ids(rows)
         logits = self.cached_model.logits(forward, ids, None)
@@ -261,7 +360,9 @@ class RandomSteps:
             calls, buffers = recording.located(names)
         except LookupError as error:
             raise NoProgramError(str(error)) from error
-        return _Recorded(rows, recording, calls, buffers, logits)
+        if recording.reads_numbers:
+            raise NoProgramError(f"Python reads the result of {recording.reads_numbers}")
+        return _Recorded(rows, recording, calls, buffers, logits, dict(self.cache.pool.arena.layers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,6 +372,7 @@ class _Recorded:
     calls: list[Call]
     buffers: dict[Any, torch.UntypedStorage]
     logits: torch.Tensor
+    layers: dict[int, LayerStorage]
 
 
 def _joined(first: _Recorded, second: _Recorded) -> StepProgram:
@@ -303,6 +405,7 @@ def _joined(first: _Recorded, second: _Recorded) -> StepProgram:
         max(layout.size, 1),
         _rotary_calls(first.recording.rotary),
         {number: first.recording.layer_calls[number] for number in builder.plans},
+        {number: _storage(layer) for number, layer in first.layers.items()},
         first.logits.shape[1],
     )
 
@@ -324,7 +427,7 @@ def _needed(calls: Sequence[Call]) -> list[Call]:
         if call.operation != "append" and needed.isdisjoint(writes):
             continue
         if call.operation == UNKNOWN:
-            raise NoProgramError(f"{call.what} is no operation of a program")
+            raise NoProgramError(f"{call.what} cannot be part of a program")
         found.append(call)
         needed.update(place.of for place in call.addresses("r") if place is not None)
     return found[::-1]

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_parallel.cache import BlockCache
 from hf_parallel.kernels import AttentionParams, AttentionPlan, native
 from hf_parallel.kernels.program import ROLES
+from hf_parallel.models.decode.cuda_graph import SYNCHRONIZING
 
 UNKNOWN = "unknown"
 _DIMS = 4  # of copies, sums and products
@@ -87,6 +88,7 @@ class StepRecording(TorchDispatchMode):
         self.rotary: list[RotaryCall] = []
         self.templates: list[Any] = []  # arguments of the attention kernel, as C structs, by call
         self.layer_calls: list[LayerCall] = []  # by call of the attention kernel
+        self.reads_numbers = ""  # operation whose result Python reads, which it may depend on
         self._cache = cache
         self._kept = [*model.parameters(), *model.buffers()]  # tensors whose addresses have a meaning
         self._paused = 0
@@ -129,6 +131,8 @@ class StepRecording(TorchDispatchMode):
             return result
         outputs = [value for value in _flat(result) if isinstance(value, torch.Tensor)]
         self._kept += outputs
+        if func._schema.name.removeprefix("aten::") in SYNCHRONIZING:
+            self.reads_numbers = str(func)
         if func in _ALLOCATIONS or _is_view(func):
             return result
         with self.paused():
@@ -206,7 +210,8 @@ class StepRecording(TorchDispatchMode):
             return None
         self._kept += (table, indices)
         row_bytes = table.shape[1] * table.element_size()
-        return [Call("take_rows", [table.data_ptr(), indices.data_ptr(), out.data_ptr(), indices.numel(), row_bytes])]
+        sizes = indices.numel(), row_bytes, len(table)
+        return [Call("take_rows", [table.data_ptr(), indices.data_ptr(), out.data_ptr(), *sizes])]
 
     # Where it is recorded
 
