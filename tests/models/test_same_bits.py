@@ -89,10 +89,11 @@ def num_different(model: Any, seed: int, longest: int, lengths: Sequence[int] = 
     return different, total
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+CASES = [(name, dtype) for name in QUICK for dtype in (torch.float32, torch.bfloat16)]
+CASES += [pytest.param(name, torch.float32, marks=pytest.mark.slow) for name in ALL if name not in QUICK]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_logits_have_the_same_bits_in_any_schedule(name: str, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and native.has_bfloat16():
         pytest.skip("PyTorch computes bfloat16 on this processor")
