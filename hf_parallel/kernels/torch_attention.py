@@ -256,7 +256,9 @@ def native_plan(
     device: torch.device,
 ) -> native.NativePlan | None:
     """Return a plan as the C kernel reads it for a layer, None if PyTorch computes it; arguments as of `_calls_of`."""
-    calls = _calls_of(plan.windowed(params.window, params.chunk), dims, params, dtype, device)
+    if params.window is not None or params.chunk is not None:
+        plan = plan.windowed(params.window, params.chunk)
+    calls = _calls_of(plan, dims, params, dtype, device)
     return calls.native if isinstance(calls, _NativeLayer) else None
 
 

@@ -69,6 +69,7 @@ class StepProgram:
     rotary: list[RotaryCall]
     layer_calls: dict[int, LayerCall]  # by number of the plan among `names`
     stored: dict[int, tuple[Any, ...]]  # sizes and dtypes of what layers store, by index
+    limits: set[tuple[int | None, int | None]]  # windows and chunks of layers
     vocabulary: int
 
     def run(
@@ -117,10 +118,7 @@ class StepProgram:
 
     def kind(self, plan: AttentionPlan) -> tuple[bool, ...]:
         """Return how layers read the keys of a step: whether queries are rotated, and whose windows hide keys."""
-        narrowed = []
-        for layer_call in self.layer_calls.values():
-            narrowed.append(plan.windowed(layer_call.params.window, layer_call.params.chunk) is not plan)
-        return plan.rotates, *narrowed
+        return plan.rotates, *[plan.windowed(*limits) is not plan for limits in self.limits]
 
 
 def _rotary_results(call: RotaryCall, position_ids: torch.Tensor) -> list[torch.Tensor]:
@@ -406,6 +404,7 @@ def _joined(first: _Recorded, second: _Recorded) -> StepProgram:
         _rotary_calls(first.recording.rotary),
         {number: first.recording.layer_calls[number] for number in builder.plans},
         {number: _storage(layer) for number, layer in first.layers.items()},
+        {(call.params.window, call.params.chunk) for call in first.recording.layer_calls} - {(None, None)},
         first.logits.shape[1],
     )
 
