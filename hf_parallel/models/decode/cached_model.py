@@ -98,7 +98,7 @@ class CachedModel:
                 "decode steps of layers that cache latents, count positions or attend by themselves run uncompiled"
             )
         self._num_moves = num_moves(model)
-        has_program = programs and not is_eager and not self._scaled and not compile
+        has_program = programs and self.graphs is None and not is_eager and not self._scaled and not compile
         if has_program and supports(model, self.device):
             self.programs: DecodePrograms | None = DecodePrograms(model, cache, self.record_program)
         else:
