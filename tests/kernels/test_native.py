@@ -80,7 +80,7 @@ def test_kernel_equals_softmax(tokens: int, heads: int, kv_heads: int, dim: int,
 def compiled_for(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Compile the kernels for another processor than this one, whose instructions it has."""
     flags = tuple(f"-march={request.param}" if flag == "-march=native" else flag for flag in native._FLAGS)
-    caches = native._library, native._load
+    caches = native._compiled_library, native._load
     monkeypatch.setattr(native, "_FLAGS", flags)
     monkeypatch.setenv("HF_PARALLEL_CACHE", str(tmp_path))
     for cache in caches:

@@ -58,7 +58,7 @@ def test_reading_freed_memory_is_found(folder: Path) -> None:
 import torch
 from hf_parallel.kernels import native
 out = torch.empty(2, 512)
-native._library().rms_norm(torch.randn(2, 512).data_ptr(), None, out.data_ptr(), 2, 512, 1e-6, 0.0, 1)
+native._compiled_library().rms_norm(torch.randn(2, 512).data_ptr(), None, out.data_ptr(), 2, 512, 1e-6, 0.0, 1)
 """
     done = run(folder, "-c", code)
     assert done.returncode
