@@ -128,9 +128,6 @@ class Program:
             for number, operand in enumerate(instruction.operands):
                 struct.operands[number] = _OperandStruct(*operand)
 
-    def __len__(self) -> int:
-        return self._length
-
     def run(self, values: Sequence[int], tokens: int) -> bool:
         """Run the instructions for a number of tokens; return False if a token is not in a table.
 
@@ -156,19 +153,17 @@ def lay_out(sizes: Mapping[Any, int], uses: Mapping[Any, tuple[int, int]]) -> Bu
     `uses`: the first and the last instruction that uses each. A buffer gets the first gap that is large enough.
     """
     starts: dict[Any, int] = {}
-    size = 0
+    taken: list[tuple[int, int, int]] = []  # start, stop and last use of each buffer so far
     for buffer in sorted(sizes, key=lambda buffer: uses[buffer][0]):
         first, last = uses[buffer]
         needed = -(-sizes[buffer] // ALIGNMENT) * ALIGNMENT
-        taken = []
-        for other, start in starts.items():
-            if uses[other][0] <= last and first <= uses[other][1]:
-                taken.append((start, start + -(-sizes[other] // ALIGNMENT) * ALIGNMENT))
         place = 0
-        for start, stop in sorted(taken):
+        for start, stop, last_use in sorted(taken):
+            if last_use < first:
+                continue
             if start - place >= needed:
                 break
             place = max(place, stop)
         starts[buffer] = place
-        size = max(size, place + needed)
-    return BufferPlaces(starts, size)
+        taken.append((place, place + needed, last))
+    return BufferPlaces(starts, max((stop for _, stop, _ in taken), default=0))

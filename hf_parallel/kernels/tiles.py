@@ -212,10 +212,10 @@ def _groups(columns: np.ndarray) -> np.ndarray:
 
 
 def _levels(query: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return the level of each group, later than those of the groups before it in any of its queries.
+    """Return the level of each group: one more than the highest level of the groups that precede it in a query.
 
-    Workers that see each other's blocks see them in different orders. The order of a plan's blocks is the same for all
-    of them, and within a run it is that of the view.
+    Workers see each other's blocks in different orders, but results are merged in the plan's order of blocks, which all
+    of them share. Within a run, it equals the order of the view.
     """
     order = np.lexsort((group, query))
     sorted_query = query[order]

@@ -124,9 +124,6 @@ class TorchBackend:
                 "batch_invariant=True on a GPU needs Triton's kernels: HF_PARALLEL_BACKEND chooses others, or they do "
                 f"not support heads of {keys.shape[1]} and {values.shape[1]} in {keys.dtype}"
             )
-        if params.window is not None or params.chunk is not None:
-            plan = plan.windowed(params.window, params.chunk)
-        rotary = params.rotary if plan.rotates else None
         latent = params.latent
         dims = query.shape[1], params.num_kv_heads, keys.shape[1], values.shape[1]
         calls = _calls_of(plan, dims, params, query.dtype, query.device)
@@ -143,8 +140,8 @@ class TorchBackend:
         lses = []
         for call in calls.dense:
             q = query if call.queries is None else query[call.queries]
-            if call.tables is not None and rotary is not None:
-                q = rotate(q, *call.tables, rotary)
+            if call.tables is not None and params.rotary is not None:
+                q = rotate(q, *call.tables, params.rotary)
             if quantized is not None and call.call.is_quantized:
                 scales = quantized.scales.as_strided(*_strided_view(call.call, params.num_kv_heads, 2))
                 keys_in_8_bits = quantized.keys.as_strided(*call.key_view)
@@ -235,6 +232,8 @@ def _calls_of(
     device: torch.device,
 ) -> _NativeLayer | _LayerCalls:
     """Return the calls of a plan for a layer; `dims`: heads, KV heads, and the sizes of stored keys and values."""
+    if params.window is not None or params.chunk is not None:
+        plan = plan.windowed(params.window, params.chunk)
     rotary = params.rotary if plan.rotates else None
     latent = params.latent
     # The rotary embedding by identity: layers share equal ones, and hashing its frequencies takes time.
@@ -256,8 +255,6 @@ def native_plan(
     device: torch.device,
 ) -> native.NativePlan | None:
     """Return a plan as the C kernel reads it for a layer, None if PyTorch computes it; arguments as of `_calls_of`."""
-    if params.window is not None or params.chunk is not None:
-        plan = plan.windowed(params.window, params.chunk)
     calls = _calls_of(plan, dims, params, dtype, device)
     return calls.native if isinstance(calls, _NativeLayer) else None
 

@@ -126,7 +126,7 @@ def test_a_row_has_the_same_bits_in_any_schedule(case: str) -> None:
 
 
 class Workers:
-    """Workers that see each other's blocks in different orders, at other positions than those of their keys."""
+    """Workers see each other's blocks in different orders, and rotate their queries for each of them."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)

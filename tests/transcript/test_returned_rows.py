@@ -44,7 +44,7 @@ def _mode() -> Iterator[None]:
 
     @dataclass
     class Quiet(ParallelConfig):
-        """Rows that are drawn, of which few are returned."""
+        """Draws several rows per prompt and returns few of them."""
 
         mode: ClassVar[str] = "quiet"
         traits = ModeTraits(rows=Rows, streams_tokens="at_end")

@@ -79,7 +79,7 @@ def insert_prompts(call: GenerationCall, cache: SharedPrefixCache) -> Steps[list
 def prefill_leaves(loop: DecodeLoop, cache: SharedPrefixCache, leaves: Sequence[Node]) -> Steps[torch.Tensor]:
     """Compute all uncached tokens of the tree. Return the logits after each row's leaf, `[len(leaves), vocabulary]`.
 
-    Raises `TypeError` for leaves that are no nodes, as those of `insert_prompts` without `yield from`.
+    Raises `TypeError` if a leaf is not a node: `insert_prompts` was called without `yield from`.
     """
     for leaf in leaves:
         if not isinstance(leaf, Node):

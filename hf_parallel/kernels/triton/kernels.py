@@ -102,6 +102,39 @@ def _load_tile(rows, n, end, DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: t
 
 
 @triton.jit
+def weigh_tile(
+    scores,  # [BLOCK_M, BLOCK_N], of keys `n`
+    n,  # [BLOCK_N]
+    end,  # end of the visible keys
+    lo,  # int32 [BLOCK_M]
+    hi,  # int32 [BLOCK_M]
+    best,  # [BLOCK_M], running maximum of the scores times log2(e)
+    total,  # [BLOCK_M], running sum of the weights
+    scale, softcap,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Turn the scores of a tile into weights (online softmax).
+
+    Returns `(weights, decay, best, total)`: `decay` is the factor of the sums of weighted values before this tile.
+    """
+    factor = scale * LOG2E  # positive; applied with the subtraction of the maximum, in one instruction per score
+    if SOFTCAP:
+        scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E * scale / softcap))))
+        factor = LOG2E
+    if MASKED:
+        seen = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
+        scores = tl.where(seen & (n < end)[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1) * factor)
+        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
+    else:
+        new_best = tl.maximum(best, tl.max(scores, 1) * factor)
+        anchor = new_best
+    weights = tl.exp2(scores * factor - anchor[:, None])
+    decay = tl.exp2(best - anchor)
+    return weights, decay, new_best, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
 def _fold_tile(
     q,  # [BLOCK_M, BLOCK_D]
     q_lead,  # [BLOCK_M, BLOCK_L], if there are leads
@@ -142,21 +175,9 @@ def _fold_tile(
         v = k
     else:
         v = _load_tile(values, n, end, DIM_V, BLOCK_V, MASKED).to(q.dtype)
-    factor = scale * LOG2E  # positive; applied with the subtraction of the maximum, in one instruction per score
-    if SOFTCAP:
-        scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E * scale / softcap))))
-        factor = LOG2E
-    if MASKED:
-        seen = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None])
-        scores = tl.where(seen & (n < end)[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1) * factor)
-        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
-    else:
-        new_best = tl.maximum(best, tl.max(scores, 1) * factor)
-        anchor = new_best
-    weights = tl.exp2(scores * factor - anchor[:, None])
-    decay = tl.exp2(best - anchor)
-    total = total * decay + tl.sum(weights, 1)
+    weights, decay, new_best, total = weigh_tile(
+        scores, n, end, lo, hi, best, total, scale, softcap, MASKED, SOFTCAP
+    )  # fmt: skip
     if QUANTIZED and q.dtype == tl.float16:  # which has no exponents for small weights times scales
         v = (v.to(tl.float32) * scale_v[:, None]).to(tl.float16)
     elif QUANTIZED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from typing import Any
@@ -84,8 +84,11 @@ class CachedModel:
         self._scaled = capabilities.scaled or counts
         self._rotary_modules = rotary_modules(model) if self._scaled else []
         has_graphs = cuda_graph and not self._mixers and not self._dense and DecodeGraphs.supports(model, self.device)
-        self._has_invariant_ops = capabilities.batch_invariant and select_backend(self.device) == "triton"
-        has_graphs = has_graphs and not self._has_invariant_ops
+        self._operations: Callable[[], AbstractContextManager[object]] = nullcontext
+        if capabilities.batch_invariant and select_backend(self.device) == "triton":
+            has_graphs = False
+            # Triton is imported on a GPU only.
+            self._operations = importlib.import_module("hf_parallel.models.gpu.invariant_ops").InvariantOps
         self.graphs = DecodeGraphs(cache, model) if has_graphs else None
         # A compiled layer passes keys and values of its heads to attention, not latents, and cannot ask for positions.
         is_eager = bool(self._mixers) or self._dense or capabilities.has_latents or counts
@@ -189,10 +192,7 @@ class CachedModel:
         wrapped: AbstractContextManager[None] = nullcontext()
         if self._mixers:
             wrapped = mixers_wrapped(self.model, self._mixers, self._call_mixers)
-        operations: AbstractContextManager[object] = nullcontext()
-        if self._has_invariant_ops:  # Triton is imported on a GPU only
-            operations = importlib.import_module("hf_parallel.models.gpu.invariant_ops").InvariantOps()
-        with block_attention_enabled(self.model, self.cache), wrapped, kernel_pass(), operations:
+        with block_attention_enabled(self.model, self.cache), wrapped, kernel_pass(), self._operations():
             return self.model(use_cache=self._use_cache, return_dict=True, **kwargs)
 
 

@@ -8,8 +8,10 @@ which both compute. Models whose steps have operations that a program does not k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,15 +28,7 @@ from hf_parallel.kernels import AttentionPlan, LayerStorage, native
 from hf_parallel.kernels.program import ROLES, Instruction, Operand, Program, StepWrites, lay_out
 from hf_parallel.kernels.torch_attention import native_plan
 from hf_parallel.models.cpu.linear import kernel_pass, pass_library
-from hf_parallel.models.decode.recording import (
-    UNKNOWN,
-    Call,
-    LayerCall,
-    Place,
-    RotaryCall,
-    StepRecording,
-    struct_address,
-)
+from hf_parallel.models.decode.recording import UNKNOWN, Call, LayerCall, Place, RotaryCall, StepRecording
 from hf_parallel.models.intercept.rotary import rotary_modules
 
 STEPS_BEFORE = 16
@@ -60,10 +54,11 @@ class NoProgramError(Exception):
 class StepProgram:
     """A program with what it needs from each step.
 
-    `names` are the values of the program's table by name, in order.
+    `names` are the values of the program's table by name, in order; `parts` those of the model at its recording.
     """
 
     program: Program
+    parts: _ModelParts
     names: list[Any]
     bytes_per_token: int
     rotary: list[RotaryCall]
@@ -100,7 +95,7 @@ class StepProgram:
             plan = native_plan(forward.plan, layer_call.dims, layer_call.params, torch.float32, ids.device)
             if plan is None:
                 return None
-            known["plan", number] = struct_address(plan.struct)
+            known["plan", number] = ctypes.addressof(plan.struct)
         layers = cache.pool.arena.layers
         values = []
         for name in self.names:
@@ -122,7 +117,7 @@ class StepProgram:
 
 
 def _rotary_results(call: RotaryCall, position_ids: torch.Tensor) -> list[torch.Tensor]:
-    """Compute cosines and sines for other positions than those of the recorded call."""
+    """Call the module of a recorded call again, with these positions."""
 
     def replaced(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -165,14 +160,12 @@ class _ModelState:
 
     steps: int = 0  # since there is none
     program: StepProgram | None = None
-    parts: _ModelParts | None = None  # when it was recorded
     drops: int = 0  # of programs that did not fit the model any more
     reason: str = ""  # why there is none
 
     def drop(self) -> None:
         """Forget the program, as the model has changed."""
         self.program = None
-        self.parts = None
         self.steps = 0
         self.drops += 1
         if self.drops == MAX_DROPS:
@@ -203,29 +196,38 @@ class DecodePrograms:
         self._state = _states.setdefault(model, _ModelState())
         self._tried: set[tuple[bool, ...]] = set()  # kinds of steps that modules and program have both computed
         self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._hooks: list[dict[int, Any]] = [_global_forward_hooks, _global_forward_pre_hooks]
-        for module in all_modules(model):
-            self._hooks += (module._forward_hooks, module._forward_pre_hooks)
+
+    @cached_property
+    def _hooks(self) -> list[Mapping[int, Any]]:
+        """Hooks of all modules. They are empty as long as a program may run."""
+        hooks: list[Mapping[int, Any]] = [_global_forward_hooks, _global_forward_pre_hooks]
+        for module in all_modules(self._model):
+            hooks += (module._forward_hooks, module._forward_pre_hooks)
+        return hooks
 
     def logits(self, run_model: RunModel, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
         """Compute the logits `[T, vocabulary]` of the prepared decode step for `ids`, `int64 [T]`."""
-        state = self._state
-        if state.reason or not self._can_run(step, len(ids)):
+        program = self._program(step, len(ids))
+        if program is None:
             return run_model(ids, step.position_ids)
+        kind = (self._model.training, *program.kind(step.plan))
+        if kind not in self._tried:
+            return self._try(program, kind, run_model, step, ids)
+        logits = self._run(program, step, ids)
+        return run_model(ids, step.position_ids) if logits is None else logits
+
+    def _program(self, step: ForwardPass, rows: int) -> StepProgram | None:
+        """Return the program for a step; None if the modules compute it."""
+        state = self._state
+        if state.reason or not self._can_run(step, rows):
+            return None
         if state.program is None:
             state.steps += 1
             if state.steps >= STEPS_BEFORE:
                 self._make()
-        elif state.parts is None or not state.parts.are_unchanged():
+        elif not state.program.parts.are_unchanged():
             state.drop()
-        program = state.program
-        if program is None:
-            return run_model(ids, step.position_ids)
-        kind = (self._model.training, *program.kind(step.plan))
-        if kind in self._tried:
-            logits = self._run(program, step, ids)
-            return run_model(ids, step.position_ids) if logits is None else logits
-        return self._try(program, kind, run_model, step, ids)
+        return state.program
 
     def _try(
         self, program: StepProgram, kind: tuple[bool, ...], run_model: RunModel, step: ForwardPass, ids: torch.Tensor
@@ -265,7 +267,6 @@ class DecodePrograms:
             if adapter_layers(self._model):
                 raise NoProgramError("which adapters compute a pass may change")
             state.program = self._record()
-            state.parts = _ModelParts(self._model)
         except (NoProgramError, RuntimeError, MemoryError, AssertionError, LookupError, TypeError, ValueError) as error:
             state.program = None
             state.reason = str(error) or type(error).__name__
@@ -273,7 +274,7 @@ class DecodePrograms:
 
 
 def _are_same(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether the bits are the same, those of NaN included."""
+    """Return whether all logits have the same bits; those of NaN are compared, too."""
     if logits.shape != expected.shape or expected.dtype != torch.float32:
         return False
     return torch.equal(logits.view(torch.int32), expected.contiguous().view(torch.int32))
@@ -291,7 +292,7 @@ def record_step(model: PreTrainedModel, cached_model: Any) -> StepProgram:
     """
     steps = RandomSteps(model, cached_model)
     recordings = [steps.recorded(rows) for rows in _RECORDED]
-    program = _joined(*recordings)
+    program = _joined(_ModelParts(model), *recordings)
     can_rotate = steps.cache.rotary is not None
     for rows, shift in _TRIED:
         forward, ids, expected = steps.step(rows, shift if can_rotate else 0)
@@ -373,10 +374,11 @@ class _Recorded:
     layers: dict[int, LayerStorage]
 
 
-def _joined(first: _Recorded, second: _Recorded) -> StepProgram:
+def _joined(parts: _ModelParts, first: _Recorded, second: _Recorded) -> StepProgram:
     """Return the program that computes both steps."""
     live = _needed(first.calls)
-    if [call.operation for call in live] != [call.operation for call in _needed(second.calls)]:
+    others = _needed(second.calls)
+    if [call.operation for call in live] != [call.operation for call in others]:
         raise NoProgramError("its operations depend on the number of rows")
     written = {place.of for call in live for place in call.addresses("w") if place is not None}
     uses: dict[Any, tuple[int, int]] = {}
@@ -391,14 +393,11 @@ def _joined(first: _Recorded, second: _Recorded) -> StepProgram:
             raise NoProgramError("a buffer does not grow with the number of rows")
         sizes[buffer] = size[0]
     layout = lay_out(sizes, uses)
-    builder = _ProgramBuilder(first, second, layout.starts, first.buffers)
-    instructions = [builder.instruction(*calls) for calls in zip(live, _needed(second.calls), strict=True)]
-    kept = [first.buffers[name] for name in builder.constants]
-    templates = [first.recording.templates[number] for number in builder.templates]
-    for number in builder.templates:
-        _check_templates(first.recording.templates[number], second.recording.templates[number])
+    builder = _ProgramBuilder(first, second, layout.starts)
+    instructions = [builder.instruction(*calls) for calls in zip(live, others, strict=True)]
     return StepProgram(
-        Program(instructions, [*kept, *templates, *first.recording.layer_calls]),
+        Program(instructions, [*builder.kept, *first.recording.layer_calls]),
+        parts,
         builder.names,
         max(layout.size, 1),
         _rotary_calls(first.recording.rotary),
@@ -447,11 +446,9 @@ class _ProgramBuilder:
 
     first: _Recorded
     second: _Recorded
-    starts: Any  # of buffers in the workspace, in bytes per token
-    storages: dict[Any, torch.UntypedStorage]
+    starts: Mapping[Any, int]  # of buffers in the workspace, in bytes per token
     names: list[Any] = field(default_factory=list)
-    constants: list[Any] = field(default_factory=list)
-    templates: list[int] = field(default_factory=list)
+    kept: list[object] = field(default_factory=list)  # objects at whose addresses the instructions read
     plans: list[int] = field(default_factory=list)
 
     def instruction(self, call: Call, other: Call) -> Instruction:
@@ -478,14 +475,16 @@ class _ProgramBuilder:
         per_token, constant = (0, a.offset) if a.offset == b.offset else self._number(a.offset, b.offset)
         if a.of in self.starts:
             return Operand(self._value("workspace"), self.starts[a.of] + per_token, constant)
-        if a.of in self.storages:  # which nothing writes
-            if self.storages[a.of].data_ptr() != self.second.buffers[a.of].data_ptr():
-                self._check_equal(a.of)
-            self.constants.append(a.of)
-            return Operand(-1, per_token, constant + self.storages[a.of].data_ptr())
+        if a.of in self.first.buffers:  # which nothing writes
+            storage = self.first.buffers[a.of]
+            _check_equal(storage, self.second.buffers[a.of])
+            self.kept.append(storage)
+            return Operand(-1, per_token, constant + storage.data_ptr())
         if a.of[0] == "template":
-            self.templates.append(a.of[1])
-            return Operand(-1, 0, struct_address(self.first.recording.templates[a.of[1]]))
+            template = self.first.recording.templates[a.of[1]]
+            _check_templates(template, self.second.recording.templates[a.of[1]])
+            self.kept.append(template)
+            return Operand(-1, 0, ctypes.addressof(template))
         return Operand(self._value(self._named(a.of)), per_token, constant)
 
     def _named(self, name: Any) -> Any:
@@ -500,16 +499,18 @@ class _ProgramBuilder:
         self.plans.append(name[1])
         return name
 
-    def _check_equal(self, name: Any) -> None:
-        """Raise `NoProgramError` unless a number that the step makes anew is the same for any number of rows."""
-        one, other = self.storages[name], self.second.buffers[name]
-        if one.nbytes() != other.nbytes() or one.tolist() != other.tolist():
-            raise NoProgramError("a tensor that is made anew in each step depends on the number of rows")
-
     def _value(self, name: Any) -> int:
         if name not in self.names:
             self.names.append(name)
         return self.names.index(name)
+
+
+def _check_equal(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Raise `NoProgramError` unless what no operation writes is the same for any number of rows."""
+    if one.data_ptr() == other.data_ptr():
+        return
+    if one.nbytes() != other.nbytes() or one.tolist() != other.tolist():
+        raise NoProgramError("a tensor that is made anew in each step depends on the number of rows")
 
 
 def _read_alike(one: LayerCall, other: LayerCall) -> bool:

@@ -7,7 +7,6 @@ recorded as unknown; a program cannot be made of a step whose logits depend on i
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import threading
 from bisect import bisect_right
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_parallel.cache import BlockCache
 from hf_parallel.kernels import AttentionParams, AttentionPlan, native
@@ -41,7 +41,7 @@ _ALLOCATIONS = (
 
 
 class Place(NamedTuple):
-    """An address as an offset, in bytes, from one that has a name."""
+    """A named tensor and an offset from its start, in bytes."""
 
     of: Any
     offset: int
@@ -95,7 +95,7 @@ class StepRecording(TorchDispatchMode):
         self._thread = threading.get_ident()  # others may run the model meanwhile
         self._running: LayerCall | None = None
 
-    # What is recorded
+    # Recording operations
 
     def kernel(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Record a call of a kernel."""
@@ -104,7 +104,7 @@ class StepRecording(TorchDispatchMode):
         elif name in ROLES:
             operands = []
             for argument, role in zip(arguments, ROLES[name], strict=False):  # the last one is the number of threads
-                operands.append(float_bits(argument) if role == "f" else argument or 0)
+                operands.append(_float_bits(argument) if role == "f" else argument or 0)
             self.calls.append(Call(name, operands))
         else:
             addresses = [argument for argument in arguments if isinstance(argument, int)]
@@ -129,16 +129,16 @@ class StepRecording(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self._paused:
             return result
-        outputs = [value for value in _flat(result) if isinstance(value, torch.Tensor)]
+        outputs = _tensors(result)
         self._kept += outputs
-        if func._schema.name.removeprefix("aten::") in SYNCHRONIZING:
+        if func.overloadpacket.__name__ in SYNCHRONIZING:
             self.reads_numbers = str(func)
         if func in _ALLOCATIONS or _is_view(func):
             return result
         with self.paused():
             call = self._known(func, args, kwargs or {}, result)
         if call is None:
-            inputs = [value for value in _flat((*args, kwargs or {})) if isinstance(value, torch.Tensor)]
+            inputs = _tensors((args, kwargs))
             self._kept += inputs
             addresses = [[x.data_ptr() for x in tensors] for tensors in (outputs, inputs)]
             self.calls.append(Call(UNKNOWN, addresses, str(func)))
@@ -179,7 +179,7 @@ class StepRecording(TorchDispatchMode):
         return None
 
     def _combined(self, operation: str, a: Any, b: Any, out: torch.Tensor) -> list[Call] | None:
-        """Return `out = a + b`, or another of two operands, of which `b` may be a number."""
+        """Return `out = a + b`, or another operation on two tensors; `b` may be a number."""
         if isinstance(b, int | float):
             b = torch.tensor(float(b))
             self._kept.append(b)
@@ -213,7 +213,7 @@ class StepRecording(TorchDispatchMode):
         sizes = indices.numel(), row_bytes, len(table)
         return [Call("take_rows", [table.data_ptr(), indices.data_ptr(), out.data_ptr(), *sizes])]
 
-    # Where it is recorded
+    # Recording passes
 
     @contextmanager
     def recorded(self, rotary_modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -245,7 +245,7 @@ class StepRecording(TorchDispatchMode):
         if threading.get_ident() != self._thread:
             return
         self._paused -= 1
-        results = [value for value in _flat(result) if isinstance(value, torch.Tensor)]
+        results = _tensors(result)
         self._kept += results
         self.rotary[-1].results = results
 
@@ -269,7 +269,7 @@ class StepRecording(TorchDispatchMode):
         finally:
             self._running = None
 
-    # What it means
+    # Reading the recording
 
     def located(self, names: Sequence[tuple[Any, torch.Tensor]]) -> tuple[list[Call], dict[Any, torch.UntypedStorage]]:
         """Return the calls with places instead of addresses, and the storages of what has no other name.
@@ -346,7 +346,7 @@ class _RecordedBackend:
             self._backend.append(keys, values, new_keys, new_values, plan)
 
 
-def float_bits(number: float) -> int:
+def _float_bits(number: float) -> int:
     """Return the bits of a float64 as a signed integer."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
@@ -384,16 +384,6 @@ def _is_view(func: Any) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for part in value:
-            yield from _flat(part)
-    elif isinstance(value, dict):
-        yield from _flat([*value.values()])
-    else:
-        yield value
-
-
-def struct_address(struct: Any) -> int:
-    """Return the address of a C struct."""
-    return ctypes.addressof(struct)
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in the arguments or the result of a function."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

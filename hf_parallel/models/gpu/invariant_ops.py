@@ -1,9 +1,9 @@
 """PyTorch's products and sums in a forward pass on a GPU, by kernels for which a row does not depend on the others.
 
 cuBLAS chooses a kernel by the number of rows, and may cut the inputs of a product into parts; PyTorch's sums choose by
-the number of results how many threads share one. Within `InvariantOps`, products of matrices, sums, means, variances,
-norms and softmax of floating point numbers are those of `hf_parallel.kernels.triton.invariant`. Other operations are
-PyTorch's: those on single numbers do not depend on their neighbours.
+the number of results how many threads share one. `InvariantOps` replaces products of matrices, sums, means, variances,
+norms and softmax of floating point numbers by the kernels of `hf_parallel.kernels.triton.invariant`. Other operations
+stay with PyTorch: an elementwise operation does not depend on neighbouring numbers.
 
 vLLM's batch-invariant mode replaces operations likewise, for the whole process; here they are replaced for a pass.
 """
@@ -28,7 +28,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class InvariantOps(TorchDispatchMode):
-    """Computes products and sums of plain tensors by the kernels; calls other operations as they are."""
+    """Calls the kernels for products and sums of plain tensors, and PyTorch for everything else."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -214,7 +214,7 @@ def _softmax_of(x: Tensor, dim: int, half_to_float: bool, log: bool) -> Any:
 
 
 def _index_add_(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: _Number = 1) -> Any:
-    """On CUDA, `index_add_` adds in the order in which threads come; `index_put_` in that of the indices."""
+    """Add in the order of the indices, by `index_put_`. On CUDA, `index_add_` adds in the order of threads."""
     if not supports(x, source) or index.dim() != 1 or alpha != 1:
         return NotImplemented
     x.movedim(dim, 0).index_put_((index,), source.movedim(dim, 0), accumulate=True)

@@ -1,7 +1,7 @@
 """Triton kernel of attention by parts: a row's result has the same bits in every schedule; `parts.py` launches it.
 
-A part is `PART` keys at fixed positions of a row. Its keys are folded in one order, in tiles at fixed positions, and
-a tile that a row does not see leaves the row's sums as they are: its weights are zero and its decay is one.
+A part is `PART` keys at fixed positions of a row. Tiles of its keys, also at fixed positions, are added in one order. A
+tile that a row does not see does not change the row's sums: it adds weights of zero, and multiplies by one.
 """
 
 # Arguments without annotation are pointers and scalars: Triton reads annotations itself.
@@ -10,7 +10,7 @@ a tile that a row does not see leaves the row's sums as they are: its weights ar
 import triton
 import triton.language as tl
 
-from hf_parallel.kernels.triton.kernels import FAR, LOG2E, _rotated_query, _storage_row
+from hf_parallel.kernels.triton.kernels import FAR, LOG2E, _rotated_query, _storage_row, weigh_tile
 
 
 @triton.jit
@@ -99,19 +99,10 @@ def attend_part_kernel(
             v = k
         else:
             v = _load_rows(values, row, inside, DIM_V, BLOCK_V)
-        factor = scale * LOG2E
-        if SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2E * scale / softcap))))
-            factor = LOG2E
-        seen = (n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None]) & inside[None, :]
-        scores = tl.where(seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1) * factor)
-        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores * factor - anchor[:, None])
-        decay = tl.exp2(best - anchor)
-        total = total * decay + tl.sum(weights, 1)
+        weights, decay, best, total = weigh_tile(
+            scores, n, end, lo, hi, best, total, scale, softcap, True, SOFTCAP
+        )  # fmt: skip
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
-        best = new_best
 
     has_result = live & (tl.maximum(lo, part * PART) < tl.minimum(hi, part * PART + PART))
     safe = tl.where(has_result, total, 1.0)

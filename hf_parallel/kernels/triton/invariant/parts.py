@@ -100,8 +100,9 @@ def attend_parts(
 ) -> Tensor:
     """Return the attention of queries `[T, heads, lead + head_dim]`: `[T, heads, value_dim]`.
 
-    `keys`, `values` and `leads` are those of the kernel. The result of a query has the same bits whatever other
-    queries, rows and blocks the plan has. Queries after the plan's are padding, whose output is zero.
+    `keys`, `values` and `leads` have the shapes that `attend_part_kernel` names. The result of a query has the same
+    bits whatever other queries, rows and blocks the plan has. Queries after the plan's are padding, whose output is
+    zero.
     """
     launch: PartsLaunch = plan.cached(("parts", shape), lambda: PartsLaunch(plan, shape))
     query = aligned(query)
