@@ -1,7 +1,7 @@
 """`HogwildCache`: KV cache that the workers of a prompt share (Hogwild! Inference, sections 3.1, 3.2 and appendix A).
 
-Prompts are a tree of shared prefixes; each problem adds a `Workspace`. All blocks except the prompts' are stored from
-position 0, so a worker's queries are rotated for every block but its own.
+Prompts are a tree of shared prefixes; each problem adds a `Workspace`. All its blocks are stored from the position that
+follows the prompt, so a worker's queries are rotated for every block but its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from hf_parallel.cache.pool import Block
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
+from hf_parallel.cache.tree import Node
 
 STEP_CAPACITY = 256
 """Initial capacity of a step in tokens. Attention reads steps of equal capacity in one batched call."""
@@ -31,6 +32,7 @@ class Workspace:
     others_header: Block
     own_headers: list[Block]  # one for all workers, or one each
     gap: Block  # between the current steps of other workers
+    base: int  # of all blocks but the prompt's, whose results are so merged before those of the others
     pending_steps: list[Block] = field(default_factory=list)  # ended steps not yet moved into `history`
     step_workers: list[int] = field(default_factory=list)  # worker of each ended step; -1: written by no worker
     replaced: dict[Block, Block] = field(default_factory=dict)  # by pending step whose tokens are computed again
@@ -104,20 +106,19 @@ class Workspace:
 class HogwildCache(SharedPrefixCache):
     """Prompts, histories, headers and current steps of a batch of problems."""
 
-    def new_workspace(
-        self, layout: str, prompt: list[Block], num_workers: int, header_lengths: Sequence[int]
-    ) -> Workspace:
+    def new_workspace(self, layout: str, prompt: Node, num_workers: int, header_lengths: Sequence[int]) -> Workspace:
         """Allocate the blocks of a problem; `header_lengths` are the lengths of `Workspace.headers`."""
-        headers = self.pool.new_blocks(len(header_lengths), max(header_lengths))  # equal capacity: read in one call
-        workers = self.pool.new_blocks(num_workers, STEP_CAPACITY)
+        base = prompt.next_position
+        # Equal capacity: headers are read in one call.
+        headers = self.pool.new_blocks(len(header_lengths), max(header_lengths), base)
+        workers = self.pool.new_blocks(num_workers, STEP_CAPACITY, base)
+        history = self.pool.new_block(base=base)
         history_header, others_header, *own_headers, gap = headers
-        return Workspace(
-            layout, prompt, workers, self.pool.new_block(), history_header, others_header, own_headers, gap
-        )
+        return Workspace(layout, prompt.view, workers, history, history_header, others_header, own_headers, gap, base)
 
     def add_step(self, space: Workspace, num_tokens: int) -> Block:
         """Append an empty step, which no worker writes, to the history. Return its block."""
-        block = self.pool.new_block(num_tokens)
+        block = self.pool.new_block(num_tokens, space.base)
         space.views.clear()
         space.pending_steps.append(block)
         space.step_workers.append(-1)
@@ -129,9 +130,9 @@ class HogwildCache(SharedPrefixCache):
         `num_again`: the length of an empty block that takes its place, for its tokens to be computed again.
         """
         step = space.workers[worker]
-        block = self.pool.new_block(STEP_CAPACITY)
+        block = self.pool.new_block(STEP_CAPACITY, space.base)
         if num_again:
-            again = self.pool.new_block(num_again)
+            again = self.pool.new_block(num_again, space.base)
             space.replaced[again] = step
             step = again
         space.views.clear()
