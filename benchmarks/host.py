@@ -1,6 +1,7 @@
 """Host work of a decode step: requests of an engine beside rows of one call, on a model of two small layers.
 
 Milliseconds of CPU time of one thread per decode step: a long call less one of a single token, by the steps between.
+Call and engine alternate; milliseconds are the medians of the rounds, and a ratio is the median of those of each round.
 Prompts are equal (rows share all of their prompt) or different. `--cases demo` measures the demo model with packed
 weights instead, whose requests each have a long prompt that is cached.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from statistics import median
 from typing import Any
 
 import torch
@@ -84,10 +86,9 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
                 measured = measure(ways, rows, sizes.new_tokens, sizes.rounds)
             cases.append({"prompts": kind, "rows": rows, **measured})
             if f"{kind}_{rows}" in limited:
-                ratios[f"{kind}_{rows}"] = measured["engine_ms"] / measured["call_ms"]
-            print(
-                f"{kind} prompts, {rows} rows: call {measured['call_ms']:.2f} ms, engine {measured['engine_ms']:.2f} ms"
-            )
+                ratios[f"{kind}_{rows}"] = measured["ratio"]
+            call_ms, engine_ms, ratio = measured.values()
+            print(f"{kind} prompts, {rows} rows: call {call_ms:.2f} ms, engine {engine_ms:.2f} ms, ratio {ratio:.2f}")
     return {"cases": cases, "ratios": ratios}
 
 
@@ -99,12 +100,15 @@ def make_prompts(kind: str, rows: int, length: int) -> torch.Tensor:
 
 
 def measure(ways: Mapping[str, Seconds], rows: int, new_tokens: int, rounds: int) -> dict[str, float]:
-    """Return the milliseconds of a decode step: a long call less a short one, the least of several rounds of each."""
-    least = {(name, length): float("inf") for name in ways for length in (1, new_tokens)}
+    """Return the milliseconds of a decode step of each way, and how many times those of a call an engine's are."""
+    of_rounds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in progress_bar(range(rounds), what=f"{rows} rows", unit="rounds"):
-        for name, length in least:
-            least[name, length] = min(least[name, length], ways[name](length))
-    return {name: 1e3 * (least[name, new_tokens] - least[name, 1]) / (new_tokens - 1) for name in ways}
+        for name, seconds in ways.items():
+            short = seconds(1)
+            of_rounds[name].append(1e3 * (seconds(new_tokens) - short) / (new_tokens - 1))
+    pairs = zip(of_rounds["engine_ms"], of_rounds["call_ms"], strict=True)
+    ratio = median(engine / call for engine, call in pairs)
+    return {name: median(values) for name, values in of_rounds.items()} | {"ratio": ratio}
 
 
 def measure_demo(rows: int, sizes: Any) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,14 @@ class TokenSink(NamedTuple):
 
     rows: list[int]
     tokens: list[int]
+
+
+class RowSink(NamedTuple):
+    """Where the tokens of one row go: the `append` of the lists of its sink."""
+
+    output_row: int
+    append_row: Callable[[int], None]
+    append_token: Callable[[int], None]
 
 
 class TableSteps:
@@ -127,12 +135,14 @@ class Standing:
         self.rows = rows
         self.num_steps = num_steps
         self.stats = stats
-        self.sink = sink
         self.task = SamplingTask(sampler, [row.index for row in rows])
         self.segments = [Segment(tuple(row.current_view()), 1) for row in rows]
         self.ended = [False] * len(rows)
         """Whether each row has ended."""
         self.output_rows = [row.output_row for row in rows]
+        self.sinks: list[RowSink | None] = [None] * len(rows)
+        if sink is not None:
+            self.sinks = [RowSink(row, sink.rows.append, sink.tokens.append) for row in self.output_rows]
         self.reads_tokens = sampler.reads_tokens
         """Whether processors or stop texts read the tokens of each step in the sampler's table."""
         self.steps = StandingSteps([row.pending[0] for row in rows], cache.device)

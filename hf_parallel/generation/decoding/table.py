@@ -8,10 +8,11 @@ import torch
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.batch import with_parts
-from hf_parallel.generation.decoding.standing import Standing, TableSteps
+from hf_parallel.generation.decoding.standing import RowSink, Standing, TableSteps
 from hf_parallel.generation.decoding.wants import Pass
 from hf_parallel.generation.sampling.parts import Part
 from hf_parallel.generation.sampling.sampler import SamplingBatch, cannot_draw
+from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import HostCopy, to_device
 
 
@@ -32,7 +33,9 @@ class DecodeTable:
         self._every_end_token: frozenset[int] = frozenset()
         self._member_of: list[int] = []  # by row
         self._readers: set[int] = set()  # members that read the tokens of each step
-        self._steps_left = 0  # until the first member has had all of its steps
+        self._last_steps: dict[int, list[int]] = {}  # members by the number of their last step, counted with this table
+        self._costs: list[tuple[GenerationStats, int]] = []  # of members, with their number of rows
+        self._sinks: list[RowSink | None] = []  # by row
 
     def choose(self, members: Sequence[Standing]) -> None:
         """Choose the members of the next step."""
@@ -51,13 +54,18 @@ class DecodeTable:
         self._end_tokens = []
         self._member_of = []
         self._readers = set()
-        self._steps_left = min(member.num_steps - len(member.steps) for member in members)
+        self._last_steps = {}
+        self._costs = [(member.stats, size) for member, size in zip(members, self.sizes, strict=True)]
+        self._sinks = []
         for index, (member, rows) in enumerate(zip(members, self._batch.parts, strict=True)):
             member.steps.enter(self._steps, rows.start)
             self._end_tokens += [member.task.sampler.row_criteria.end_tokens] * len(member.rows)
             self._member_of += [index] * len(member.rows)
             if member.reads_tokens:
                 self._readers.add(index)
+            steps_left = member.num_steps - len(member.steps)
+            self._last_steps.setdefault(steps_left, []).append(index)
+            self._sinks += member.sinks
         self._every_end_token = frozenset().union(*set(self._end_tokens))
 
     def next_pass(self) -> Pass:
@@ -94,15 +102,14 @@ class DecodeTable:
             tokens, marks = HostCopy(torch.stack((draws.tokens, draws.marks))).values
             failed = self._cannot_draw(marks)
         self._steps.tokens.append(tokens)
-        self._steps_left -= 1
-        for index, (member, rows) in enumerate(zip(self.members, self._batch.parts, strict=True)):
-            if index in failed:
-                continue
-            member.stats.forward_passes += 1
-            member.stats.decoded_tokens += rows.stop - rows.start
-            if member.sink is not None:
-                member.sink.rows.extend(member.output_rows)
-                member.sink.tokens.extend(tokens[rows])
+        for index, (stats, size) in enumerate(self._costs):
+            if not failed or index not in failed:
+                stats.forward_passes += 1
+                stats.decoded_tokens += size
+        for row, (token, sink) in enumerate(zip(tokens, self._sinks, strict=True)):
+            if sink is not None and (not failed or self._member_of[row] not in failed):
+                sink.append_row(sink.output_row)
+                sink.append_token(token)
         happened = dict(failed)
         for index in self._touched(tokens):
             if index not in failed:
@@ -115,16 +122,13 @@ class DecodeTable:
 
     def _touched(self, tokens: Sequence[int]) -> Iterable[int]:
         """Return the members to which something may have happened in a step of `tokens`."""
-        if not self._steps_left:
-            return range(len(self.members))
+        touched = self._readers.union(self._last_steps.get(len(self._steps.tokens), ()))
         if self._every_end_token.isdisjoint(tokens):
-            return self._readers
-        ended = {
-            member
-            for member, token, end_tokens in zip(self._member_of, tokens, self._end_tokens, strict=True)
-            if token in end_tokens
-        }
-        return ended | self._readers
+            return touched
+        for member, token, end_tokens in zip(self._member_of, tokens, self._end_tokens, strict=True):
+            if token in end_tokens:
+                touched.add(member)
+        return touched
 
     def _cannot_draw(self, marks: Sequence[int]) -> dict[int, BaseException | None]:
         """Return the error of each member with rows whose token cannot be drawn."""
