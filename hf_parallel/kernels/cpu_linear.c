@@ -886,19 +886,29 @@ INLINE void interleave(const uint8_t *packed, const int32_t *offsets, bytes *out
 }
 #endif
 
+/* The numbers in float16 at byte `at` of each row. */
+INLINE column_sums column_halves(const uint8_t *packed, const int32_t *offsets, int at) {
+#if COLUMNS == 16
+    const __m512i heads = _mm512_i32gather_epi32(_mm512_loadu_si512(offsets), packed, 1);
+    return (column_sums)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(at ? _mm512_srli_epi32(heads, 8 * at) : heads));
+#elif defined SIMD && defined __F16C__
+    uint16_t bits[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++) memcpy(bits + c, packed + offsets[c] + at, 2);
+    const __m128i halves = _mm_setr_epi16((short)bits[0], (short)bits[1], (short)bits[2], (short)bits[3], (short)bits[4],
+                                          (short)bits[5], (short)bits[6], (short)bits[7]);
+    return (column_sums)_mm256_cvtph_ps(halves);
+#else
+    column_sums values;
+    for (int c = 0; c < COLUMNS; c++) values[c] = half(packed + offsets[c] + at);
+    return values;
+#endif
+}
+
 /* Unpack a block of each row as vector `at`; `offsets` are those of the rows, in bytes. */
 INLINE void unpack_columns(int format, const uint8_t *packed, const int32_t *offsets, int at, Columns *out) {
     const uint8_t *integers = packed + (format == Q4_1 ? 4 : 2);
-#if COLUMNS == 16
-    const __m512i heads = _mm512_i32gather_epi32(_mm512_loadu_si512(offsets), packed, 1);
-    out->scales[at] = (column_sums)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(heads));
-    if (format == Q4_1) out->leasts[at] = (column_sums)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 16)));
-#else
-    for (int c = 0; c < COLUMNS; c++) {
-        out->scales[at][c] = half(packed + offsets[c]);
-        if (format == Q4_1) out->leasts[at][c] = half(packed + offsets[c] + 2);
-    }
-#endif
+    out->scales[at] = column_halves(packed, offsets, 0);
+    if (format == Q4_1) out->leasts[at] = column_halves(packed, offsets, 2);
 #ifdef SIMD
     bytes values[QUADS];
     interleave(integers, offsets, values);
@@ -964,25 +974,46 @@ INLINE void dots(int format, int width, int tokens, int64_t blocks, const Column
     (void)format;
 }
 
+/* Rows of weights. */
+typedef struct {
+    const uint8_t *packed;
+    int32_t offsets[WIDTH][COLUMNS]; /* of the rows, in bytes */
+    int64_t row_bytes;
+    int block_bytes;
+} Packed;
+
+/* Unpack a block of `width` vectors of rows, and prefetch those of the next rows. */
+INLINE void next_columns(int format, int width, const Packed *rows, int64_t block, Columns *out) {
+    for (int v = 0; v < width; v++) {
+        const uint8_t *next = rows->packed + WIDTH * COLUMNS * rows->row_bytes +
+                              COLUMNS * (v * rows->row_bytes + block * rows->block_bytes);
+        for (int i = 0; i < COLUMNS * rows->block_bytes; i += 64) __builtin_prefetch(next + i);
+        unpack_columns(format, rows->packed + block * rows->block_bytes, rows->offsets[v], v, out);
+    }
+}
+
 /* The sums of `tokens` x `width` vectors, of which `count` outputs exist; `inputs` and `y` have strides of `blocks` and
- * `stride`. */
-INLINE void columns_tile(int format, int width, int tokens, int64_t blocks, const Columns *columns, const Input *inputs,
-                         const float *b, float *y, int64_t stride, int count) {
+ * `stride`. The weights are `columns` or, for tokens that no others follow, still packed in `rows`. */
+INLINE void columns_tile(int format, int width, int tokens, int64_t blocks, const Columns *columns, const Packed *rows,
+                         const Input *inputs, const float *b, float *y, int64_t stride, int count) {
     column_sums sums[WIDTH][ROWS];
     for (int v = 0; v < width; v++)
         for (int t = 0; t < tokens; t++) sums[v][t] = (column_sums){0};
-    for (int64_t block = 0; block < blocks; block++, columns++, inputs++) {
+    for (int64_t block = 0; block < blocks; block++, inputs++) {
+        Columns unpacked;
+        const Columns *of_block = rows ? &unpacked : columns + block;
+        if (rows) next_columns(format, width, rows, block, &unpacked);
         column_counts counts[WIDTH][ROWS];
         for (int t = 0; t < tokens; t++)
             for (int v = 0; v < width; v++)
                 counts[v][t] = (column_counts)(format == Q4_1 ? (column_sums){0} : EACH(inputs[t * blocks].of.sum));
-        dots(format, width, tokens, blocks, columns, inputs, counts);
+        dots(format, width, tokens, blocks, of_block, inputs, counts);
         for (int t = 0; t < tokens; t++) {
             const column_sums scale = EACH(inputs[t * blocks].scale), sum = EACH(inputs[t * blocks].of.sum);
             for (int v = 0; v < width; v++) {
-                const column_sums products = columns->scales[v] * __builtin_convertvector(counts[v][t], column_sums);
+                const column_sums products = of_block->scales[v] * __builtin_convertvector(counts[v][t], column_sums);
                 sums[v][t] = FUSED(products, scale, sums[v][t]);
-                if (format == Q4_1) sums[v][t] = FUSED(columns->leasts[v], sum, sums[v][t]);
+                if (format == Q4_1) sums[v][t] = FUSED(of_block->leasts[v], sum, sums[v][t]);
             }
         }
     }
@@ -1000,11 +1031,12 @@ INLINE void columns_tile(int format, int width, int tokens, int64_t blocks, cons
 }
 
 #define OF_TOKENS(n) \
-    case n: columns_tile(format, width, n, blocks, columns, inputs, b, y, stride, count); break;
+    case n: columns_tile(format, width, n, blocks, columns, rows, inputs, b, y, stride, count); break;
 
-INLINE void columns_tokens(int format, int width, int64_t tokens, int64_t blocks, const Columns *columns, const Input *inputs,
-                           const float *b, float *y, int64_t stride, int count) {
-    for (; tokens > 0; tokens -= ROWS, inputs += ROWS * blocks, y += ROWS * stride) switch (min(tokens, ROWS)) {
+/* At most ROWS tokens. */
+INLINE void columns_some(int format, int width, int tokens, int64_t blocks, const Columns *columns, const Packed *rows,
+                         const Input *inputs, const float *b, float *y, int64_t stride, int count) {
+    switch (tokens) {
         OF_TOKENS(1) OF_TOKENS(2) OF_TOKENS(3) OF_TOKENS(4)
 #if ROWS == 6
         OF_TOKENS(5) OF_TOKENS(6)
@@ -1012,20 +1044,25 @@ INLINE void columns_tokens(int format, int width, int64_t tokens, int64_t blocks
     }
 }
 
+INLINE void columns_tokens(int format, int width, int64_t tokens, int64_t blocks, const Packed *rows, Columns *columns,
+                           const Input *inputs, const float *b, float *y, int64_t stride, int count) {
+    if (tokens <= ROWS) {
+        columns_some(format, width, (int)tokens, blocks, 0, rows, inputs, b, y, stride, count);
+        return;
+    }
+    for (int64_t block = 0; block < blocks; block++) next_columns(format, width, rows, block, columns + block);
+    for (; tokens > 0; tokens -= ROWS, inputs += ROWS * blocks, y += ROWS * stride)
+        columns_some(format, width, min(tokens, ROWS), blocks, columns, 0, inputs, b, y, stride, count);
+}
+
 /* The results [tokens, count] of `count` rows of weights at w. */
 INLINE void columns_group(int format, int64_t tokens, int64_t blocks, const uint8_t *w, int64_t row_bytes, int count,
                           Columns *columns, const Input *inputs, const float *b, float *y, int64_t stride) {
-    const int size = format == Q8_0 ? 34 : format == Q4_1 ? 20 : 18, width = (count + COLUMNS - 1) / COLUMNS;
-    int32_t offsets[WIDTH][COLUMNS];
-    for (int c = 0; c < WIDTH * COLUMNS; c++) offsets[c / COLUMNS][c % COLUMNS] = (int32_t)(min(c, count - 1) * row_bytes);
-    for (int64_t block = 0; block < blocks; block++)
-        for (int v = 0; v < width; v++) {
-            const uint8_t *next = w + WIDTH * COLUMNS * row_bytes + COLUMNS * (v * row_bytes + block * size);
-            for (int i = 0; i < COLUMNS * size; i += 64) __builtin_prefetch(next + i);
-            unpack_columns(format, w + block * size, offsets[v], v, columns + block);
-        }
-    if (width == 1) columns_tokens(format, 1, tokens, blocks, columns, inputs, b, y, stride, count);
-    else columns_tokens(format, WIDTH, tokens, blocks, columns, inputs, b, y, stride, count);
+    Packed rows = {w, {{0}}, row_bytes, block_bytes(format)};
+    for (int c = 0; c < WIDTH * COLUMNS; c++)
+        rows.offsets[c / COLUMNS][c % COLUMNS] = (int32_t)(min(c, count - 1) * row_bytes);
+    if (count <= COLUMNS) columns_tokens(format, 1, tokens, blocks, &rows, columns, inputs, b, y, stride, count);
+    else columns_tokens(format, WIDTH, tokens, blocks, &rows, columns, inputs, b, y, stride, count);
 }
 
 /* `linear` with inputs in 8 bits; the format is Q4_0, Q4_1 or Q8_0. */

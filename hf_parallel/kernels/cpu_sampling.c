@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 // Whether all numbers of `probs` [rows, vocabulary] are finite and not negative, and some of each row positive.
 int are_probabilities(const float *probs, int64_t rows, int64_t vocabulary) {
@@ -33,4 +34,59 @@ void multinomial(const float *probs, const uint64_t *words, int64_t rows, int64_
             if (score > best) best = score, tokens[row] = i;
         }
     }
+}
+
+#define CHUNK 64  // scores that are compared with the lowest of the highest ones at once
+
+// Sift the root of a heap of `count` numbers, whose least is the root, down to its place.
+static void sift_down(float *heap, int64_t count) {
+    const float number = heap[0];
+    int64_t at = 0;
+    for (int64_t child = 1; child < count; at = child, child = 2 * at + 1) {
+        if (child + 1 < count && heap[child + 1] < heap[child]) child++;
+        if (heap[child] >= number) break;
+        heap[at] = heap[child];
+    }
+    heap[at] = number;
+}
+
+// The `count`-th highest of `n` numbers; `heap` has room for `count`.
+static float nth_highest(const float *numbers, int64_t n, int64_t count, float *heap) {
+    for (int64_t i = 0; i < count; i++) heap[i] = -INFINITY;
+    for (int64_t first = 0; first < n; first += CHUNK) {
+        const int64_t end = first + CHUNK < n ? first + CHUNK : n;
+        const float least = heap[0];
+        int some = 0;
+        for (int64_t i = first; i < end; i++) some |= numbers[i] > least;
+        for (int64_t i = first; some && i < end; i++)
+            if (numbers[i] > heap[0]) {
+                heap[0] = numbers[i];
+                sift_down(heap, count);
+            }
+    }
+    return heap[0];
+}
+
+// Copy scores [rows, vocabulary], with -inf for those below the `counts[row]`-th highest of their row. Returns nonzero if
+// memory runs out, or a score is NaN.
+int keep_top_k(const float *scores, const int64_t *counts, float *out, int64_t rows, int64_t vocabulary, int threads) {
+    int failed = 0;
+#pragma omp parallel for num_threads(threads) reduction(| : failed) if (rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *of_row = scores + row * vocabulary;
+        float *to = out + row * vocabulary, *heap = malloc(sizeof(float) * counts[row]);
+        if (!heap) {
+            failed = 1;
+            continue;
+        }
+        const float last = nth_highest(of_row, vocabulary, counts[row], heap);
+        int some_nan = 0;
+        for (int64_t i = 0; i < vocabulary; i++) {
+            some_nan |= of_row[i] != of_row[i];
+            to[i] = of_row[i] < last ? -INFINITY : of_row[i];
+        }
+        failed |= some_nan;
+        free(heap);
+    }
+    return failed;
 }

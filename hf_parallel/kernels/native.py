@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -44,6 +44,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "softplus")
 
 _NUMBERS = {packing: number for number, packing in enumerate(PACKINGS)}
 _OMP_PAUSE_SOFT = 1
+_LEAST_PER_KEPT = 16  # scores for each that `keep_top_k` keeps: it is meant for a few of many
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-fopenmp")
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("cpu_*.c")))
 _logger = logging.get_logger(__name__)
@@ -354,6 +355,19 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
     return tokens
 
 
+def keep_top_k(scores: Tensor, counts: Sequence[int]) -> Tensor | None:
+    """Return scores `[rows, vocabulary]` with -inf for those below the `counts[row]`-th highest; None: PyTorch must."""
+    library = _library()
+    is_known = scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.is_contiguous()
+    if library is None or not is_known or max(counts) > scores.shape[1] // _LEAST_PER_KEPT:
+        return None
+    out = torch.empty_like(scores)
+    numbers = np.array(counts)
+    threads = torch.get_num_threads()
+    failed = library.keep_top_k(scores.data_ptr(), numbers.ctypes.data, out.data_ptr(), *scores.shape, threads)
+    return None if failed else out
+
+
 def is_available() -> bool:
     """Whether the compiled kernels are available."""
     return _library() is not None
@@ -479,6 +493,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.are_probabilities.restype = ctypes.c_int
     library.multinomial.argtypes = [pointer, pointer, size, size, pointer]
     library.multinomial.restype = None
+    library.keep_top_k.argtypes = [*[pointer] * 3, size, size, ctypes.c_int]
+    library.keep_top_k.restype = ctypes.c_int
     return library, ""
 
 

@@ -282,3 +282,21 @@ def test_a_seed_that_another_thread_sets_during_a_draw_holds() -> None:
     finally:
         drawn.set()
         thread.join()
+
+
+@compiled
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 4099), (3, 50), (17, 1000)])
+def test_the_highest_scores_are_those_of_topk_with_ties(rows: int, vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    scores = torch.randn(rows, vocabulary, generator=generator)
+    scores[:, ::3] = scores[:, ::3].round(decimals=1)  # many are equal
+    scores[:, : vocabulary - 2 : 7] = -torch.inf
+    counts = torch.randint(1, vocabulary // 16 + 1, (rows,), generator=generator).tolist()
+    expected = []
+    for of_row, count in zip(scores, counts, strict=True):
+        expected.append(of_row.masked_fill(of_row < of_row.topk(count).values[-1], -torch.inf))
+    assert torch.equal(native.keep_top_k(scores, counts), torch.stack(expected))
+    scores[-1, 5] = torch.nan
+    assert native.keep_top_k(scores, counts) is None
+    assert native.keep_top_k(scores[:, ::2], counts) is None
+    assert native.keep_top_k(scores, [vocabulary // 4] * rows) is None

@@ -29,7 +29,7 @@ from transformers import (
 
 from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.generation.validation import check_int
-from hf_parallel.kernels import to_device
+from hf_parallel.kernels import native, to_device
 from hf_parallel.kernels.sampling import Warpers
 
 _BATCH_DEPENDENT = (
@@ -145,7 +145,7 @@ class OccurrencePenalty(LogitsProcessor):
         self.presence = presence
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return _subtract(scores.clone(), input_ids[:, self.prompt_length :], self.frequency, self.presence)
+        return _subtract(scores, input_ids[:, self.prompt_length :], self.frequency, self.presence)
 
 
 class RowOccurrence(RowPenalty):
@@ -243,7 +243,7 @@ class ProcessorBatch(NamedTuple):
 
 
 RowWise: TypeAlias = Callable[[torch.Tensor, ProcessorBatch], torch.Tensor]
-"""(scores float32 `[n, vocabulary]`, batch) -> processed scores; may write to its input."""
+"""(scores float32 `[n, vocabulary]`, batch) -> processed scores, in a new tensor."""
 
 
 def penalize(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
@@ -268,7 +268,7 @@ def suppress(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Suppress the end tokens of rows that are too short."""
     first = batch.processors[0]
     if batch.processors.count(first) == len(batch.processors) and max(batch.lengths) < first.min_length:
-        return scores.index_fill_(1, first.indices(scores), -torch.inf)
+        return scores.index_fill(1, first.indices(scores), -torch.inf)
     rows: list[int] = []
     tokens: list[int] = []
     for row, (processor, length) in enumerate(zip(batch.processors, batch.lengths, strict=True)):
@@ -276,6 +276,7 @@ def suppress(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
             of_row = [token for token in processor.eos_token_ids if 0 <= token < scores.shape[1]]
             rows += [row] * len(of_row)
             tokens += of_row
+    scores = scores.clone()
     if rows:
         row_index = to_device(rows, scores.device)
         token_index = to_device(tokens, scores.device)
@@ -292,6 +293,9 @@ def scale(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
 def keep_top_k(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep the `top_k` highest scores, and ties with the lowest of them."""
     counts = [min(processor.top_k, scores.shape[1]) for processor in batch.processors]
+    kept = native.keep_top_k(scores, counts)
+    if kept is not None:
+        return kept
     highest = torch.topk(scores, max(counts))[0]
     if min(counts) == max(counts):
         last = highest[:, -1:]
@@ -377,13 +381,13 @@ def _penalized_tokens(batch: ProcessorBatch, filler: int) -> torch.Tensor:
 def _subtract(
     scores: torch.Tensor, tokens: torch.Tensor, frequency: float | torch.Tensor, presence: float | torch.Tensor
 ) -> torch.Tensor:
-    """Apply occurrence penalties for tokens int64 `[n, length]`. Writes to the scores."""
+    """Apply occurrence penalties for tokens int64 `[n, length]`."""
     vocabulary = scores.shape[1]
     counts = scores.new_zeros(len(scores), vocabulary + 1)  # the last for fillers and what is no output token
     ones = torch.ones_like(tokens, dtype=scores.dtype)
     counts = counts.scatter_add_(1, tokens.clamp(max=vocabulary), ones)[:, :-1]
     penalty = frequency * counts + presence * (counts > 0)
-    return scores.sub_(penalty)
+    return scores - penalty
 
 
 def _setting(values: list[float], device: torch.device) -> float | torch.Tensor:

@@ -183,8 +183,13 @@ class JointProcessors:
         if not self._stages:
             return logits
         lengths = self._lengths() if self._reads_tokens else [0] * self._num_rows
-        scores = logits.to(torch.float32, copy=True)  # as processors may write to their input
+        scores = logits.to(torch.float32)
+        is_copy = scores is not logits
         for function, step, indices in self._stages:
+            writes = function is None or len(indices) < self._num_rows
+            if writes and not is_copy:
+                scores = scores.clone()
+            is_copy = True
             if function is None:
                 scores = self._calls[0].processors.call(step.processors, step.rows, scores)
             elif len(indices) == self._num_rows:

@@ -9,9 +9,11 @@ which both compute. Models whose steps have operations that a program does not k
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -133,25 +135,27 @@ class _ModelParts:
     """Modules, parameters and buffers of a model, with the addresses that a program has of them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._tensors: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []
+        self._parts: list[dict[str, Any]] = []  # of all modules
+        self._tensors: list[torch.Tensor] = []
         for module in all_modules(model):
-            if module._modules:
-                self._children.append((module._modules, dict(module._modules)))
+            self._parts += [module._modules, module._parameters, module._buffers]
             for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        self._tensors.append((tensors, name, tensor, tensor.data_ptr()))
+                self._tensors += [tensor for tensor in tensors.values() if tensor is not None]
+        self._parts = [parts for parts in self._parts if parts]
+        self._values = list(self._values_now())
+        self._addresses = self._addresses_now()
 
     def are_unchanged(self) -> bool:
-        """Return whether these are still the parts of the model, at the same addresses."""
-        for children, before in self._children:
-            if children != before:
-                return False
-        for tensors, name, tensor, address in self._tensors:  # noqa: SIM110 (each step runs this)
-            if tensors.get(name) is not tensor or tensor.data_ptr() != address:
-                return False
-        return True
+        """Return whether these are still the parts of the model, at the same addresses."""  # each step asks for it
+        if sum(map(len, self._parts)) != len(self._values) or not all(map(is_, self._values_now(), self._values)):
+            return False
+        return self._addresses_now() == self._addresses
+
+    def _values_now(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._parts))
+
+    def _addresses_now(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._tensors))
 
 
 @dataclass(eq=False)
