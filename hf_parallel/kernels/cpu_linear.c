@@ -837,13 +837,18 @@ typedef int32_t column_counts __attribute__((vector_size(4 * COLUMNS)));
 typedef struct {
     int8_t values[BLOCK];
     float scale;
-    union { float sum; int32_t start; } of; /* Q4_1: the sum of the inputs, for the minimum; others: where integer sums start */
+    union { float sums[2]; int32_t starts[2]; } of; /* with minima: the sum of the inputs; others: where integer sums start */
 } Input;
 
 typedef struct {
     uint8_t values[QUADS][WIDTH][4 * COLUMNS];
-    column_sums scales[WIDTH], leasts[WIDTH];
+    column_sums scales[WIDTH], others[WIDTH]; /* minima or, in Q6_K, the scales of the last 16 weights */
 } Columns;
+
+INLINE int has_minima(int format) { return format == Q4_1 || format == Q4_K || format == Q5_K; }
+
+/* Scales of a block of BLOCK weights. */
+INLINE int scales_per_block(int format) { return format == Q6_K ? 2 : 1; }
 
 static void quantize(int format, const float *x, int64_t blocks, Input *out) {
     for (; blocks--; x += BLOCK, out++) {
@@ -855,14 +860,15 @@ static void quantize(int format, const float *x, int64_t blocks, Input *out) {
             largest.bits = largest.bits > bits ? largest.bits : bits;
         }
         const float inverse = largest.value > 1e-30f ? 127.0f / largest.value : 0.0f;
-        int32_t sum = 0;
+        int32_t sums[2] = {0, 0};
         for (int i = 0; i < BLOCK; i++) {
             out->values[i] = (int8_t)__builtin_rintf(x[i] * inverse);
-            sum += out->values[i];
+            sums[scales_per_block(format) * i / BLOCK] += out->values[i];
         }
         out->scale = largest.value / 127.0f;
-        if (format == Q4_1) out->of.sum = out->scale * (float)sum;
-        else out->of.start = (format == Q8_0 ? -Q8_OFFSET : -8) * sum;
+        const int offset = format == Q6_K ? 32 : format == Q8_0 ? Q8_OFFSET : 8;
+        for (int i = 0; i < 2; i++) out->of.starts[i] = -offset * sums[i];
+        if (has_minima(format)) out->of.sums[0] = out->scale * (float)sums[0];
     }
 }
 
@@ -908,7 +914,7 @@ INLINE column_sums column_halves(const uint8_t *packed, const int32_t *offsets, 
 INLINE void unpack_columns(int format, const uint8_t *packed, const int32_t *offsets, int at, Columns *out) {
     const uint8_t *integers = packed + (format == Q4_1 ? 4 : 2);
     out->scales[at] = column_halves(packed, offsets, 0);
-    if (format == Q4_1) out->leasts[at] = column_halves(packed, offsets, 2);
+    if (format == Q4_1) out->others[at] = column_halves(packed, offsets, 2);
 #ifdef SIMD
     bytes values[QUADS];
     interleave(integers, offsets, values);
@@ -934,14 +940,50 @@ INLINE void unpack_columns(int format, const uint8_t *packed, const int32_t *off
 #endif
 }
 
-/* Add the dot products of a block of `tokens` x `width` vectors to their counts. */
-INLINE void dots(int format, int width, int tokens, int64_t blocks, const Columns *columns, const Input *inputs,
-                 column_counts counts[WIDTH][ROWS]) {
+/* The same for a part of a block of 256 weights. */
+INLINE void unpack_large_columns(int format, const uint8_t *packed, const int32_t *offsets, int part, int at, Columns *out) {
+    for (int c = 0; c < COLUMNS; c++) {
+        const Scales scales = scales_of(format, packed + offsets[c], part);
+        out->scales[at][c] = scales.by[0];
+        out->others[at][c] = format == Q6_K ? scales.by[1] : -scales.from;
+    }
+    const Bits bits = bits_of(format, part);
+    const int high_mask = format == Q6_K ? 3 : 1;
+#ifdef SIMD
+    bytes low[QUADS], high[QUADS];
+    for (int i = 0; i < 2; i++) {
+        interleave(packed + bits.low + 16 * i, offsets, low + 4 * i);
+        if (format != Q4_K) interleave(packed + bits.high + 16 * i, offsets, high + 4 * i);
+    }
+    const __m128i low_shift = _mm_cvtsi32_si128(bits.low_shift), high_shift = _mm_cvtsi32_si128(bits.high_shift);
+    const column_counts low_bits = (column_counts)SIMD(set1_epi8)(15), high_bits = (column_counts)SIMD(set1_epi8)((char)high_mask);
+    for (int q = 0; q < QUADS; q++) {
+        column_counts values = (column_counts)SIMD(srl_epi32)(low[q], low_shift) & low_bits;
+        if (format != Q4_K) values |= ((column_counts)SIMD(srl_epi32)(high[q], high_shift) & high_bits) << 4;
+        *(bytes *)out->values[q][at] = (bytes)values;
+    }
+#else
+    for (int c = 0; c < COLUMNS; c++)
+        for (int i = 0; i < BLOCK; i++) {
+            const uint8_t *row = packed + offsets[c];
+            const int value = (row[bits.low + i] >> bits.low_shift) & 15;
+            const int high = format == Q4_K ? 0 : (row[bits.high + i] >> bits.high_shift) & high_mask;
+            out->values[i / 4][at][4 * c + i % 4] = (uint8_t)(value | high << 4);
+        }
+#endif
+}
+
+/* Products of weights and inputs that fit in 16 bits when so many pairs of them are added. */
+INLINE int pairs_in_16_bits(int format) { return format == Q6_K ? 2 : format == Q5_K ? 4 : QUADS; }
+
+/* Add the dot products of quads [first, last) of a block of `tokens` x `width` vectors to their counts. */
+INLINE void dots(int format, int width, int tokens, int first, int last, int64_t blocks, const Columns *columns,
+                 const Input *inputs, column_counts counts[WIDTH][ROWS]) {
 #if defined SIMD && COLUMNS == 8
     bytes pairs[ROWS];
     for (int t = 0; t < tokens; t++) pairs[t] = _mm256_setzero_si256();
 #endif
-    for (int q = 0; q < QUADS; q++)
+    for (int q = first; q < last; q++)
         for (int t = 0; t < tokens; t++) {
             const int8_t *values = inputs[t * blocks].values + 4 * q;
 #ifdef SIMD
@@ -958,19 +1000,21 @@ INLINE void dots(int format, int width, int tokens, int64_t blocks, const Column
 #if COLUMNS == 16
                 counts[v][t] = (column_counts)_mm512_dpbusd_epi32((bytes)counts[v][t], weights, x);
 #else
+                const bytes ones = _mm256_set1_epi16(1);
                 if (format == Q8_0) {
                     const bytes products = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
-                    counts[v][t] += (column_counts)_mm256_madd_epi16(products, _mm256_set1_epi16(1));
-                } else /* 8 times 2 products of at most 15 * 127 fit in 16 bits */
+                    counts[v][t] += (column_counts)_mm256_madd_epi16(products, ones);
+                } else {
                     pairs[t] = _mm256_add_epi16(pairs[t], _mm256_maddubs_epi16(weights, x));
+                    if ((q + 1) % pairs_in_16_bits(format) == 0) {
+                        counts[v][t] += (column_counts)_mm256_madd_epi16(pairs[t], ones);
+                        pairs[t] = _mm256_setzero_si256();
+                    }
+                }
 #endif
 #endif
             }
         }
-#if defined SIMD && COLUMNS == 8
-    for (int t = 0; t < tokens && format != Q8_0; t++)
-        counts[0][t] += (column_counts)_mm256_madd_epi16(pairs[t], _mm256_set1_epi16(1));
-#endif
     (void)format;
 }
 
@@ -979,16 +1023,18 @@ typedef struct {
     const uint8_t *packed;
     int32_t offsets[WIDTH][COLUMNS]; /* of the rows, in bytes */
     int64_t row_bytes;
-    int block_bytes;
 } Packed;
 
-/* Unpack a block of `width` vectors of rows, and prefetch those of the next rows. */
+/* Unpack BLOCK weights of `width` vectors of rows, and prefetch those of the next rows. */
 INLINE void next_columns(int format, int width, const Packed *rows, int64_t block, Columns *out) {
+    const int parts = format >= Q4_K ? LARGE_BLOCK / BLOCK : 1, size = block_bytes(format);
+    const uint8_t *packed = rows->packed + block / parts * size;
     for (int v = 0; v < width; v++) {
-        const uint8_t *next = rows->packed + WIDTH * COLUMNS * rows->row_bytes +
-                              COLUMNS * (v * rows->row_bytes + block * rows->block_bytes);
-        for (int i = 0; i < COLUMNS * rows->block_bytes; i += 64) __builtin_prefetch(next + i);
-        unpack_columns(format, rows->packed + block * rows->block_bytes, rows->offsets[v], v, out);
+        const uint8_t *next = rows->packed + WIDTH * COLUMNS * rows->row_bytes;
+        next += COLUMNS * (v * rows->row_bytes + block * size / parts);
+        for (int i = 0; i < COLUMNS * size / parts; i += 64) __builtin_prefetch(next + i);
+        if (format >= Q4_K) unpack_large_columns(format, packed, rows->offsets[v], (int)(block % parts), v, out);
+        else unpack_columns(format, packed, rows->offsets[v], v, out);
     }
 }
 
@@ -996,6 +1042,7 @@ INLINE void next_columns(int format, int width, const Packed *rows, int64_t bloc
  * `stride`. The weights are `columns` or, for tokens that no others follow, still packed in `rows`. */
 INLINE void columns_tile(int format, int width, int tokens, int64_t blocks, const Columns *columns, const Packed *rows,
                          const Input *inputs, const float *b, float *y, int64_t stride, int count) {
+    const int parts = scales_per_block(format);
     column_sums sums[WIDTH][ROWS];
     for (int v = 0; v < width; v++)
         for (int t = 0; t < tokens; t++) sums[v][t] = (column_sums){0};
@@ -1003,17 +1050,20 @@ INLINE void columns_tile(int format, int width, int tokens, int64_t blocks, cons
         Columns unpacked;
         const Columns *of_block = rows ? &unpacked : columns + block;
         if (rows) next_columns(format, width, rows, block, &unpacked);
-        column_counts counts[WIDTH][ROWS];
-        for (int t = 0; t < tokens; t++)
-            for (int v = 0; v < width; v++)
-                counts[v][t] = (column_counts)(format == Q4_1 ? (column_sums){0} : EACH(inputs[t * blocks].of.sum));
-        dots(format, width, tokens, blocks, of_block, inputs, counts);
-        for (int t = 0; t < tokens; t++) {
-            const column_sums scale = EACH(inputs[t * blocks].scale), sum = EACH(inputs[t * blocks].of.sum);
-            for (int v = 0; v < width; v++) {
-                const column_sums products = of_block->scales[v] * __builtin_convertvector(counts[v][t], column_sums);
-                sums[v][t] = FUSED(products, scale, sums[v][t]);
-                if (format == Q4_1) sums[v][t] = FUSED(of_block->leasts[v], sum, sums[v][t]);
+        for (int part = 0; part < parts; part++) {
+            column_counts counts[WIDTH][ROWS];
+            for (int t = 0; t < tokens; t++)
+                for (int v = 0; v < width; v++)
+                    counts[v][t] = (column_counts)(has_minima(format) ? (column_sums){0} : EACH(inputs[t * blocks].of.sums[part]));
+            dots(format, width, tokens, QUADS / parts * part, QUADS / parts * (part + 1), blocks, of_block, inputs, counts);
+            for (int t = 0; t < tokens; t++) {
+                const column_sums scale = EACH(inputs[t * blocks].scale), sum = EACH(inputs[t * blocks].of.sums[0]);
+                for (int v = 0; v < width; v++) {
+                    const column_sums weight_scales = part ? of_block->others[v] : of_block->scales[v];
+                    const column_sums products = weight_scales * __builtin_convertvector(counts[v][t], column_sums);
+                    sums[v][t] = FUSED(products, scale, sums[v][t]);
+                    if (has_minima(format)) sums[v][t] = FUSED(of_block->others[v], sum, sums[v][t]);
+                }
             }
         }
     }
@@ -1058,14 +1108,14 @@ INLINE void columns_tokens(int format, int width, int64_t tokens, int64_t blocks
 /* The results [tokens, count] of `count` rows of weights at w. */
 INLINE void columns_group(int format, int64_t tokens, int64_t blocks, const uint8_t *w, int64_t row_bytes, int count,
                           Columns *columns, const Input *inputs, const float *b, float *y, int64_t stride) {
-    Packed rows = {w, {{0}}, row_bytes, block_bytes(format)};
+    Packed rows = {w, {{0}}, row_bytes};
     for (int c = 0; c < WIDTH * COLUMNS; c++)
         rows.offsets[c / COLUMNS][c % COLUMNS] = (int32_t)(min(c, count - 1) * row_bytes);
-    if (count <= COLUMNS) columns_tokens(format, 1, tokens, blocks, &rows, columns, inputs, b, y, stride, count);
+    if (WIDTH == 1 || count <= COLUMNS) columns_tokens(format, 1, tokens, blocks, &rows, columns, inputs, b, y, stride, count);
     else columns_tokens(format, WIDTH, tokens, blocks, &rows, columns, inputs, b, y, stride, count);
 }
 
-/* `linear` with inputs in 8 bits; the format is Q4_0, Q4_1 or Q8_0. */
+/* `linear` with inputs in 8 bits, for formats with blocks. */
 int linear_int8(int format, const float *x, const uint8_t *w, int64_t row_bytes, const float *b, float *y, int64_t tokens,
                 int64_t inputs, int64_t outputs, int threads) {
     const int64_t blocks = inputs / BLOCK, chunk = tokens < CHUNK ? tokens : CHUNK;
@@ -1089,7 +1139,7 @@ int linear_int8(int format, const float *x, const uint8_t *w, int64_t row_bytes,
     case f: \
         columns_group(f, rows, blocks, w + o * row_bytes, row_bytes, count, columns, quantized, b ? b + o : 0, out, outputs); \
         break;
-                switch (format) { GROUP_OF(Q4_0) GROUP_OF(Q4_1) GROUP_OF(Q8_0) }
+                switch (format) { GROUP_OF(Q4_0) GROUP_OF(Q4_1) GROUP_OF(Q8_0) GROUP_OF(Q4_K) GROUP_OF(Q5_K) GROUP_OF(Q6_K) }
             }
         }
         free(columns);

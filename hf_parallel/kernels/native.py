@@ -34,7 +34,7 @@ MAX_ROWS = 1024  # query rows per KV head up to which attention was measured to 
 PACKINGS = {"F32": (4, 1), "BF16": (2, 1), "F16": (2, 1), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q8_0": (34, 32)}
 PACKINGS |= {"Q4_K": (144, 256), "Q5_K": (176, 256), "Q6_K": (210, 256)}
 """Formats of weights by their names in GGUF, in the order of `cpu_linear.c`: bytes and weights of a block."""
-INTEGERS = ("Q4_0", "Q4_1", "Q8_0")  # whose weights are integers with a scale per block
+INTEGERS = tuple(name for name, (_, weights) in PACKINGS.items() if weights > 1)  # integers with scales
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
 """Formats of keys and values, in the order of `cpu_attention.c`."""
