@@ -87,7 +87,7 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
             cases.append({"prompts": kind, "rows": rows, **measured})
             if f"{kind}_{rows}" in limited:
                 ratios[f"{kind}_{rows}"] = measured["ratio"]
-            call_ms, engine_ms, ratio = measured.values()
+            call_ms, engine_ms, ratio = (measured[name] for name in ("call_ms", "engine_ms", "ratio"))
             print(f"{kind} prompts, {rows} rows: call {call_ms:.2f} ms, engine {engine_ms:.2f} ms, ratio {ratio:.2f}")
     return {"cases": cases, "ratios": ratios}
 
@@ -112,7 +112,7 @@ def measure(ways: Mapping[str, Seconds], rows: int, new_tokens: int, rounds: int
 
 
 def measure_demo(rows: int, sizes: Any) -> dict[str, float]:
-    """Return the milliseconds of a decode step of the demo model. Call and engine have all prompts in their caches."""
+    """Return the result of `measure` for the demo model. Call and engine have all prompts in their caches."""
     caller, served = (
         hf_parallel.enable(hf_parallel.load_embedded_model(weights="packed_int8", preset=False)[0]) for _ in range(2)
     )

@@ -166,7 +166,7 @@ def fill(block: Block, length: int) -> Block:
 def workspace(cache: HogwildCache, layout: str, headers: bool) -> tuple[Workspace, Named]:
     """Return a prompt with two workers that have unfinished steps, and the labels of its blocks."""
     prompt = fill(cache.pool.new_block(), 60)
-    space = cache.new_workspace(layout, [prompt], 2, (8, 8, 8, 8))
+    space = cache.new_workspace(layout, [prompt], 2, (8, 8, 8, 8), base=prompt.length)
     names = {prompt: ("prompt", "prompt"), fill(space.history, 80): ("history", "history")}
     for header in space.headers[:3]:
         names[fill(header, 14 if headers else 0)] = ("", "header")
@@ -320,7 +320,7 @@ def rotate() -> Drawing:
     cache = HogwildCache(ROTARY)
     space, names = workspace(cache, "combined", headers=False)
     drawing = Drawing("The same blocks at different positions; queries are rotated by the difference")
-    drawing.heading("Each stored once, from position 0; seen at two positions")
+    drawing.heading("Each stored once; seen at two positions")
     forward = cache.prepare([Segment(space.view(number), 1) for number in range(2)])
     plan = forward.plan
     deltas: dict[tuple[int, int], int] = {}

@@ -842,7 +842,7 @@ typedef struct {
 
 typedef struct {
     uint8_t values[QUADS][WIDTH][4 * COLUMNS];
-    column_sums scales[WIDTH], others[WIDTH]; /* minima or, in Q6_K, the scales of the last 16 weights */
+    column_sums scales[WIDTH], others[WIDTH]; /* what is added to each weight or, in Q6_K, the scales of the last 16 */
 } Columns;
 
 INLINE int has_minima(int format) { return format == Q4_1 || format == Q4_K || format == Q5_K; }
@@ -867,8 +867,9 @@ static void quantize(int format, const float *x, int64_t blocks, Input *out) {
         }
         out->scale = largest.value / 127.0f;
         const int offset = format == Q6_K ? 32 : format == Q8_0 ? Q8_OFFSET : 8;
-        for (int i = 0; i < 2; i++) out->of.starts[i] = -offset * sums[i];
         if (has_minima(format)) out->of.sums[0] = out->scale * (float)sums[0];
+        else
+            for (int i = 0; i < 2; i++) out->of.starts[i] = -offset * sums[i];
     }
 }
 
@@ -973,13 +974,14 @@ INLINE void unpack_large_columns(int format, const uint8_t *packed, const int32_
 #endif
 }
 
-/* Products of weights and inputs that fit in 16 bits when so many pairs of them are added. */
+/* Quads whose sums of pairs fit in 16 bits: 2 n * 127 * (15, 31 or 63) <= 32767. */
 INLINE int pairs_in_16_bits(int format) { return format == Q6_K ? 2 : format == Q5_K ? 4 : QUADS; }
 
 /* Add the dot products of quads [first, last) of a block of `tokens` x `width` vectors to their counts. */
 INLINE void dots(int format, int width, int tokens, int first, int last, int64_t blocks, const Columns *columns,
                  const Input *inputs, column_counts counts[WIDTH][ROWS]) {
 #if defined SIMD && COLUMNS == 8
+    _Static_assert(WIDTH == 1, "pairs are those of one vector");
     bytes pairs[ROWS];
     for (int t = 0; t < tokens; t++) pairs[t] = _mm256_setzero_si256();
 #endif
@@ -1039,8 +1041,8 @@ INLINE void next_columns(int format, int width, const Packed *rows, int64_t bloc
 }
 
 /* The sums of `tokens` x `width` vectors, of which `count` outputs exist; `inputs` and `y` have strides of `blocks` and
- * `stride`. The weights are `columns` or, for tokens that no others follow, still packed in `rows`. */
-INLINE void columns_tile(int format, int width, int tokens, int64_t blocks, const Columns *columns, const Packed *rows,
+ * `stride`. `columns` are the unpacked weights; NULL: they are unpacked from `rows` here, for the only tile of tokens. */
+INLINE void columns_tile(int format, int width, int tokens, int64_t blocks, const Packed *rows, const Columns *columns,
                          const Input *inputs, const float *b, float *y, int64_t stride, int count) {
     const int parts = scales_per_block(format);
     column_sums sums[WIDTH][ROWS];
@@ -1048,8 +1050,8 @@ INLINE void columns_tile(int format, int width, int tokens, int64_t blocks, cons
         for (int t = 0; t < tokens; t++) sums[v][t] = (column_sums){0};
     for (int64_t block = 0; block < blocks; block++, inputs++) {
         Columns unpacked;
-        const Columns *of_block = rows ? &unpacked : columns + block;
-        if (rows) next_columns(format, width, rows, block, &unpacked);
+        const Columns *of_block = columns ? columns + block : &unpacked;
+        if (!columns) next_columns(format, width, rows, block, &unpacked);
         for (int part = 0; part < parts; part++) {
             column_counts counts[WIDTH][ROWS];
             for (int t = 0; t < tokens; t++)
@@ -1081,10 +1083,10 @@ INLINE void columns_tile(int format, int width, int tokens, int64_t blocks, cons
 }
 
 #define OF_TOKENS(n) \
-    case n: columns_tile(format, width, n, blocks, columns, rows, inputs, b, y, stride, count); break;
+    case n: columns_tile(format, width, n, blocks, rows, columns, inputs, b, y, stride, count); break;
 
 /* At most ROWS tokens. */
-INLINE void columns_some(int format, int width, int tokens, int64_t blocks, const Columns *columns, const Packed *rows,
+INLINE void columns_some(int format, int width, int tokens, int64_t blocks, const Packed *rows, const Columns *columns,
                          const Input *inputs, const float *b, float *y, int64_t stride, int count) {
     switch (tokens) {
         OF_TOKENS(1) OF_TOKENS(2) OF_TOKENS(3) OF_TOKENS(4)
@@ -1097,12 +1099,12 @@ INLINE void columns_some(int format, int width, int tokens, int64_t blocks, cons
 INLINE void columns_tokens(int format, int width, int64_t tokens, int64_t blocks, const Packed *rows, Columns *columns,
                            const Input *inputs, const float *b, float *y, int64_t stride, int count) {
     if (tokens <= ROWS) {
-        columns_some(format, width, (int)tokens, blocks, 0, rows, inputs, b, y, stride, count);
+        columns_some(format, width, (int)tokens, blocks, rows, NULL, inputs, b, y, stride, count);
         return;
     }
     for (int64_t block = 0; block < blocks; block++) next_columns(format, width, rows, block, columns + block);
     for (; tokens > 0; tokens -= ROWS, inputs += ROWS * blocks, y += ROWS * stride)
-        columns_some(format, width, min(tokens, ROWS), blocks, columns, 0, inputs, b, y, stride, count);
+        columns_some(format, width, min(tokens, ROWS), blocks, rows, columns, inputs, b, y, stride, count);
 }
 
 /* The results [tokens, count] of `count` rows of weights at w. */

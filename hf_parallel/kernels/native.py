@@ -44,7 +44,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "softplus")
 
 _NUMBERS = {packing: number for number, packing in enumerate(PACKINGS)}
 _OMP_PAUSE_SOFT = 1
-_LEAST_PER_KEPT = 16  # scores for each that `keep_top_k` keeps: it is meant for a few of many
+_MIN_SCORES_PER_KEPT = 16  # scores for each that `keep_top_k` keeps: it is meant for a few of many
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-fopenmp")
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("cpu_*.c")))
 _logger = logging.get_logger(__name__)
@@ -356,10 +356,13 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
 
 
 def keep_top_k(scores: Tensor, counts: Sequence[int]) -> Tensor | None:
-    """Return scores `[rows, vocabulary]` with -inf for those below the `counts[row]`-th highest; None: PyTorch must."""
+    """Return scores `[rows, vocabulary]` with -inf for those below the `counts[row]`-th highest of their row.
+
+    None if PyTorch has to compute it: on another device, in another dtype, where many are kept, or with a NaN.
+    """
     library = _library()
-    is_known = scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.is_contiguous()
-    if library is None or not is_known or max(counts) > scores.shape[1] // _LEAST_PER_KEPT:
+    is_supported = scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.is_contiguous()
+    if library is None or not is_supported or max(counts) > scores.shape[1] // _MIN_SCORES_PER_KEPT:
         return None
     out = torch.empty_like(scores)
     numbers = np.array(counts)

@@ -291,6 +291,7 @@ def test_the_highest_scores_are_those_of_topk_with_ties(rows: int, vocabulary: i
     scores = torch.randn(rows, vocabulary, generator=generator)
     scores[:, ::3] = scores[:, ::3].round(decimals=1)  # many are equal
     scores[:, : vocabulary - 2 : 7] = -torch.inf
+    scores[0, 1:] = -torch.inf  # fewer than are kept
     counts = torch.randint(1, vocabulary // 16 + 1, (rows,), generator=generator).tolist()
     expected = []
     for of_row, count in zip(scores, counts, strict=True):

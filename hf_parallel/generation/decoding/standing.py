@@ -140,9 +140,12 @@ class Standing:
         self.ended = [False] * len(rows)
         """Whether each row has ended."""
         self.output_rows = [row.output_row for row in rows]
-        self.sinks: list[RowSink | None] = [None] * len(rows)
+        self.sinks: list[RowSink] = []
+        """By row; empty if the tokens go nowhere."""
         if sink is not None:
-            self.sinks = [RowSink(row, sink.rows.append, sink.tokens.append) for row in self.output_rows]
+            append_row = sink.rows.append
+            append_token = sink.tokens.append
+            self.sinks = [RowSink(output_row, append_row, append_token) for output_row in self.output_rows]
         self.reads_tokens = sampler.reads_tokens
         """Whether processors or stop texts read the tokens of each step in the sampler's table."""
         self.steps = StandingSteps([row.pending[0] for row in rows], cache.device)

@@ -35,7 +35,7 @@ class DecodeTable:
         self._readers: set[int] = set()  # members that read the tokens of each step
         self._last_steps: dict[int, list[int]] = {}  # members by the number of their last step, counted with this table
         self._costs: list[tuple[GenerationStats, int]] = []  # of members, with their number of rows
-        self._sinks: list[RowSink | None] = []  # by row
+        self._sinks: list[tuple[int, RowSink]] = []  # with their rows
 
     def choose(self, members: Sequence[Standing]) -> None:
         """Choose the members of the next step."""
@@ -65,7 +65,7 @@ class DecodeTable:
                 self._readers.add(index)
             steps_left = member.num_steps - len(member.steps)
             self._last_steps.setdefault(steps_left, []).append(index)
-            self._sinks += member.sinks
+            self._sinks += enumerate(member.sinks, start=rows.start)
         self._every_end_token = frozenset().union(*set(self._end_tokens))
 
     def next_pass(self) -> Pass:
@@ -106,10 +106,10 @@ class DecodeTable:
             if not failed or index not in failed:
                 stats.forward_passes += 1
                 stats.decoded_tokens += size
-        for row, (token, sink) in enumerate(zip(tokens, self._sinks, strict=True)):
-            if sink is not None and (not failed or self._member_of[row] not in failed):
+        for row, sink in self._sinks:
+            if not failed or self._member_of[row] not in failed:
                 sink.append_row(sink.output_row)
-                sink.append_token(token)
+                sink.append_token(tokens[row])
         happened = dict(failed)
         for index in self._touched(tokens):
             if index not in failed:

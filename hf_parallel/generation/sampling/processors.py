@@ -243,7 +243,10 @@ class ProcessorBatch(NamedTuple):
 
 
 RowWise: TypeAlias = Callable[[torch.Tensor, ProcessorBatch], torch.Tensor]
-"""(scores float32 `[n, vocabulary]`, batch) -> processed scores, in a new tensor."""
+"""(scores float32 `[n, vocabulary]`, batch) -> processed scores.
+
+It does not write to its input, which it may return if nothing changes.
+"""
 
 
 def penalize(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
@@ -276,8 +279,8 @@ def suppress(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
             of_row = [token for token in processor.eos_token_ids if 0 <= token < scores.shape[1]]
             rows += [row] * len(of_row)
             tokens += of_row
-    scores = scores.clone()
     if rows:
+        scores = scores.clone()
         row_index = to_device(rows, scores.device)
         token_index = to_device(tokens, scores.device)
         scores[row_index, token_index] = -torch.inf
@@ -293,9 +296,9 @@ def scale(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
 def keep_top_k(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep the `top_k` highest scores, and ties with the lowest of them."""
     counts = [min(processor.top_k, scores.shape[1]) for processor in batch.processors]
-    kept = native.keep_top_k(scores, counts)
-    if kept is not None:
-        return kept
+    filtered = native.keep_top_k(scores, counts)
+    if filtered is not None:
+        return filtered
     highest = torch.topk(scores, max(counts))[0]
     if min(counts) == max(counts):
         last = highest[:, -1:]

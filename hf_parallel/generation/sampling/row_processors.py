@@ -129,7 +129,7 @@ class RowProcessors(list[LogitsProcessor]):
 
     def ahead(self, scores: torch.Tensor, length: int) -> torch.Tensor:
         """Apply the processors, which do not depend on the tokens, to scores `[1, vocabulary]` of a row of `length`
-        tokens. Writes to the scores. Thread-safe."""
+        tokens. Other processors than row-wise ones may write to the scores. Thread-safe."""
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.table.device).expand(1, length)
         for _, function, processors in self.stages:
             if function is None:
@@ -184,12 +184,10 @@ class JointProcessors:
             return logits
         lengths = self._lengths() if self._reads_tokens else [0] * self._num_rows
         scores = logits.to(torch.float32)
-        is_copy = scores is not logits
         for function, step, indices in self._stages:
             writes = function is None or len(indices) < self._num_rows
-            if writes and not is_copy:
+            if writes and scores is logits:
                 scores = scores.clone()
-            is_copy = True
             if function is None:
                 scores = self._calls[0].processors.call(step.processors, step.rows, scores)
             elif len(indices) == self._num_rows:

@@ -135,24 +135,27 @@ class _ModelParts:
     """Modules, parameters and buffers of a model, with the addresses that a program has of them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parts: list[dict[str, Any]] = []  # of all modules
+        tables: list[dict[str, Any]] = []
         self._tensors: list[torch.Tensor] = []
         for module in all_modules(model):
-            self._parts += [module._modules, module._parameters, module._buffers]
+            tables += [module._modules, module._parameters, module._buffers]
             for tensors in (module._parameters, module._buffers):
                 self._tensors += [tensor for tensor in tensors.values() if tensor is not None]
-        self._parts = [parts for parts in self._parts if parts]
+        self._tables = [table for table in tables if table]  # of all modules
         self._values = list(self._values_now())
         self._addresses = self._addresses_now()
 
     def are_unchanged(self) -> bool:
-        """Return whether these are still the parts of the model, at the same addresses."""  # each step asks for it
-        if sum(map(len, self._parts)) != len(self._values) or not all(map(is_, self._values_now(), self._values)):
+        """Return whether these are still the parts of the model, at the same addresses."""
+        # Each decode step asks this of hundreds of modules, so these are loops in C.
+        if sum(map(len, self._tables)) != len(self._values):
+            return False
+        if not all(map(is_, self._values_now(), self._values)):
             return False
         return self._addresses_now() == self._addresses
 
     def _values_now(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._parts))
+        return chain.from_iterable(map(dict.values, self._tables))
 
     def _addresses_now(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._tensors))

@@ -1,7 +1,7 @@
 """`HogwildCache`: KV cache that the workers of a prompt share (Hogwild! Inference, sections 3.1, 3.2 and appendix A).
 
 Prompts are a tree of shared prefixes; each problem adds a `Workspace`. All its blocks are stored from the position that
-follows the prompt, so a worker's queries are rotated for every block but its own.
+follows the prompt. A worker sees most of them at other positions, so its queries are rotated for these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from hf_parallel.cache.pool import Block
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
-from hf_parallel.cache.tree import Node
 
 STEP_CAPACITY = 256
 """Initial capacity of a step in tokens. Attention reads steps of equal capacity in one batched call."""
@@ -22,7 +21,11 @@ LAYOUTS = ("contiguous", "interleaved", "combined")
 
 @dataclass(eq=False)
 class Workspace:
-    """Blocks of one problem. Headers and `gap` hold the text between the other blocks, or are empty."""
+    """Blocks of one problem. Headers and `gap` hold the text between the other blocks, or are empty.
+
+    Plans merge the results of blocks in the order of `base`, then of age. Other requests may divide a prompt into
+    younger blocks, so the workers' blocks have a later base: their results come after all of the prompt's in any case.
+    """
 
     layout: str  # one of `LAYOUTS`
     prompt: list[Block]  # root to leaf
@@ -32,7 +35,7 @@ class Workspace:
     others_header: Block
     own_headers: list[Block]  # one for all workers, or one each
     gap: Block  # between the current steps of other workers
-    base: int  # of all blocks but the prompt's, whose results are so merged before those of the others
+    base: int  # position after the prompt, from which all other blocks are stored
     pending_steps: list[Block] = field(default_factory=list)  # ended steps not yet moved into `history`
     step_workers: list[int] = field(default_factory=list)  # worker of each ended step; -1: written by no worker
     replaced: dict[Block, Block] = field(default_factory=dict)  # by pending step whose tokens are computed again
@@ -106,15 +109,16 @@ class Workspace:
 class HogwildCache(SharedPrefixCache):
     """Prompts, histories, headers and current steps of a batch of problems."""
 
-    def new_workspace(self, layout: str, prompt: Node, num_workers: int, header_lengths: Sequence[int]) -> Workspace:
+    def new_workspace(
+        self, layout: str, prompt: list[Block], num_workers: int, header_lengths: Sequence[int], base: int = 0
+    ) -> Workspace:
         """Allocate the blocks of a problem; `header_lengths` are the lengths of `Workspace.headers`."""
-        base = prompt.next_position
         # Equal capacity: headers are read in one call.
         headers = self.pool.new_blocks(len(header_lengths), max(header_lengths), base)
         workers = self.pool.new_blocks(num_workers, STEP_CAPACITY, base)
         history = self.pool.new_block(base=base)
         history_header, others_header, *own_headers, gap = headers
-        return Workspace(layout, prompt.view, workers, history, history_header, others_header, own_headers, gap, base)
+        return Workspace(layout, prompt, workers, history, history_header, others_header, own_headers, gap, base)
 
     def add_step(self, space: Workspace, num_tokens: int) -> Block:
         """Append an empty step, which no worker writes, to the history. Return its block."""

@@ -39,7 +39,7 @@ class WorkerGroup(RowGroup):
         super().__init__((config.layout, config.num_workers, prompt_steps))
         self.headers = [self.encode(text) for text in config.headers]
         lengths = [len(tokens) for tokens in self.headers]
-        self.space = cache.new_workspace(config.layout, leaf, config.num_workers, lengths)
+        self.space = cache.new_workspace(config.layout, leaf.view, config.num_workers, lengths, leaf.next_position)
         self.writes = PendingWrites(self.space.view_of)  # of headers and ended steps
         self.history: list[Step] = []
         self.answer: str | None = None
