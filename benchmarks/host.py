@@ -1,7 +1,8 @@
 """Host work of a decode step: requests of an engine beside rows of one call, on a model of two small layers.
 
 Milliseconds of CPU time of one thread per decode step: a long call less one of a single token, by the steps between.
-Call and engine alternate; milliseconds are the medians of the rounds, and a ratio is the median of those of each round.
+Each round measures a call, then an engine. A time is the median of all rounds; the ratio is that of each round, and its
+median is reported.
 Prompts are equal (rows share all of their prompt) or different. `--cases demo` measures the demo model with packed
 weights instead, whose requests each have a long prompt that is cached.
 """
@@ -87,8 +88,8 @@ def run(model: Any, tokenizer: Any, sizes: Any) -> dict[str, Any]:
             cases.append({"prompts": kind, "rows": rows, **measured})
             if f"{kind}_{rows}" in limited:
                 ratios[f"{kind}_{rows}"] = measured["ratio"]
-            call_ms, engine_ms, ratio = (measured[name] for name in ("call_ms", "engine_ms", "ratio"))
-            print(f"{kind} prompts, {rows} rows: call {call_ms:.2f} ms, engine {engine_ms:.2f} ms, ratio {ratio:.2f}")
+            times = f"call {measured['call_ms']:.2f} ms, engine {measured['engine_ms']:.2f} ms"
+            print(f"{kind} prompts, {rows} rows: {times}, ratio {measured['ratio']:.2f}")
     return {"cases": cases, "ratios": ratios}
 
 
@@ -100,7 +101,7 @@ def make_prompts(kind: str, rows: int, length: int) -> torch.Tensor:
 
 
 def measure(ways: Mapping[str, Seconds], rows: int, new_tokens: int, rounds: int) -> dict[str, float]:
-    """Return the milliseconds of a decode step of each way, and how many times those of a call an engine's are."""
+    """Return the milliseconds of a decode step in a call and in an engine, and the `ratio` of engine to call."""
     of_rounds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in progress_bar(range(rounds), what=f"{rows} rows", unit="rounds"):
         for name, seconds in ways.items():

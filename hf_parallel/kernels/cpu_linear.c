@@ -144,15 +144,19 @@ INLINE Scales scales_of(int format, const uint8_t *packed, int part) {
     return (Scales){{by, by}, least * (float)least6};
 }
 
+/* Bits of weight i of a part. */
+INLINE int bits_at(int format, const uint8_t *packed, Bits bits, int i) {
+    const int mask = format == Q6_K ? 3 : format == Q5_K ? 1 : 0;
+    const int high = mask ? (packed[bits.high + i] >> bits.high_shift) & mask : 0;
+    return ((packed[bits.low + i] >> bits.low_shift) & 15) | high << 4;
+}
+
 INLINE void unpack_large_part(int format, const uint8_t *packed, int part, float *out) {
     const Bits bits = bits_of(format, part);
     const Scales scales = scales_of(format, packed, part);
-    const int mask = format == Q6_K ? 3 : format == Q5_K ? 1 : 0, offset = format == Q6_K ? 32 : 0;
-    for (int i = 0; i < BLOCK; i++) {
-        const int low = (packed[bits.low + i] >> bits.low_shift) & 15;
-        const int high = mask ? (packed[bits.high + i] >> bits.high_shift) & mask : 0;
-        out[i] = scales.by[i / 16] * (float)((low | high << 4) - offset) - scales.from;
-    }
+    const int offset = format == Q6_K ? 32 : 0;
+    for (int i = 0; i < BLOCK; i++)
+        out[i] = scales.by[i / 16] * (float)(bits_at(format, packed, bits, i) - offset) - scales.from;
 }
 
 INLINE int block_bytes(int format) {
@@ -949,7 +953,6 @@ INLINE void unpack_large_columns(int format, const uint8_t *packed, const int32_
         out->others[at][c] = format == Q6_K ? scales.by[1] : -scales.from;
     }
     const Bits bits = bits_of(format, part);
-    const int high_mask = format == Q6_K ? 3 : 1;
 #ifdef SIMD
     bytes low[QUADS], high[QUADS];
     for (int i = 0; i < 2; i++) {
@@ -957,7 +960,7 @@ INLINE void unpack_large_columns(int format, const uint8_t *packed, const int32_
         if (format != Q4_K) interleave(packed + bits.high + 16 * i, offsets, high + 4 * i);
     }
     const __m128i low_shift = _mm_cvtsi32_si128(bits.low_shift), high_shift = _mm_cvtsi32_si128(bits.high_shift);
-    const column_counts low_bits = (column_counts)SIMD(set1_epi8)(15), high_bits = (column_counts)SIMD(set1_epi8)((char)high_mask);
+    const column_counts low_bits = (column_counts)SIMD(set1_epi8)(15), high_bits = (column_counts)SIMD(set1_epi8)(format == Q6_K ? 3 : 1);
     for (int q = 0; q < QUADS; q++) {
         column_counts values = (column_counts)SIMD(srl_epi32)(low[q], low_shift) & low_bits;
         if (format != Q4_K) values |= ((column_counts)SIMD(srl_epi32)(high[q], high_shift) & high_bits) << 4;
@@ -965,12 +968,8 @@ INLINE void unpack_large_columns(int format, const uint8_t *packed, const int32_
     }
 #else
     for (int c = 0; c < COLUMNS; c++)
-        for (int i = 0; i < BLOCK; i++) {
-            const uint8_t *row = packed + offsets[c];
-            const int value = (row[bits.low + i] >> bits.low_shift) & 15;
-            const int high = format == Q4_K ? 0 : (row[bits.high + i] >> bits.high_shift) & high_mask;
-            out->values[i / 4][at][4 * c + i % 4] = (uint8_t)(value | high << 4);
-        }
+        for (int i = 0; i < BLOCK; i++)
+            out->values[i / 4][at][4 * c + i % 4] = (uint8_t)bits_at(format, packed + offsets[c], bits, i);
 #endif
 }
 

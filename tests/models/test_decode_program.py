@@ -77,7 +77,7 @@ def logits_of(model: Any, mode: str = "shared_prefix", **settings: Any) -> torch
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HAVE_PROGRAMS]
 )
 def test_programs_have_the_bits_of_the_modules(name: str) -> None:
-    """With other numbers of rows than those that were recorded."""
+    """The steps that are compared have other numbers of rows than the recorded ones."""
     model = new_model(name)
     capabilities = enabled(model).capabilities
     with torch.no_grad(), fast_layers(model):

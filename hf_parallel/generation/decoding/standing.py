@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,14 +24,6 @@ class TokenSink(NamedTuple):
 
     rows: list[int]
     tokens: list[int]
-
-
-class RowSink(NamedTuple):
-    """Where the tokens of one row go: the `append` of the lists of its sink."""
-
-    output_row: int
-    append_row: Callable[[int], None]
-    append_token: Callable[[int], None]
 
 
 class TableSteps:
@@ -135,17 +127,12 @@ class Standing:
         self.rows = rows
         self.num_steps = num_steps
         self.stats = stats
+        self.sink = sink
         self.task = SamplingTask(sampler, [row.index for row in rows])
         self.segments = [Segment(tuple(row.current_view()), 1) for row in rows]
         self.ended = [False] * len(rows)
         """Whether each row has ended."""
         self.output_rows = [row.output_row for row in rows]
-        self.sinks: list[RowSink] = []
-        """By row; empty if the tokens go nowhere."""
-        if sink is not None:
-            append_row = sink.rows.append
-            append_token = sink.tokens.append
-            self.sinks = [RowSink(output_row, append_row, append_token) for output_row in self.output_rows]
         self.reads_tokens = sampler.reads_tokens
         """Whether processors or stop texts read the tokens of each step in the sampler's table."""
         self.steps = StandingSteps([row.pending[0] for row in rows], cache.device)

@@ -8,11 +8,10 @@ import torch
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.batch import with_parts
-from hf_parallel.generation.decoding.standing import RowSink, Standing, TableSteps
+from hf_parallel.generation.decoding.standing import Standing, TableSteps
 from hf_parallel.generation.decoding.wants import Pass
 from hf_parallel.generation.sampling.parts import Part
 from hf_parallel.generation.sampling.sampler import SamplingBatch, cannot_draw
-from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import HostCopy, to_device
 
 
@@ -34,8 +33,6 @@ class DecodeTable:
         self._member_of: list[int] = []  # by row
         self._readers: set[int] = set()  # members that read the tokens of each step
         self._last_steps: dict[int, list[int]] = {}  # members by the number of their last step, counted with this table
-        self._costs: list[tuple[GenerationStats, int]] = []  # of members, with their number of rows
-        self._sinks: list[tuple[int, RowSink]] = []  # with their rows
 
     def choose(self, members: Sequence[Standing]) -> None:
         """Choose the members of the next step."""
@@ -55,8 +52,6 @@ class DecodeTable:
         self._member_of = []
         self._readers = set()
         self._last_steps = {}
-        self._costs = [(member.stats, size) for member, size in zip(members, self.sizes, strict=True)]
-        self._sinks = []
         for index, (member, rows) in enumerate(zip(members, self._batch.parts, strict=True)):
             member.steps.enter(self._steps, rows.start)
             self._end_tokens += [member.task.sampler.row_criteria.end_tokens] * len(member.rows)
@@ -65,7 +60,6 @@ class DecodeTable:
                 self._readers.add(index)
             steps_left = member.num_steps - len(member.steps)
             self._last_steps.setdefault(steps_left, []).append(index)
-            self._sinks += enumerate(member.sinks, start=rows.start)
         self._every_end_token = frozenset().union(*set(self._end_tokens))
 
     def next_pass(self) -> Pass:
@@ -102,14 +96,14 @@ class DecodeTable:
             tokens, marks = HostCopy(torch.stack((draws.tokens, draws.marks))).values
             failed = self._cannot_draw(marks)
         self._steps.tokens.append(tokens)
-        for index, (stats, size) in enumerate(self._costs):
-            if not failed or index not in failed:
-                stats.forward_passes += 1
-                stats.decoded_tokens += size
-        for row, sink in self._sinks:
-            if not failed or self._member_of[row] not in failed:
-                sink.append_row(sink.output_row)
-                sink.append_token(tokens[row])
+        for index, (member, rows) in enumerate(zip(self.members, self._batch.parts, strict=True)):
+            if index in failed:
+                continue
+            member.stats.forward_passes += 1
+            member.stats.decoded_tokens += rows.stop - rows.start
+            if member.sink is not None:
+                member.sink.rows.extend(member.output_rows)
+                member.sink.tokens.extend(tokens[rows])
         happened = dict(failed)
         for index in self._touched(tokens):
             if index not in failed:

@@ -56,7 +56,7 @@ class NoProgramError(Exception):
 class StepProgram:
     """A program with what it needs from each step.
 
-    `names` are the values of the program's table by name, in order; `parts` those of the model at its recording.
+    `names` lists the values of the program's table, in order. `parts` are the modules and weights that were recorded.
     """
 
     program: Program
@@ -281,7 +281,7 @@ class DecodePrograms:
 
 
 def _are_same(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether all logits have the same bits; those of NaN are compared, too."""
+    """Return whether all logits have the same bits. A NaN equals another one with the same bits."""
     if logits.shape != expected.shape or expected.dtype != torch.float32:
         return False
     return torch.equal(logits.view(torch.int32), expected.contiguous().view(torch.int32))

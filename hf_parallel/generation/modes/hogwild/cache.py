@@ -112,7 +112,10 @@ class HogwildCache(SharedPrefixCache):
     def new_workspace(
         self, layout: str, prompt: list[Block], num_workers: int, header_lengths: Sequence[int], base: int = 0
     ) -> Workspace:
-        """Allocate the blocks of a problem; `header_lengths` are the lengths of `Workspace.headers`."""
+        """Allocate the blocks of a problem; `header_lengths` are the lengths of `Workspace.headers`.
+
+        `base` is the position after the prompt. With 0, last bits change when another request divides the prompt.
+        """
         # Equal capacity: headers are read in one call.
         headers = self.pool.new_blocks(len(header_lengths), max(header_lengths), base)
         workers = self.pool.new_blocks(num_workers, STEP_CAPACITY, base)
