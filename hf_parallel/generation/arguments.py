@@ -229,7 +229,7 @@ def check_model_inputs(title: str, inputs: Mapping[str, object], why_no_images: 
     """Raise `ValueError` for arguments of `model.forward` that no mode supports, such as audio."""
     unknown = []
     for name, value in inputs.items():
-        is_empty = value is None or value is False or value == {}
+        is_empty = value is None or value is False or (isinstance(value, dict) and not value)
         if name not in _SUPPORTED_INPUTS and not is_empty:
             unknown.append(name)
     if unknown:

@@ -245,6 +245,14 @@ class ParallelGenerationMixin:
             take_images(self, kwargs, cache=getattr(preparation.calls[-1][1], "logits_cache", None))
         return super()._expand_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
 
+    def _supports_logits_to_keep(self) -> bool:
+        """As transformers, without inspecting `forward` in each call."""
+        return "logits_to_keep" in parameters_of(self.forward)  # type: ignore[attr-defined]
+
+    def _supports_mm_encoder_outputs(self) -> bool:
+        """As transformers, without inspecting `forward` in each call."""
+        return "mm_encoder_outputs" in parameters_of(self.forward)  # type: ignore[attr-defined]
+
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """Do nothing in a mode, which has checked its arguments (`_check_arguments`)."""
         if not self._prepares():
