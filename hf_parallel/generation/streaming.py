@@ -39,8 +39,8 @@ class ParallelStreamer(Protocol):
             New text of the row.
         event : str
             `begin` (a row or a step begins; the text is its prefix, or the title of a branch), `token`, `step` (the
-            step ended), `end` (the row ended), `inject` (text that the row did not generate) or `join` (the text of
-            the joined branches, which replaces the skeleton that the row generated).
+            step ended, or the thinking before an answer), `end` (the row ended), `inject` (text that the row did not
+            generate) or `join` (the text of the joined branches, which replaces the skeleton that the row generated).
         """
 
     def end(self) -> None:

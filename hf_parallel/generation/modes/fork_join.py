@@ -14,12 +14,12 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ModeTraits
 from hf_parallel.generation.dialects import DIALECTS, AnyDialect, Dialect, SkeletonDialect, make_dialect
 from hf_parallel.generation.modes.branches.lanes import Lane, OpenFork, Records
-from hf_parallel.generation.modes.branches.output import StageStats
+from hf_parallel.generation.modes.branches.output import BranchOutput, StageStats
 from hf_parallel.generation.modes.branches.run import BranchRun
 from hf_parallel.generation.modes.branches.settings import BranchRows, BranchSettings
 from hf_parallel.generation.modes.branches.token_text import Vocabulary, ids, slice_tokens, text_of
 from hf_parallel.generation.modes.pdos.config import PDOSConfig, PDOSRun
-from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
+from hf_parallel.generation.outputs import ALWAYS
 from hf_parallel.generation.validation import check_bool, check_choice, check_int
 from hf_parallel.transcript.sections import TranscriptStyle
 
@@ -56,7 +56,7 @@ class Fork:
 
 
 @dataclass
-class ForkJoinOutput(ParallelOutput):
+class ForkJoinOutput(BranchOutput):
     """Output of `generation_mode="fork_join"`.
 
     Attributes
@@ -64,19 +64,19 @@ class ForkJoinOutput(ParallelOutput):
     forks : list of list of Fork
         The forks of each answer.
     transcripts : list of str
-        Text of each answer, the paths of its forks in order.
+        Text of each answer, the thinking included and the paths of its forks in order.
     critical_path : list of int
         Decode steps of each answer: its own tokens, plus the longest path of each fork.
     fallback : list of str or None
         Why an answer has not forked, or the last region that it opened; None if all regions have.
     stages : dict of StageStats
-        Cost of `skeleton` (the text up to the first fork), `branches` (the paths) and `continuation`.
+        Cost of `skeleton` (the text up to the first fork), `branches` (the paths) and `continuation`; with `after` also
+        of `thinking`.
     """
 
     item_names: ClassVar[Mapping[str, str]] = {"transcripts": "transcript"}
 
     forks: list[list[Fork]] = ALWAYS
-    transcripts: list[str] = ALWAYS
     critical_path: list[int] = ALWAYS
     fallback: list[str | None] = ALWAYS
     stages: dict[str, StageStats] = ALWAYS
@@ -122,6 +122,13 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
     ----------
     dialect : str, Dialect or SkeletonDialect
         `apar`, `multiverse`, `npr`, `parallel_r1`, `pdos`, `threadweaver`, or a format of your own.
+    after : str or compiled regular expression, optional
+        Text that ends the thinking of a reasoning model, such as `"</think>"`. Until then, nothing is
+        read as a fork or forced; then `opening` follows. If the prompt ends with it, there is no thinking. A regular
+        expression ends the thinking with the first token after which it matches. Default: answers have no thinking.
+    thinking_max_new_tokens : int, optional
+        Maximum number of tokens of the thinking, which count in `max_new_tokens`, too. Then `after`, a text, is
+        inserted. Default: any number.
     opening : str
         First text of every answer, for models that do not open a fork. If it contains one, its paths start at once.
     force : bool
@@ -285,13 +292,14 @@ class ForkJoinRun(BranchRun):
         if len(self.outline) > 1:
             self.titles = _TitleMask(self.dialect, self.outline[1], self.vocabulary)
 
-    def new_reader(self) -> _Titles:
+    def new_reader(self, offset: int = 0) -> _Titles:
         """See `BranchRun.new_reader`."""
         return _Titles()
 
     def read(self, lane: Lane, text: bytes, ended: bool) -> None:
         """See `BranchRun.read`. Where a title of a forced fork ends, insert the text up to the next one."""
-        if ended or not lane.num_samples or not self._is_planning(lane):
+        is_opening = lane.num_samples == lane.first_sample
+        if ended or is_opening or not self._is_planning(lane):
             return
         title = lane.reader
         following = self.outline[title.index + 1]  # from the end of this title to the next one

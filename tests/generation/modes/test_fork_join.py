@@ -33,6 +33,8 @@ EVERY_SETTING: dict[str, Any] = {
     "prefetch": True,
     "dialect": {"region": ["<A>", "</A>"], "branch": ["<B>", "</B>"], "positions": "reencode"},
     "opening": "So",
+    "after": "</t>",
+    "thinking_max_new_tokens": 5,
     "force": True,
     "paths": 3,
     "path_max_new_tokens": 12,

@@ -22,7 +22,10 @@ class FormatProcessor(LogitsProcessor):
         rows: Sequence[int] = self.run.loop.sampler.processors.rows
         if len(scores) != len(rows):
             rows = range(len(scores))
-        allowed = [self.run.allowed(roots[row]) if row < len(roots) else None for row in rows]
+        allowed = []
+        for row in rows:
+            is_free = row >= len(roots) or roots[row].thinking is not None
+            allowed.append(None if is_free else self.run.allowed(roots[row]))
         return force(scores, allowed)
 
 

@@ -15,6 +15,7 @@ from hf_parallel.cache.logits_key import LogitsKey
 from hf_parallel.cache.pool import Pool
 from hf_parallel.generation.decoding.rows import PendingWrites, Row
 from hf_parallel.generation.modes.branches.output import BRANCHES, SKELETON
+from hf_parallel.generation.modes.branches.thinking import ThinkingEnd
 from hf_parallel.generation.modes.branches.token_text import WHITESPACE, Token, ids, text_of
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.sampling.log_probs import padded_log_probs
@@ -77,7 +78,7 @@ class Lane(Row):
         self.tokens = list(opening)
         self.block_from = 0  # index of the first token of the last block of the view, computed or not
         self.text = text_of(opening)  # text since the last fork
-        self.text_from = 0  # index of its first token
+        self.text_from = 0  # index of its first token, after the thinking
         self.num_samples: int = 0 if parent is None else parent.num_samples
         self.steps = 0  # of its critical path
         self.fresh: list[Token] = []  # tokens that were sampled last, of joined paths after a join
@@ -88,6 +89,10 @@ class Lane(Row):
         self.paths: list[Lane] = []
         self.forks: list[Any] = []
         self.reader: Any = None  # of the text since the last fork
+        self.thinking: ThinkingEnd | None = None  # while it writes text before the format
+        self.thought = b""  # this text
+        self.thought_tokens = 0  # whole tokens of it
+        self.first_sample = 0  # number of tokens that were sampled before the format
         self.ended_by = ""  # empty while it is active
         self.sampled: list[int] = []  # all tokens that an ended path has generated
         self.kept = b""  # its text, without what ended it
@@ -175,6 +180,17 @@ class Lane(Row):
         pool.free(self.view[-1])
         (self.view, self.block_from) = self._attached
         self._attached = None
+
+    def begin_format(self, num_after: int) -> None:
+        """Begin the text that the mode reads, in its last `num_after` bytes. Their token belongs to it, too."""
+        self.thinking = None
+        self.thought = self.text[: len(self.text) - num_after]
+        self.first_sample = self.num_samples
+        count = len(self.own) - (num_after > 0)
+        self.before = self.before.then(ids(self.own[:count]))
+        self.text_from += count
+        self.thought_tokens = self.text_from
+        self.text = text_of(self.own)
 
     def continue_after(self, tokens: Sequence[Token], view: View, block_from: int) -> None:
         """Append tokens of joined paths, and continue in the last block of a view."""

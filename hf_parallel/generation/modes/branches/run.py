@@ -38,8 +38,16 @@ from hf_parallel.generation.modes.branches.lanes import (
     aligned,
     answer_log_probs,
 )
-from hf_parallel.generation.modes.branches.output import BRANCHES, CONTINUATION, STAGES, StageStats
+from hf_parallel.generation.modes.branches.output import (
+    BRANCHES,
+    CONTINUATION,
+    SKELETON,
+    STAGES,
+    THINKING,
+    StageStats,
+)
 from hf_parallel.generation.modes.branches.settings import BranchSettings
+from hf_parallel.generation.modes.branches.thinking import ThinkingEnd, describe_after
 from hf_parallel.generation.modes.branches.token_text import (
     Token,
     encode_exactly,
@@ -89,6 +97,10 @@ class BranchRun:
         self.vocabulary = self._all_texts.without_text(call.hidden_tokens)  # that the model writes
         self._known: dict[str, list[Token]] = {"": []}
         self.opening = self.tokens(opening, opening_name)
+        self.opening_name = opening_name
+        self.end_of_thinking: list[Token] = []  # inserted at the limit of the thinking
+        if isinstance(config.after, str):
+            self.end_of_thinking = self.tokens(config.after, "after")
         self.closing = self.tokens(closing)
         if len(self.opening) >= call.max_new_tokens:
             raise ValueError(
@@ -103,7 +115,8 @@ class BranchRun:
         self.loop = DecodeLoop(call, self.cache, table, criteria, config.seed, stream=False)
         streamer = call.streamer if hasattr(call.streamer, "put") else None
         self.stream = FinalTokens(streamer, call.num_rows, call.pad_token_id)
-        self.stages = {name: StageStats() for name in STAGES}
+        stages = STAGES if config.after is None else (THINKING, *STAGES)
+        self.stages = {name: StageStats() for name in stages}
         self.roots: list[Lane] = []
         self.leaves: list[Node] = []  # of the prompts, if they are not computed yet
 
@@ -120,8 +133,8 @@ class BranchRun:
         """Return how many bytes of a path's text are kept, at least `end`, and the text that follows them."""
         raise NotImplementedError
 
-    def new_reader(self) -> Any:
-        """Return what reads the text of a lane since its last fork, as `Lane.reader`."""
+    def new_reader(self, offset: int = 0) -> Any:
+        """Return what reads the text of a lane since its last fork, from the byte `offset` on, as `Lane.reader`."""
 
     def read(self, lane: Lane, text: bytes, ended: bool) -> None:
         """Read new text of a lane."""
@@ -154,11 +167,10 @@ class BranchRun:
                 root.before = call.logits_keys[index]
                 root.reader = self.new_reader()
                 self.roots.append(root)
-            if self.opening:
-                for root in self.roots:
-                    self.insert(root, self.opening)
-                    self.read(root, root.text, False)
-                    self._fork(root, 0)
+            for root in self.roots:
+                root.thinking = self._new_thinking(root)
+                if root.thinking is None:
+                    self._begin_format(root)
             rows = self._replay(self._active_rows())
             logits = None
             if not all(row.pending for row in rows):
@@ -170,6 +182,10 @@ class BranchRun:
             call.record.pass_log = None  # passes do not say after which token a replayed one was sampled
         sampler = loop.sampler
         answers = [root.tokens for root in self.roots]
+        transcripts = [self._transcript(root) for root in self.roots]
+        thinking = []
+        for root, transcript in zip(self.roots, transcripts, strict=True):
+            thinking.append(self._thinking_of(root, transcript))
         sampler.scores = aligned(sampler.scores, answers)
         sampler.logits = aligned(sampler.logits, answers)
         kind, records = self.records.output(self.roots)
@@ -177,7 +193,9 @@ class BranchRun:
         output = loop.output(
             kind,
             self.roots,
-            transcripts=[self._transcript(root) for root in self.roots],
+            transcripts=transcripts,
+            thinking=thinking,
+            thinking_tokens=[root.thought_tokens for root in self.roots],
             stages=self.stages,
             log_probs=answer_log_probs(sampler, answers),
             **records,
@@ -231,6 +249,8 @@ class BranchRun:
         lane.answer.left -= 1
         self.show(lane, text)
         num_read = len(lane.text) - len(text)
+        if lane.thinking is not None:
+            return self._think(lane, token, ended)
         self.read(lane, text, ended)
         path = lane.path
         end = lane.find_end(self.ends, num_read) if path else None
@@ -246,6 +266,56 @@ class BranchRun:
             if num_sampled >= self.limit:
                 self._end(lane, "budget")
         return not lane.ended_by
+
+    # The thinking
+
+    def _new_thinking(self, root: Lane) -> ThinkingEnd | None:
+        """Return what finds the end of an answer's thinking; None if there is none, or the prompt has ended it."""
+        after = self.config.after
+        if after is None:
+            return None
+        tokens = self.call.token_ids(self.call.prompts[root.index]).tolist()
+        texts = self._all_texts.texts
+        prompt = b"".join(texts[token] for token in tokens if 0 <= token < len(texts))
+        thinking = ThinkingEnd(after)
+        if thinking.is_at_end_of(prompt.decode(errors="replace")):
+            return None
+        root.stage = THINKING
+        return thinking
+
+    def _think(self, lane: Lane, token: int, ended: bool) -> bool:
+        """Look for the end of the thinking in its last token. Return whether the row goes on."""
+        assert lane.thinking is not None, "the lane thinks"
+        limit = self.config.thinking_max_new_tokens
+        if ended:
+            self._end(lane, "eos" if token in self.call.eos_token_ids else "criterion")
+            return False
+        num_after = lane.thinking.feed(self._all_texts.texts[token])
+        is_limit = limit is not None and lane.num_samples >= limit
+        if num_after is None and is_limit and len(self.end_of_thinking) < lane.answer.left:
+            self.insert(lane, self.end_of_thinking)
+            num_after = 0
+        if num_after is None:
+            return True
+        if len(self.opening) >= lane.answer.left:
+            lane.answer.fallback = f"after the thinking, the budget is too small for {self.opening_name}"
+            return True
+        shown = len(self.vocabulary.texts[token])  # a special token may have no text
+        lane.begin_format(min(num_after, shown))
+        self.call.show(lane.output_row, "", "step")
+        return not self._begin_format(lane, min(num_after, shown))
+
+    def _begin_format(self, root: Lane, num_after: int = 0) -> bool:
+        """Begin what the mode reads in an answer: its last `num_after` bytes, and the opening. Return whether it
+        forks."""
+        root.stage = SKELETON
+        root.reader = self.new_reader(len(root.text) - num_after)
+        if num_after:
+            self.read(root, root.text[-num_after:], False)
+        if self.opening:
+            self.insert(root, self.opening)
+            self.read(root, text_of(self.opening), False)
+        return self._fork(root, 0)
 
     def _schedule(self, active: Sequence[Row]) -> Steps[list[Lane]]:
         """Return the rows of the next pass, and count the cost of the last one."""
@@ -414,13 +484,24 @@ class BranchRun:
         lane.ended_by = cause
         if cause == "budget":
             self.call.record.truncated.add(lane.output_row)
-        if lane.path is None:
+        if lane.thinking is not None:
+            self._end_thinking(lane, cause)
+        elif lane.path is None:
             self.end_answer(lane, cause)
         else:
             self._end_path(lane, cause, len(lane.text) if end is None else end)
         if self.positions == "separate":  # no text sees it
             lane.answer.free(self.cache.pool, lane.own_blocks())
         self.show(lane, b"", "end")
+
+    def _end_thinking(self, root: Lane, cause: str) -> None:
+        """Record that an answer has ended before its format began."""
+        root.thought = root.text
+        root.thought_tokens = len(root.tokens)
+        if root.answer.fallback is None:
+            assert self.config.after is not None, "the lane thinks"
+            what = "budget" if cause == "budget" else "answer"
+            root.answer.fallback = f"the {what} ended before {describe_after(self.config.after)}"
 
     def _end_path(self, path: Lane, cause: str, end: int) -> None:
         written = path.own
@@ -519,3 +600,11 @@ class BranchRun:
         hidden = hidden_tokens(self.call.tokenizer, (), self.config.format_texts)
         visible = [token for token in ids(tokens) if token not in hidden]
         return decode(self.call.tokenizer, visible, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _thinking_of(self, root: Lane, transcript: str) -> str | None:
+        """Return the part of an answer's text before its format; None if there can be none."""
+        if self.config.after is None:
+            return None
+        tokens = root.tokens[:-1] if root.ended_by == "eos" else root.tokens
+        answer = text_of(tokens)[len(root.thought) :].decode(errors="replace")
+        return transcript[: max(len(transcript) - len(answer), 0)]

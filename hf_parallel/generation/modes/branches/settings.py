@@ -11,8 +11,9 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ConfigT, ModeRows, OutputT, RowPlace
 from hf_parallel.generation.decoding.replay.config import ReplayConfig
 from hf_parallel.generation.modes.branches.forcing import FormatProcessor
+from hf_parallel.generation.modes.branches.thinking import After, check_after
 from hf_parallel.generation.settings import Arguments
-from hf_parallel.generation.validation import check_text
+from hf_parallel.generation.validation import check_int, check_text
 from hf_parallel.models.intercept.attention import UnsupportedModelError
 
 
@@ -43,11 +44,23 @@ class BranchSettings(ReplayConfig[OutputT]):
     """Settings of an answer with branches: see the configs of the modes."""
 
     opening: str = ""
+    after: After | None = None
+    thinking_max_new_tokens: int | None = None
 
     def validate(self) -> None:
         """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
         check_text("opening", self.opening)
+        if self.after is not None:
+            check_after("after", self.after)
+        limit = self.thinking_max_new_tokens
+        if limit is not None:
+            check_int("thinking_max_new_tokens", limit, at_least=1)
+            if not isinstance(self.after, str):
+                raise ValueError(
+                    f"thinking_max_new_tokens={limit} needs after to be a text, which is inserted at the limit, "
+                    f"got {self.after!r}"
+                )
 
     def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer, and add a processor that forces the format after the caller's processors."""

@@ -51,9 +51,12 @@ class PDOSRows(BranchRows["PDOSConfig"]):
 
 
 class PDOSPrompt(ModePrompt["PDOSConfig"]):
-    """Instructions to write blocks. Branches start in the answer, so that there is no reasoning before it."""
+    """Instructions to write blocks. Branches start in the answer: without `after`, there is no reasoning before it."""
 
-    thinking = False
+    @property
+    def thinking(self) -> bool | None:  # type: ignore[override]
+        """See `ModePrompt`."""
+        return False if self.config.after is None else None
 
     @property
     def rules_last(self) -> bool:  # type: ignore[override]
@@ -98,6 +101,13 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
         so too. Stops stay in the answer. A stop with only whitespace before it is ignored.
     branch_separator : str
         Appended to each branch that does not end with it. Empty: nothing is appended.
+    after : str or compiled regular expression, optional
+        Text that ends the thinking of a reasoning model, such as `"</think>"`. Until then, nothing is
+        read as a block or forced; then `opening` follows. If the prompt ends with it, there is no thinking. A regular
+        expression ends the thinking with the first token after which it matches. Default: answers have no thinking.
+    thinking_max_new_tokens : int, optional
+        Maximum number of tokens of the thinking, which count in `max_new_tokens`, too. Then `after`, a text, is
+        inserted. Default: any number.
     opening : str
         First text of every answer, such as `"I check each of them.\n####"`, for models that do not open a block. Counts
         as part of the answer. If it contains a whole block, its branches start at once.
@@ -237,9 +247,11 @@ class PDOSRun(BranchRun):
         banned = [call.pad_token_id, *call.eos_token_ids]
         self.mask = get_block_mask(config, vocabulary, banned) if config.parallel_hint else None
 
-    def new_reader(self) -> SkeletonParser:
+    def new_reader(self, offset: int = 0) -> SkeletonParser:
         """See `BranchRun.new_reader`."""
-        return SkeletonParser(self.config)
+        parser = SkeletonParser(self.config)
+        parser.offset = offset
+        return parser
 
     def read(self, lane: Lane, text: bytes, ended: bool) -> None:
         """Parse text of an answer, and append the text that is forced after it."""

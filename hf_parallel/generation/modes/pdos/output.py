@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_parallel.generation.modes.branches.output import StageStats
-from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
+from hf_parallel.generation.modes.branches.output import BranchOutput, StageStats
+from hf_parallel.generation.outputs import ALWAYS
 
 
 @dataclass
@@ -33,12 +33,12 @@ class ParallelBlock:
     """Its text as the model generated it."""
     start: int
     end: int
-    """Slice of its tokens in the answer, branches joined."""
+    """Slice of its tokens in the new tokens, branches joined."""
     branches: list[Branch]
 
 
 @dataclass
-class PDOSOutput(ParallelOutput):
+class PDOSOutput(BranchOutput):
     """Answers, and how they were generated.
 
     Attributes
@@ -53,12 +53,10 @@ class PDOSOutput(ParallelOutput):
 
     blocks: list[list[ParallelBlock]] = ALWAYS
     """Parallel blocks of each prompt's answer, in order."""
-    transcripts: list[str] = ALWAYS
-    """The answers as text."""
     fallback: list[str | None] = ALWAYS
     """Per prompt why decoding became sequential; None: it did not."""
     stages: dict[str, StageStats] = ALWAYS
-    """Cost of `skeleton`, `branches` and `continuation`."""
+    """Cost of `skeleton`, `branches` and `continuation`; with `after` also of `thinking`."""
 
     @property
     def skeletons(self) -> list[list[str]]:

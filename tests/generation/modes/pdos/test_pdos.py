@@ -45,6 +45,8 @@ EVERY_SETTING: dict[str, Any] = {
     "branch_stops": ["\n"],
     "branch_separator": "\n\n",
     "opening": "So",
+    "after": "</t>",
+    "thinking_max_new_tokens": 5,
     "titles": ["one", "two", "three"],
     "format_prompt": "Use {branch_marker}, {title_end}, {ellipsis} and {terminator}.",
 }
