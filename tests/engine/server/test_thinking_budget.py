@@ -118,3 +118,34 @@ def test_a_row_cannot_begin_anew_with_its_budget() -> None:
         ([1, 5, 1], False),
     ):
         assert (limit(torch.tensor([row]), scores)[0, 5] == -torch.inf) == is_over, row
+
+
+@pytest.mark.parametrize("mode", ["pdos", "fork_join"])
+def test_a_format_begins_after_the_reasoning(thinking: Served, mode: str) -> None:
+    """The reasoning ends by a limit of the mode, or by the budget of the server, and is no part of the content."""
+    body: dict[str, Any] = {"generation_mode": mode, "after": "</think>", "opening": "So:", "temperature": 0}
+    body |= (
+        {"titles": ["A", "B"], "parallel_hint": False}
+        if mode == "pdos"
+        else {"dialect": "pdos", "force": True, "paths": 2}
+    )
+    opened = {"chat_template_kwargs": {"open": True}, "max_tokens": 150, "messages": HELLO}
+    for limit in ("thinking_max_new_tokens", "thinking_token_budget"):
+        (choice,) = thinking.chat(**opened, **body, **{limit: 5})["choices"]
+        record, message = choice["mode_output"], choice["message"]
+        assert record["thinking"].endswith("</think>")
+        assert record["transcript"].startswith(record["thinking"] + "So:")
+        assert message["reasoning_content"].strip() == record["thinking"].removesuffix("</think>").strip()
+        assert message["content"].startswith("So:")
+        assert record["thinking_tokens"] >= 5
+    (choice,) = thinking.chat(**opened | {"max_tokens": 60}, **body)["choices"]
+    assert choice["mode_output"]["fallback"] == "the budget ended before '</think>'"
+
+
+def test_invalid_ends_of_the_reasoning_name_their_field(thinking: Served) -> None:
+    for wrong in ({"after": ""}, {"after": 5}, {"after": ["</think>"]}, {"after": {"pattern": "a"}}):
+        error = check_error(thinking.post("/v1/chat/completions", messages=HELLO, generation_mode="pdos", **wrong), 400)
+        assert "after must be a text" in error["message"]
+    wrong = {"thinking_max_new_tokens": 3}
+    error = check_error(thinking.post("/v1/chat/completions", messages=HELLO, generation_mode="pdos", **wrong), 400)
+    assert "thinking_max_new_tokens=3 needs after" in error["message"]

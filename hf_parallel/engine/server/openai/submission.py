@@ -61,7 +61,9 @@ class Submission:
         if self.reply is None or self.is_constrained:  # JSON of a schema has no marks
             return None
         end = []
-        if self.config.traits.rows_continue_prompts:
+        traits = self.config.traits
+        is_continued = traits.streams_tokens == "when_final"  # by an answer that its branches are parts of
+        if traits.rows_continue_prompts or is_continued:
             end = self.prompt_of(choice)[-MAX_PREFIX:]
         prefix = decode(self.engine.tokenizer, end, skip_special_tokens=False)
         return Reply(self.reply, prefix)
