@@ -8,6 +8,7 @@ follow any continuation that was sampled before. The least recently used leaves 
 from __future__ import annotations
 
 import heapq
+import hmac
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from safetensors.torch import load, save_file
 
 from hf_parallel.cache.images import SALT
 from hf_parallel.cache.logits_trie import (
+    NODE_BYTES,
     CachedDistribution,
     CachedLogits,
     TrieNode,
@@ -49,7 +51,8 @@ class LogitsCache:
     Parameters
     ----------
     max_bytes : int
-        Budget of all nodes together. The least recently used leaf is evicted first.
+        Budget of all nodes together, which they never exceed. The least recently used leaf is evicted first; what
+        cannot make room for itself is not stored.
     top_k : int, optional
         Keep only this many of the highest logits per node, and the total probability of the others. This suffices for
         greedy decoding, a `top_k` up to this one, and `top_p` at temperature 1, where a node with too few logits is a
@@ -73,6 +76,7 @@ class LogitsCache:
         self.misses = 0
         self.num_bytes = 0
         self._roots: dict[str, TrieNode] = {}
+        self._root_keys: dict[TrieNode, str] = {}
         self._vocabularies: dict[str, int] = {}  # of loaded logits
         self._clock = 0
         self.computing: dict[TrieNode, Any] = {}  # nodes whose logits the model computes, with the call that does
@@ -124,6 +128,7 @@ class LogitsCache:
             for _, node in list(self.nodes()):
                 node.delete()
             self._roots = {}
+            self._root_keys = {}
             self._vocabularies = {}
             self._queue = []
             self.num_bytes = 0
@@ -179,12 +184,12 @@ class LogitsCache:
                 raise ValueError("its content does not match its digest")
             cache.top_k = cls(max_bytes, json.loads(metadata["top_k"])).top_k
             cache.salt = bytes.fromhex(metadata.get("salt", ""))[: len(SALT)]
-            for number, key in enumerate(read_keys(metadata["keys"])):
-                arrays = {}
-                for name, tensor in tensors.items():
-                    owner, _, array_name = name.partition(".")
-                    if owner == str(number):
-                        arrays[array_name] = tensor
+            arrays_of: dict[str, dict[str, torch.Tensor]] = {}  # by number of the model's key
+            for name, tensor in tensors.items():
+                number, _, array_name = name.partition(".")
+                arrays_of.setdefault(number, {})[array_name] = tensor
+            for index, key in enumerate(read_keys(metadata["keys"])):
+                arrays = arrays_of[str(index)]
                 if int(arrays["vocabulary"]):  # otherwise there are no logits
                     check_arrays(arrays, cache.top_k)
                     cache._restore(key, arrays)
@@ -200,14 +205,15 @@ class LogitsCache:
             raise ValueError(f"logits_cache was loaded with logits of {loaded} tokens, the model has {vocabulary}")
 
     def _restore(self, key: str, arrays: dict[str, torch.Tensor]) -> None:
-        nodes = [self.root(key)]
+        """Add the nodes of a file below a root, whatever the budget; the caller evicts what exceeds it."""
+        nodes = [self._new_root(key)]
         self._vocabularies[key] = int(arrays["vocabulary"])
         tokens = arrays["tokens"].tolist()
         parents = arrays["parents"].tolist()
         times = arrays["used"].tolist()
         indices = arrays["places"].tolist()
         for token, parent, used, index in zip(tokens, parents, times, indices, strict=True):
-            node = self.child(nodes[parent], token)
+            node = self._new_child(nodes[parent], token, alive=True)
             nodes.append(node)
             node.last_used = used
             self._clock = max(self._clock, used)
@@ -216,19 +222,50 @@ class LogitsCache:
                 self.num_bytes += node.logits.num_bytes
         for node in nodes[1:]:
             self._enqueue(node)
+        self._discard_if_bare(nodes[0])
+
+    def root_key(self, model: str, cache_salt: str | None = None) -> str:
+        """Return the key of the root of a model's sequences, given the model's fingerprint and who may read them.
+
+        Calls with another `cache_salt` have other roots. The key does not tell the salt: files hold the keys.
+        """
+        if not cache_salt:
+            return model
+        digest = hmac.digest(self.salt, cache_salt.encode(errors="surrogatepass"), "sha256")
+        return f"{digest.hex()} {model}"
 
     def root(self, key: str) -> TrieNode:
-        """Return the root of a model's sequences."""
-        return self._roots.setdefault(key, TrieNode(-1, None))
+        """Return the root of a key. One that does not fit the budget is a root of no trie."""
+        root = self._roots.get(key)
+        if root is not None:
+            return root
+        if not self.evict(NODE_BYTES):
+            return TrieNode(-1, None, alive=False)
+        return self._new_root(key)
+
+    def _new_root(self, key: str) -> TrieNode:
+        root = TrieNode(-1, None)
+        self._roots[key] = root
+        self._root_keys[root] = key
+        self.num_bytes += root.num_bytes
+        return root
 
     def child(self, node: TrieNode, token: int) -> TrieNode:
-        """Return the child with `token`, which is created if missing."""
+        """Return the child with `token` of a pinned node, which is created if missing.
+
+        A child that does not fit the budget belongs to no trie, nor do those below it: what a call computes there is
+        not stored.
+        """
         child = node.children.get(token)
         if child is None:
-            child = TrieNode(token, weakref.ref(node), alive=node.alive)
+            child = self._new_child(node, token, alive=node.alive and self.evict(NODE_BYTES))
+        return child
+
+    def _new_child(self, node: TrieNode, token: int, alive: bool) -> TrieNode:
+        child = TrieNode(token, weakref.ref(node), alive=alive)
+        if alive:
             node.children[token] = child
-            if child.alive:
-                self.num_bytes += child.num_bytes
+            self.num_bytes += child.num_bytes
         return child
 
     def _enqueue(self, node: TrieNode) -> None:
@@ -247,6 +284,17 @@ class LogitsCache:
         """Remove a cursor from a node, which may be evicted without one."""
         node.pins -= 1
         self._enqueue(node)
+        self._discard_if_bare(node)
+
+    def _discard_if_bare(self, root: TrieNode) -> None:
+        """Delete a root that has neither children nor cursors."""
+        key = self._root_keys.get(root)
+        if key is None or root.children or root.pins:
+            return
+        self.num_bytes -= root.num_bytes
+        root.delete()
+        del self._roots[key]
+        del self._root_keys[root]
 
     def store(self, node: TrieNode, logits: torch.Tensor) -> bool:
         """Store logits `[vocabulary]` at a node if they fit the budget; return whether the node has logits.
@@ -277,8 +325,7 @@ class LogitsCache:
             node.delete()
             del parent.children[node.token]
             self._enqueue(parent)
-            if parent.parent is None and not (parent.children or parent.pins):
-                self._roots = {key: root for key, root in self._roots.items() if root is not parent}
+            self._discard_if_bare(parent)
         return self.num_bytes + num_bytes <= self.max_bytes
 
 
@@ -296,11 +343,17 @@ class Cursors:
 
     def start(self, row: int, key: str, tokens: Sequence[int]) -> None:
         """Place a row's cursor on the node of the steps of a `LogitsKey`, `tokens`; `key` identifies the model."""
-        with self._cache.lock:
-            node = self._cache.root(key)
+        cache = self._cache
+        with cache.lock:
+            node = cache.root(key)
+            node.pins += 1  # new children evict others
             for token in tokens:
-                node = self._cache.child(node, int(token))
+                child = cache.child(node, int(token))
+                child.pins += 1
+                cache.unpin(node)
+                node = child
             self._place(row, node)
+            cache.unpin(node)
 
     def advance(self, row: int, token: int) -> None:
         """Move a row's cursor to the child with `token`, or another step, which is created if missing."""

@@ -263,7 +263,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"-o saves the transcript of a mode, so it cannot be combined with --mode {PLAIN}")
     for option, path in (("-o", options.output), ("--logits-cache", options.logits_cache)):
         if path is not None:
-            _check_writable(option, path)
+            check_writable(option, path)
     if options.output is not None and options.output.suffix.lower() not in _WRITERS:
         raise ValueError(f"-o {options.output} must end in .json, or in .html or .htm for the page")
     if options.log_probs and (options.format != "jsonl" or options.mode == PLAIN):
@@ -293,7 +293,8 @@ def check_model_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--device {options.device}: {str(error).partition(chr(10))[0]}") from error
 
 
-def _check_writable(option: str, path: Path) -> None:
+def check_writable(option: str, path: Path) -> None:
+    """Raise `ValueError` unless the path of an option is that of a file that can be written."""
     target = path if path.exists() else path.resolve().parent
     if path.is_dir() or not target.exists() or not os.access(target, os.W_OK):
         raise ValueError(f"{option} {path} must be a file that can be written, in a folder that exists")

@@ -10,12 +10,13 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from hf_parallel.cli.generate import add_model_options, check_model_options, load
+from hf_parallel.cli.generate import add_model_options, check_model_options, check_writable, load
 from hf_parallel.models.loading import check_model_folder, load_processor
 from hf_parallel.models.loading.adapters import load_adapters
 from hf_parallel.models.loading.embedded import MODEL_NAME
@@ -59,6 +60,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-images", type=int, default=16, metavar="N", help="images of a request (16); 0: none")
     add("--max-image-bytes", type=parse_bytes, default=2**22, metavar="N", help="size of an image's file (4M)")
     add("--max-image-pixels", type=parse_bytes, default=2**25, metavar="N", help="pixels of a request's images (32M)")
+    words = "memory for cached logits, such as 2G, from which requests with `replay` draw (default: none are cached)"
+    add("--logits-cache", type=parse_bytes, metavar="N", help=words)
+    words = "file of the cached logits, which is read at the start and written at the end"
+    add("--logits-cache-path", type=Path, metavar="FILE", help=words)
     words = "seconds in which running requests may finish after SIGTERM or Ctrl-C (60)"
     add("--drain-seconds", type=int, default=60, metavar="N", help=words)
     add = parser.add_argument_group("log").add_argument
@@ -77,6 +82,16 @@ def parse_bytes(text: str) -> int:
     if not number.isdigit() or unit not in _UNITS or not int(number):
         raise argparse.ArgumentTypeError(f"must be a number of bytes such as 1000000, 512M or 2G, got {text!r}")
     return int(number) * _UNITS[unit]
+
+
+def check_cache_options(options: argparse.Namespace) -> None:
+    """Raise `ValueError` for options of the logits cache that contradict each other, or name no writable file."""
+    path = options.logits_cache_path
+    if path is None:
+        return
+    if options.logits_cache is None:
+        raise ValueError(f"--logits-cache-path {path} needs --logits-cache with the memory for it, such as 2G")
+    check_writable("--logits-cache-path", path)
 
 
 def _port(text: str) -> int:
@@ -103,8 +118,10 @@ def serve(options: argparse.Namespace) -> int:
     """Run the command until SIGTERM or Ctrl-C; running requests finish first. Return the exit status."""
     from hf_parallel.engine import Engine
     from hf_parallel.engine.server import DrainingServer, create_app
+    from hf_parallel.engine.server.logits_cache import open_cache, save_cache
 
     check_model_options(options)
+    check_cache_options(options)
     name = options.served_model_name or _name(options.model)
     adapters = _adapter_paths(options.lora, name)
     keys = options.api_key or _keys_of_environment()
@@ -114,11 +131,14 @@ def serve(options: argparse.Namespace) -> int:
         print(f"hf-parallel: warning: {words}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises the signal again when it has ended
     port = options.port
+    logits_cache = None
     if options.device == "tp" and os.environ.get("RANK", "0") != "0":  # it follows the first process, and ends with it
         port = 0
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with _listen(options.host, port) as listening:
+    elif options.logits_cache is not None:
+        logits_cache = open_cache(options.logits_cache, options.logits_cache_path)
+    with ExitStack() as at_end, _listen(options.host, port) as listening:
         model, tokenizer = load(options)
         try:
             processor = load_processor(model, options.model)
@@ -140,7 +160,9 @@ def serve(options: argparse.Namespace) -> int:
             if not engine.leads:
                 return 0  # when the engine has ended
             hosts = LOCAL_HOSTS if is_local and not keys else ()
-            app = create_app(engine, name, limits, keys, max_kv_bytes, hosts, processor, adapters)
+            app = create_app(engine, name, limits, keys, max_kv_bytes, hosts, processor, adapters, logits_cache)
+            if logits_cache is not None and options.logits_cache_path is not None:
+                at_end.callback(save_cache, logits_cache, options.logits_cache_path)  # once the engine has ended
             host = f"[{options.host}]" if ":" in options.host else options.host
             _, listening_port, *_ = listening.getsockname()
             print(f"Serving {name} at http://{host}:{listening_port}/v1", file=sys.stderr, flush=True)

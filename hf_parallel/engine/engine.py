@@ -211,7 +211,8 @@ class Engine:
         agent_hints : AgentHints or mapping, optional
             The agent that submits it, for eviction policies.
         cache_salt : str, optional
-            Cached prefixes are shared among requests of equal salt only, so that others cannot tell what is cached.
+            Cached prefixes, and the logits of a `LogitsCache`, are shared among requests of equal salt only, so that
+            others cannot tell what is cached.
         adapter : str, optional
             LoRA adapter of PEFT, by name; "__base__": none. Default: the active ones. Each has its own prefixes.
         **settings

@@ -41,6 +41,8 @@ from hf_parallel.kernels import RotarySpec, to_device
 from hf_parallel.models.decode.cached_model import PREFILL_CHUNK
 
 logger = logging.getLogger(__name__)
+TURN_SECONDS = 0.005
+"""Seconds of a step in which a request may compute without the model, as in a replay of cached logits."""
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -86,6 +88,7 @@ class Request(Host):
         # Log-probabilities of a prompt need all of its logits: its prefixes are neither shared nor kept.
         self.is_private = any(getattr(processor, "prompt_top", None) is not None for processor in call.logits_processor)
         self.hints = hints
+        self.cache_salt = cache_salt
         self.adapter = adapter  # each adapter has prefixes of its own
         self.identity: Any = cache_salt if adapter is None else (adapter, cache_salt)
         if self.is_private:
@@ -98,6 +101,7 @@ class Request(Host):
         self.number = -1  # in the order of submission
         self.account: Any = None  # its submitter's, see `Scheduler`
         self.num_tokens = 0  # tokens generated
+        self._resumed = 0.0  # when its code began to run
         self.has_started = False  # whether it samples or has shown something, so that it cannot start again
         self.awaited: Awaited | None = None
         self.preempted = False
@@ -190,6 +194,11 @@ class Request(Host):
             return self._storage.fingerprint
         return f"{self._storage.fingerprint} {self.adapter}"
 
+    @property
+    def turn_is_over(self) -> bool:  # type: ignore[override]
+        """See `Host`: whether it has computed for `TURN_SECONDS` since it was resumed."""
+        return time.perf_counter() - self._resumed > TURN_SECONDS
+
     def _wait_for_prefix(self, want: Prefix) -> Steps[None]:
         """Wait while others compute nodes of a prefix. Its own nodes come first: else two could wait for each other.
 
@@ -279,6 +288,7 @@ class Request(Host):
     def _advance(self, value: Any = None, error: BaseException | None = None) -> None:
         """Let the run continue with a value or an error, until it wants something of the engine, or has ended."""
         self.awaited = None
+        self._resumed = time.perf_counter()
         while self._stack:
             steps = self._stack[-1]
             try:

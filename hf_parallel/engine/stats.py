@@ -8,7 +8,7 @@ from hf_parallel.engine.handle import RequestCancelledError
 from hf_parallel.engine.scheduler import Scheduler
 from hf_parallel.generation.stats import GenerationStats
 
-_TOKENS = ("reused_tokens", "prefilled_tokens", "decoded_tokens")
+_TOKENS = ("reused_tokens", "prefilled_tokens", "decoded_tokens", "replayed_tokens")
 
 
 @dataclass
@@ -35,6 +35,8 @@ class EngineStats:
     """Prompt tokens that were computed."""
     decoded_tokens: int = 0
     """Tokens that were generated."""
+    replayed_tokens: int = 0
+    """Part of them that was drawn from the logits of a `LogitsCache`."""
     steps: int = 0
     """Forward passes of the model."""
     finished: int = 0

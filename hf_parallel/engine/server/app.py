@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine, KVBudgetError
 from hf_parallel.engine.server.errors import PIECE_ITEMS, APIError, api_error, json_pieces, json_response, to_json
 from hf_parallel.engine.server.limits import PROMPT_FACTOR, Gate, Limits, check_keys
@@ -56,6 +57,7 @@ def create_app(
     hosts: Sequence[str] = (),
     processor: Any = None,
     adapters: Mapping[str, str] | None = None,
+    logits_cache: LogitsCache | None = None,
 ) -> FastAPI:
     """Return the application for an engine that is open.
 
@@ -76,12 +78,15 @@ def create_app(
         Renders chats, and reads their images.
     adapters : mapping, optional
         LoRA adapters of the engine's model that clients may name as `model`, with their paths for `/v1/models`.
+    logits_cache : LogitsCache, optional
+        Keeps logits for requests with the field `replay`, separately for each API key and `cache_salt`.
     """
     if engine.tokenizer is None:
         raise ValueError("the server needs an Engine with a tokenizer")
     check_keys(api_keys)
     limits = limits or Limits()
-    server = _Server(engine, model, limits, Metrics(engine, max_kv_bytes), processor)
+    metrics_of_engine = Metrics(engine, max_kv_bytes, logits_cache)
+    server = _Server(engine, model, limits, metrics_of_engine, processor, logits_cache)
     server.add_adapters(adapters or {})
 
     @asynccontextmanager
@@ -128,7 +133,7 @@ def create_app(
         server.check_model(name)
         return json_response(server.model_cards[name])
 
-    own_page = page()
+    own_page = page(replays=logits_cache is not None)
 
     @app.get("/")
     async def show() -> Response:
@@ -150,12 +155,20 @@ def create_app(
 class _Server:
     """State of an application."""
 
-    def __init__(self, engine: Engine, model: str, limits: Limits, metrics: Metrics, processor: Any) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: str,
+        limits: Limits,
+        metrics: Metrics,
+        processor: Any,
+        logits_cache: LogitsCache | None,
+    ) -> None:
         self.engine = engine
         self.model = model
         self.limits = limits
         self.metrics = metrics
-        self.translator = Translator(engine, limits, processor)
+        self.translator = Translator(engine, limits, processor, logits_cache)
         self.conversations = Conversations()
         card = {
             "id": model,

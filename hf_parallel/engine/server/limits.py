@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 from urllib.parse import quote
 
 import anyio
@@ -144,7 +145,7 @@ class Gate:
                 raise APIError(400, f"this server does not answer for the host {host.decode('latin-1')[:100]!r}")
             if scope["path"] not in OPEN_PATHS:
                 submitter = scope["submitter"] = self._submitter(scope, headers)
-                scope["cache_salt"] = f"{submitter}:" if len(self._keys) > 1 else ""
+                scope["cache_salt"] = f"{self._keys[submitter].hex()}:" if self._keys else ""
             if scope["method"] == "POST" and scope["path"] not in OPEN_PATHS:
                 if not has_place(self._open, submitter, self.limits.open_requests):
                     message = f"{self.limits.open_requests} requests are open already"
@@ -160,7 +161,7 @@ class Gate:
             self._open -= Counter({submitter: opened})  # keeps positive counts only
             self._bytes -= Counter({submitter: size})
 
-    def _submitter(self, scope: Scope, headers: dict[bytes, bytes]) -> Hashable:
+    def _submitter(self, scope: Scope, headers: dict[bytes, bytes]) -> Any:
         """Check the API key. Return the client for fair scheduling: the index of its key or, without keys, its host."""
         if not self._keys:
             return (scope.get("client") or ("",))[0]

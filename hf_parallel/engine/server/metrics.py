@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine, RequestHandle
+from hf_parallel.engine.server.logits_cache import collect
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _GAUGES = {
@@ -22,6 +24,7 @@ _COUNTERS = {
     "reused_tokens": "Prompt tokens whose keys and values were cached",
     "prefilled_tokens": "Prompt tokens that were computed",
     "decoded_tokens": "Generated tokens",
+    "replayed_tokens": "Generated tokens that were drawn from cached logits",
     "steps": "Forward passes",
     "finished": "Requests that finished",
     "failed": "Requests that failed",
@@ -32,8 +35,11 @@ _COUNTERS = {
 class Metrics:
     """Collects the metrics of one server."""
 
-    def __init__(self, engine: Engine, max_kv_bytes: int | None = None) -> None:
+    def __init__(
+        self, engine: Engine, max_kv_bytes: int | None = None, logits_cache: LogitsCache | None = None
+    ) -> None:
         self.engine = engine
+        self.logits_cache = logits_cache
         self.max_kv_bytes = max_kv_bytes
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -82,5 +88,7 @@ class Metrics:
         prompt_tokens = stats["reused_tokens"] + stats["prefilled_tokens"]
         rate = stats["reused_tokens"] / max(prompt_tokens, 1)
         yield GaugeMetricFamily("hf_parallel_hit_rate", words, rate)
+        if self.logits_cache is not None:
+            yield from collect(self.logits_cache)
         if self.max_kv_bytes is not None:
             yield GaugeMetricFamily("hf_parallel_max_kv_bytes", "Budget of keys and values", self.max_kv_bytes)

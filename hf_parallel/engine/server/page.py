@@ -15,6 +15,7 @@ from pathlib import Path
 
 from starlette.responses import HTMLResponse
 
+from hf_parallel.engine.server.logits_cache import FIELD
 from hf_parallel.engine.server.openai.mode_settings import COMMON
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.registry import MODES
@@ -25,9 +26,9 @@ _CODE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 _PARAMETER = re.compile(r"^(\w[\w, ]*) : .*\n((?:(?: {4}.*)?(?:\n|$))+)", re.MULTILINE)
 
 
-def page() -> HTMLResponse:
-    """Return the page for the modes that are registered now."""
-    modes = [describe(cls) for cls in MODES.values() if not cls.traits.needs_logits_cache]
+def page(replays: bool = False) -> HTMLResponse:
+    """Return the page for the modes that are registered now. `replays`: the server caches logits."""
+    modes = [describe(cls, replays) for cls in MODES.values() if replays or not cls.traits.needs_logits_cache]
     text = fill(Path(__file__).with_name("page.html"), schema={"hues": HUES, "modes": modes})
     policy = [f"{name} 'none'" for name in ("default-src", "base-uri", "form-action", "frame-ancestors")]
     code = dict(_CODE.findall(text))
@@ -44,10 +45,12 @@ def page() -> HTMLResponse:
     return HTMLResponse(text, headers=headers)
 
 
-def describe(cls: type[ParallelConfig]) -> dict[str, object]:
+def describe(cls: type[ParallelConfig], replays: bool = False) -> dict[str, object]:
     """Return a mode as plain data: the settings that a request can give, and what the page needs to draw its rows."""
     config = cls()
     hidden = {*COMMON, *cls.not_remote()}
+    if not replays:
+        hidden.add(FIELD)
     fields = [field for field in dataclasses.fields(cls) if field.init and field.name not in hidden]
     descriptions = _parameter_descriptions(cls)
     settings = []

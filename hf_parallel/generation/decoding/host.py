@@ -53,6 +53,10 @@ class Host:
     """Whether the call has lost its keys and values, and continues later."""
     is_done = False
     """Whether the call has ended."""
+    cache_salt: str | None = None
+    """Only calls of equal salt share what they have cached."""
+    turn_is_over = False
+    """Whether a call that computes without the model, as in a replay, is to let other calls continue (`Wait`)."""
 
     sink: TokenSink | None = None
     """Where tokens of rows that stand go, step by step."""

@@ -380,6 +380,8 @@ class DecodeLoop:
                 continuing = self.append(replayed, tokens, ended, on_token, is_pass=False, log_probs=log_probs)
                 indices = [row.index for row in continuing]
                 active |= zip(indices, continuing, strict=True)
+                if host.turn_is_over:
+                    yield Wait()
                 indices = self.replayer.replayable(indices)
             has_waited = False
             if host.is_shared and may_wait:

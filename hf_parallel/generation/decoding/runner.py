@@ -15,7 +15,7 @@ from hf_parallel.cache.batch import find_images
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.decoding.replay.replay import Replayer
 from hf_parallel.generation.decoding.rows import PassInputs, Row, RowGroup, collect_inputs
-from hf_parallel.generation.decoding.wants import Pass, Steps
+from hf_parallel.generation.decoding.wants import Pass, Steps, Wait
 from hf_parallel.generation.sampling.parts import Part
 from hf_parallel.generation.sampling.sampler import NextTokens, SamplingTask
 from hf_parallel.kernels import to_device
@@ -27,6 +27,7 @@ class Runner:
     def __init__(self, call: GenerationCall, cache: BlockCache) -> None:
         self.cache = cache
         self.stats = call.stats
+        self._host = call.host
         self.device = call.input_ids.device
         self.placeholder = call.placeholder
         self.chunk_size = call.host.prefill_chunk(call.generation_config.prefill_chunk_size)
@@ -71,6 +72,8 @@ class Runner:
             ends += [len(inputs) + end for end in ends_of_group]
             inputs += of_group
         if not ends:
+            if self._host.turn_is_over:
+                yield Wait()
             return torch.empty(0, 0, device=self.device)
         backlog: list[PassInputs] = []
         unfilled: PassInputs = []

@@ -73,6 +73,7 @@ class SharedPrefixRun:
         prompts = self.call.logits_keys
         with self.loop.running(), replaying(self.loop, self.config, prompts, self.config.draft_tokens):
             all_rows = [Row(index, ()) for index in range(self.call.num_rows)]
+            yield from score_prompts(self.loop, self.cache)
             rows = yield from self.loop.replay(all_rows, may_wait=True)
             if rows:
                 yield from self._decode(rows)
@@ -84,7 +85,6 @@ class SharedPrefixRun:
         call = self.call
         table = self.loop.table
         cache = self.cache
-        yield from score_prompts(self.loop, cache)
         begins = [table.lengths[row.index] for row in rows]
         replayed = []
         for row, begin in zip(rows, begins, strict=True):

@@ -200,7 +200,8 @@ def test_reasoning_text_and_calls_are_items_of_one_message(server: Served) -> No
     deltas = [Delta(0, reasoning="I "), Delta(0, reasoning="ask."), Delta(0, "Wait."), Delta(0, calls=[call])]
     deltas.append(Delta(0, finish_reason="tool_calls"))
     events = [event for delta in deltas for event in writer.events(delta, delta is deltas[0])]
-    usage = {"prompt_tokens": 1, "prompt_tokens_details": {}, "completion_tokens": 9, "total_tokens": 10}
+    usage: dict[str, Any] = {"prompt_tokens": 1, "completion_tokens": 9, "total_tokens": 10}
+    usage |= {"prompt_tokens_details": {}, "completion_tokens_details": {}}
     response = writer.usage_chunk(usage)["response"]
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert response["output"] == done

@@ -7,7 +7,9 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine
+from hf_parallel.engine.server import logits_cache as server_cache
 from hf_parallel.engine.server.errors import APIError
 from hf_parallel.engine.server.openai.schema import Body
 from hf_parallel.generation.call import vocabulary_size
@@ -46,21 +48,23 @@ class SettingsReader:
         Rows of a request.
     max_tokens : int
         Tokens of a prompt and its answer, and the largest number that a setting may be.
+    logits_cache : LogitsCache, optional
+        For requests that replay cached logits.
     """
 
-    def __init__(self, engine: Engine, max_rows: int, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, max_rows: int, max_tokens: int, logits_cache: LogitsCache | None = None) -> None:
         self._generation_config = engine.model.generation_config
         self._vocabulary_size = vocabulary_size(engine.model)
         self._max_rows = max_rows
         self._max_tokens = max_tokens
+        self._logits_cache = logits_cache
 
     def read(self, body: Body) -> tuple[ParallelConfig, dict[str, object]]:
         """Return the config of the mode, and the settings of `generate` for sampling."""
         mode = body.generation_mode
         cls = SharedPrefixConfig if mode is None else MODES.get(mode, SharedPrefixConfig)
-        if cls.traits.needs_logits_cache:
-            raise APIError(400, f"{mode!r} needs a logits_cache, which a request cannot give", "generation_mode")
-        settings = self._mode_settings(body, [] if mode is None else fields_of_requests(cls))
+        settings = self._mode_settings(body, [server_cache.FIELD] if mode is None else fields_of_requests(cls))
+        settings |= server_cache.settings_for(cls, settings, self._logits_cache)
         _check_combinations(body)
         config = self._config(body, cls.mode if mode is None else mode, settings)
         return config, self._sampling(body, config)

@@ -196,7 +196,8 @@ def usage_of(answers: Sequence[Answers]) -> dict[str, object]:
     """Return the number of tokens of a response."""
     prompt_tokens = sum(answer.submission.prompt_tokens for answer in answers)
     stats = [answer.handle.stats for answer in answers]
-    new_tokens = sum(answer.handle.stats.decoded_tokens for answer in answers if not answer.submission.is_empty)
+    of_answers = [answer.handle.stats for answer in answers if not answer.submission.is_empty]
+    new_tokens = sum(request.decoded_tokens for request in of_answers)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
@@ -204,6 +205,7 @@ def usage_of(answers: Sequence[Answers]) -> dict[str, object]:
         "forward_passes": sum(request.forward_passes for request in stats),
         "kv_bytes": sum(request.kv_bytes for request in stats),
         "prompt_tokens_details": {"cached_tokens": sum(request.cached_tokens for request in stats)},
+        "completion_tokens_details": {"replayed_tokens": sum(request.replayed_tokens for request in of_answers)},
     }
 
 

@@ -302,7 +302,7 @@ class ResponseWriter(Writer):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+            "output_tokens_details": {**usage["completion_tokens_details"], "reasoning_tokens": reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.detokenizer import decode, hidden_tokens, special_tokens
 from hf_parallel.engine import AgentHints, Engine
 from hf_parallel.engine.server.errors import APIError
@@ -45,12 +46,14 @@ class _Constraint:
 class Translator:
     """Translates bodies of requests into submissions, within the limits."""
 
-    def __init__(self, engine: Engine, limits: Limits, processor: Any = None) -> None:
+    def __init__(
+        self, engine: Engine, limits: Limits, processor: Any = None, logits_cache: LogitsCache | None = None
+    ) -> None:
         self.engine = engine
         self.limits = limits
         self.format = reply_format(engine.tokenizer)
         self.prompts = PromptReader(engine, limits, self.format, processor)
-        self.settings = SettingsReader(engine, limits.rows, self.prompts.max_tokens)
+        self.settings = SettingsReader(engine, limits.rows, self.prompts.max_tokens, logits_cache)
 
     def translate(self, body: Body, prompts: Sequence[Prompt], field_name: str) -> Submission:
         """Return the submission for one prompt of a body, or several: texts, chats or token ids."""

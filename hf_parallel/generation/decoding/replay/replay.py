@@ -61,7 +61,7 @@ class Replayer:
         self.stats = call.stats
         self._required = _required_logits(cache, call)
         require_present(call.model, "logits_cache")
-        self.model_key = call.fingerprint
+        self.model_key = cache.root_key(call.fingerprint, call.host.cache_salt)
         head = call.model.get_output_embeddings()
         cache.check_vocabulary(self.model_key, getattr(head, "out_features", None) or vocabulary_size(call.model))
         self.prompts: list[TrieNode] = []  # nodes of the distinct prompts

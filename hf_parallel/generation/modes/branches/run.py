@@ -27,7 +27,7 @@ from hf_parallel.generation.decoding.loop import DecodeLoop
 from hf_parallel.generation.decoding.prefill import initial_capacity, insert_prompts, prefill_leaves
 from hf_parallel.generation.decoding.replay.config import replaying
 from hf_parallel.generation.decoding.rows import Row
-from hf_parallel.generation.decoding.wants import Steps
+from hf_parallel.generation.decoding.wants import Steps, Wait
 from hf_parallel.generation.modes.branches.cache import TreeBranchCache
 from hf_parallel.generation.modes.branches.forcing import FormatProcessor
 from hf_parallel.generation.modes.branches.lanes import (
@@ -171,7 +171,7 @@ class BranchRun:
                 root.thinking = self._new_thinking(root)
                 if root.thinking is None:
                     self._begin_format(root)
-            rows = self._replay(self._active_rows())
+            rows = yield from self._replay(self._active_rows())
             logits = None
             if not all(row.pending for row in rows):
                 logits = yield from self._fill()
@@ -325,11 +325,11 @@ class BranchRun:
             self.stages[stage].seconds += (now - self._pass_began) * count / total
         for stage in self._pass_stages:
             self.stages[stage].decoded_tokens += 1
-        rows = self._replay(self._active_rows())
+        rows = yield from self._replay(self._active_rows())
         yield from self._begin_pass(rows)
         return rows
 
-    def _replay(self, rows: list[Lane]) -> list[Lane]:
+    def _replay(self, rows: list[Lane]) -> Steps[list[Lane]]:
         """Append tokens that are sampled from cached logits, while all rows of an answer have them.
 
         Return the rows that need the model. They compute what was replayed in their next pass.
@@ -357,6 +357,8 @@ class BranchRun:
             tokens, ended, log_probs = replayer.sample([row.index for row in sampled])
             self.loop.append(sampled, tokens, ended, self._on_token, is_pass=False, log_probs=log_probs)
             rows = self._active_rows()
+            if self.call.host.turn_is_over:
+                yield Wait()
         self.stream.flush()
         return rows
 
