@@ -79,6 +79,42 @@ def test_a_request_goes_on_alone_if_the_one_that_it_waits_for_is_cancelled(model
         assert handles[1].result().sequences.tolist() == handles[2].result().sequences.tolist()
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_long_replay_leaves_turns_to_others_and_can_be_cancelled(
+    model: Any, cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_parallel.engine.request.TURN_SECONDS", 0)
+    prompt, cache = tiny.make_prompts([20])[0], LogitsCache()
+    long: dict[str, Any] = {"do_sample": False, "max_new_tokens": 400, "min_new_tokens": 400}
+    with Engine(model) as engine:
+        expected = resample(engine, prompt, cache, **long).result().sequences.tolist()
+        with at_once(engine):
+            replay = resample(engine, prompt, cache, **long)
+            other = engine.submit(tiny.make_prompts([7], seed=5)[0][None], do_sample=False, max_new_tokens=4)
+        other.result()
+        assert 0 < len(replay.sink.tokens) < 400, "the replay has not ended"
+        if cancelled:
+            replay.cancel()
+            with pytest.raises(RequestCancelledError):
+                replay.result()
+        else:
+            assert replay.result().sequences.tolist() == expected
+            assert replay.stats.replayed_tokens == 400
+        assert_nothing_is_held(engine)
+    assert all(node.pins == 0 for _, node in cache.nodes())
+
+
+def test_requests_of_another_salt_compute_for_themselves(model: Any) -> None:
+    prompt, cache = tiny.make_prompts([20])[0], LogitsCache()
+    with Engine(model) as engine:
+        with at_once(engine):
+            salts = [None, "a", "b", "a", None]
+            handles = [resample(engine, prompt, cache, do_sample=False, cache_salt=salt) for salt in salts]
+        sequences = [handle.result().sequences.tolist() for handle in handles]
+    assert sequences == sequences[:1] * 5
+    assert [handle.stats.replayed_tokens for handle in handles] == [0, 0, 0, LENGTH, LENGTH]
+
+
 def test_random_requests_share_a_logits_cache_within_a_budget(model: Any, token_bytes: int) -> None:
     """Requests are cancelled and preempted; the others get the tokens that they get alone."""
     rng = random.Random(0)

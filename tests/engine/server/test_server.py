@@ -260,9 +260,9 @@ def test_a_key_or_salt_learns_nothing_about_prefixes_of_another(another: tuple[A
             assert cached("one", secret) > 10
             assert cached("one", secret, cache_salt="0:") == cached("two", secret, cache_salt="0:") == 0
             assert cached("two", secret, cache_salt="0:") > 10
-        with served(engine, api_keys=["one"]) as running:
-            assert cached("one", secret) == cached("one", secret, cache_salt="mine") == 0
-            assert cached("one", secret) > 10
+        with served(engine, api_keys=["three"]) as running:
+            assert cached("three", secret) == cached("three", secret, cache_salt="mine") == 0
+            assert cached("three", secret) > 10
 
 
 def test_a_local_server_answers_for_its_own_names_only(another: tuple[Any, Any]) -> None:
