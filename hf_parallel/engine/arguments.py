@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.cache.placement import execution_device
-from hf_parallel.generation.arguments import check_generation_config
+from hf_parallel.generation.arguments import check_generation_config, check_no_logits_cache
 from hf_parallel.generation.config import ParallelConfig, make_config
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes import PLAIN_MODE
@@ -57,6 +57,7 @@ def split_arguments(
     settings: Mapping[str, Any],
 ) -> tuple[ParallelConfig, dict[str, Any]]:
     """Return the config of a request, and the other arguments of `generate`. `tokenizer` is the engine's."""
+    check_no_logits_cache(settings)
     if {"past_key_values", CACHE} & settings.keys():
         raise ValueError("an engine has a cache of its own: past_key_values cannot be given")
     arguments = {**settings, "return_dict_in_generate": True}

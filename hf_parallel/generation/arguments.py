@@ -313,6 +313,15 @@ def name_cache(kwargs: Arguments) -> None:
     kwargs[CACHE] = cache
 
 
+def check_no_logits_cache(kwargs: Mapping[str, object]) -> None:
+    """Raise `ValueError` for a `LogitsCache` in the place of a cache of keys and values, with or without a mode."""
+    for name in ("past_key_values", CACHE):
+        if isinstance(kwargs.get(name), LogitsCache):
+            raise ValueError(
+                f"{name} must be a cache of keys and values: pass a LogitsCache as logits_cache=, in a generation_mode"
+            )
+
+
 def check_objects(kwargs: Arguments) -> None:
     """Check the objects of a call: streamer, logits processors, stopping criteria and cache."""
     streamer = kwargs.get("streamer")
@@ -330,8 +339,6 @@ def check_objects(kwargs: Arguments) -> None:
     cache = kwargs.get(CACHE)
     empty = isinstance(cache, DynamicCache) and not cache.get_seq_length()
     if cache is not None and not empty and not isinstance(cache, BlockCache):
-        if isinstance(cache, LogitsCache):
-            raise ValueError("past_key_values must be a cache of keys and values: pass a LogitsCache as logits_cache=")
         got = _kind(cache)
         raise ValueError(f"past_key_values must be a cache of hf_parallel, such as SharedPrefixCache, got {got}")
 

@@ -93,6 +93,7 @@ class ParallelGenerationMixin:
                     raise TypeError(f"generate() got {name} both by position and by name")
                 kwargs[name] = value
             args = args[len(names) :]
+            arguments.check_no_logits_cache(kwargs)
             config = take_parallel_config(self.generation_config, kwargs)  # type: ignore[attr-defined]
             if config is None:
                 if self._prepares():

@@ -372,6 +372,8 @@ def test_caches_of_another_kind_or_model_raise(bench: Bench) -> None:
         (SHARED, StaticCache(config=model.config, max_cache_len=32), "StaticCache"),
         (SHARED, "cache", "past_key_values"),
         (SHARED, LogitsCache(), "pass a LogitsCache as logits_cache="),
+        (SHARED | {"generation_mode": "resample"}, LogitsCache(), "pass a LogitsCache as logits_cache="),
+        (PLAIN, LogitsCache(), "pass a LogitsCache as logits_cache="),
         (SHARED, SharedPrefixCache, "SharedPrefixCache itself"),
         (SHARED, BlockCache(), "SharedPrefixCache"),
         (SHARED, filled(enabled_copy(seed=1)), "another model"),

@@ -35,7 +35,7 @@ class SpeculativeDecoder:
         self.max_tokens = max_tokens
 
     def start(self) -> bool:
-        """Index the prompts for n-gram lookup.
+        """Prepare drafts. The prompts are indexed for n-gram lookup once rows decode, as a replay needs no drafts.
 
         Return False if drafts are disabled, would change what is sampled, or layers keep states, which do not go back.
         """
@@ -47,13 +47,14 @@ class SpeculativeDecoder:
         # GPU costs were not measured; a GPU pass is bound by loading weights, like one with the native CPU kernels.
         backend = linear_backend(loop.call.model) if self._on_cpu else "native"
         self._drafter = NgramDrafter(replayer.cache, self.max_tokens, eos, backend)
-        for prompt in replayer.prompts:
-            self._drafter.add_prompt(prompt)
+        self._unindexed = list(replayer.prompts)
         return True
 
     def step(self, rows: Sequence[R]) -> Steps[list[R]]:
         """Verify drafts until no row has one. Return the active rows, with their pending tokens."""
         active = list(rows)
+        while self._unindexed and active:
+            self._drafter.add_prompt(self._unindexed.pop(0))
         node_of = self.replayer.cursors.node
         host = self.loop.call.host
         for row in active:
