@@ -13,6 +13,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ openai = pytest.importorskip("openai")
 from serving import MODEL, Served, check_error, served  # noqa: E402
 from small_tokenizers import byte_level  # noqa: E402
 
+from hf_parallel import LogitsCache  # noqa: E402
 from hf_parallel.engine import Engine  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
 from hf_parallel.models.loading import load_model, load_processor  # noqa: E402
@@ -198,3 +200,34 @@ def test_an_image_in_a_tools_output_is_read(server: Served) -> None:
     found, expected = (server.chat(messages=[*before, one], temperature=0, max_tokens=8) for one in (output, same))
     assert found["choices"][0]["message"] == expected["choices"][0]["message"]
     assert found["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"] < 400
+
+
+def test_cached_logits_belong_to_an_image_by_its_content_also_after_a_restart(
+    loaded: tuple[Any, Any, Any], tmp_path: Path
+) -> None:
+    model, tokenizer, processor = loaded
+
+    def ask(running: Served, seed: int, **body: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": [shown(seed), text("What?")]}]
+        body = {"messages": messages, "max_tokens": 8, "temperature": 1, "seed": 3, **body}
+        response = running.post("/v1/chat/completions", **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def replayed(answer: dict[str, Any]) -> int:
+        return answer["usage"]["completion_tokens_details"]["replayed_tokens"]
+
+    cache = LogitsCache()
+    cache.salt = bytes(range(16))  # as one that another process has saved
+    with Engine(model, tokenizer) as engine, served(engine, processor=processor, logits_cache=cache) as running:
+        alone = [ask(running, seed)["choices"] for seed in (1, 2, 1)]
+        answers = [ask(running, seed, replay="stepwise") for seed in (1, 2, 1)]
+        assert [answer["choices"] for answer in answers] == alone
+        assert [replayed(answer) for answer in answers[:2]] == [0, 0]
+        assert replayed(answers[2]) == answers[2]["usage"]["completion_tokens"] > 0
+    cache.save(tmp_path / "logits")
+    cache = LogitsCache.load(tmp_path / "logits")
+    with Engine(model, tokenizer) as engine, served(engine, processor=processor, logits_cache=cache) as running:
+        answer = ask(running, 2, replay="stepwise")
+        assert answer["choices"] == alone[1]
+        assert replayed(answer) == answer["usage"]["completion_tokens"] > 0
