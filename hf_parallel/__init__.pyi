@@ -44,6 +44,10 @@ from hf_parallel.generation.modes import Path as Path
 from hf_parallel.generation.modes import PDOSConfig as PDOSConfig
 from hf_parallel.generation.modes import PDOSOutput as PDOSOutput
 from hf_parallel.generation.modes import ResampleConfig as ResampleConfig
+from hf_parallel.generation.modes import RewardModel as RewardModel
+from hf_parallel.generation.modes import SearchBranch as SearchBranch
+from hf_parallel.generation.modes import SearchConfig as SearchConfig
+from hf_parallel.generation.modes import SearchOutput as SearchOutput
 from hf_parallel.generation.modes import SelfConsistencyConfig as SelfConsistencyConfig
 from hf_parallel.generation.modes import SelfConsistencyOutput as SelfConsistencyOutput
 from hf_parallel.generation.modes import SharedPrefixConfig as SharedPrefixConfig

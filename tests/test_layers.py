@@ -23,7 +23,10 @@ from hf_parallel.generation import MODES
 SCHEMA = (ROOT / "hf_parallel/engine/server/openai/schema.py").read_text(encoding="utf-8")
 REQUEST_FIELDS = set(re.findall(r"^    (\w+): ", SCHEMA, re.MULTILINE))
 """Names that OpenAI's API defines; a mode may have the same."""
-MODE_NAMES = {name for name, mode in MODES.items() if mode.__module__.startswith("hf_parallel.")} - REQUEST_FIELDS
+WORDS = {"search"}
+"""Modes whose name is a word that the rest of the package uses with its own meaning."""
+MODE_NAMES = {name for name, mode in MODES.items() if mode.__module__.startswith("hf_parallel.")}
+MODE_NAMES -= REQUEST_FIELDS | WORDS
 """Modes of the package, without those of other tests. A look-up of an unknown name would search installed packages."""
 PACKAGE = "hf_parallel"
 

@@ -26,6 +26,10 @@ class Prefixes:
         """Append a node to `parent`, with a block of the pool; see `PrefixTree.add`."""
         return self.tree.add(parent, tokens, block)
 
+    def release(self, node: Node) -> None:
+        """Remove a node without children, and free its block."""
+        self.tree.discard(node)
+
     def nodes_to_prefill(self) -> list[Node]:
         """Return nodes with uncached tokens; see `PrefixTree.nodes_to_prefill`."""
         return self.tree.nodes_to_prefill()

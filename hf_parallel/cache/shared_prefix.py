@@ -136,6 +136,10 @@ class SharedPrefixCache(BlockCache):
             return parent
         return self.prefixes.add(parent, tokens, block)
 
+    def release(self, node: Node) -> None:
+        """Give up a node without children that no row of the call uses any more: free it, or let an engine evict it."""
+        self.prefixes.release(node)
+
     def nodes_to_prefill(self) -> list[Node]:
         """Return nodes with uncached tokens, parents before children, and allocate their blocks."""
         return self.prefixes.nodes_to_prefill()

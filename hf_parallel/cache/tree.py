@@ -281,6 +281,10 @@ class PrefixTree:
                 self.computing.pop(node, None)
                 self._trim(node)
 
+    def discard(self, node: Node) -> None:
+        """Remove a node and what follows it, and free the blocks."""
+        self._remove(node)
+
     def discard_stateless(self) -> None:
         """Delete keys and values after which no row can continue, as a failed pass has half written their state.
 
@@ -365,6 +369,14 @@ class PrefixTree:
         root = self.roots.get(owner.identity)
         if root is not None:
             self._forget(root)
+
+    def unpin_node(self, node: Node, owner: Owner) -> None:
+        """Unpin one node of an owner, which uses none of its children."""
+        self.leaves[owner] = [leaf for leaf in self.leaves[owner] if leaf is not node]
+        owners = self.pins.get(node, set())
+        owners.discard(owner)
+        if not owners:
+            self.pins.pop(node, None)
 
     def pinned(self, owner: Owner) -> Iterator[Node]:
         """Yield the nodes that an owner uses, parents before children."""

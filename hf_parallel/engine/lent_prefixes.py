@@ -50,6 +50,10 @@ class LentPrefixes(Prefixes):
         self.tree.pin(node, self._request)
         return node
 
+    def release(self, node: Node) -> None:
+        """Unpin a node, whose keys and values stay until the engine evicts them."""
+        self.tree.unpin_node(node, self._request)
+
     def nodes_to_prefill(self) -> list[Node]:
         return self.tree.nodes_to_prefill(self._request)
 

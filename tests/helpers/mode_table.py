@@ -31,6 +31,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "`shared_prefix`": ("shared_prefix", {}),
     "`resample`": ("resample", {}),
     "`best_of`": ("best_of", {}),
+    "`search`": ("search", {}),
     "`self_consistency`": ("self_consistency", {}),
     "`skeleton_of_thought`": ("skeleton_of_thought", {}),
     "`hogwild`": ("hogwild", {}),

@@ -348,6 +348,11 @@ class DecodeLoop:
             self._record_if_truncated(row, token)
             self._write(row.output_row, "", "end")
 
+    def text_of(self, row: Row) -> str:
+        """Return the text that `show` has streamed of a row."""
+        text = self._texts.get(row)
+        return "" if text is None else text.text
+
     def _write(self, row: int, text: str, event: str) -> None:
         """Write text of a row: to its streamer alone if the mode streams tokens, of which the text is a rendering."""
         if self._text_tokenizer is None:

@@ -7,8 +7,10 @@ public in `hf_parallel`, whose `__init__.pyi` lists them.
 from importlib import import_module
 from pkgutil import iter_modules
 
-from hf_parallel.generation.modes.best_of import BestOfConfig, BestOfOutput, Candidate
+from hf_parallel.generation.modes.best_of import BestOfConfig, BestOfOutput
 from hf_parallel.generation.modes.branches.output import StageStats
+from hf_parallel.generation.modes.candidates.candidate import Candidate
+from hf_parallel.generation.modes.candidates.reward_model import RewardModel
 from hf_parallel.generation.modes.final_answers import BOXED, find_answer, normal_form
 from hf_parallel.generation.modes.final_answers import find_matches as find_matches
 from hf_parallel.generation.modes.final_answers import majority as majority
@@ -22,6 +24,8 @@ from hf_parallel.generation.modes.pdos.format_processor import ParallelBlockLogi
 from hf_parallel.generation.modes.pdos.output import Branch, ParallelBlock, PDOSOutput
 from hf_parallel.generation.modes.pdos.parser import BlockFormat
 from hf_parallel.generation.modes.resample import ResampleConfig
+from hf_parallel.generation.modes.search.config import SearchConfig
+from hf_parallel.generation.modes.search.output import SearchBranch, SearchOutput
 from hf_parallel.generation.modes.self_consistency import SelfConsistencyConfig, SelfConsistencyOutput
 from hf_parallel.generation.modes.shared_prefix import SharedPrefixConfig
 from hf_parallel.generation.modes.skeleton_of_thought import (
@@ -55,6 +59,10 @@ __all__ = [
     "Path",
     "ParallelBlockLogitsProcessor",
     "ResampleConfig",
+    "RewardModel",
+    "SearchBranch",
+    "SearchConfig",
+    "SearchOutput",
     "SelfConsistencyConfig",
     "SelfConsistencyOutput",
     "SharedPrefixConfig",

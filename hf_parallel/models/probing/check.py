@@ -188,5 +188,6 @@ def _relative(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference of logits, relative to the spread of those expected."""
     logits = logits.double().nan_to_num(0.0, 0.0, 0.0)
     expected = expected.double().nan_to_num(0.0, 0.0, 0.0)
-    spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
+    over = -1 if expected.shape[-1] > 1 else 0  # a reward model has one output, which differs between tokens only
+    spread = (expected - expected.mean(dim=over, keepdim=True)).norm()
     return float((logits - expected).norm() / spread)

@@ -1,0 +1,1 @@
+"""Candidates: completions of one prompt that compete. `best_of` prunes them, `search` also forks them."""
