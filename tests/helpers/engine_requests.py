@@ -18,6 +18,7 @@ import torch
 from ascii_tokenizer import AsciiTokenizer
 from mode_cases import small_call
 from test_fork_join import random_call
+from test_search import random_search
 from transformers import PreTrainedModel
 
 from hf_parallel import LogitsCache
@@ -71,8 +72,10 @@ def case_of(prompt: torch.Tensor, rng: random.Random, modes: Sequence[str | None
     settings = {} if mode is None else {k: v for k, v in small_call(mode).items() if k != "generation_mode"}
     if mode == "fork_join":
         settings = {**random_call(rng), "pad_token_id": tiny.PAD}
+    if mode == "search":
+        settings = random_search(rng)
     settings["max_new_tokens"] = min(settings.get("max_new_tokens", 12), 60) + rng.randint(0, 8)
-    if rng.random() < 0.5:
+    if rng.random() < 0.5 or mode == "search":
         settings |= {"do_sample": True, "seed": rng.randrange(1000), "top_k": 0, "temperature": rng.choice([0.7, 1.0])}
     if mode in (None, "shared_prefix") and rng.random() < 0.5:
         settings |= {"num_return_sequences": rng.randint(2, 4), "do_sample": True, "seed": rng.randrange(1000)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -182,6 +183,7 @@ def check(name: str, **arguments: Any) -> Any:
     config = hf_parallel.SearchConfig(**{key: arguments[key] for key in arguments if key != "num_return_sequences"})
     plain = tiny.build(name)
     own = 0
+    held: set[tuple[int, int, int]] = set()  # prompt, candidate that has computed a token, and place of the token
     for prompt in range(2):
         replay = Replay(plain, prompt, config)
         with torch.no_grad():
@@ -208,10 +210,17 @@ def check(name: str, **arguments: Any) -> Any:
             log_probs = out.log_probs[index, : len(new)].tolist()
             assert log_probs == pytest.approx(row.log_probs, abs=5e-5)
         own += sum(len(row.tokens) - row.begin for row in replay.rows)
+        for row in replay.racing:
+            for place in range(len(row.tokens) - 1):  # the last token of each is not computed
+                owner = row
+                while place < owner.begin - 1:
+                    owner = replay.rows[owner.parent or 0]
+                held.add((prompt, owner.number, place))
     assert out.stats.decoded_tokens == own
     assert out.stats.prefilled_tokens == sum(map(len, PROMPTS))  # forks cost no prefill
     kept = {node.block for node in cache.tree.nodes()}
     assert cache.pool.blocks == kept
+    assert sum(node.num_cached for node in cache.tree.nodes()) == sum(map(len, PROMPTS)) + len(held)
     return out
 
 
@@ -250,6 +259,25 @@ def test_random_searches_equal_their_naive_replay(
     if select != "systematic":
         arguments["keep"] = min(keep, width)
     check(name, select=select, **arguments)
+
+
+def random_search(rng: random.Random) -> dict[str, Any]:
+    """Return random settings of a search."""
+    width = rng.randint(1, 6)
+    settings: dict[str, Any] = {
+        "width": width,
+        "interval": rng.randint(2, 6),
+        "boundary": rng.choice([None, "a", "1"]),
+        "warmup": rng.randint(0, 3),
+        "select": rng.choice(["top", "systematic", "tournament"]),
+        "score": rng.choice(["log_prob", "confidence"]),
+        "confidence_window": rng.randint(1, 6),
+        "choose": rng.choice(["best", "vote"]),
+        "answer_pattern": "(?s:.)$",
+    }
+    if rng.random() < 0.5:
+        settings |= {"stop_on": "consensus", "consensus": 0.51, "probe_prompt": "So", "probe_tokens": 2}
+    return settings
 
 
 def reward_model() -> LlamaForSequenceClassification:

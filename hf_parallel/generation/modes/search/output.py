@@ -55,9 +55,6 @@ class SearchOutput(ParallelOutput):
     num_selections: list[int] = ALWAYS
     """Per row the number of selections of its prompt."""
 
-    def columns(self, prompt: int) -> list[str]:
-        return []
-
     def notes(self, prompt: int) -> list[tuple[str, str]]:
         """Return the tree as text: who continued whom, the scores, and what became of each."""
         branches = self.trees[prompt]

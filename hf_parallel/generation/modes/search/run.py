@@ -82,23 +82,14 @@ class SearchRun(CandidateRun):
             if has_ended:
                 return
         copies = self._copies(contest)
-        for row, count in zip(racing, copies, strict=True):
-            if row not in contest.ended:
-                continue
-            self.places[row] = count
-            if not count:
-                contest.racing.remove(row)
-        losers = []
+        losers = [row for row, count in zip(racing, copies, strict=True) if not count]
         for row, count in zip(racing, copies, strict=True):
             if row in contest.ended:
-                continue
-            if count:
+                self.places[row] = count
+            elif count > 1:
                 self._fork(contest, row, count - 1)
-            else:
-                losers.append(row)
         for row in losers:
-            contest.racing.remove(row)
-            self.loop.drop(row, DROPPED)
+            self._drop(contest, row, DROPPED)
         self._release(losers)
         for row in contest.running:
             self._begin_part(row)
@@ -135,9 +126,17 @@ class SearchRun(CandidateRun):
         bits = mix(mix(int(seed), contest.prompt_row), -self.num_selections[contest])
         return (bits % 2**53) / 2**53
 
+    def _drop(self, contest: Contest, row: Row, reason: str) -> None:
+        """End a candidate, or give up one that has ended, and free its own block."""
+        contest.racing.remove(row)
+        if row in contest.ended:
+            row.dropped = True
+            self.call.record.end_reasons[row.output_row] = reason
+            self.cache.pool.free(row.view[-1])
+        else:
+            self.loop.drop(row, reason)
+
     def _fork(self, contest: Contest, row: Row, count: int) -> None:
-        if not count:
-            return
         forks = self.loop.fork(row, count)
         for fork in forks:
             contest.rows.append(fork)
@@ -186,8 +185,7 @@ class SearchRun(CandidateRun):
             if row is chosen:
                 self._conclude(contest, row, probes[row])
             else:
-                contest.racing.remove(row)
-                self.loop.drop(row, CONSENSUS)
+                self._drop(contest, row, CONSENSUS)
         self._release([row for row in running if row.dropped])
         return True
 
