@@ -1,4 +1,4 @@
-"""Searches in an engine, with other requests, faults, small budgets and cancellations, get the tokens that they get alone."""
+"""Searches in an engine get the tokens that they get alone: faults, small budgets, cancellations, other requests."""
 
 from __future__ import annotations
 
