@@ -229,9 +229,14 @@ class PrefixTree:
         return [*images.split(tokens[:-1]), *images.split(tokens[-1:])]
 
     def cached_child(self, parent: Node, tokens: np.ndarray) -> Node | None:
-        """Return the child of a node that begins with some tokens, if their keys and values are cached."""
+        """Return the child of a node that holds some tokens, if their keys and values are cached.
+
+        A child that holds more is split.
+        """
         child, shared = self._best_child(parent, tokens)
-        return child if child is not None and shared == len(tokens) <= child.num_cached else None
+        if child is None or shared < len(tokens) or shared > child.num_cached:
+            return None
+        return child if shared == len(child.tokens) else self._split(child, shared)
 
     def retain(self, tokens: np.ndarray) -> None:
         """Keep only the longest cached prefix of `tokens`, int64 `[length]`; remove all other tokens from the tree."""

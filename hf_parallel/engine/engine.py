@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,13 @@ from hf_parallel.cache.pass_log import LoggedSteps
 from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.cache.state_plan import MissingStateError
 from hf_parallel.engine.arguments import check_limits, check_request, split_arguments, submitter_key
+from hf_parallel.engine.forks import SUBMIT_ARGUMENTS, Origin, fork_point, fork_settings, with_suffix
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.passes import JoinedPasses, PendingPass, join_passes
 from hf_parallel.engine.policies.base import EvictionPolicy
 from hf_parallel.engine.ranks import Ranks
-from hf_parallel.engine.request import NonFiniteLogitsError, Request, Sampling, record_passes
+from hf_parallel.engine.request import ForkPoint, NonFiniteLogitsError, Request, Sampling, record_passes
 from hf_parallel.engine.scheduler import BATCH_TOKENS, QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, engine_stats
 from hf_parallel.engine.storage import STATE_INTERVAL, KVBudgetError, KVStorage, WeightsChangedError
@@ -228,6 +230,25 @@ class Engine:
         RuntimeError
             If the engine is not open.
         """
+        request = self._prepare(
+            prompt, generation_mode, priority, submitter, agent_hints, cache_salt, adapter, settings
+        )
+        self._enqueue([request])
+        return request.handle
+
+    def _prepare(
+        self,
+        prompt: Any,
+        generation_mode: str | None = None,
+        priority: int = 0,
+        submitter: Any = None,
+        agent_hints: AgentHints | Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """Return a request that is not submitted; see `submit`."""
+        settings = settings or {}
         self.check_open()
         check_request(priority, cache_salt)
         self._cached_model.check(adapter)
@@ -241,13 +262,56 @@ class Engine:
         handle.end_tokens = call.eos_token_ids
         request = Request(config, call, handle, priority, key, hints, cache_salt, adapter)
         self._scheduler.check_budget(request)
+        submission = {
+            **settings,
+            "generation_mode": generation_mode,
+            "priority": priority,
+            "submitter": submitter,
+            "agent_hints": agent_hints,
+            "cache_salt": cache_salt,
+            "adapter": adapter,
+        }
+        handle.make_forks = partial(self._fork, Origin.of(request, call, submission))
+        return request
+
+    def _enqueue(self, requests: Sequence[Request]) -> None:
+        """Submit requests: all of them, or none if one has no place in the queue."""
         with self._changed:
             self.check_open()
-            if not self._scheduler.has_place(self._submitted, key, self.max_waiting):
-                raise QueueFullError(f"{self.max_waiting} requests wait already (max_waiting)")
-            self._submitted.append(request)
+            submitted = list(self._submitted)
+            for request in requests:
+                if not self._scheduler.has_place(submitted, request.submitter, self.max_waiting):
+                    raise QueueFullError(f"{self.max_waiting} requests wait already (max_waiting)")
+                submitted.append(request)
+            self._submitted.extend(requests)
             self._changed.notify_all()
-        return handle
+
+    def _fork(
+        self,
+        origin: Origin,
+        handle: RequestHandle,
+        n: int | None,
+        at: int | None,
+        row: int,
+        suffix: Any,
+        children: Sequence[Mapping[str, Any]] | None,
+        changes: Mapping[str, Any],
+    ) -> list[RequestHandle]:
+        """Submit forks of a request; see `RequestHandle.fork`."""
+        tokens, num_new = fork_point(origin, handle, row, at)
+        parent = origin.request()
+        requests = []
+        for settings in fork_settings(origin, n, children, {"suffix": suffix, **changes}):
+            template = settings.pop("chat_template_kwargs", None)
+            tokenizer = settings.get("tokenizer") or self.tokenizer
+            prompt = with_suffix(tokens, settings.pop("suffix"), tokenizer, template)
+            of_submit = {name: settings.pop(name) for name in SUBMIT_ARGUMENTS if name in settings}
+            request = self._prepare(prompt, **of_submit, settings=settings)
+            if parent is not None:
+                request.parent = ForkPoint(parent, row, num_new)
+            requests.append(request)
+        self._enqueue(requests)
+        return [request.handle for request in requests]
 
     def check_open(self) -> None:
         """Raise `RuntimeError` if the engine accepts no requests."""
@@ -327,14 +391,26 @@ class Engine:
                     self._changed.wait()
                 if self.is_closing and not self._draining:
                     return
-                while self._submitted:
-                    self._scheduler.add(self._submitted.popleft())
+                submitted = list(self._submitted)
+                self._submitted.clear()
+                for request in submitted:
+                    self._scheduler.add(request)
                 cancelled = self._cancelled
                 self._cancelled = []
             for request in cancelled:
                 if not request.is_done:
                     self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
+            self._keep_forked([request.parent for request in submitted if request.parent is not None])
             self._step()
+
+    def _keep_forked(self, points: Sequence[ForkPoint]) -> None:
+        """Let requests keep what their forks continue: rows that stand now, others before their next pass."""
+        for parent, row, num_tokens in points:
+            if parent.has_started and not parent.is_done:
+                parent.want_prefix(row, num_tokens)
+        for parent in dict.fromkeys(point.request for point in points):
+            if isinstance(parent.awaited, Standing) and parent.wanted_prefixes:
+                self._call(parent, parent.resume, parent.awaited)
 
     def _abandon(self) -> None:
         """End all requests, as the engine ends."""

@@ -54,6 +54,14 @@ class Sampling(NamedTuple):
     logits: Part
 
 
+class ForkPoint(NamedTuple):
+    """Where a request is forked: the request, a row, and the number of the row's new tokens that forks continue."""
+
+    request: Request
+    row: int
+    num_tokens: int
+
+
 Awaited = PendingPass | Sampling | Standing | Wait
 """What a request waits for: a pass, a draw, or something that happens to rows that stand, or to another request."""
 
@@ -112,6 +120,8 @@ class Request(Host):
         self._stack: list[Steps[Any]] = []  # its run, and what runs in its name before the run continues
         self._recomputing: Steps[None] | None = None  # on top of the stack, if there is one
         self.log = PassLog()
+        self.wanted_prefixes: dict[int, int] = {}
+        self.parent: ForkPoint | None = None
 
     @property
     def stats(self) -> GenerationStats:
@@ -132,6 +142,24 @@ class Request(Host):
     def is_ready(self) -> bool:
         """Whether it waits for a forward pass or for sampling, and for no other request."""
         return self.needs_pass or isinstance(self.awaited, Sampling)
+
+    # Forks
+
+    @property
+    def waits_for_parent(self) -> bool:
+        """Whether the request that it continues is about to keep what it continues."""
+        if self.parent is None:
+            return False
+        parent = self.parent.request
+        return bool(parent.wanted_prefixes) and not (parent.preempted or parent.is_done)
+
+    def want_prefix(self, row: int, num_tokens: int) -> None:
+        """Keep the first new tokens of a row in the tree before the next pass, as a fork continues them.
+
+        Not with `cache_dtype`, where they would be rounded for the row, too.
+        """
+        if num_tokens and not self.is_private and self._storage.arena.quantized is None:
+            self.wanted_prefixes[row] = max(self.wanted_prefixes.get(row, 0), num_tokens)
 
     # Estimates
 
@@ -179,7 +207,7 @@ class Request(Host):
         self.handle.add_tokens(rows, tokens)
 
     def fork(self, row: int, forks: Sequence[int]) -> None:
-        self.handle.fork(row, forks)
+        self.handle.copy_row(row, forks)
 
     def add_text(self, row: int, text: str, event: str) -> None:
         self.has_started = True
@@ -256,6 +284,7 @@ class Request(Host):
         """Run until the first forward pass."""
         self._storage = storage
         self.chunk_size = chunk_size
+        self.parent = None
         self.handle.times.started = self.handle.times.started or time.perf_counter()
         self._stack = [self._run_mode()]
         self._advance()
@@ -410,6 +439,7 @@ class Request(Host):
         """Forget everything, to start again: it has neither sampled nor shown anything yet."""
         self._close()
         self._release()
+        self.wanted_prefixes = {}
         self.log = PassLog()
         vars(self.stats).update(vars(GenerationStats()))  # in place, as the handle and the call share them
 

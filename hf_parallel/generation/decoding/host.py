@@ -53,6 +53,8 @@ class Host:
     """Whether the call has lost its keys and values, and continues later."""
     is_done = False
     """Whether the call has ended."""
+    wanted_prefixes: dict[int, int] | None = None
+    """Numbers of new tokens, by output row, that other calls want to continue: see `DecodeLoop.decode`."""
 
     sink: TokenSink | None = None
     """Where tokens of rows that stand go, step by step."""
