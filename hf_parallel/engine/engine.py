@@ -20,9 +20,10 @@ from hf_parallel.cache.pass_log import LoggedSteps
 from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.cache.state_plan import MissingStateError
 from hf_parallel.engine.arguments import check_limits, check_request, split_arguments, submitter_key
-from hf_parallel.engine.forks import SUBMIT_ARGUMENTS, Origin, fork_point, fork_settings, with_suffix
+from hf_parallel.engine.forks import SUBMIT_ARGUMENTS, Origin, fork_point, fork_settings, point_of, with_suffix
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
 from hf_parallel.engine.hints import AgentHints
+from hf_parallel.engine.leases import Lease
 from hf_parallel.engine.passes import JoinedPasses, PendingPass, join_passes
 from hf_parallel.engine.policies.base import EvictionPolicy
 from hf_parallel.engine.ranks import Ranks
@@ -136,6 +137,7 @@ class Engine:
         self._changed = threading.Condition()
         self._submitted: deque[Request] = deque()
         self._cancelled: list[Request] = []
+        self._posted: list[Callable[[], None]] = []
         self._claim: Claim | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -195,6 +197,8 @@ class Engine:
         agent_hints: AgentHints | Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        lease: Lease | None = None,
+        parent: ForkPoint | None = None,
         **settings: Any,
     ) -> RequestHandle:
         """Submit a request and return its handle.
@@ -216,6 +220,10 @@ class Engine:
             Cached prefixes are shared among requests of equal salt only, so that others cannot tell what is cached.
         adapter : str, optional
             LoRA adapter of PEFT, by name; "__base__": none. Default: the active ones. Each has its own prefixes.
+        lease : Lease, optional
+            Keeps the prompt and the answer cached after the end, so that forks find them; see `Lease`.
+        parent : ForkPoint, optional
+            Running request with whose tokens the prompt begins, as `RequestHandle.point` returns it.
         **settings
             As of `model.generate`, such as settings and a streamer; `chat_template_kwargs`: `build_prompt`.
 
@@ -231,8 +239,9 @@ class Engine:
             If the engine is not open.
         """
         request = self._prepare(
-            prompt, generation_mode, priority, submitter, agent_hints, cache_salt, adapter, settings
+            prompt, generation_mode, priority, submitter, agent_hints, cache_salt, adapter, lease, settings
         )
+        request.parent = parent
         self._enqueue([request])
         return request.handle
 
@@ -245,6 +254,7 @@ class Engine:
         agent_hints: AgentHints | Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        lease: Lease | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> Request:
         """Return a request that is not submitted; see `submit`."""
@@ -260,7 +270,7 @@ class Engine:
         decoder = None if config.traits.streams_text else lambda: TokenDecoder(call.tokenizer, call.hidden_tokens)
         handle = RequestHandle(lambda: self._cancel(request), self._check_wait, decoder)
         handle.end_tokens = call.eos_token_ids
-        request = Request(config, call, handle, priority, key, hints, cache_salt, adapter)
+        request = Request(config, call, handle, priority, key, hints, cache_salt, adapter, lease)
         self._scheduler.check_budget(request)
         submission = {
             **settings,
@@ -271,7 +281,9 @@ class Engine:
             "cache_salt": cache_salt,
             "adapter": adapter,
         }
-        handle.make_forks = partial(self._fork, Origin.of(request, call, submission))
+        origin = Origin.of(request, call, submission)
+        handle.make_forks = partial(self._fork, origin)
+        handle.point = partial(point_of, origin)
         return request
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
@@ -299,7 +311,6 @@ class Engine:
     ) -> list[RequestHandle]:
         """Submit forks of a request; see `RequestHandle.fork`."""
         tokens, num_new = fork_point(origin, handle, row, at)
-        parent = origin.request()
         requests = []
         for settings in fork_settings(origin, n, children, {"suffix": suffix, **changes}):
             template = settings.pop("chat_template_kwargs", None)
@@ -307,11 +318,25 @@ class Engine:
             prompt = with_suffix(tokens, settings.pop("suffix"), tokenizer, template)
             of_submit = {name: settings.pop(name) for name in SUBMIT_ARGUMENTS if name in settings}
             request = self._prepare(prompt, **of_submit, settings=settings)
-            if parent is not None:
-                request.parent = ForkPoint(parent, row, num_new)
+            request.parent = handle.point(row, num_new)
             requests.append(request)
         self._enqueue(requests)
         return [request.handle for request in requests]
+
+    def renew(self, lease: Lease) -> None:
+        """Let the time of a lease begin again."""
+        self._post(partial(self._storage.leases.renew, lease))
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. What it kept is cached as any other prefix."""
+        self._post(partial(self._storage.leases.release, lease))
+
+    def _post(self, function: Callable[[], None]) -> None:
+        """Let the engine's thread call a function between two steps. Does nothing once the engine is closed."""
+        with self._changed:
+            if not self.is_closing:
+                self._posted.append(function)
+                self._changed.notify_all()
 
     def check_open(self) -> None:
         """Raise `RuntimeError` if the engine accepts no requests."""
@@ -383,25 +408,35 @@ class Engine:
         self._ranks.begin(storage.arena)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._submitted and not self._scheduler.is_busy:
-                    if self.is_closing:
-                        return
-                    self._changed.wait()
-                if self.is_closing and not self._draining:
-                    return
-                submitted = list(self._submitted)
-                self._submitted.clear()
-                for request in submitted:
-                    self._scheduler.add(request)
-                cancelled = self._cancelled
-                self._cancelled = []
-            for request in cancelled:
-                if not request.is_done:
-                    self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
-            self._keep_forked([request.parent for request in submitted if request.parent is not None])
+        while self._accept():
             self._step()
+
+    def _accept(self) -> bool:
+        """Wait for work, and take what was submitted, cancelled and posted. Return False if the engine is to end."""
+        with self._changed:
+            while not self._submitted and not self._scheduler.is_busy and not self._posted:
+                if self.is_closing:
+                    return False
+                if not self._changed.wait(self._storage.leases.seconds_left()):
+                    break  # a lease has expired
+            if self.is_closing and not self._draining:
+                return False
+            submitted = list(self._submitted)
+            self._submitted.clear()
+            for request in submitted:
+                self._scheduler.add(request)
+            cancelled = self._cancelled
+            self._cancelled = []
+            posted = self._posted
+            self._posted = []
+        for function in posted:
+            function()
+        self._storage.leases.expire()
+        for request in cancelled:
+            if not request.is_done:
+                self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
+        self._keep_forked([request.parent for request in submitted if request.parent is not None])
+        return True
 
     def _keep_forked(self, points: Sequence[ForkPoint]) -> None:
         """Let requests keep what their forks continue: rows that stand now, others before their next pass."""

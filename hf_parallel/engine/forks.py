@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hf_parallel.engine.handle import RequestHandle
-from hf_parallel.engine.request import Request
+from hf_parallel.engine.request import ForkPoint, Request
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.prompts import Chat, apply_template, is_valid_message
@@ -23,7 +23,7 @@ from hf_parallel.generation.validation import check_int, is_int
 
 OF_PARENT = ("streamer", "num_return_sequences", "attention_mask", "input_ids", "inputs")
 """Arguments of a request that its forks do not inherit."""
-SUBMIT_ARGUMENTS = ("generation_mode", "priority", "submitter", "agent_hints", "cache_salt", "adapter")
+SUBMIT_ARGUMENTS = ("generation_mode", "priority", "submitter", "agent_hints", "cache_salt", "adapter", "lease")
 """Arguments of `Engine.submit` besides the prompt and the settings of `generate`."""
 ANSWER = "hf parallel answer"
 """Content of a message in whose place a fork has the tokens of a row."""
@@ -57,6 +57,12 @@ class Origin:
             obstacle=obstacle,
             request=weakref.ref(request),
         )
+
+
+def point_of(origin: Origin, row: int, num_tokens: int) -> ForkPoint | None:
+    """Return the point after a number of new tokens of a row, or None if the request is not running any more."""
+    request = origin.request()
+    return None if request is None else ForkPoint(request, row, num_tokens)
 
 
 def fork_point(origin: Origin, handle: RequestHandle, row: object, at: object) -> tuple[np.ndarray, int]:

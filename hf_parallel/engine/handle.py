@@ -85,6 +85,8 @@ class RequestHandle:
     """The error that ended the request; None: it runs or has finished."""
     make_forks: Callable[..., list[RequestHandle]] | None = None
     """Submits forks, given the handle and the arguments of `fork`; set by the engine."""
+    point: Callable[[int, int], Any] = staticmethod(lambda row, num_tokens: None)
+    """Returns the `ForkPoint` after a number of new tokens of a row, while the request runs; set by the engine."""
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from hf_parallel.cache.state_plan import states_read
 from hf_parallel.cache.tree import Node
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
 from hf_parallel.engine.hints import AgentHints
+from hf_parallel.engine.leases import Lease
 from hf_parallel.engine.lent_prefixes import LentPrefixes
 from hf_parallel.engine.passes import PendingPass
 from hf_parallel.engine.storage import KVStorage
@@ -75,6 +76,7 @@ class Request(Host):
 
     is_shared = True
     allows_standing = True
+    is_observed = True
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class Request(Host):
         hints: AgentHints,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        lease: Lease | None = None,
     ) -> None:
         self.config = config
         self.handle = handle
@@ -94,6 +97,7 @@ class Request(Host):
         # Log-probabilities of a prompt need all of its logits: its prefixes are neither shared nor kept.
         self.is_private = any(getattr(processor, "prompt_top", None) is not None for processor in call.logits_processor)
         self.hints = hints
+        self.lease = lease
         self.adapter = adapter  # each adapter has prefixes of its own
         self.identity: Any = cache_salt if adapter is None else (adapter, cache_salt)
         if self.is_private:
@@ -415,7 +419,7 @@ class Request(Host):
             self._end(output)
 
     def _end(self, output: Any = None, error: BaseException | None = None) -> None:
-        self._release(keep=not isinstance(error, NonFiniteLogitsError))
+        self._release(keep=not isinstance(error, NonFiniteLogitsError), lease=self.lease if error is None else None)
         if error is not None:
             fail = getattr(self.call.streamer, "fail", None)
             if callable(fail):
@@ -426,11 +430,14 @@ class Request(Host):
         self.is_done = True
         self.handle.end(output, error)
 
-    def _release(self, keep: bool = True) -> None:
+    def _release(self, keep: bool = True, lease: Lease | None = None) -> None:
         if self._caches:
             for cache in self._caches:
                 cache.reset()
+            leaves = self._storage.tree.leaves.get(self, [])
             self._storage.tree.unpin(self, keep and not self.is_private)
+            if lease is not None and not self.is_private:
+                self._storage.leases.begin(lease, self.identity, leaves)
         self._caches = []
 
     # Preemption
