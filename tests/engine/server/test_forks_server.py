@@ -235,22 +235,15 @@ def hello(server: Served, number: int) -> str:
 
 def test_leases_end_by_number_bytes_time_and_under_pressure_and_forks_are_right_all_the_same() -> None:
     model, tokenizer = small_model()
-    with Engine(model, tokenizer) as engine:
-        token = engine._storage.arena.bytes_per_token or 256
-        with served(engine, Limits(max_leases=3, lease_ttl=10)) as server:
-            names = [
-                post(server, RESPONSES, model=MODEL, input=f"Hello {i}", max_output_tokens=4).json()["id"]
-                for i in range(5)
-            ]
-            assert engine.stats.leases == 3
-            answers = [text_of(fork(server, name, input="x", store=False, temperature=0)[0]) for name in names]
-            assert server.wait_until(lambda stats: stats.leases == 0, seconds=60)
-            token = engine.stats.kv_bytes and engine._storage.arena.bytes_per_token
+    with Engine(model, tokenizer) as engine, served(engine, Limits(max_leases=3, lease_ttl=10)) as server:
+        names = [hello(server, index) for index in range(5)]
+        assert engine.stats.leases == 3
+        answers = [text_of(fork(server, name, input="x", store=False, temperature=0)[0]) for name in names]
+        assert server.wait_until(lambda stats: stats.leases == 0, seconds=60)
+        token = engine._storage.arena.bytes_per_token
     limits = Limits(max_lease_bytes=70 * token)
     with Engine(model, tokenizer, max_kv_bytes=700 * token) as engine, served(engine, limits) as server:
-        names = [
-            post(server, RESPONSES, model=MODEL, input=f"Hello {i}", max_output_tokens=4).json()["id"] for i in range(5)
-        ]
+        names = [hello(server, index) for index in range(5)]
         assert 0 < engine.stats.lease_bytes <= 70 * token
         assert 0 < engine.stats.leases < 5
         post(server, "/v1/completions", model=MODEL, prompt="a b c d e " * 60, max_tokens=4)
