@@ -435,7 +435,8 @@ class Engine:
         for request in cancelled:
             if not request.is_done:
                 self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
-        self._keep_forked([request.parent for request in submitted if request.parent is not None])
+        if submitted:
+            self._keep_forked([request.parent for request in submitted if request.parent is not None])
         return True
 
     def _keep_forked(self, points: Sequence[ForkPoint]) -> None:

@@ -49,7 +49,9 @@ class Origin:
             obstacle = "its prompt has images"
         elif any(call.gaps):
             obstacle = "its prompt has masked tokens"
-        inherited = {name: value for name, value in settings.items() if name not in OF_PARENT}
+        inherited: dict[str, Any] = {}
+        if not obstacle:  # else settings may hold the features of images
+            inherited = {name: value for name, value in settings.items() if name not in OF_PARENT}
         return cls(
             prompts=call.prompts,
             settings=inherited,

@@ -122,6 +122,8 @@ class Leases:
 
     def expire(self) -> None:
         """End the leases whose time is over."""
+        if not self._held:
+            return
         now = time.monotonic()
         for lease in [lease for lease in self if lease.expires <= now]:
             self.release(lease)

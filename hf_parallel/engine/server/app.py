@@ -134,9 +134,10 @@ def create_app(
         for parameter in request.query_params:
             raise APIError(400, "kept responses are returned whole, without options", parameter)
         is_read = request.method == "GET"
-        response, _ = server.conversations.find(request.scope["cache_salt"], name, keep=is_read)
+        salt = request.scope["cache_salt"]
+        if is_read or not server.tables[ResponseBody].drop(salt, name) or server.conversations.has(salt, name):
+            response, _ = server.conversations.find(salt, name, keep=is_read)
         if not is_read:
-            server.tables[ResponseBody].drop(request.scope["cache_salt"], name)
             response = to_json({"id": name, "object": "response", "deleted": True})
         return Response(response, media_type="application/json")
 
@@ -276,7 +277,7 @@ class _Server:
         if isinstance(body, ResponseBody):
 
             def keep(response: dict[str, Any], answer: dict[str, Any]) -> None:
-                if body.store is not False:
+                if body.store is not False and self.tables[ResponseBody].has(salt, response["id"]):
                     self.conversations.add(salt, response, body.conversation_with(answer))
 
             return ResponseWriter(body.model, body, self.engine.tokenizer, keep)

@@ -36,6 +36,7 @@ class Kept:
     conversation: list[JSONObject]  # before the answer
     partial: JSONObject | None  # a message that the answer continues
     submission: Submission
+    has_tokens: bool  # whether each choice is a sequence of tokens after the prompt, which is a text
     answers: Answers | None  # None: it has ended
     end_tokens: Collection[int]
     lease: Lease | None  # None: it is not stored
@@ -52,11 +53,6 @@ class Kept:
     def num_choices(self) -> int:
         """Number of choices."""
         return self.submission.choices
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether each choice is a sequence of tokens after the prompt, which is a text."""
-        return self.submission.config.traits.rows_continue_prompts and len(self.submission.prompt) == 2
 
     def row(self, choice: int) -> list[int]:
         """Return the new tokens of a choice so far."""
@@ -118,6 +114,11 @@ class KeptTable:
 
     def __len__(self) -> int:
         return sum(map(len, (*self._kept.values(), *self._running.values())))
+
+    def has(self, salt: str, name: str) -> bool:
+        """Return whether a response was added, and not deleted since."""
+        with self._lock:
+            return self._of(self._kept, salt, name) is not None or self._of(self._running, salt, name) is not None
 
     def begin(self, salt: str, name: str, kept: Kept) -> None:
         """Add a response that runs."""

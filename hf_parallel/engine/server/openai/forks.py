@@ -273,6 +273,7 @@ def keep(body: ConversationBody, answers: Answers) -> Kept:
     submission = answers.submission
     fields = body.model_dump(mode="json", exclude_unset=True, by_alias=True, exclude=NOT_INHERITED)
     partial_message = None if body._forked is None else body._forked.partial
+    tokens = {name: submission.prompt[name] for name in ("input_ids", "attention_mask")}
     return Kept(
         model=body.model,
         fields=fields,
@@ -281,7 +282,8 @@ def keep(body: ConversationBody, answers: Answers) -> Kept:
         system=body.system,
         conversation=body.conversation,
         partial=partial_message,
-        submission=replace(submission, arguments={}, log_probs=None, prompt_log_probs=None),
+        submission=replace(submission, prompt=tokens, arguments={}, log_probs=None, prompt_log_probs=None),
+        has_tokens=submission.config.traits.rows_continue_prompts and len(submission.prompt) == len(tokens),
         answers=answers,
         end_tokens=answers.handle.end_tokens,
         lease=answers.lease,

@@ -231,6 +231,11 @@ class Conversations:
                 self._put(salt, name, entry)  # as the one used last
         return entry
 
+    def has(self, salt: str, name: str) -> bool:
+        """Return whether a response is kept."""
+        with self._lock:
+            return name in self._kept.get(salt, ())
+
     def _put(self, salt: str, name: str, entry: tuple[str, str]) -> None:
         self._kept.setdefault(salt, OrderedDict())[name] = entry
         self._characters[salt] += sum(map(len, entry))
