@@ -97,6 +97,9 @@ class Owner(Protocol):
     def identity(self) -> Hashable:
         """Identity of the root of its prefixes."""
 
+    is_observed: bool
+    """Whether the observer of the tree receives what it uses."""
+
     preempted: bool
     """Whether it has lost its keys and values, so that nodes which it alone pins can be evicted."""
 
@@ -229,9 +232,14 @@ class PrefixTree:
         return [*images.split(tokens[:-1]), *images.split(tokens[-1:])]
 
     def cached_child(self, parent: Node, tokens: np.ndarray) -> Node | None:
-        """Return the child of a node that begins with some tokens, if their keys and values are cached."""
+        """Return the child of a node that holds some tokens, if their keys and values are cached.
+
+        A child that holds more is split.
+        """
         child, shared = self._best_child(parent, tokens)
-        return child if child is not None and shared == len(tokens) <= child.num_cached else None
+        if child is None or shared < len(tokens) or shared > child.num_cached:
+            return None
+        return child if shared == len(child.tokens) else self._split(child, shared)
 
     def retain(self, tokens: np.ndarray) -> None:
         """Keep only the longest cached prefix of `tokens`, int64 `[length]`; remove all other tokens from the tree."""
@@ -344,7 +352,8 @@ class PrefixTree:
             if owner not in owners:
                 owners.add(owner)
                 new.append(ancestor)
-        self.observer.on_use(owner, new)
+        if owner.is_observed:
+            self.observer.on_use(owner, new)
 
     def unpin(self, owner: Owner, keep: bool = True) -> None:
         """Unpin the nodes of an owner that has ended.
@@ -353,7 +362,8 @@ class PrefixTree:
         """
         self.stop_computing(owner)
         nodes = list(self.pinned(owner))
-        self.observer.on_end(owner, nodes)
+        if owner.is_observed:
+            self.observer.on_end(owner, nodes)
         self.leaves.pop(owner, None)
         for node in nodes:
             self.pins[node].discard(owner)
@@ -382,6 +392,14 @@ class PrefixTree:
         """Yield the nodes that an owner uses, parents before children."""
         paths = dict.fromkeys(node for leaf in self.leaves.get(owner, ()) for node in leaf.path)
         yield from (node for node in paths if owner in self.pins.get(node, ()))
+
+    def is_attached(self, node: Node, root: Node) -> bool:
+        """Return whether a node is in the tree, below a root."""
+        while node.parent is not None:
+            if node not in node.siblings:
+                return False
+            node = node.parent
+        return node is root
 
     def is_used(self, node: Node, resumed: Collection[Owner] = ()) -> bool:
         """Return whether an owner that is not preempted, or one of `resumed`, uses a node."""

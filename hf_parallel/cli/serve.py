@@ -57,6 +57,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-connections", type=int, default=1024, metavar="N", help=words)
     words = "seconds after which an answer is cancelled if its client reads nothing (60)"
     add("--unread-seconds", type=float, default=60.0, metavar="N", help=words)
+    words = "seconds for which the prefix of a stored response stays cached for forks (600)"
+    add("--lease-ttl", type=float, default=600.0, metavar="N", help=words)
+    words = "responses of a key whose prefixes stay cached for forks (32)"
+    add("--max-leases", type=int, default=32, metavar="N", help=words)
+    words = "memory of these prefixes of a key, such as 1G (no limit but --max-kv-bytes)"
+    add("--max-lease-bytes", type=parse_bytes, metavar="N", help=words)
     add("--max-images", type=int, default=16, metavar="N", help="images of a request (16); 0: none")
     add("--max-image-bytes", type=parse_bytes, default=2**22, metavar="N", help="size of an image's file (4M)")
     add("--max-image-pixels", type=parse_bytes, default=2**25, metavar="N", help="pixels of a request's images (32M)")
@@ -214,6 +220,9 @@ def _limits(options: argparse.Namespace, reads_images: bool) -> Limits:
         tokens=options.max_tokens,
         default_tokens=options.default_tokens,
         log_probs=options.max_log_probs,
+        lease_ttl=options.lease_ttl,
+        max_leases=options.max_leases,
+        max_lease_bytes=options.max_lease_bytes,
         images=options.max_images,
         image_bytes=options.max_image_bytes,
         image_pixels=options.max_image_pixels,

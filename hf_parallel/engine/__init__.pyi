@@ -4,6 +4,8 @@ from hf_parallel.engine.engine import Engine as Engine
 from hf_parallel.engine.handle import RequestCancelledError as RequestCancelledError
 from hf_parallel.engine.handle import RequestHandle as RequestHandle
 from hf_parallel.engine.hints import AgentHints as AgentHints
+from hf_parallel.engine.leases import Lease as Lease
+from hf_parallel.engine.leases import LeaseTerms as LeaseTerms
 from hf_parallel.engine.policies import ContributionPolicy as ContributionPolicy
 from hf_parallel.engine.policies import EvictionPolicy as EvictionPolicy
 from hf_parallel.engine.policies import LeastRecentlyUsed as LeastRecentlyUsed

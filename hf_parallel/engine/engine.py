@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,14 @@ from hf_parallel.cache.pass_log import LoggedSteps
 from hf_parallel.cache.placement import cpu_as_default, execution_device
 from hf_parallel.cache.state_plan import MissingStateError
 from hf_parallel.engine.arguments import check_limits, check_request, split_arguments, submitter_key
+from hf_parallel.engine.forks import SUBMIT_ARGUMENTS, Origin, fork_point, fork_settings, point_of, with_suffix
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle, TokenDecoder
 from hf_parallel.engine.hints import AgentHints
+from hf_parallel.engine.leases import Lease
 from hf_parallel.engine.passes import JoinedPasses, PendingPass, join_passes
 from hf_parallel.engine.policies.base import EvictionPolicy
 from hf_parallel.engine.ranks import Ranks
-from hf_parallel.engine.request import NonFiniteLogitsError, Request, Sampling, record_passes
+from hf_parallel.engine.request import ForkPoint, NonFiniteLogitsError, Request, Sampling, record_passes
 from hf_parallel.engine.scheduler import BATCH_TOKENS, QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, engine_stats
 from hf_parallel.engine.storage import STATE_INTERVAL, KVBudgetError, KVStorage, WeightsChangedError
@@ -134,6 +137,7 @@ class Engine:
         self._changed = threading.Condition()
         self._submitted: deque[Request] = deque()
         self._cancelled: list[Request] = []
+        self._posted: list[Callable[[], None]] = []
         self._claim: Claim | None = None
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -193,6 +197,8 @@ class Engine:
         agent_hints: AgentHints | Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        lease: Lease | None = None,
+        parent: ForkPoint | None = None,
         **settings: Any,
     ) -> RequestHandle:
         """Submit a request and return its handle.
@@ -215,6 +221,10 @@ class Engine:
             others cannot tell what is cached.
         adapter : str, optional
             LoRA adapter of PEFT, by name; "__base__": none. Default: the active ones. Each has its own prefixes.
+        lease : Lease, optional
+            Keeps the prompt and the answer cached after the end, so that forks find them; see `Lease`.
+        parent : ForkPoint, optional
+            Running request with whose tokens the prompt begins, as `RequestHandle.point` returns it.
         **settings
             As of `model.generate`, such as settings and a streamer; `chat_template_kwargs`: `build_prompt`.
 
@@ -229,6 +239,27 @@ class Engine:
         RuntimeError
             If the engine is not open.
         """
+        request = self._prepare(
+            prompt, generation_mode, priority, submitter, agent_hints, cache_salt, adapter, lease, settings
+        )
+        request.parent = parent
+        self._enqueue([request])
+        return request.handle
+
+    def _prepare(
+        self,
+        prompt: Any,
+        generation_mode: str | None = None,
+        priority: int = 0,
+        submitter: Any = None,
+        agent_hints: AgentHints | Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+        lease: Lease | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """Return a request that is not submitted; see `submit`."""
+        settings = settings or {}
         self.check_open()
         check_request(priority, cache_salt)
         self._cached_model.check(adapter)
@@ -240,15 +271,73 @@ class Engine:
         decoder = None if config.traits.streams_text else lambda: TokenDecoder(call.tokenizer, call.hidden_tokens)
         handle = RequestHandle(lambda: self._cancel(request), self._check_wait, decoder)
         handle.end_tokens = call.eos_token_ids
-        request = Request(config, call, handle, priority, key, hints, cache_salt, adapter)
+        request = Request(config, call, handle, priority, key, hints, cache_salt, adapter, lease)
         self._scheduler.check_budget(request)
+        submission = {
+            **settings,
+            "generation_mode": generation_mode,
+            "priority": priority,
+            "submitter": submitter,
+            "agent_hints": agent_hints,
+            "cache_salt": cache_salt,
+            "adapter": adapter,
+        }
+        origin = Origin.of(request, call, submission)
+        handle.make_forks = partial(self._fork, origin)
+        handle.point = partial(point_of, origin)
+        return request
+
+    def _enqueue(self, requests: Sequence[Request]) -> None:
+        """Submit requests: all of them, or none if one has no place in the queue."""
         with self._changed:
             self.check_open()
-            if not self._scheduler.has_place(self._submitted, key, self.max_waiting):
-                raise QueueFullError(f"{self.max_waiting} requests wait already (max_waiting)")
-            self._submitted.append(request)
+            submitted = list(self._submitted)
+            for request in requests:
+                if not self._scheduler.has_place(submitted, request.submitter, self.max_waiting):
+                    raise QueueFullError(f"{self.max_waiting} requests wait already (max_waiting)")
+                submitted.append(request)
+            self._submitted.extend(requests)
             self._changed.notify_all()
-        return handle
+
+    def _fork(
+        self,
+        origin: Origin,
+        handle: RequestHandle,
+        n: int | None,
+        at: int | None,
+        row: int,
+        suffix: Any,
+        children: Sequence[Mapping[str, Any]] | None,
+        changes: Mapping[str, Any],
+    ) -> list[RequestHandle]:
+        """Submit forks of a request; see `RequestHandle.fork`."""
+        tokens, num_new = fork_point(origin, handle, row, at)
+        requests = []
+        for settings in fork_settings(origin, n, children, {"suffix": suffix, **changes}):
+            template = settings.pop("chat_template_kwargs", None)
+            tokenizer = settings.get("tokenizer") or self.tokenizer
+            prompt = with_suffix(tokens, settings.pop("suffix"), tokenizer, template)
+            of_submit = {name: settings.pop(name) for name in SUBMIT_ARGUMENTS if name in settings}
+            request = self._prepare(prompt, **of_submit, settings=settings)
+            request.parent = handle.point(row, num_new)
+            requests.append(request)
+        self._enqueue(requests)
+        return [request.handle for request in requests]
+
+    def renew(self, lease: Lease) -> None:
+        """Let the time of a lease begin again."""
+        self._post(partial(self._storage.leases.renew, lease))
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. What it kept is cached as any other prefix."""
+        self._post(partial(self._storage.leases.release, lease))
+
+    def _post(self, function: Callable[[], None]) -> None:
+        """Let the engine's thread call a function between two steps. Does nothing once the engine is closed."""
+        with self._changed:
+            if not self.is_closing:
+                self._posted.append(function)
+                self._changed.notify_all()
 
     def check_open(self) -> None:
         """Raise `RuntimeError` if the engine accepts no requests."""
@@ -320,22 +409,45 @@ class Engine:
         self._ranks.begin(storage.arena)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._submitted and not self._scheduler.is_busy:
-                    if self.is_closing:
-                        return
-                    self._changed.wait()
-                if self.is_closing and not self._draining:
-                    return
-                while self._submitted:
-                    self._scheduler.add(self._submitted.popleft())
-                cancelled = self._cancelled
-                self._cancelled = []
-            for request in cancelled:
-                if not request.is_done:
-                    self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
+        while self._accept():
             self._step()
+
+    def _accept(self) -> bool:
+        """Wait for work, and take what was submitted, cancelled and posted. Return False if the engine is to end."""
+        with self._changed:
+            while not self._submitted and not self._scheduler.is_busy and not self._posted:
+                if self.is_closing:
+                    return False
+                if not self._changed.wait(self._storage.leases.seconds_left()):
+                    break  # a lease has expired
+            if self.is_closing and not self._draining:
+                return False
+            submitted = list(self._submitted)
+            self._submitted.clear()
+            for request in submitted:
+                self._scheduler.add(request)
+            cancelled = self._cancelled
+            self._cancelled = []
+            posted = self._posted
+            self._posted = []
+        for function in posted:
+            function()
+        self._storage.leases.expire()
+        for request in cancelled:
+            if not request.is_done:
+                self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
+        if submitted:
+            self._keep_forked([request.parent for request in submitted if request.parent is not None])
+        return True
+
+    def _keep_forked(self, points: Sequence[ForkPoint]) -> None:
+        """Let requests keep what their forks continue: rows that stand now, others before their next pass."""
+        for parent, row, num_tokens in points:
+            if parent.has_started and not parent.is_done:
+                parent.want_prefix(row, num_tokens)
+        for parent in dict.fromkeys(point.request for point in points):
+            if isinstance(parent.awaited, Standing) and parent.wanted_prefixes:
+                self._call(parent, parent.resume, parent.awaited)
 
     def _abandon(self) -> None:
         """End all requests, as the engine ends."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence, Sized
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -83,6 +83,10 @@ class RequestHandle:
     """Tokens that end its rows, which are not part of their text."""
     error: BaseException | None = None
     """The error that ended the request; None: it runs or has finished."""
+    make_forks: Callable[..., list[RequestHandle]] | None = None
+    """Submits forks, given the handle and the arguments of `fork`; set by the engine."""
+    point: Callable[[int, int], Any] = staticmethod(lambda row, num_tokens: None)
+    """Returns the `ForkPoint` after a number of new tokens of a row, while the request runs; set by the engine."""
 
     def __init__(
         self,
@@ -126,6 +130,55 @@ class RequestHandle:
         """End the request at the next step and free its memory. Does nothing if it has ended."""
         if not self.done:
             self._on_cancel()
+
+    def fork(
+        self,
+        n: int | None = None,
+        *,
+        at: int | None = None,
+        row: int = 0,
+        suffix: Any = None,
+        children: Sequence[Mapping[str, Any]] | None = None,
+        **settings: Any,
+    ) -> list[RequestHandle]:
+        """Submit requests that continue a row of this one, and return their handles. This one goes on, if it runs.
+
+        Their prompt is the row's, its new tokens and a suffix. Keys and values of what the row has are not computed
+        again, except those of its last token, while they are cached; see `Engine`.
+
+        Parameters
+        ----------
+        n : int, optional
+            Number of forks. Default: 1, or one for each of the `children`.
+        at : int, optional
+            Number of new tokens of the row that forks continue. Default: all that it has now, without a token that has
+            ended it.
+        row : int
+            The row, as in `StreamedToken.row`.
+        suffix : str, list of int, tensor or list of dict, optional
+            Text, token ids or messages that follow. Messages follow the tokens as if these were an answer.
+        children : sequence of mapping, optional
+            Suffix and settings of each fork, which override those of all.
+        **settings
+            Other arguments of `Engine.submit`. Default: those of this request, without its streamer, and with one row.
+            Several forks with the same seed get this seed and those that follow it. Of another adapter or salt, they
+            compute everything anew.
+
+        Raises
+        ------
+        ValueError
+            For a row or tokens that the request does not have, and for a request whose rows are no sequences of tokens
+            (modes such as `hogwild`), or whose prompt has images or masked tokens. And the errors of `Engine.submit`;
+            then no fork is submitted.
+        """
+        if self.make_forks is None:
+            raise ValueError("the request cannot be forked: no engine has submitted it")
+        return self.make_forks(self, n, at, row, suffix, children, settings)
+
+    def row_tokens(self, row: int) -> list[int]:
+        """Return the tokens that a row has now."""
+        tokens = self.sink.tokens[:]  # rows are appended before tokens
+        return [token for token, owner in zip(tokens, self.sink.rows, strict=False) if owner == row]
 
     def __iter__(self) -> Iterator[StreamedToken]:
         """Yield tokens as they are generated, those of all rows."""
@@ -218,7 +271,7 @@ class RequestHandle:
         self.sink.rows.extend(rows)
         self.sink.tokens.extend(tokens)
 
-    def fork(self, row: int, forks: Sequence[int]) -> None:
+    def copy_row(self, row: int, forks: Sequence[int]) -> None:
         """Append the tokens of a row as those of the rows `forks`, which continue it."""
         pairs = zip(self.sink.tokens, self.sink.rows, strict=True)
         tokens = [token for token, owner in pairs if owner == row]

@@ -25,6 +25,7 @@ from hf_parallel.cache.state_plan import states_read
 from hf_parallel.cache.tree import Node
 from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
 from hf_parallel.engine.hints import AgentHints
+from hf_parallel.engine.leases import Lease
 from hf_parallel.engine.lent_prefixes import LentPrefixes
 from hf_parallel.engine.passes import PendingPass
 from hf_parallel.engine.storage import KVStorage
@@ -56,6 +57,14 @@ class Sampling(NamedTuple):
     logits: Part
 
 
+class ForkPoint(NamedTuple):
+    """Where a request is forked: the request, a row, and the number of the row's new tokens that forks continue."""
+
+    request: Request
+    row: int
+    num_tokens: int
+
+
 Awaited = PendingPass | Sampling | Standing | Wait
 """What a request waits for: a pass, a draw, or something that happens to rows that stand, or to another request."""
 
@@ -69,6 +78,7 @@ class Request(Host):
 
     is_shared = True
     allows_standing = True
+    is_observed = True
 
     def __init__(
         self,
@@ -80,6 +90,7 @@ class Request(Host):
         hints: AgentHints,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        lease: Lease | None = None,
     ) -> None:
         self.config = config
         self.handle = handle
@@ -89,6 +100,7 @@ class Request(Host):
         self.is_private = any(getattr(processor, "prompt_top", None) is not None for processor in call.logits_processor)
         self.hints = hints
         self.cache_salt = cache_salt
+        self.lease = lease
         self.adapter = adapter  # each adapter has prefixes of its own
         self.identity: Any = cache_salt if adapter is None else (adapter, cache_salt)
         if self.is_private:
@@ -116,6 +128,8 @@ class Request(Host):
         self._stack: list[Steps[Any]] = []  # its run, and what runs in its name before the run continues
         self._recomputing: Steps[None] | None = None  # on top of the stack, if there is one
         self.log = PassLog()
+        self.wanted_prefixes: dict[int, int] = {}
+        self.parent: ForkPoint | None = None
 
     @property
     def stats(self) -> GenerationStats:
@@ -136,6 +150,24 @@ class Request(Host):
     def is_ready(self) -> bool:
         """Whether it waits for a forward pass or for sampling, and for no other request."""
         return self.needs_pass or isinstance(self.awaited, Sampling)
+
+    # Forks
+
+    @property
+    def waits_for_parent(self) -> bool:
+        """Whether the request that it continues is about to keep what it continues."""
+        if self.parent is None:
+            return False
+        parent = self.parent.request
+        return bool(parent.wanted_prefixes) and not (parent.preempted or parent.is_done)
+
+    def want_prefix(self, row: int, num_tokens: int) -> None:
+        """Keep the first new tokens of a row in the tree before the next pass, as a fork continues them.
+
+        Not with `cache_dtype`, where they would be rounded for the row, too.
+        """
+        if num_tokens and not self.is_private and self._storage.arena.quantized is None:
+            self.wanted_prefixes[row] = max(self.wanted_prefixes.get(row, 0), num_tokens)
 
     # Estimates
 
@@ -183,7 +215,7 @@ class Request(Host):
         self.handle.add_tokens(rows, tokens)
 
     def fork(self, row: int, forks: Sequence[int]) -> None:
-        self.handle.fork(row, forks)
+        self.handle.copy_row(row, forks)
 
     def add_text(self, row: int, text: str, event: str) -> None:
         self.has_started = True
@@ -265,6 +297,7 @@ class Request(Host):
         """Run until the first forward pass."""
         self._storage = storage
         self.chunk_size = chunk_size
+        self.parent = None
         self.handle.times.started = self.handle.times.started or time.perf_counter()
         self._stack = [self._run_mode()]
         self._advance()
@@ -396,7 +429,7 @@ class Request(Host):
             self._end(output)
 
     def _end(self, output: Any = None, error: BaseException | None = None) -> None:
-        self._release(keep=not isinstance(error, NonFiniteLogitsError))
+        self._release(keep=not isinstance(error, NonFiniteLogitsError), lease=self.lease if error is None else None)
         if error is not None:
             fail = getattr(self.call.streamer, "fail", None)
             if callable(fail):
@@ -407,11 +440,14 @@ class Request(Host):
         self.is_done = True
         self.handle.end(output, error)
 
-    def _release(self, keep: bool = True) -> None:
+    def _release(self, keep: bool = True, lease: Lease | None = None) -> None:
         if self._caches:
             for cache in self._caches:
                 cache.reset()
+            leaves = self._storage.tree.leaves.get(self, [])
             self._storage.tree.unpin(self, keep and not self.is_private)
+            if lease is not None and not self.is_private:
+                self._storage.leases.begin(lease, self.identity, leaves)
         self._caches = []
 
     # Preemption
@@ -420,6 +456,7 @@ class Request(Host):
         """Forget everything, to start again: it has neither sampled nor shown anything yet."""
         self._close()
         self._release()
+        self.wanted_prefixes = {}
         self.log = PassLog()
         vars(self.stats).update(vars(GenerationStats()))  # in place, as the handle and the call share them
 

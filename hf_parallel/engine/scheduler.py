@@ -164,11 +164,13 @@ class Scheduler:
             return []
         admitted: list[Request] = []
         rows = sum(request.num_rows for request in self.running)
-        while self.waiting and (rows < self.max_rows or not self.running):
-            request = min(self.waiting, key=self._order)
+        startable = [request for request in self.waiting if not request.waits_for_parent]
+        while startable and (rows < self.max_rows or not self.running):
+            request = min(startable, key=self._order)
             has_place = rows + request.num_rows <= self.max_rows
             if self.running and not (has_place and self._fits([*admitted, request])):
                 break
+            startable.remove(request)
             self.waiting.remove(request)
             self.running.append(request)
             admitted.append(request)

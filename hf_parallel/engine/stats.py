@@ -25,6 +25,10 @@ class EngineStats:
     """Bytes of the states that layers keep instead of keys, cached prefixes included."""
     reserved_bytes: int = 0
     """Bytes of storage reserved for keys, values and states."""
+    leases: int = 0
+    """Finished requests whose prefixes stay cached for forks."""
+    lease_bytes: int = 0
+    """Bytes of keys, values and states that leases keep."""
     evicted_tokens: int = 0
     """Tokens of cached prefixes whose keys and values were deleted."""
     preemptions: int = 0
@@ -82,6 +86,8 @@ def engine_stats(scheduler: Scheduler, work: EngineStats, num_submitted: int) ->
         kv_bytes=storage.pool.kv_bytes,
         state_bytes=states.num_used * states.bytes_per_slot,
         reserved_bytes=storage.arena.reserved_bytes + states.reserved_bytes,
+        leases=storage.leases.count,
+        lease_bytes=storage.leases.num_bytes,
         evicted_tokens=storage.evicted_tokens,
         preemptions=scheduler.preemptions,
         **tokens,

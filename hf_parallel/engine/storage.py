@@ -16,6 +16,7 @@ from hf_parallel.cache.placement import all_modules
 from hf_parallel.cache.pool import Block, Budget, Wanted
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Owner, RequestObserver
+from hf_parallel.engine.leases import Lease, Leases
 from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed, SchedulingPolicy
 from hf_parallel.kernels import RotarySpec
 
@@ -56,6 +57,7 @@ class KVStorage:
         self.pool.on_full = self._make_room
         self.policy: EvictionPolicy
         self.use_policy(LeastRecentlyUsed() if policy is None else policy)
+        self.leases = Leases(self.tree)
         self.evicted_tokens = 0
         self.has_exceeded = False
         """Whether the request whose code is running is preempted as soon as it wants something; see `exceed`."""
@@ -75,6 +77,7 @@ class KVStorage:
     def reset(self) -> None:
         """Delete everything and release all memory."""
         self.cache.reset()
+        self.leases.clear()
         self._checked = None
         self._versions = []
 
@@ -85,7 +88,8 @@ class KVStorage:
         compares only what PyTorch counts: a write through `Tensor.data` is noticed by the next check of all weights.
         Requests that begin or end in the same step, between two passes, share one check.
         """
-        reads_all = ending is None or not self.tree.leaves.keys() - {ending}
+        others = [owner for owner in self.tree.leaves if owner is not ending and not isinstance(owner, Lease)]
+        reads_all = ending is None or not others
         if self._checked == (self.tree.clock, True) or self._checked == (self.tree.clock, reads_all):
             return
         is_equal = not self.pool.blocks or _versions(model) == self._versions
@@ -142,6 +146,9 @@ class KVStorage:
             return
         if pool.defragment(wanted) or self.evict(needed - pool.free_bytes):
             return
+        while self.leases.release_next():
+            if self.evict(needed - pool.free_bytes):
+                return
         if self._drop_states(wanted, needed - pool.free_bytes) or self.free_memory():
             return
         new_tokens = sum(length - block.length for block, length in wanted)
@@ -178,9 +185,16 @@ class KVStorage:
         return has_dropped
 
     def used_blocks(self, resumed: Collection[Owner] = ()) -> list[Block]:
-        """Return the blocks of the tree that running requests use, or preempted ones of `resumed`."""
-        used = (node for node in self.tree.pins if self.tree.is_used(node, resumed))
-        return [node.block for node in used if node.block is not None]
+        """Return the blocks of the tree that running requests use, or preempted ones of `resumed`.
+
+        Those of leases alone can be freed.
+        """
+        blocks = []
+        for node, owners in self.tree.pins.items():
+            requests = [owner for owner in owners if not isinstance(owner, Lease)]
+            if node.block is not None and any(not owner.preempted or owner in resumed for owner in requests):
+                blocks.append(node.block)
+        return blocks
 
 
 def _versions(model: PreTrainedModel) -> list[Any]:

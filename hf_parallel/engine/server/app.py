@@ -19,14 +19,23 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from hf_parallel.cache.logits import LogitsCache
-from hf_parallel.engine import Engine, KVBudgetError
+from hf_parallel.engine import Engine, KVBudgetError, Lease, LeaseTerms
 from hf_parallel.engine.server.errors import PIECE_ITEMS, APIError, api_error, json_pieces, json_response, to_json
+from hf_parallel.engine.server.leases import KeptTable
 from hf_parallel.engine.server.limits import PROMPT_FACTOR, Gate, Limits, check_keys
 from hf_parallel.engine.server.metrics import Metrics
 from hf_parallel.engine.server.openai.answers import Answers, Delta
+from hf_parallel.engine.server.openai.forks import ChildrenWriter, ForkReader, keep
 from hf_parallel.engine.server.openai.responses import ScoreWriter, Writer, usage_of
 from hf_parallel.engine.server.openai.responses_api import Conversations, ResponseBody, ResponseWriter
-from hf_parallel.engine.server.openai.schema import Body, ChatBody, CompletionBody, ScoreBody, read_body
+from hf_parallel.engine.server.openai.schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    ConversationBody,
+    ScoreBody,
+    read_body,
+)
 from hf_parallel.engine.server.openai.tokenization import DetokenizeBody, TokenizeBody
 from hf_parallel.engine.server.openai.translator import Translator
 from hf_parallel.engine.server.page import page
@@ -44,6 +53,8 @@ BODIES: dict[str, type[Body]] = {
     "/v1/score": ScoreBody,
 }
 """Bodies of the requests that run the model, by path."""
+FORKABLE = ("/v1/chat/completions", "/v1/responses")
+"""Paths of requests whose responses can be forked."""
 POOL_THREADS = 2  # threads for small bodies, as many for larger ones, and as many for answers
 PART_BYTES = 1 << 18  # of a large answer
 
@@ -113,13 +124,24 @@ def create_app(
     for path, other in (("/tokenize", TokenizeBody), ("/detokenize", DetokenizeBody)):
         app.add_api_route(path, partial(server.answer, other), methods=["POST"], name=path)
 
+    for path in FORKABLE:
+        app.add_api_route(f"{path}/{{name}}/fork", partial(server.fork, BODIES[path]), methods=["POST"])
+
+    @app.delete("/v1/chat/completions/{name}")
+    async def delete_chat(name: str, request: Request) -> Response:
+        if not server.tables[ChatBody].drop(request.scope["cache_salt"], name):
+            raise APIError(404, f"there is no stored chat {name[:200]!r}", code="response_not_found")
+        return json_response({"id": name, "object": "chat.completion.deleted", "deleted": True})
+
     @app.get("/v1/responses/{name}")
     @app.delete("/v1/responses/{name}")
     async def kept(name: str, request: Request) -> Response:
         for parameter in request.query_params:
             raise APIError(400, "kept responses are returned whole, without options", parameter)
         is_read = request.method == "GET"
-        response, _ = server.conversations.find(request.scope["cache_salt"], name, keep=is_read)
+        salt = request.scope["cache_salt"]
+        if is_read or not server.tables[ResponseBody].drop(salt, name) or server.conversations.has(salt, name):
+            response, _ = server.conversations.find(salt, name, keep=is_read)
         if not is_read:
             response = to_json({"id": name, "object": "response", "deleted": True})
         return Response(response, media_type="application/json")
@@ -170,6 +192,9 @@ class _Server:
         self.metrics = metrics
         self.translator = Translator(engine, limits, processor, logits_cache)
         self.conversations = Conversations()
+        self.tables = {BODIES[path]: KeptTable(engine) for path in FORKABLE}
+        self.forks = ForkReader(self.translator, self.tables, limits.rows)
+        self.lease_terms = LeaseTerms(limits.lease_ttl, limits.max_leases, limits.max_lease_bytes)
         card = {
             "id": model,
             "object": "model",
@@ -205,34 +230,75 @@ class _Server:
     async def respond(self, kind: type[Body], request: Request) -> Response:
         """Submit the prompts of a request's body and return the response."""
         content = await request.body()
+        job = partial(self._submit, kind, content, request.scope)
+        body, answers = await self._submitted(request, content, job)
+        salt = request.scope["cache_salt"]
+        writer = self._writer(body, salt)
+        name = self._begin(salt, writer, body, answers[0])
+        return await self._respond(body, request, answers, writer, {name: type(body)})
+
+    async def fork(self, kind: type[Body], name: str, request: Request) -> Response:
+        """Submit forks of a response and return their responses."""
+        content = await request.body()
+        job = partial(self._submit_forks, kind, content, name, request.scope)
+        bodies, answers = await self._submitted(request, content, job)
+        salt = request.scope["cache_salt"]
+        children = []
+        names = {}
+        for body, answer in zip(bodies, answers, strict=True):
+            writer = self._writer(body, salt)
+            names[self._begin(salt, writer, body, answer)] = kind
+            children.append((writer, answer))
+        return await self._respond(bodies[0], request, answers, ChildrenWriter(children), names)
+
+    async def _submitted(self, request: Request, content: bytes, job: Callable[[], T]) -> T:
+        """Run a job that submits requests."""
         is_small = len(content) <= SMALL_BODY and not any(name in content for name in COSTLY)
         pool = self.small if is_small else self.large
-        job = partial(self._submit, kind, content, request.scope)
         submission = pool.run(request.scope["submitter"], job, _cancel_submitted)
-        body, answers = await _unless_disconnected(request, submission)
+        return await _unless_disconnected(request, submission)
+
+    async def _respond(
+        self,
+        body: Body,
+        request: Request,
+        answers: Sequence[Answers],
+        writer: Writer,
+        names: Mapping[str, type[Body]],
+    ) -> Response:
+        """Return the response to requests that were submitted; `names` are the ids of those that can be forked."""
         request.scope["usage"] = partial(usage_of, answers)  # for the log
-        writer = self._writer(body, request.scope["cache_salt"])
+        close = partial(self._close, answers, request.scope["cache_salt"], names)
         try:
             if body.stream:
-                return await self._stream(body, request, answers, writer)
+                return await self._stream(body, request, answers, writer, close)
             return await _unless_disconnected(request, self._whole(request, answers, writer))
         except Exception as error:
             raise self._translated(error, body, answers) from error
         finally:
             if not body.stream:
-                self._close(answers)
+                close()
+
+    def _begin(self, salt: str, writer: Writer, body: Body, answers: Answers) -> str:
+        """Register a response that can be forked from now on. Return its id."""
+        if isinstance(body, ConversationBody):
+            kept = keep(body, answers)
+            self.tables[_table_of(body)].begin(salt, writer.id, kept)
+        return writer.id
 
     def _writer(self, body: Body, salt: str) -> Writer:
         if isinstance(body, ResponseBody):
 
             def keep(response: dict[str, Any], answer: dict[str, Any]) -> None:
-                if body.store is not False:
-                    self.conversations.add(salt, response, [*body.messages, answer])
+                if body.store is not False and self.tables[ResponseBody].has(salt, response["id"]):
+                    self.conversations.add(salt, response, body.conversation_with(answer))
 
             return ResponseWriter(body.model, body, self.engine.tokenizer, keep)
         if isinstance(body, ScoreBody):
             return ScoreWriter(body.model, self.engine.tokenizer, body.apply_softmax)
-        return Writer(body.model, isinstance(body, ChatBody), self.engine.tokenizer)
+        writer = Writer(body.model, isinstance(body, ChatBody), self.engine.tokenizer)
+        writer.wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        return writer
 
     async def answer(self, kind: type[TokenizeBody | DetokenizeBody], request: Request) -> Response:
         """Return the response to a request that runs no model."""
@@ -251,8 +317,33 @@ class _Server:
     def _submit(self, kind: type[Body], content: bytes, scope: Scope) -> tuple[Body, list[Answers]]:
         """Read a body. Submit all of its prompts, or none; clients with different keys share no cached prefixes."""
         body = read_body(kind, content)
-        self.check_model(body.model)
+        if isinstance(body, ConversationBody):
+            body._size = len(content)
+            if body.fork is not None:
+                body = self.forks.read_one(kind, content, scope["cache_salt"])
         self.conversations.resume(scope["cache_salt"], body)
+        return body, self._submit_body(body, scope)
+
+    def _submit_forks(
+        self, kind: type[Body], content: bytes, name: str, scope: Scope
+    ) -> tuple[list[ConversationBody], list[Answers]]:
+        """Read the bodies of forks, and submit all of them, or none."""
+        bodies = self.forks.read_children(kind, content, name, scope["cache_salt"])
+        answers = list[Answers]()
+        num_choices = 0
+        try:
+            for body in bodies:
+                answers += self._submit_body(body, scope, num_choices)
+                num_choices += answers[-1].submission.choices
+        except Exception:
+            for answer in answers:
+                answer.handle.cancel()
+            raise
+        return bodies, answers
+
+    def _submit_body(self, body: Body, scope: Scope, num_choices: int = 0) -> list[Answers]:
+        """Submit all prompts of a body, or none. `num_choices`: of the bodies before it in the same request."""
+        self.check_model(body.model)
         salt = scope["cache_salt"] + (body.cache_salt or "")
         answers = list[Answers]()
         try:
@@ -260,7 +351,8 @@ class _Server:
             prompts = body.prompts
             # Prompts whose log-probabilities are wanted are one request, which computes what they share once.
             groups = [prompts] if body.prompt_logprobs_wanted is not None else [[prompt] for prompt in prompts]
-            num_choices = 0
+            lease = self._lease(body, scope["cache_salt"])
+            forked = body._forked if isinstance(body, ConversationBody) else None
             for submission in self.translator.translate_groups(body, groups, body.prompt_field):
                 handle = self.engine.submit(
                     submission.prompt,
@@ -269,15 +361,22 @@ class _Server:
                     parallel_config=submission.config,
                     agent_hints=submission.hints,
                     adapter=self.adapters[body.model],
+                    lease=lease,
+                    parent=None if forked is None else forked.parent,
                     **submission.arguments,
                 )
-                answers.append(Answers(submission, handle, num_choices))
+                answers.append(Answers(submission, handle, num_choices, lease))
                 num_choices += submission.choices
         except Exception as error:
             for answer in answers:
                 answer.handle.cancel()
             raise self._translated(error, body) from error
-        return body, answers
+        return answers
+
+    def _lease(self, body: Body, holder: str) -> Lease | None:
+        """Return a lease for a response that is stored."""
+        is_stored = body.store is not False if isinstance(body, ResponseBody) else bool(body.store)
+        return Lease(holder, self.lease_terms) if is_stored and isinstance(body, ConversationBody) else None
 
     def _check_prompts(self, body: Body) -> None:
         """Raise an error if a body has too many or too large prompts. It does not build them."""
@@ -336,17 +435,21 @@ class _Server:
         """Decode or encode a part of an answer in a thread. Log-probabilities of many tokens are megabytes."""
         return await self.writing.run(request.scope["submitter"], job, lambda _: None)
 
-    async def _stream(self, body: Body, request: Request, answers: Sequence[Answers], writer: Writer) -> Response:
+    async def _stream(
+        self,
+        body: Body,
+        request: Request,
+        answers: Sequence[Answers],
+        writer: Writer,
+        close: Callable[[], None],
+    ) -> Response:
         """Return the stream of a response, once there is something to send: errors until then have a status."""
         deltas = _merged([answer.deltas() for answer in answers])
-        close = partial(self._close, answers)
         try:
             first = await _unless_disconnected(request, anext(deltas))
         except BaseException:
             close()
             raise
-        wants_usage = isinstance(body, ResponseBody)
-        wants_usage |= body.stream_options is not None and body.stream_options.include_usage
 
         async def events() -> AsyncIterator[str | bytes]:
             begun: set[int] = set()
@@ -364,7 +467,7 @@ class _Server:
                         delta = await anext(deltas)
                     except StopAsyncIteration:
                         break
-                if wants_usage:
+                if writer.wants_usage:
                     # It may hold, and keep, a long conversation.
                     yield await self._encode(request, lambda: _event(writer.usage_chunk(usage_of(answers))))
                 yield "data: [DONE]\n\n"
@@ -378,11 +481,14 @@ class _Server:
 
         return _EventStream(events(), close)
 
-    def _close(self, answers: Sequence[Answers]) -> None:
-        """Cancel what still runs, and record the times of what has ended."""
+    def _close(self, answers: Sequence[Answers], salt: str, names: Mapping[str, type[Body]]) -> None:
+        """Cancel what still runs, record the times of what has ended, and keep what is stored."""
         for answer in answers:
             answer.handle.cancel()
             self.metrics.add_request(answer.handle, answer.submission.choices)
+        for name, kind in names.items():
+            if issubclass(kind, ConversationBody):
+                self.tables[_table_of(kind)].end(salt, name)
 
     async def error_response(self, request: Request, error: Exception) -> Response:
         """Return an error in OpenAI's form."""
@@ -391,6 +497,12 @@ class _Server:
         elif not isinstance(error, APIError):
             error = APIError(500, "the server failed to answer this request", code="internal_error")
         return error.response()
+
+
+def _table_of(body: type[Body] | Body) -> type[Body]:
+    """Return the kind of bodies with whose responses one is kept."""
+    kind = body if isinstance(body, type) else type(body)
+    return ResponseBody if issubclass(kind, ResponseBody) else ChatBody
 
 
 class FairPool:
@@ -421,7 +533,7 @@ class FairPool:
         self._threads.shutdown(cancel_futures=True)
 
 
-def _cancel_submitted(submission: Future[tuple[Body, list[Answers]]]) -> None:
+def _cancel_submitted(submission: Future[Any]) -> None:
     if submission.cancelled() or submission.exception() is not None:
         return
     _, answers = submission.result()

@@ -58,6 +58,12 @@ class Limits:
     log_probs: int = 1 << 20
     """Log-probabilities of a response: tokens of its answers, and of prompts if these are wanted, each with its
     alternatives."""
+    lease_ttl: float = 600.0
+    """Seconds for which the prefix of a stored response stays cached for forks, from its end or its last fork."""
+    max_leases: int = 32
+    """Responses of a key whose prefixes stay cached for forks. Beyond, its least recently used one is released."""
+    max_lease_bytes: int | None = None
+    """Bytes of keys, values and states that these prefixes of a key have together. Default: the engine's budget."""
     images: int = 16
     """Images of a request."""
     image_bytes: int = 4 << 20

@@ -16,6 +16,8 @@ _GAUGES = {
     "running": "Requests that run",
     "waiting": "Requests in the queue, preempted ones included",
     "kv_bytes": "Bytes of keys and values held, cached prefixes included",
+    "leases": "Responses whose prefixes stay cached for forks",
+    "lease_bytes": "Bytes of keys, values and states that these prefixes have",
     "reserved_bytes": "Bytes of storage reserved for keys and values",
 }
 _COUNTERS = {

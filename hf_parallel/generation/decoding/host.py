@@ -57,6 +57,8 @@ class Host:
     """Only calls of equal salt share what they have cached."""
     turn_is_over = False
     """Whether a call that computes without the model, as in a replay, is to let other calls continue (`Wait`)."""
+    wanted_prefixes: dict[int, int] | None = None
+    """Numbers of new tokens, by output row, that other calls want to continue: see `DecodeLoop.decode`."""
 
     sink: TokenSink | None = None
     """Where tokens of rows that stand go, step by step."""

@@ -118,6 +118,7 @@ class DecodeLoop:
         `logits`, as returned by `step`, are those of the rows' next tokens; None: they are computed from `row.pending`.
         The default `on_token` makes the token pending, until the row ends. `after_pass` is called after every pass.
         `schedule` receives the active rows and returns those of the next pass; it may `drop` rows and admit others.
+        Before their next pass, rows with a `leaf` keep what is in `wanted_prefixes` of the host.
         """
         began = time.perf_counter()
         prefilling = self.stats.prefill_seconds
@@ -142,6 +143,8 @@ class DecodeLoop:
                     active = [row for row in scheduled if row.is_active()]
             if self.draft is not None and is_plain:
                 active = yield from self.draft(active)
+            if self.call.host.wanted_prefixes and next_tokens is None:
+                self._keep_wanted(rows, self.call.host.wanted_prefixes)
             num_steps = self._steps_to_stand(active) if may_stand and active else 0
             if num_steps > 1:
                 sink = self.call.host.sink
@@ -318,9 +321,25 @@ class DecodeLoop:
         """Keep own blocks of `interval` tokens, with the states at their ends. Their rows continue in new blocks."""
         for row in rows:
             if row.leaf is not None and row.view[-1].length >= interval:
-                self.keep([row])
-                block = self.cache.pool.new_block(base=row.leaf.next_position)
-                row.view = [*row.leaf.view, block]
+                self._keep_block(row)
+
+    def _keep_wanted(self, rows: Sequence[Row], wanted: dict[int, int]) -> None:
+        """Keep the own blocks of rows that hold any of the new tokens which others want to continue."""
+        for row in rows:
+            num_wanted = wanted.get(row.output_row, 0)
+            if not num_wanted or row.leaf is None or row.dropped:
+                continue
+            num_kept = self.table.lengths[row.index] - len(row.pending) - row.view[-1].length
+            if num_wanted > num_kept - self.call.input_ids.shape[1]:
+                self._keep_block(row)
+        wanted.clear()
+
+    def _keep_block(self, row: Row) -> None:
+        """Attach the own block of a row to the tree of the cache. The row continues in a new one."""
+        self.keep([row])
+        assert row.leaf is not None, "the row follows a leaf of the tree"
+        block = self.cache.pool.new_block(base=row.leaf.next_position)
+        row.view = [*row.leaf.view, block]
 
     def drop(self, row: Row, reason: str) -> None:
         """End a row before its next pass and free its own block. `reason` is recorded, as a word for transcripts."""

@@ -273,11 +273,11 @@ def test_tools_are_described_in_the_format_in_which_calls_are_read(family: str) 
 
 def test_names_and_calls_of_responses_reach_the_template() -> None:
     said = [{"role": "assistant", "content": text, "name": "Bo"} for text in "AB"]
-    assert ResponseBody(model=MODEL, input=said).messages == said  # two texts are two messages
+    assert ResponseBody(model=MODEL, input=said).conversation == said  # two texts are two messages
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": ""}
     called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
     output = {"type": "function_call_output", "call_id": "1", "output": "x"}
-    assert ResponseBody(model=MODEL, input=[said[0], call, output]).messages == [
+    assert ResponseBody(model=MODEL, input=[said[0], call, output]).conversation == [
         {**said[0], "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "1", "content": "x"},
     ]

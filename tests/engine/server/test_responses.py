@@ -216,7 +216,7 @@ def test_reasoning_text_and_calls_are_items_of_one_message(server: Served) -> No
     again = ResponseBody(
         model=MODEL, input=[*done, {"type": "function_call_output", "call_id": call.id, "output": "x"}]
     )
-    assert again.messages == [message, {"role": "tool", "tool_call_id": call.id, "content": "x"}]
+    assert again.conversation == [message, {"role": "tool", "tool_call_id": call.id, "content": "x"}]
 
 
 def test_items_in_any_order_are_the_message_that_is_kept() -> None:
@@ -231,10 +231,12 @@ def test_items_in_any_order_are_the_message_that_is_kept() -> None:
         ([said[0], thought, said[1]], {"content": "AB", "reasoning_content": "Hm"}),
     ):
         tool = {"role": "tool", "content": "x", "tool_call_id": "1"}
-        assert ResponseBody(model=MODEL, input=[*items, ask]).messages == [{"role": "assistant", **expected}, tool]
-    assert ResponseBody(model=MODEL, input=said).messages == said
+        assert ResponseBody(model=MODEL, input=[*items, ask]).conversation == [{"role": "assistant", **expected}, tool]
+    assert ResponseBody(model=MODEL, input=said).conversation == said
     pictured = {"role": "assistant", "content": [IMAGE]}
-    roles = [message["role"] for message in ResponseBody(model=MODEL, input=[pictured, call, said[1], ask]).messages]
+    roles = [
+        message["role"] for message in ResponseBody(model=MODEL, input=[pictured, call, said[1], ask]).conversation
+    ]
     assert roles == ["assistant", "assistant", "tool"]
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass, field
 
 from hf_parallel.detokenizer import IncrementalDetokenizer
-from hf_parallel.engine import RequestHandle
+from hf_parallel.engine import Lease, RequestHandle
 from hf_parallel.engine.server.openai.replies import Parsed, ToolCall
 from hf_parallel.engine.server.openai.submission import Submission
 from hf_parallel.generation.outputs import ParallelOutput
@@ -71,15 +71,39 @@ class Delta:
 class Answers:
     """Reads the choices of one submission. `first` is the index of its first choice in the response."""
 
-    def __init__(self, submission: Submission, handle: RequestHandle, first: int = 0) -> None:
+    def __init__(
+        self, submission: Submission, handle: RequestHandle, first: int = 0, lease: Lease | None = None
+    ) -> None:
+        self.lease = lease
         self.submission = submission
         self.handle = handle
         self.first = first
         self._texts = [_ChoiceText(submission, row, handle.end_tokens) for row in range(submission.choices)]
+        self.shown: dict[int, Delta] = {}
+        """What was returned of each choice, by its number in this submission, without log-probabilities."""
         self._replies = [submission.make_reply(index) for index in range(submission.choices)]
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether every choice was returned up to its end."""
+        ended = [delta for delta in self.shown.values() if delta.finish_reason is not None]
+        return len(ended) == self.submission.choices
+
+    def _record(self, delta: Delta) -> Delta:
+        index = delta.index - self.first
+        shown = self.shown.setdefault(index, Delta(index))
+        shown.text += delta.text
+        shown.reasoning += delta.reasoning
+        shown.calls = [*shown.calls, *delta.calls]
+        shown.finish_reason = delta.finish_reason
+        return delta
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield new text and tokens as they are generated, and finally the end of every choice."""
+        async for delta in self._deltas():
+            yield self._record(delta)
+
+    async def _deltas(self) -> AsyncIterator[Delta]:
         if self.submission.config.traits.rows_continue_prompts:
             async for token in self.handle:
                 if self._texts[token.row].begins_with_prompt:  # of many tokens
@@ -106,7 +130,7 @@ class Answers:
         for index in range(self.submission.choices):
             choices.append(Delta(self.first + index, has_log_probs=has_log_probs))
         for delta in self._all(output):
-            choices[delta.index - self.first].append(delta)
+            choices[delta.index - self.first].append(self._record(delta))
         return choices
 
     def _all(self, output: ParallelOutput) -> Iterator[Delta]:

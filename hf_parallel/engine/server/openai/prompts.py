@@ -89,8 +89,8 @@ class PromptReader:
         self.check_length("tools", characters)
         return self.tool_messages.apply(chat, tools, template)
 
-    def checked_chat(self, chat: Chat, name: str) -> list[Message]:
-        """Return a chat with its results in the order of their calls.
+    def checked_chat(self, chat: Chat, name: str, after: bool = False) -> list[Message]:
+        """Return a chat with its results in the order of their calls; `after`: the chat follows others.
 
         Raises an error for texts that are too long or that no tokenizer can read, for images that the model does not
         read, and for results of no call.
@@ -102,7 +102,7 @@ class PromptReader:
         self.check_length(name, characters)
         for text in chat_texts(chat):
             check_text(name, text)
-        return with_ordered_results(chat, name)
+        return list(chat) if after else with_ordered_results(chat, name)
 
     def check_ids(self, name: str, tokens: Sequence[int]) -> None:
         """Raise an error for token ids outside the vocabulary."""

@@ -24,6 +24,14 @@ from hf_parallel.generation.sampling.log_probs import TokenLogProbs
 class Writer:
     """Writes the response to one request: a chat or a completion."""
 
+    wants_usage = False
+    """Whether a stream ends with its usage."""
+
+    @property
+    def id(self) -> str:
+        """Id of the response."""
+        return str(self.head["id"])
+
     def __init__(self, model: str, is_chat: bool, tokenizer: PreTrainedTokenizerBase) -> None:
         self.is_chat = is_chat
         self.tokenizer = tokenizer

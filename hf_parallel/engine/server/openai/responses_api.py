@@ -16,7 +16,7 @@ from hf_parallel.engine.server.errors import APIError, to_json
 from hf_parallel.engine.server.openai import schema
 from hf_parallel.engine.server.openai.answers import Delta
 from hf_parallel.engine.server.openai.responses import Writer
-from hf_parallel.engine.server.openai.schema import Body, BodyObject, Count, Effort, Id, Items, Prompt, Text
+from hf_parallel.engine.server.openai.schema import Body, BodyObject, Count, Effort, Id, Items, Text
 from hf_parallel.generation.arguments import encode
 
 JSONObject: TypeAlias = dict[str, Any]
@@ -149,8 +149,10 @@ class ResponseBody(schema.ConversationBody):
     _history: list[JSONObject] = PrivateAttr(default_factory=list)
 
     @property
-    def messages(self) -> list[JSONObject]:
-        """The conversation so far. Instructions of earlier responses do not apply, and are not in it.
+    def new_messages(self) -> list[JSONObject]:
+        """The conversation so far, but of a fork only what it adds.
+
+        Instructions of earlier responses do not apply, and are not in it.
 
         Reasoning, text and calls that follow each other are one message of the assistant; two texts are two.
         """
@@ -162,17 +164,18 @@ class ResponseBody(schema.ConversationBody):
         previous: JSONObject = messages[-1] if messages else {"role": ""}
         for message in added:
             if _continues(previous, message) and type(messages[-1]["content"]) is type(message["content"]):
-                messages[-1] = _merged(messages[-1], message)
+                messages[-1] = schema.merged_messages(messages[-1], message)
             else:
                 messages.append(message)
             previous = message
         return messages
 
     @property
-    def prompts(self) -> list[Prompt]:
-        """The conversation after the instructions."""
-        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        return [[*system, *self.messages]]
+    def system(self) -> list[JSONObject]:
+        """The instructions; of a fork, those of its parent."""
+        if self._forked is not None:
+            return self._forked.system
+        return [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
 
     @property
     def budget(self) -> int | None:
@@ -190,14 +193,6 @@ def _continues(previous: JSONObject, message: JSONObject) -> bool:
         return False
     fields = (previous.keys() | message.keys()) - {"name"}
     return fields > {"role", "content"}
-
-
-def _merged(first: JSONObject, second: JSONObject) -> JSONObject:
-    """Return one message with the fields of two; fields of both are joined."""
-    message = {**first, **second}
-    for name in first.keys() & second.keys() - {"role", "name"}:
-        message[name] = first[name] + second[name]
-    return message
 
 
 class Conversations:
@@ -236,6 +231,11 @@ class Conversations:
                 self._put(salt, name, entry)  # as the one used last
         return entry
 
+    def has(self, salt: str, name: str) -> bool:
+        """Return whether a response is kept."""
+        with self._lock:
+            return name in self._kept.get(salt, ())
+
     def _put(self, salt: str, name: str, entry: tuple[str, str]) -> None:
         self._kept.setdefault(salt, OrderedDict())[name] = entry
         self._characters[salt] += sum(map(len, entry))
@@ -253,11 +253,20 @@ class Conversations:
     def resume(self, salt: str, body: Body) -> None:
         """Give a body the conversation that it continues."""
         if isinstance(body, ResponseBody) and body.previous_response_id is not None:
-            body._history = json.loads(self.find(salt, body.previous_response_id, "previous_response_id")[1])
+            history = self.find(salt, body.previous_response_id, "previous_response_id")[1]
+            body._history = json.loads(history)
+            body._size += len(history)
 
 
 class ResponseWriter(Writer):
     """Writes a response, or its events. `keep` receives the response, and the first answer as a message of a chat."""
+
+    wants_usage = True
+
+    @property
+    def id(self) -> str:
+        """Id of the response."""
+        return self._id
 
     def __init__(self, model: str, body: ResponseBody, tokenizer: PreTrainedTokenizerBase, keep: Keep) -> None:
         super().__init__(model, True, tokenizer)
@@ -292,7 +301,7 @@ class ResponseWriter(Writer):
             response["status"] = "failed"
         elif is_cut:
             response["status"] = "incomplete"
-        self._keep(response, _as_message(answers[0]))
+        self._keep(response, as_message(answers[0]))
         return response
 
     def _usage(self, answers: Sequence[Delta], usage: JSONObject) -> JSONObject:
@@ -383,7 +392,7 @@ class ResponseWriter(Writer):
         return location
 
 
-def _as_message(answer: Delta) -> JSONObject:
+def as_message(answer: Delta) -> JSONObject:
     """Return an answer as a message of a chat."""
     message: JSONObject = {"role": "assistant", "content": answer.text}
     if answer.reasoning:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from reprlib import repr as _shortened
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -15,6 +15,7 @@ from pydantic import (
     Discriminator,
     Field,
     Json,
+    PrivateAttr,
     Tag,
     ValidationError,
     model_validator,
@@ -254,6 +255,45 @@ class ResponseFormat(BodyObject):
     json_schema: JSONSchema | None = None
 
 
+class At(BodyObject):
+    """A place in a response: after a number of new tokens, or after a message of its conversation."""
+
+    token: Token | None = None
+    message: Int | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> At:
+        if (self.token is None) == (self.message is None):
+            raise ValueError('give one of "token" and "message"')
+        return self
+
+
+Place = Annotated[
+    Annotated[Literal["end"], Tag("a text")] | Annotated[At, Tag("an object")],
+    one_of('"end", {"token": N} or {"message": N}', lambda value: _kind(value) or "an object"),
+]
+
+
+class ForkOf(BodyObject):
+    """The response that a request continues: its id, a place in it, and one of its choices."""
+
+    id: Annotated[Text, Field(max_length=MAX_ID)]
+    at: Place = "end"
+    choice: Token = 0
+
+
+class Forked(NamedTuple):
+    """What a request continues, and its own messages."""
+
+    prompt: Prompt  # token ids, or a chat
+    continues: bool | None  # whether the answer continues a text; None: as the prompt says
+    system: list[dict[str, Any]]  # messages before the conversation
+    conversation: list[dict[str, Any]]
+    partial: dict[str, Any] | None  # the message of the assistant that the answer continues
+    parent: Any  # a running request that has the beginning of the prompt
+    size: int  # characters of the conversation
+
+
 class Body(BaseModel):
     """Fields of all kinds of requests."""
 
@@ -363,6 +403,39 @@ class ConversationBody(Body):
     thinking_token_budget: Annotated[int, Field(strict=True, ge=0, lt=2**31)] | None = None  # of vLLM
     tools: Any = None
     tool_choice: Any = None
+    fork: ForkOf | None = None
+    _forked: Forked | None = PrivateAttr(None)
+    _size: int = PrivateAttr(0)  # characters of the conversation
+
+    @property
+    def new_messages(self) -> list[dict[str, Any]]:
+        """The messages of this request alone."""
+        raise NotImplementedError
+
+    @property
+    def system(self) -> list[dict[str, Any]]:
+        """Messages before the conversation."""
+        return [] if self._forked is None else self._forked.system
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The conversation so far."""
+        return self.new_messages if self._forked is None else self._forked.conversation
+
+    def conversation_with(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the conversation with an answer, which may continue a message."""
+        partial = None if self._forked is None else self._forked.partial
+        return [*self.conversation, answer if partial is None else merged_messages(partial, answer)]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """See `Body.prompts`."""
+        return [[*self.system, *self.conversation]] if self._forked is None else [self._forked.prompt]
+
+    @property
+    def prompt_sizes(self) -> list[int]:
+        """See `Body.prompt_sizes`. What a fork continues was checked before."""
+        return super().prompt_sizes if self._forked is None else [0]
 
     @property
     def effort(self) -> Any:
@@ -399,10 +472,16 @@ class ChatBody(ConversationBody):
     prompt_field: ClassVar = "messages"
     messages: Items[Message]
     max_completion_tokens: Count | None = None
+
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     tools: Tools[Tool] | None = None
     tool_choice: Choice[Tool] | None = None
+
+    @property
+    def new_messages(self) -> list[dict[str, Any]]:
+        """See `ConversationBody`."""
+        return [message.to_chat() for message in self.messages]
 
     @property
     def top_logprobs_wanted(self) -> int | None:
@@ -485,6 +564,14 @@ class ScoreBody(Body):
         if unsupported:
             raise ValueError(f"{min(unsupported)} is no field of a request for scores")
         return len(self.label_token_ids)
+
+
+def merged_messages(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return one message with the fields of two; fields of both are joined."""
+    message = {**first, **second}
+    for name in first.keys() & second.keys() - {"role", "name"}:
+        message[name] = first[name] + second[name]
+    return message
 
 
 def read_body(kind: type[M], content: bytes) -> M:

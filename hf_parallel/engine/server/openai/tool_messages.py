@@ -66,10 +66,13 @@ class ToolMessages:
         if tools and self.reads_tools:
             variables["tools"] = [*tools]
         elif tools:
-            listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-            instructions = INSTRUCTIONS.format(tools=listed, call=self._write("function", "{}"))
-            messages = list(with_rules(instructions, messages, "system"))
+            messages = list(with_rules(self.instructions(tools), messages, "system"))
         return messages, variables
+
+    def instructions(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return a text that describes tools, and how to call them."""
+        listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        return INSTRUCTIONS.format(tools=listed, call=self._write("function", "{}"))
 
     def _messages(self, chat: Chat) -> list[dict[str, Any]]:
         """Return a chat with calls in the form that the template writes."""

@@ -93,7 +93,7 @@ class Translator:
             stops=body.stops,
             echo=bool(getattr(body, "echo", False)),
             is_empty=body.max_tokens == 0,
-            continues=all(map(_is_continued, prompts)),
+            continues=_continues(body, prompts),
             has_mode=body.generation_mode is not None,
             has_transcript=bool(body.transcript),
             hints=AgentHints.of(hints),
@@ -298,6 +298,14 @@ def _is_continued(prompt: Prompt) -> bool:
         return True
     last = prompt[-1]
     return not isinstance(last, Mapping) or last["role"] == "assistant"
+
+
+def _continues(body: Body, prompts: Sequence[Prompt]) -> bool:
+    """Whether the answers to a body continue the texts of its prompts."""
+    forked = body._forked if isinstance(body, ConversationBody) else None
+    if forked is not None and forked.continues is not None:
+        return forked.continues
+    return all(map(_is_continued, prompts))
 
 
 def _unsupported(name: str, config: ParallelConfig) -> APIError:
