@@ -136,8 +136,9 @@ class Worker(Row):
     def _join_history(self, end: Sequence[int] = ()) -> None:
         """Append the step and the tokens `end` to the history. The next pass computes the tokens that it lacks."""
         group = self.group
+        tokens = [*self.current.tokens, *end]
+        group.step_tokens.append(tokens)
         if group.config.step_move == "reencode":
-            tokens = [*self.current.tokens, *end]
             block = group.cache.end_step(group.space, self.number, len(tokens))
         else:
             tokens = [*self.pending, *end]
