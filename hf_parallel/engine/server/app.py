@@ -23,6 +23,7 @@ from hf_parallel.engine.server.errors import PIECE_ITEMS, APIError, api_error, j
 from hf_parallel.engine.server.limits import PROMPT_FACTOR, Gate, Limits, check_keys
 from hf_parallel.engine.server.metrics import Metrics
 from hf_parallel.engine.server.openai.answers import Answers, Delta
+from hf_parallel.engine.server.openai.inject import RunningResponses, inject, report, translated
 from hf_parallel.engine.server.openai.responses import ScoreWriter, Writer, usage_of
 from hf_parallel.engine.server.openai.responses_api import Conversations, ResponseBody, ResponseWriter
 from hf_parallel.engine.server.openai.schema import Body, ChatBody, CompletionBody, ScoreBody, read_body
@@ -119,6 +120,11 @@ def create_app(
             response = to_json({"id": name, "object": "response", "deleted": True})
         return Response(response, media_type="application/json")
 
+    @app.post("/v1/responses/{name}/inject")
+    @app.post("/v1/chat/completions/{name}/inject")
+    async def say(name: str, request: Request) -> Response:
+        return await server.inject(name, request)
+
     @app.get("/v1/models")
     async def models() -> Response:
         return json_response({"object": "list", "data": [*server.model_cards.values()]})
@@ -157,6 +163,7 @@ class _Server:
         self.metrics = metrics
         self.translator = Translator(engine, limits, processor)
         self.conversations = Conversations()
+        self.running = RunningResponses()
         card = {
             "id": model,
             "object": "model",
@@ -199,6 +206,7 @@ class _Server:
         body, answers = await _unless_disconnected(request, submission)
         request.scope["usage"] = partial(usage_of, answers)  # for the log
         writer = self._writer(body, request.scope["cache_salt"])
+        self.running.add(request.scope["cache_salt"], writer.id, answers[0].handle)
         try:
             if body.stream:
                 return await self._stream(body, request, answers, writer)
@@ -220,6 +228,19 @@ class _Server:
         if isinstance(body, ScoreBody):
             return ScoreWriter(body.model, self.engine.tokenizer, body.apply_softmax)
         return Writer(body.model, isinstance(body, ChatBody), self.engine.tokenizer)
+
+    async def inject(self, name: str, request: Request) -> Response:
+        """Say the text of a request's body to the rows of a response that is being written."""
+        content = await request.body()
+        handle = self.running.find(request.scope["cache_salt"], name)
+        job = partial(inject, handle, content)
+        pool = self.small if len(content) <= SMALL_BODY else self.large
+        body, heard = await pool.run(request.scope["submitter"], job, lambda _: None)
+        try:
+            passes = await _unless_disconnected(request, asyncio.wrap_future(heard))
+        except Exception as error:
+            raise translated(error) from error
+        return json_response(report(name, body, passes))
 
     async def answer(self, kind: type[TokenizeBody | DetokenizeBody], request: Request) -> Response:
         """Return the response to a request that runs no model."""

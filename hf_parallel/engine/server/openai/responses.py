@@ -42,6 +42,11 @@ class Writer:
             "model": model,
         }
 
+    @property
+    def id(self) -> str:
+        """Id of the response."""
+        return str(self.head["id"])
+
     def whole(self, choices: Sequence[Delta], usage: dict[str, object]) -> dict[str, object]:
         """Return the body of a response that is not streamed."""
         body = {**self.head, "choices": [self._choice(choice) for choice in choices], "usage": usage}

@@ -272,6 +272,10 @@ class ResponseWriter(Writer):
             self._body[name] = ECHOED[name] if value is None else value
         self._body |= {"error": None, "incomplete_details": None, "output": [], "usage": None}
 
+    @property
+    def id(self) -> str:
+        return self._id
+
     def whole(self, choices: Sequence[Delta], usage: JSONObject) -> JSONObject:
         """Return the body of a response. `choices`: the choices that `events` has not received."""
         for choice in choices:

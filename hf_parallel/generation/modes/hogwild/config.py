@@ -11,9 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ModePrompt, ModeRows, ModeTraits, RowPlace
+from hf_parallel.generation.decoding.words import Words
 from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
+from hf_parallel.generation.modes.hogwild.speech import address, check_not_empty, encode_given, max_tokens
 from hf_parallel.generation.presets import PRESETS
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.settings import Arguments
@@ -22,10 +24,10 @@ from hf_parallel.transcript.sections import TranscriptStyle
 
 
 class HogwildRows(ModeRows["HogwildConfig"]):
-    """Workers. Row -1 is the common history."""
+    """Workers. Row `-1 - i` is the common history of prompt `i`."""
 
     def place(self, row: int, num_prompts: int) -> RowPlace:
-        return RowPlace(0, row, None) if row < 0 else super().place(row, num_prompts)
+        return RowPlace(-1 - row, -1, None) if row < 0 else super().place(row, num_prompts)
 
     def name(self, index: int) -> str:
         return COMMON if index < 0 else self.config.names[index]
@@ -163,6 +165,13 @@ class HogwildConfig(HogwildSettings):
         if positions is not None and longest <= positions:
             per_group = min(per_group, positions + new_tokens + prefix)
         return call.prompt_tokens + call.num_rows * per_group
+
+    def listens_to(self, call: GenerationCall, text: object, to: object) -> tuple[Words, int]:
+        row = address(self, to)
+        check_not_empty(text)
+        assert isinstance(text, str)
+        encode_given(call, text)
+        return Words(text, row), max_tokens(self, call, text, row)
 
     def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer before `generate` prepares the call."""

@@ -118,8 +118,9 @@ class WorkerGroup(RowGroup):
     def common_step(self, text: str, tokens: list[int], passes: int) -> Step:
         """Show an injected text, and return it as the next step of nobody."""
         number = 1 + max((step.step for step in self.history if step.worker < 0), default=0)
-        self.call.show(-1, text, "inject")
-        self.call.show(-1, "", "step")
+        row = -1 - self.index
+        self.call.show(row, text, "inject")
+        self.call.show(row, "", "step")
         return Step(-1, COMMON, number, text, tokens, passes)
 
     def redundancy_prompt(self) -> str:
@@ -143,6 +144,15 @@ class WorkerGroup(RowGroup):
             return False
         logger.warning_once(f"workers stop: together they have used up the model's {self._max_positions} positions")
         return True
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raise `ValueError` if a text of so many tokens would use up the model's positions."""
+        reserved = len(self.space.workers) * self._reserved_per_worker + self._reserved
+        if self._max_positions is None:
+            return
+        left = max(self._max_positions - self.num_tokens - reserved, 0)
+        if num_tokens > left:
+            raise ValueError(f"text may have at most the {left} tokens that the model's positions leave: {num_tokens}")
 
     def check_positions(self) -> None:
         """Raise `ValueError` unless the model has a position for the first token of each worker."""

@@ -36,6 +36,7 @@ from hf_parallel.generation.modes.hogwild.cache import HogwildCache
 from hf_parallel.generation.modes.hogwild.group import FinisherRow, WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
+from hf_parallel.generation.modes.hogwild.speech import hear
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.modes.stages import check_vocabulary
 from hf_parallel.generation.sampling.processors import MinLengthProcessor, PerPromptProcessor
@@ -130,6 +131,9 @@ class HogwildRun:
         With a `control_prompt` the first worker of a group thinks, and the others write when the thoughts suffice
         (AsyncReasoning, arXiv 2512.10931; `solve` in async_reasoning/solver.py of yandex-research/AsyncReasoning).
         """
+        if active:
+            for words in self.loop.call.host.take_words():
+                hear(words, self.workers, self.loop.call.record.passes)
         if not self.config.control_prompt:
             return list(active)
         asked: list[Worker] = []

@@ -13,15 +13,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.cache.placement import cpu_as_default
-from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.enabled import Claim
 from hf_parallel.generation.mixin import ParallelGenerationMixin, enable, unwrap
 from hf_parallel.generation.modes.hogwild.edits import KEYS
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
+from hf_parallel.generation.modes.hogwild.speech import check_not_empty, encode_given, ended
 from hf_parallel.generation.modes.hogwild.stepping import open_run
 from hf_parallel.generation.stats import GenerationStats
-from hf_parallel.generation.validation import check_choice, check_int, check_text
+from hf_parallel.generation.validation import check_choice, check_int
 from hf_parallel.models.loading.adapters import check_no_virtual_tokens
 
 
@@ -202,9 +201,9 @@ class HogwildSession:
             raise ValueError("the layout 'contiguous' has no history")
         if worker is not None and worker.stopped:
             raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} has stopped")
-        self._check_not_empty(text)
-        text = self._ended(text) if worker is None else worker.on_new_line(text)
-        tokens = self._encode(text)
+        check_not_empty(text)
+        text = ended(self.config, text) if worker is None else worker.on_new_line(text)
+        tokens = encode_given(self._call, text)
         with cpu_as_default(), self._run.transaction():
             self._run.inject(None if worker is None else worker.number, text, tokens)
 
@@ -239,25 +238,25 @@ class HogwildSession:
         """
         self._check_open()
         found = self._find_step("step", step)
-        self._check_not_empty(text)
+        check_not_empty(text)
         if found.worker >= 0:
             prefix = self.config.step_prefix_of(found.name, found.step)
             if not text.startswith(prefix):
                 space = "" if prefix[-1].isspace() or text[0].isspace() else " "
                 text = f"{prefix}{space}{text}"
-        text = self._ended(text)
-        self._edit(found, text, self._encode(text), keys)
+        text = ended(self.config, text)
+        self._edit(found, text, encode_given(self._call, text), keys)
 
     def _insert(self, to: str, text: str, step: Step, keys: str) -> None:
         """Insert a text before a finished step."""
-        self._check_not_empty(text)
+        check_not_empty(text)
         is_moved = self.config.has_steps or step.worker < 0
         expected = COMMON if is_moved else step.name
         if to != expected:
             where = "the history" if is_moved else f"the text of {step.name}"
             raise ValueError(f"to must be {expected!r} before a step in {where}, got {to!r}")
-        text = self._ended(text)
-        self._edit(step, text, self._encode(text), keys, is_new=True)
+        text = ended(self.config, text)
+        self._edit(step, text, encode_given(self._call, text), keys, is_new=True)
 
     def _edit(self, step: Step, text: str, tokens: list[int], keys: str, is_new: bool = False) -> None:
         check_choice("keys", keys, KEYS)
@@ -272,22 +271,6 @@ class HogwildSession:
             if other is step or other == step:
                 return other
         raise ValueError(f"{name} must be one of the {len(history)} steps of the history, or its index, got {step!r}")
-
-    def _check_not_empty(self, text: str) -> None:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"text must be a non-empty string, got {text!r}")
-
-    def _ended(self, text: str) -> str:
-        """Return a text that ends with the separator of steps."""
-        return text if text.endswith(self.config.separator) else text + self.config.separator
-
-    def _encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that is injected."""
-        check_text("text", text)
-        tokens = encode(self._call.tokenizer, text)
-        if not tokens or max(tokens) >= vocabulary_size(self._model):
-            raise ValueError(f"text must be text in the model's vocabulary, got {text!r} (tokens {tokens})")
-        return tokens
 
     def _check_open(self) -> None:
         if self._ended_by:
