@@ -97,6 +97,15 @@ class HogwildConfig(HogwildSettings):
         Follows the next `step_prefix` after every `redundancy_interval` tokens of a prompt's workers. Empty: never.
     redundancy_interval : int
         See `redundancy_prompt`.
+    tools : sequence of callable, optional
+        Python functions, plain or coroutine functions, that workers may call. A step ends with a call: JSON with `name`
+        and `arguments` between `call_tags`. The worker waits for the result, and the others write on; the result
+        becomes a step of the common history, or in the layout `contiguous` a line of the worker. A call that fails has
+        the error as its result. Functions run in threads, which go on if the run ends before. None: calls are text.
+    call_tags : two str
+        Texts that open and close a call.
+    tool_result : str
+        Text of a result; may contain `{name}` of the tool, `{worker}` and `{result}`.
     control_prompt : str
         A yes/no question to the model: do the first worker's thoughts so far suffice to continue the answer? The other
         workers pause at first and after each paragraph, and write on while the answer is yes. It is asked after each

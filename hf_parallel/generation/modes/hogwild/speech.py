@@ -68,6 +68,29 @@ def hear(words: Words, workers: Sequence[Worker], passes: int) -> None:
         words.heard.set_result(passes)
 
 
+def show_result(worker: Worker, passes: int) -> None:
+    """Let all workers read the result of a worker's call, which goes on with its next step."""
+    call = worker.call
+    assert call is not None
+    group = worker.group
+    config = group.config
+    worker.call = None
+    result = call.result.result()
+    for text in (result, f"error: the result has {len(result)} characters, which do not fit"):
+        shown = ended(config, config.tool_result.format(name=call.name, worker=worker.name, result=text))
+        in_history = config.layout != "contiguous"
+        try:
+            tokens = encode_given(group.call, shown if in_history else worker.on_new_line(shown))
+            group.check_room(len(tokens))
+        except ValueError:
+            continue  # too long, or no text
+        if in_history:
+            group.inject_step(shown, tokens, passes)
+        else:
+            worker.insert(tokens)
+        return
+
+
 def _tell(words: Words, workers: Sequence[Worker], passes: int) -> None:
     """Give a text to the workers to whom it is said, or to none if it does not fit everywhere."""
     readers: dict[WorkerGroup, list[Worker]] = {}

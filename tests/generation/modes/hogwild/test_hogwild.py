@@ -42,6 +42,8 @@ EVERY_SETTING: dict[str, Any] = {
     "code_fence": "~~~",
     "redundancy_prompt": "Again? ",
     "redundancy_interval": 7,
+    "call_tags": ["<call>", "</call>"],
+    "tool_result": "{name} for {worker}: {result}",
     "control_prompt": "Enough? ",
     "control_interval": 5,
     "answer_pattern": "= (\\d+)",
