@@ -109,11 +109,12 @@ def test_texts_before_the_first_pass_are_read_in_it(model: Any) -> None:
     check_same(out, in_session(model, settings, [(0, 1, "It rains.")]))
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
 def test_a_preempted_request_reads_the_same_texts_at_the_same_places(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preempted at every step."""
-    settings = SPOKEN | {"generation_mode": "hogwild", "num_workers": 3}
+    settings = SPOKEN | {"generation_mode": "hogwild", "num_workers": 3, "draft_tokens": drafts}
     run_step = Engine._step
 
     def preempt(engine: Engine) -> None:

@@ -34,6 +34,7 @@ from hf_parallel.generation.decoding.rows import PassInputs, Row
 from hf_parallel.generation.decoding.wants import Steps, Wait
 from hf_parallel.generation.modes.final_answers import describe_pattern
 from hf_parallel.generation.modes.hogwild.cache import HogwildCache
+from hf_parallel.generation.modes.hogwild.drafts import WorkerDrafts
 from hf_parallel.generation.modes.hogwild.group import FinisherRow, WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
@@ -102,6 +103,7 @@ class HogwildRun:
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         self.loop = DecodeLoop(call, self.cache, table, criteria, config.seed)
         self.groups: list[WorkerGroup] = []
+        self.drafts: WorkerDrafts | None = None
 
     def begin(self) -> Steps[None]:
         """Create the workers, after the prompts."""
@@ -121,6 +123,8 @@ class HogwildRun:
     def generate(self) -> Steps[Generated]:
         """Let the workers write until all have stopped. Return what `model.generate` returns."""
         yield from self.begin()
+        if self.config.draft_tokens and not self.loop.call.host.runs_ahead:
+            self.drafts = WorkerDrafts(self.loop, self.config.draft_tokens)
         with self.loop.running(), replaying(self.loop, self.config):
             rows = yield from self.schedule(self.workers)
             logits = yield from self._prefill(self.loop, rows)
@@ -142,6 +146,10 @@ class HogwildRun:
             for words in self.loop.call.host.take_words():
                 hear(words, self.workers, self.loop.call.record.passes)
         if not self.config.control_prompt:
+            if self.drafts is not None:
+                active = yield from self.drafts.verify(active)
+                if self.config.tools:
+                    active = yield from self._with_results()
             return list(active)
         asked: list[Worker] = []
         for first in range(0, len(self.workers), self.config.num_workers):

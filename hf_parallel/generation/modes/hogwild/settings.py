@@ -55,6 +55,7 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
     tools: Sequence[Callable[..., Any]] | None = field(default=None, metadata=NOT_STORED)
     call_tags: Sequence[str] = ("<tool_call>", "</tool_call>")
     tool_result: str = "**{name}, called by {worker}:** {result}"
+    draft_tokens: int = 0
     control_prompt: str = ""
     control_interval: int = 20
     answer_pattern: str = field(default=BOXED, metadata=NOT_REMOTE)
@@ -101,6 +102,10 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
             if self.control_prompt or self.logits_cache is not None:
                 name = "control_prompt" if self.control_prompt else "logits_cache"
                 raise ValueError(f"tools must be None with a {name}, got {self.tools!r}")
+        check_int("draft_tokens", self.draft_tokens, at_least=0)
+        if self.draft_tokens and (self.control_prompt or self.logits_cache is not None):
+            name = "control_prompt" if self.control_prompt else "logits_cache"
+            raise ValueError(f"draft_tokens must be 0 with a {name}, got {self.draft_tokens!r}")
         check_texts("call_tags", self.call_tags)
         if len(self.call_tags) != 2:
             raise ValueError(f"call_tags must be the texts that open and close a call, got {self.call_tags!r}")

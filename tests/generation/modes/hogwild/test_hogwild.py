@@ -44,6 +44,7 @@ EVERY_SETTING: dict[str, Any] = {
     "redundancy_interval": 7,
     "call_tags": ["<call>", "</call>"],
     "tool_result": "{name} for {worker}: {result}",
+    "draft_tokens": 0,
     "control_prompt": "Enough? ",
     "control_interval": 5,
     "answer_pattern": "= (\\d+)",
