@@ -26,7 +26,7 @@ def call_in(text: str, added: str, tags: Sequence[str]) -> str | None:
     return None if begin < 0 else text[begin + len(opening) : end]
 
 
-class ToolCall:
+class WorkerCall:
     """A call that a worker has written, as JSON with `name` and `arguments`. It runs from now on, in a thread."""
 
     def __init__(self, text: str, functions: Sequence[Callable[..., Any]]) -> None:

@@ -8,7 +8,7 @@ from hf_parallel.cache import View
 from hf_parallel.generation.decoding.rows import PendingWrites, Row
 from hf_parallel.generation.modes.hogwild.group import WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import Step
-from hf_parallel.generation.modes.hogwild.tools import ToolCall, call_in
+from hf_parallel.generation.modes.hogwild.tools import WorkerCall, call_in
 from hf_parallel.generation.prompts import END_THINK
 
 
@@ -26,7 +26,7 @@ class Worker(Row):
         self.text = ""  # of all its steps
         self.answered = False
         self.stopped = False
-        self.call: ToolCall | None = None  # whose result it waits for
+        self.call: WorkerCall | None = None  # whose result it waits for
         self._step = 0
         self._num_prefix_tokens = 0
         self._begin_step()
@@ -80,7 +80,7 @@ class Worker(Row):
         if complete:
             self._end_step()
         if call is not None:
-            self.call = ToolCall(call, config.tools or ())
+            self.call = WorkerCall(call, config.tools or ())
         return True
 
     @property
