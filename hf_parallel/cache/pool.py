@@ -292,19 +292,22 @@ class Pool:
         self._log_copy(block, at, block.length, tail, 0)
         return tail
 
-    def copy(self, block: Block, extra_capacity: int = 0) -> Block:
-        """Copy a block into a new one, which has capacity for `extra_capacity` more tokens."""
+    def copy(self, block: Block, extra_capacity: int = 0, length: int | None = None) -> Block:
+        """Copy the first `length` tokens of a block (default: all) into a new one.
+
+        It has capacity for `extra_capacity` more tokens.
+        """
         self.check_owned(block)
-        length = block.length
+        length = block.length if length is None else length
         copy = self.new_block(length + extra_capacity, block.base)
         copy.gap = block.gap
-        copy.shift = block.shift
+        copy.shift = block.shift if length == block.length else 0
         try:
             self.reserve([(copy, length)])  # blocks of a child begin without memory
-            self.arena.copy(block.tokens, copy.extent.range(0, length), 0, self.rotary)
+            self.arena.copy(block.extent.range(block.first, length), copy.extent.range(0, length), 0, self.rotary)
             self._log_copy(block, 0, length, copy, 0)
             copy.length = length
-            if block.has_state:
+            if block.state >= 0 and block.state_at == length:
                 (copy.state,) = self.states.allocate(1)
                 copy.state_at = length
                 self.states.copy(block.state, copy.state)

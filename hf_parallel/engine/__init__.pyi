@@ -1,6 +1,7 @@
 """Public names, for type checkers and for `__getattr__` of the package."""
 
 from hf_parallel.engine.engine import Engine as Engine
+from hf_parallel.engine.handle import NotRunningError as NotRunningError
 from hf_parallel.engine.handle import RequestCancelledError as RequestCancelledError
 from hf_parallel.engine.handle import RequestHandle as RequestHandle
 from hf_parallel.engine.hints import AgentHints as AgentHints

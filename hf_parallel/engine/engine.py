@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -269,7 +270,9 @@ class Engine:
         assert self._claim is not None
         call = self.model.prepare_call(config, arguments, self._claim)
         decoder = None if config.traits.streams_text else lambda: TokenDecoder(call.tokenizer, call.hidden_tokens)
-        handle = RequestHandle(lambda: self._cancel(request), self._check_wait, decoder)
+        handle = RequestHandle(
+            lambda: self._cancel(request), self._check_wait, decoder, lambda text, to: self._inject(request, text, to)
+        )
         handle.end_tokens = call.eos_token_ids
         request = Request(config, call, handle, priority, key, hints, cache_salt, adapter, lease)
         self._scheduler.check_budget(request)
@@ -379,6 +382,12 @@ class Engine:
         with self._changed:
             self._cancelled.append(request)
             self._changed.notify_all()
+
+    def _inject(self, request: Request, text: object, to: object) -> Future[int]:
+        """Say something to the rows of a request; see `RequestHandle.inject`."""
+        words, num_tokens = request.config.listens_to(request.call, text, to)
+        request.say(words, num_tokens, self._scheduler.check_budget)
+        return words.heard
 
     def _main(self, started: threading.Event) -> None:
         claim = Claim(ENGINE_OPEN)

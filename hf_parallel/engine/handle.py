@@ -16,10 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import IncrementalDetokenizer
 from hf_parallel.generation.decoding.standing import TokenSink
+from hf_parallel.generation.decoding.words import NotRunningError
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.streaming import RowText
 
 T = TypeVar("T")
+HAS_ENDED = "the request has ended: nobody reads the text"
 
 
 class StreamedToken(int):
@@ -93,12 +95,14 @@ class RequestHandle:
         on_cancel: Callable[[], None],
         check_wait: Callable[[], None] = lambda: None,
         decoder: Callable[[], TokenDecoder] | None = None,
+        on_inject: Callable[[object, object], Future[int]] | None = None,
     ) -> None:
         self.times = RequestTimes(time.perf_counter())
         self.stats = GenerationStats()
         self._on_cancel = on_cancel
         self._check_wait = check_wait
         self._decoder = decoder
+        self._on_inject = on_inject
         self._lock = threading.Lock()
         self.waiting: list[tuple[Callable[[], bool], Future[None]]] = []
         """Conditions, with the futures that end once they hold; see `notify`."""
@@ -179,6 +183,39 @@ class RequestHandle:
         """Return the tokens that a row has now."""
         tokens = self.sink.tokens[:]  # rows are appended before tokens
         return [token for token, owner in zip(tokens, self.sink.rows, strict=False) if owner == row]
+
+    def inject(self, text: str, to: str | int = "all") -> Future[int]:
+        """Say something to rows that are writing; they read it in one of the next forward passes.
+
+        In the modes `hogwild` and `async_reasoning`, from any thread. The same text after the same pass gives the same
+        tokens, also if the request is preempted and computed again.
+
+        Parameters
+        ----------
+        text : str
+            For all workers, it becomes a step of their common history, or in the layout `contiguous` a line in the
+            text of each. For one worker, it continues its unfinished step on a new line.
+        to : str or int
+            "all", or the name or the number of a worker, counted from 0.
+
+        Returns
+        -------
+        Future of int
+            The number of decode passes after which the text is read. Its error is a `NotRunningError` if the request,
+            or the worker, ends before, and a `ValueError` if the model has no positions left for the text.
+
+        Raises
+        ------
+        ValueError
+            For a text that is empty or cannot be encoded, an unknown worker, and in other modes.
+        KVBudgetError
+            If the request may need more memory with the text than the engine has.
+        NotRunningError
+            If the request has ended.
+        """
+        if self.done or self._on_inject is None:
+            raise NotRunningError(HAS_ENDED)
+        return self._on_inject(text, to)
 
     def __iter__(self) -> Iterator[StreamedToken]:
         """Yield tokens as they are generated, those of all rows."""
@@ -301,6 +338,7 @@ class RequestHandle:
         self.error = error
         self.done = True
         self._on_cancel = lambda: None  # it holds the request, and the features of its images
+        self._on_inject = None
         self.notify()
 
 

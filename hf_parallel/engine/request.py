@@ -7,8 +7,9 @@ can give: a forward pass, sampled tokens, rows that stand, or a step of the othe
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from hf_parallel.cache.pool import parts_of
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.state_plan import states_read
 from hf_parallel.cache.tree import Node
-from hf_parallel.engine.handle import RequestCancelledError, RequestHandle
+from hf_parallel.engine.handle import HAS_ENDED, RequestCancelledError, RequestHandle
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.engine.leases import Lease
 from hf_parallel.engine.lent_prefixes import LentPrefixes
@@ -34,6 +35,7 @@ from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.decoding.host import C, Host
 from hf_parallel.generation.decoding.standing import Standing
 from hf_parallel.generation.decoding.wants import Draw, Pass, Prefix, Steps, Wait, check_steps
+from hf_parallel.generation.decoding.words import NotRunningError, Words
 from hf_parallel.generation.enabled import Claim
 from hf_parallel.generation.sampling.parts import Part
 from hf_parallel.generation.sampling.sampler import SamplingTask
@@ -130,6 +132,8 @@ class Request(Host):
         self.log = PassLog()
         self.wanted_prefixes: dict[int, int] = {}
         self.parent: ForkPoint | None = None
+        self._words: list[Words] = []  # said to its run, which has not read them yet
+        self._words_lock = threading.Lock()
 
     @property
     def stats(self) -> GenerationStats:
@@ -220,6 +224,23 @@ class Request(Host):
     def add_text(self, row: int, text: str, event: str) -> None:
         self.has_started = True
         self.handle.add_text(row, text, event)
+
+    def say(self, words: Words, num_tokens: int, check_budget: Callable[[Request, int], None]) -> None:
+        """Let its run read a text, which may add `num_tokens` tokens to what it holds. Raises `NotRunningError`."""
+        with self._words_lock:
+            if self.is_done:
+                raise NotRunningError(HAS_ENDED)
+            check_budget(self, num_tokens)
+            self.max_tokens += num_tokens
+            self._words.append(words)
+
+    def take_words(self) -> Sequence[Words]:
+        if not self._words:
+            return ()
+        with self._words_lock:
+            words = self._words
+            self._words = []
+        return words
 
     def fingerprint(self) -> str:
         if self.adapter is None:
@@ -437,7 +458,10 @@ class Request(Host):
                     fail(error)
                 except BaseException as other:  # in a streamer of the caller's
                     error.__context__ = other
-        self.is_done = True
+        with self._words_lock:
+            self.is_done = True
+        for words in self.take_words():
+            words.fail(HAS_ENDED)
         self.handle.end(output, error)
 
     def _release(self, keep: bool = True, lease: Lease | None = None) -> None:

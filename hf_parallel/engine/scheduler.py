@@ -74,8 +74,8 @@ class Scheduler:
         """Whether a request waits or runs."""
         return bool(self.waiting or self.running)
 
-    def check_budget(self, request: Request) -> None:
-        """Raise `KVBudgetError` if a request alone does not fit into memory."""
+    def check_budget(self, request: Request, more_tokens: int = 0) -> None:
+        """Raise `KVBudgetError` if a request alone, with `more_tokens` tokens, does not fit into memory."""
         budget = self.storage.pool.budget
         prompt = request.call.prompt_tokens
         if budget is None:
@@ -85,13 +85,14 @@ class Scheduler:
         if budget.state_bytes:
             states = request.config.max_states(request.call)
             if interval:
-                states += request.max_tokens // interval
-        needed = budget.cost(request.max_tokens, states)
+                states += (request.max_tokens + more_tokens) // interval
+        max_tokens = request.max_tokens + more_tokens
+        needed = budget.cost(max_tokens, states)
         if needed > budget.bytes:
             and_states = f"; and {states} states of {budget.state_bytes}" if states else ""
             raise KVBudgetError(
-                f"max_kv_bytes={budget.bytes}, but this request may need {needed} bytes: {request.max_tokens} tokens "
-                f"of {budget.token_bytes}, {prompt} of the prompt, and {request.max_tokens - prompt} of up to "
+                f"max_kv_bytes={budget.bytes}, but this request may need {needed} bytes: {max_tokens} tokens "
+                f"of {budget.token_bytes}, {prompt} of the prompt, and {max_tokens - prompt} of up to "
                 f"{request.num_rows} rows with max_new_tokens={request.call.max_new_tokens}{and_states}"
             )
 

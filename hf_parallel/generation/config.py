@@ -25,6 +25,7 @@ from hf_parallel.cache.images import count_images
 from hf_parallel.files import write_atomically
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.decoding.wants import Steps
+from hf_parallel.generation.decoding.words import Words
 from hf_parallel.generation.dialects import AnyDialect
 from hf_parallel.generation.presets import Preset
 from hf_parallel.generation.registry import MODES
@@ -246,6 +247,15 @@ class ParallelConfig(Settings, Generic[OutputT]):
         calls that may need more than it has. A mode that inserts text, or computes text again, overrides this.
         """
         return call.prompt_tokens + call.num_rows * self.max_rows_per_prompt * call.max_new_tokens
+
+    def listens_to(self, call: GenerationCall, text: object, to: object) -> tuple[Words, int]:
+        """Return a text for the rows of a call that runs, and how many tokens it may add to `max_kv_tokens`.
+
+        `to`: "all", or the name or the number of a row. A mode whose rows read such texts overrides this, and asks its
+        host for them (`Host.take_words`). Raises `ValueError` for a row that does not exist, a text that cannot be
+        encoded, and in other modes.
+        """
+        raise ValueError(f"generation_mode must be one whose rows read texts while they write, got {self.mode!r}")
 
     def max_states(self, call: GenerationCall) -> int:
         """Return the maximum number of states that a call holds at the same time, if layers keep states.

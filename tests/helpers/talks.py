@@ -32,9 +32,10 @@ def begin(model: Any = None, **settings: Any) -> HogwildSession:
 
 def scripted(*scripts: str, **settings: Any) -> HogwildSession:
     """Return a session over the prompt `P` whose workers write scripts."""
+    model = settings.pop("model", None) or small_model()
     given = {"num_workers": len(scripts), "max_new_tokens": 99, "do_sample": False, **SHORT, **settings}
     ids = torch.tensor([encode("P")])
-    return HogwildSession(small_model(), TOKENIZER, ids, logits_processor=[Scripts(*scripts)], **given)
+    return HogwildSession(model, TOKENIZER, ids, logits_processor=[Scripts(*scripts)], **given)
 
 
 class Scripts(LogitsProcessor):

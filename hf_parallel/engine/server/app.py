@@ -26,6 +26,7 @@ from hf_parallel.engine.server.limits import PROMPT_FACTOR, Gate, Limits, check_
 from hf_parallel.engine.server.metrics import Metrics
 from hf_parallel.engine.server.openai.answers import Answers, Delta
 from hf_parallel.engine.server.openai.forks import ChildrenWriter, ForkReader, keep
+from hf_parallel.engine.server.openai.inject import RunningResponses, inject, report, translated
 from hf_parallel.engine.server.openai.responses import ScoreWriter, Writer, usage_of
 from hf_parallel.engine.server.openai.responses_api import Conversations, ResponseBody, ResponseWriter
 from hf_parallel.engine.server.openai.schema import (
@@ -146,6 +147,11 @@ def create_app(
             response = to_json({"id": name, "object": "response", "deleted": True})
         return Response(response, media_type="application/json")
 
+    @app.post("/v1/responses/{name}/inject")
+    @app.post("/v1/chat/completions/{name}/inject")
+    async def say(name: str, request: Request) -> Response:
+        return await server.inject(name, request)
+
     @app.get("/v1/models")
     async def models() -> Response:
         return json_response({"object": "list", "data": [*server.model_cards.values()]})
@@ -195,6 +201,7 @@ class _Server:
         self.tables = {BODIES[path]: KeptTable(engine) for path in FORKABLE}
         self.forks = ForkReader(self.translator, self.tables, limits.rows)
         self.lease_terms = LeaseTerms(limits.lease_ttl, limits.max_leases, limits.max_lease_bytes)
+        self.running = RunningResponses()
         card = {
             "id": model,
             "object": "model",
@@ -280,7 +287,8 @@ class _Server:
                 close()
 
     def _begin(self, salt: str, writer: Writer, body: Body, answers: Answers) -> str:
-        """Register a response that can be forked from now on. Return its id."""
+        """Register a response that can be forked, and spoken to, from now on. Return its id."""
+        self.running.add(salt, writer.id, answers.handle)
         if isinstance(body, ConversationBody):
             kept = keep(body, answers)
             self.tables[_table_of(body)].begin(salt, writer.id, kept)
@@ -299,6 +307,19 @@ class _Server:
         writer = Writer(body.model, isinstance(body, ChatBody), self.engine.tokenizer)
         writer.wants_usage = body.stream_options is not None and body.stream_options.include_usage
         return writer
+
+    async def inject(self, name: str, request: Request) -> Response:
+        """Say the text of a request's body to the rows of a response that is being written."""
+        content = await request.body()
+        handle = self.running.find(request.scope["cache_salt"], name)
+        job = partial(inject, handle, content)
+        pool = self.small if len(content) <= SMALL_BODY else self.large
+        body, heard = await pool.run(request.scope["submitter"], job, lambda _: None)
+        try:
+            passes = await _unless_disconnected(request, asyncio.wrap_future(heard))
+        except Exception as error:
+            raise translated(error) from error
+        return json_response(report(name, body, passes))
 
     async def answer(self, kind: type[TokenizeBody | DetokenizeBody], request: Request) -> Response:
         """Return the response to a request that runs no model."""

@@ -99,7 +99,7 @@ class Rows {
 
   finish(card) {
     card.steps++;
-    card.show("writing");
+    card.show(this.mode.across.includes(card.name) ? "" : "writing");
     if (!this.mode.reads) return;
     for (let last; (last = card.paragraph.lastChild) && !last.textContent.trim();) last.remove();
     card.mark(`step ${card.steps} shared`);
@@ -241,6 +241,7 @@ async function run() {
   find("error").textContent = "";
   find("status").textContent = "Waiting for the first token";
   find("transcript").hidden = true;
+  find("to").replaceChildren(make("option", {}, "all"));
   find("run").disabled = true;
   find("stop").disabled = false;
   showNumbers([]);
@@ -250,10 +251,12 @@ async function run() {
     watch(polling.signal).catch(() => null);
     for await (const event of events(response)) {
       usage = event.usage ?? usage;
+      running.name = event.id;
       for (const choice of event.choices) {
         receive(mode, answers, several, choice);
         transcript = choice.transcript ?? transcript;
       }
+      if (mode.listens) listen(answers);
       const writing = [...find("rows").querySelectorAll(".writing h3")].map(head => head.firstChild.data);
       const words = writing.length > MAX_NAMED ? `${writing.length} rows are writing` : `${listed(writing)} ${writing.length === 1 ? "is" : "are"} writing`;
       if (writing.length && find("status").textContent !== words) find("status").textContent = words;
@@ -272,9 +275,32 @@ async function run() {
   } finally {
     polling.abort();
     running = null;
+    find("say").hidden = true;
     for (const card of document.querySelectorAll(".writing")) card.classList.remove("writing");
     find("run").disabled = false;
     find("stop").disabled = true;
+  }
+}
+
+// A line for the rows that are writing, under the names that have been seen
+function listen(answers) {
+  find("say").hidden = false;
+  const known = new Set([...find("to").options].map(option => option.value));
+  for (const rows of answers.values()) for (const card of rows.columns) if (!known.has(card.name)) {
+    known.add(card.name);
+    find("to").append(make("option", {}, card.name));
+  }
+}
+
+async function say() {
+  const text = find("words").value;
+  if (!text || !running) return;
+  find("words").value = "";
+  find("error").textContent = "";
+  try { await ask(`v1/chat/completions/${encodeURIComponent(running.name)}/inject`, {method: "POST", body: JSON.stringify({text, to: find("to").value})}); }
+  catch (error) {
+    find("words").value ||= text;
+    find("error").textContent = error.message;
   }
 }
 
@@ -302,6 +328,7 @@ find("mode").value = Object.keys(modes).find(name => modes[name].reads) ?? "";
 find("mode").addEventListener("change", chooseMode);
 find("key").addEventListener("change", connect);
 find("form").addEventListener("submit", event => { event.preventDefault(); run(); });
+find("say").addEventListener("submit", event => { event.preventDefault(); say(); });
 find("stop").addEventListener("click", () => running?.abort());
 addEventListener("keydown", event => {
   if (event.key === "Escape") running?.abort();

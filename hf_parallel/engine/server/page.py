@@ -72,6 +72,7 @@ def describe(cls: type[ParallelConfig], replays: bool = False) -> dict[str, obje
         "answers": cls.traits.rows_continue_prompts,  # whether each row is a choice
         "across": sorted(across),
         "reads": config.rows.style.visibility != "never",
+        "listens": cls.listens_to is not ParallelConfig.listens_to,
         "settings": settings,
     }
 

@@ -21,6 +21,7 @@ from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.generation.decoding.standing import Standing, TokenSink
 from hf_parallel.generation.decoding.table import DecodeTable
 from hf_parallel.generation.decoding.wants import Draw, Pass, Prefix, Steps, Wait, Want
+from hf_parallel.generation.decoding.words import Words
 from hf_parallel.generation.enabled import Claim
 from hf_parallel.generation.sampling.parts import Part
 from hf_parallel.generation.sampling.sampler import Sampled, SamplingBatch, SamplingTask
@@ -99,6 +100,10 @@ class Host:
 
     def add_text(self, row: int, text: str, event: str) -> None:
         """Receive text of a row, in modes that stream text; see `ParallelStreamer.write_row`."""
+
+    def take_words(self) -> Sequence[Words]:
+        """Return the texts that were said to the run since the last call; see `ParallelConfig.listens_to`."""
+        return ()
 
 
 class LocalHost(Host):

@@ -83,7 +83,7 @@ class Runner:
         if unfilled:
             yield from self._prefill_prompts(unfilled)
         if backlog:
-            logits = yield from self._catch_up([*backlog, inputs], ends)
+            logits = yield from self.catch_up([*backlog, inputs], ends)
             for group in computed:
                 group.backlog.clear()
         else:
@@ -171,8 +171,11 @@ class Runner:
         of_blocks = {segment.view[-1]: (segment, tokens) for segment, tokens in unfilled}
         yield from self.prefill(list(of_blocks.values()))
 
-    def _catch_up(self, passes: Sequence[PassInputs], ends: Sequence[int]) -> Steps[torch.Tensor]:
-        """Compute consecutive passes in as few forward passes as the chunk size allows; return logits of the last."""
+    def catch_up(self, passes: Sequence[PassInputs], ends: Sequence[int]) -> Steps[torch.Tensor]:
+        """Compute consecutive passes in as few forward passes as the chunk size allows; return logits of the last.
+
+        Tokens of all passes but the last are counted as prefilled.
+        """
         began = time.perf_counter()
         chunk: list[PassInputs] = []
         free = self.chunk_size

@@ -118,6 +118,34 @@ def test_workers_are_seen_writing_at_the_same_time_until_the_run_is_stopped(tab:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 400])
+def test_running_workers_can_be_spoken_to(tab: Any, width: int) -> None:
+    page = tab(width)
+    hidden = "document.getElementById('say').hidden"
+    rows = "document.getElementById('rows').textContent"
+    page.type("#max_tokens", "4000")
+    page.type("#temperature", "0")
+    page.value("document.getElementById('mode').value = 'hogwild', chooseMode()")
+    assert page.value(hidden)
+    page.click("#run")
+    page.wait_for(f"!{hidden} && document.getElementById('to').options.length === 3")
+    page.type("#words", f"It rains. {MARKUP}")
+    page.click("#send")
+    page.wait_for(f"{rows}.includes('It rains.') && document.getElementById('words').value === ''")
+    page.value("document.getElementById('to').value = 'Bob', 0")
+    page.type("#words", "Only for Bob.")
+    page.click("#send")
+    bob = "[...document.querySelectorAll('.card')].find(card => card.querySelector('h3').firstChild.data === 'Bob')"
+    page.wait_for(f"{bob}.textContent.includes('Only for Bob.')")
+    assert page.value("document.documentElement.scrollWidth") <= width
+    assert page.value("document.querySelectorAll('#rows img, #rows script').length") == 0
+    assert page.value(STATUS) == "Alice and Bob are writing"
+    assert page.value(ERROR) == ""
+    page.click("#stop")
+    page.wait_for(f"{STATUS} === 'Stopped' && {hidden}")
+
+
+@pytest.mark.slow
 def test_a_wrong_key_is_an_error_and_a_missing_one_is_not(tab: Any) -> None:
     page = tab(1280)
     page.type("#key", "wrong")

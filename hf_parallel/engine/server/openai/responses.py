@@ -27,11 +27,6 @@ class Writer:
     wants_usage = False
     """Whether a stream ends with its usage."""
 
-    @property
-    def id(self) -> str:
-        """Id of the response."""
-        return str(self.head["id"])
-
     def __init__(self, model: str, is_chat: bool, tokenizer: PreTrainedTokenizerBase) -> None:
         self.is_chat = is_chat
         self.tokenizer = tokenizer
@@ -49,6 +44,11 @@ class Writer:
             "created": int(time.time()),
             "model": model,
         }
+
+    @property
+    def id(self) -> str:
+        """Id of the response."""
+        return str(self.head["id"])
 
     def whole(self, choices: Sequence[Delta], usage: dict[str, object]) -> dict[str, object]:
         """Return the body of a response that is not streamed."""

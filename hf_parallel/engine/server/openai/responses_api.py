@@ -263,11 +263,6 @@ class ResponseWriter(Writer):
 
     wants_usage = True
 
-    @property
-    def id(self) -> str:
-        """Id of the response."""
-        return self._id
-
     def __init__(self, model: str, body: ResponseBody, tokenizer: PreTrainedTokenizerBase, keep: Keep) -> None:
         super().__init__(model, True, tokenizer)
         self._keep = keep
@@ -280,6 +275,10 @@ class ResponseWriter(Writer):
         for name, value in body.model_dump(include={*ECHOED}, by_alias=True).items():
             self._body[name] = ECHOED[name] if value is None else value
         self._body |= {"error": None, "incomplete_details": None, "output": [], "usage": None}
+
+    @property
+    def id(self) -> str:
+        return self._id
 
     def whole(self, choices: Sequence[Delta], usage: JSONObject) -> JSONObject:
         """Return the body of a response. `choices`: the choices that `events` has not received."""

@@ -82,7 +82,7 @@ class Submission:
         """Return the index of a row's choice; rows that are no choices belong to the first of their prompt."""
         position = self.config.rows.place(row, self.prompts)
         first = position.prompt * self.rows_per_prompt
-        if position.index >= self.rows_per_prompt:
+        if position.column is None or position.index >= self.rows_per_prompt:
             return first
         return first + position.index
 

@@ -11,9 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import ModePrompt, ModeRows, ModeTraits, RowPlace
+from hf_parallel.generation.decoding.words import Words
 from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
+from hf_parallel.generation.modes.hogwild.speech import address, check_not_empty, encode_given, max_tokens
 from hf_parallel.generation.presets import PRESETS
 from hf_parallel.generation.prompts import Chat, build_prompt
 from hf_parallel.generation.settings import Arguments
@@ -22,10 +24,10 @@ from hf_parallel.transcript.sections import TranscriptStyle
 
 
 class HogwildRows(ModeRows["HogwildConfig"]):
-    """Workers. Row -1 is the common history."""
+    """Workers. Row `-1 - i` is the common history of prompt `i`."""
 
     def place(self, row: int, num_prompts: int) -> RowPlace:
-        return RowPlace(0, row, None) if row < 0 else super().place(row, num_prompts)
+        return RowPlace(-1 - row, -1, None) if row < 0 else super().place(row, num_prompts)
 
     def name(self, index: int) -> str:
         return COMMON if index < 0 else self.config.names[index]
@@ -95,6 +97,20 @@ class HogwildConfig(HogwildSettings):
         Follows the next `step_prefix` after every `redundancy_interval` tokens of a prompt's workers. Empty: never.
     redundancy_interval : int
         See `redundancy_prompt`.
+    tools : sequence of callable, optional
+        Python functions, plain or coroutine functions, that workers may call. A step ends with a call: JSON with `name`
+        and `arguments` between `call_tags`. The worker waits for the result, and the others write on; the result
+        becomes a step of the common history, or in the layout `contiguous` a line of the worker. A call that fails has
+        the error as its result. Functions run in threads, which go on if the run ends before. None: calls are text.
+    call_tags : two str
+        Texts that open and close a call.
+    tool_result : str
+        Text of a result; may contain `{name}` of the tool, `{worker}` and `{result}`.
+    draft_tokens : int
+        Maximum length of a draft: tokens that followed the same words in the text of another worker or in the history,
+        verified in one forward pass. Tokens do not change. A pass that is computed ahead is kept if the drafts of all
+        workers are right. 0: no drafts. Neither has a session,
+        which takes one pass at a time, nor a call on a GPU, which queues its passes ahead.
     control_prompt : str
         A yes/no question to the model: do the first worker's thoughts so far suffice to continue the answer? The other
         workers pause at first and after each paragraph, and write on while the answer is yes. It is asked after each
@@ -163,6 +179,13 @@ class HogwildConfig(HogwildSettings):
         if positions is not None and longest <= positions:
             per_group = min(per_group, positions + new_tokens + prefix)
         return call.prompt_tokens + call.num_rows * per_group
+
+    def listens_to(self, call: GenerationCall, text: object, to: object) -> tuple[Words, int]:
+        row = address(self, to)
+        check_not_empty(text)
+        assert isinstance(text, str)
+        encode_given(call, text)
+        return Words(text, row), max_tokens(self, call, text, row)
 
     def prepare(self, kwargs: Arguments) -> None:
         """Check the tokenizer before `generate` prepares the call."""

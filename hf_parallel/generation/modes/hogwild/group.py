@@ -42,6 +42,7 @@ class WorkerGroup(RowGroup):
         self.space = cache.new_workspace(config.layout, leaf.view, config.num_workers, lengths, leaf.next_position)
         self.writes = PendingWrites(self.space.view_of)  # of headers and ended steps
         self.history: list[Step] = []
+        self.step_tokens: list[list[int]] = []  # of each step in the history block or on its way, separators included
         self.answer: str | None = None
         self._search = AnswerSearch(config.answer_pattern)
         self.conclusion = ""  # text of the early finisher
@@ -108,13 +109,19 @@ class WorkerGroup(RowGroup):
 
     def inject_step(self, text: str, tokens: list[int], passes: int) -> None:
         """Append an injected step to the history; `passes` is the number of decode passes so far."""
-        number = 1 + sum(step.worker < 0 for step in self.history)
-        self.history.append(Step(-1, COMMON, number, text, tokens, passes))
-        self.call.show(-1, text, "inject")
-        self.call.show(-1, "", "step")
+        self.history.append(self.common_step(text, tokens, passes))
         self.num_tokens += len(tokens)
         self.inserted_tokens += len(tokens)
+        self.step_tokens.append(tokens)
         self.writes.add(self.cache.add_step(self.space, len(tokens)), tokens)
+
+    def common_step(self, text: str, tokens: list[int], passes: int) -> Step:
+        """Show an injected text, and return it as the next step of nobody."""
+        number = 1 + max((step.step for step in self.history if step.worker < 0), default=0)
+        row = -1 - self.index
+        self.call.show(row, text, "inject")
+        self.call.show(row, "", "step")
+        return Step(-1, COMMON, number, text, tokens, passes)
 
     def redundancy_prompt(self) -> str:
         """Return the redundancy prompt if it is due, else an empty string (section 3.3)."""
@@ -137,6 +144,15 @@ class WorkerGroup(RowGroup):
             return False
         logger.warning_once(f"workers stop: together they have used up the model's {self._max_positions} positions")
         return True
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raise `ValueError` if a text of so many tokens would use up the model's positions."""
+        reserved = len(self.space.workers) * self._reserved_per_worker + self._reserved
+        if self._max_positions is None:
+            return
+        left = max(self._max_positions - self.num_tokens - reserved, 0)
+        if num_tokens > left:
+            raise ValueError(f"text may have at most the {left} tokens that the model's positions leave: {num_tokens}")
 
     def check_positions(self) -> None:
         """Raise `ValueError` unless the model has a position for the first token of each worker."""

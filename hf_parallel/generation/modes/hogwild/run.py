@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from typing import ClassVar
 
@@ -30,12 +31,14 @@ from hf_parallel.generation.decoding.loop import DecodeLoop
 from hf_parallel.generation.decoding.prefill import count_cached, insert_prompts
 from hf_parallel.generation.decoding.replay.config import replaying
 from hf_parallel.generation.decoding.rows import PassInputs, Row
-from hf_parallel.generation.decoding.wants import Steps
+from hf_parallel.generation.decoding.wants import Steps, Wait
 from hf_parallel.generation.modes.final_answers import describe_pattern
 from hf_parallel.generation.modes.hogwild.cache import HogwildCache
+from hf_parallel.generation.modes.hogwild.drafts import WorkerDrafts
 from hf_parallel.generation.modes.hogwild.group import FinisherRow, WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput, join_steps
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
+from hf_parallel.generation.modes.hogwild.speech import hear, show_result
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.modes.stages import check_vocabulary
 from hf_parallel.generation.sampling.processors import MinLengthProcessor, PerPromptProcessor
@@ -45,6 +48,9 @@ from hf_parallel.models.intercept.attention import UnsupportedModelError
 
 TABLE_CAPACITY = 1024
 """Largest initial capacity of the token table, in new tokens per worker. The table grows on demand."""
+
+POLL_SECONDS = 0.1
+"""Time after which a run whose workers all wait for results looks whether `max_time` has passed."""
 
 PREAMBLE = 256
 """Tokens of a chat template that may precede the collaboration prompt."""
@@ -89,13 +95,15 @@ class HogwildRun:
         self.cache = call.new_cache(HogwildCache, call.capabilities.rotary)
         call.begin_cache(self.cache, self.outlives_call)
         self.workers: list[Worker] = []
-        call = _adapt_processors(call, None if config.control_prompt else self.workers)
+        may_pause = bool(config.control_prompt or config.tools)
+        call = _adapt_processors(call, None if may_pause else self.workers)
         capacity = min(2 * call.max_new_tokens, TABLE_CAPACITY)
         table = TokenTable(call.input_ids.repeat_interleave(config.num_workers, dim=0), call.pad_token_id, capacity)
         # The budget is counted in forward passes; a length in tokens would count step prefixes too.
         criteria = StoppingCriteriaList(c for c in call.stopping_criteria if not isinstance(c, MaxLengthCriteria))
         self.loop = DecodeLoop(call, self.cache, table, criteria, config.seed)
         self.groups: list[WorkerGroup] = []
+        self.drafts: WorkerDrafts | None = None
 
     def begin(self) -> Steps[None]:
         """Create the workers, after the prompts."""
@@ -115,6 +123,8 @@ class HogwildRun:
     def generate(self) -> Steps[Generated]:
         """Let the workers write until all have stopped. Return what `model.generate` returns."""
         yield from self.begin()
+        if self.config.draft_tokens and not self.loop.call.host.runs_ahead:
+            self.drafts = WorkerDrafts(self.loop, self.config.draft_tokens)
         with self.loop.running(), replaying(self.loop, self.config):
             rows = yield from self.schedule(self.workers)
             logits = yield from self._prefill(self.loop, rows)
@@ -130,7 +140,16 @@ class HogwildRun:
         With a `control_prompt` the first worker of a group thinks, and the others write when the thoughts suffice
         (AsyncReasoning, arXiv 2512.10931; `solve` in async_reasoning/solver.py of yandex-research/AsyncReasoning).
         """
+        if self.config.tools:
+            active = yield from self._with_results()
+        if active:
+            for words in self.loop.call.host.take_words():
+                hear(words, self.workers, self.loop.call.record.passes)
         if not self.config.control_prompt:
+            if self.drafts is not None:
+                active = yield from self.drafts.verify(active)
+                if self.config.tools:
+                    active = yield from self._with_results()
             return list(active)
         asked: list[Worker] = []
         for first in range(0, len(self.workers), self.config.num_workers):
@@ -151,6 +170,25 @@ class HogwildRun:
                 thinker.group.others_write = answer
         rows = [worker for worker in self.workers if not worker.stopped and worker.is_active()]
         return [worker for worker in rows if worker.number == 0 or worker.group.others_write]
+
+    def _with_results(self) -> Steps[list[Worker]]:
+        """Give results of tools to the workers that wait for them. Return those that write, once there are any."""
+        host = self.loop.call.host
+        while True:
+            running = [worker for worker in self.workers if not worker.stopped and worker.is_active()]
+            for worker in running:
+                if worker.call is not None and not worker.is_waiting:
+                    show_result(worker, self.loop.call.record.passes)
+            writing = [worker for worker in running if not worker.is_waiting]
+            waiting = [worker.call.result for worker in running if worker.call is not None]
+            if writing or not waiting:
+                return writing
+            if any(worker.group.timed_out() for worker in running):
+                return []
+            if host.is_shared:
+                yield Wait()
+            else:
+                wait(waiting, POLL_SECONDS, FIRST_COMPLETED)
 
     def ask(self, thinkers: Sequence[Worker]) -> Steps[list[bool]]:
         """Return whether the model answers the `control_prompt` after the text of each worker by yes rather than no.

@@ -1,6 +1,6 @@
 """HogwildSession: workers advanced by the caller, one forward pass at a time (Hogwild! Inference, section 3).
 
-Between passes the caller injects texts.
+Between passes the caller injects texts, and edits what the workers remember.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_parallel.cache.placement import cpu_as_default
-from hf_parallel.generation.arguments import encode
-from hf_parallel.generation.call import vocabulary_size
 from hf_parallel.generation.enabled import Claim
 from hf_parallel.generation.mixin import ParallelGenerationMixin, enable, unwrap
+from hf_parallel.generation.modes.hogwild.edits import KEYS
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
+from hf_parallel.generation.modes.hogwild.speech import check_not_empty, encode_given, ended
 from hf_parallel.generation.modes.hogwild.stepping import open_run
 from hf_parallel.generation.stats import GenerationStats
-from hf_parallel.generation.validation import check_int, check_text
+from hf_parallel.generation.validation import check_choice, check_int
 from hf_parallel.models.loading.adapters import check_no_virtual_tokens
 
 
@@ -178,15 +178,22 @@ class HogwildSession:
         self._call.host.release()
         self._run.cache.reset()
 
-    def inject(self, to: str, text: str) -> None:
+    def inject(self, to: str, text: str, at: Step | int | None = None, keys: str = "reencode") -> None:
         """Append a text, without a name or template, which the model reads in the next forward pass.
 
         `to` is the name of a worker, whose unfinished step the text continues on a new line, or begins if the step has
         no text yet; or `common`, to append it to the history as a step of its own, followed by the separator unless it
         ends with it. Raises `ValueError` if the worker does not exist or has stopped, if the text is empty or cannot be
         encoded, and for `common` in the layout `contiguous`, which has no history.
+
+        With `at`, a finished step or its index in `history`, the text is inserted before this step: in the history as
+        a step of its own, for which `to` must be `common`; or, where the steps of a worker do not move, at the
+        beginning of a step of the worker `to`. `keys`: see `forget`.
         """
         self._check_open()
+        if at is not None:
+            self._insert(to, text, self._find_step("at", at), keys)
+            return
         worker = next((worker for worker in self._run.workers if worker.name == to), None)
         if worker is None and to != COMMON:
             raise ValueError(f"there is no worker {to!r}, only {self.names}")
@@ -194,19 +201,76 @@ class HogwildSession:
             raise ValueError("the layout 'contiguous' has no history")
         if worker is not None and worker.stopped:
             raise ValueError(f"to must be one of {[*self.writing, COMMON]}: {to} has stopped")
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"text must be a non-empty string, got {text!r}")
-        if worker is not None:
-            text = worker.on_new_line(text)
-        elif not text.endswith(self.config.separator):
-            text += self.config.separator
-        check_text("text", text)
-        tokens = encode(self._call.tokenizer, text)
-        vocabulary = vocabulary_size(self._model)
-        if not tokens or max(tokens) >= vocabulary:
-            raise ValueError(f"text must be text in the model's vocabulary, got {text!r} (tokens {tokens})")
+        check_not_empty(text)
+        text = ended(self.config, text) if worker is None else worker.on_new_line(text)
+        tokens = encode_given(self._call, text)
         with cpu_as_default(), self._run.transaction():
             self._run.inject(None if worker is None else worker.number, text, tokens)
+
+    def forget(self, step: Step | int, keys: str = "reencode") -> None:
+        """Remove a finished step from what the workers remember. `texts` and the output's tokens keep it.
+
+        Parameters
+        ----------
+        step : Step or int
+            An element of `history`, or its index.
+        keys : str
+            Keys and values of the text that follows: the later steps of the history, and the unfinished steps of all
+            workers. `reencode`: they are computed again, as if the step had never been written. A later step is then
+            computed after the history before it alone, as with `step_move="reencode"`; unfinished steps see what they
+            saw of each other. `keep`: they stay as they were, rotated to their new positions, so that they may still
+            know what the step said; this costs no forward pass. Where steps do not move into a history, the text that
+            follows is all that was written from the forward pass of the step's first token on.
+
+        Raises
+        ------
+        ValueError
+            If there is no such step.
+        """
+        self._check_open()
+        self._edit(self._find_step("step", step), "", [], keys)
+
+    def replace(self, step: Step | int, text: str, keys: str = "reencode") -> None:
+        """Replace the text of a finished step. `step` and `keys`: see `forget`.
+
+        A step of a worker keeps its prefix, which is written before the text unless the text begins with it; the step
+        ends with the separator. Raises `ValueError` if there is no such step, and for a text as `inject`.
+        """
+        self._check_open()
+        found = self._find_step("step", step)
+        check_not_empty(text)
+        if found.worker >= 0:
+            prefix = self.config.step_prefix_of(found.name, found.step)
+            if not text.startswith(prefix):
+                space = "" if prefix[-1].isspace() or text[0].isspace() else " "
+                text = f"{prefix}{space}{text}"
+        text = ended(self.config, text)
+        self._edit(found, text, encode_given(self._call, text), keys)
+
+    def _insert(self, to: str, text: str, step: Step, keys: str) -> None:
+        """Insert a text before a finished step."""
+        check_not_empty(text)
+        is_moved = self.config.has_steps or step.worker < 0
+        expected = COMMON if is_moved else step.name
+        if to != expected:
+            where = "the history" if is_moved else f"the text of {step.name}"
+            raise ValueError(f"to must be {expected!r} before a step in {where}, got {to!r}")
+        text = ended(self.config, text)
+        self._edit(step, text, encode_given(self._call, text), keys, is_new=True)
+
+    def _edit(self, step: Step, text: str, tokens: list[int], keys: str, is_new: bool = False) -> None:
+        check_choice("keys", keys, KEYS)
+        self._with_model(lambda: self._run.edit(step, text, tokens, keys, is_new))
+
+    def _find_step(self, name: str, step: Step | int) -> Step:
+        """Return a finished step, given itself or its index."""
+        history = self.history
+        if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < len(history):
+            return history[step]
+        for other in history:
+            if other is step or other == step:
+                return other
+        raise ValueError(f"{name} must be one of the {len(history)} steps of the history, or its index, got {step!r}")
 
     def _check_open(self) -> None:
         if self._ended_by:

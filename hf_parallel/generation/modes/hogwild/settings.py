@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,8 @@ from hf_parallel.generation.decoding.replay.config import ReplayConfig
 from hf_parallel.generation.modes.final_answers import BOXED, check_pattern
 from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
 from hf_parallel.generation.modes.hogwild.output import HogwildOutput
-from hf_parallel.generation.settings import NOT_REMOTE
+from hf_parallel.generation.modes.hogwild.tools import name_of
+from hf_parallel.generation.settings import NOT_REMOTE, NOT_STORED
 from hf_parallel.generation.validation import check_choice, check_int, check_template, check_text, check_texts
 
 NAMES = ("Alice", "Bob", "Carol", "Dave", "Erin", "Frank", "Grace", "Heidi")
@@ -51,6 +52,10 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
     code_fence: str = "```"
     redundancy_prompt: str = "Let me check: is somebody else already doing what I am doing (yes/no)?"
     redundancy_interval: int = 1024
+    tools: Sequence[Callable[..., Any]] | None = field(default=None, metadata=NOT_STORED)
+    call_tags: Sequence[str] = ("<tool_call>", "</tool_call>")
+    tool_result: str = "**{name}, called by {worker}:** {result}"
+    draft_tokens: int = 0
     control_prompt: str = ""
     control_interval: int = 20
     answer_pattern: str = field(default=BOXED, metadata=NOT_REMOTE)
@@ -91,6 +96,20 @@ class HogwildSettings(ReplayConfig[HogwildOutput]):
             raise ValueError(f"control_prompt needs two workers that see each other's unfinished text, got {settings}")
         if self.control_prompt and self.logits_cache is not None:
             raise ValueError("logits_cache must be None with a control_prompt, whose answers it does not hold")
+        if self.tools is not None:
+            if not all(map(callable, self.tools)) or len(set(map(name_of, self.tools))) != len(self.tools):
+                raise ValueError(f"tools must be functions of different names, got {self.tools!r}")
+            if self.control_prompt or self.logits_cache is not None:
+                name = "control_prompt" if self.control_prompt else "logits_cache"
+                raise ValueError(f"tools must be None with a {name}, got {self.tools!r}")
+        check_int("draft_tokens", self.draft_tokens, at_least=0)
+        if self.draft_tokens and (self.control_prompt or self.logits_cache is not None):
+            name = "control_prompt" if self.control_prompt else "logits_cache"
+            raise ValueError(f"draft_tokens must be 0 with a {name}, got {self.draft_tokens!r}")
+        check_texts("call_tags", self.call_tags)
+        if len(self.call_tags) != 2:
+            raise ValueError(f"call_tags must be the texts that open and close a call, got {self.call_tags!r}")
+        check_template("tool_result", self.tool_result, name="", worker="", result="")
         if not self.separator:
             raise ValueError(f"separator must be a non-empty string, got {self.separator!r}")
         check_texts("sentence_ends", self.sentence_ends)

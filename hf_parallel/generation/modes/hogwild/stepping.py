@@ -6,7 +6,8 @@ import copy
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from transformers import MaxTimeCriteria, PreTrainedTokenizerBase
@@ -17,12 +18,15 @@ from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.enabled import Claim, enabled
 from hf_parallel.generation.mixin import take_parallel_config
 from hf_parallel.generation.modes.hogwild.config import HogwildConfig, hogwild_prompt
-from hf_parallel.generation.modes.hogwild.output import COMMON
+from hf_parallel.generation.modes.hogwild.edits import Editor, Feed, locate
+from hf_parallel.generation.modes.hogwild.output import COMMON, Step
 from hf_parallel.generation.modes.hogwild.run import HogwildRun
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.prompts import NOT_RENDERED, check_unused_template_kwargs
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.models.probing.rotary import max_positions
+
+R = TypeVar("R")
 
 
 def open_run(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Any, settings: Arguments) -> SteppedRun:
@@ -66,6 +70,8 @@ class SteppedRun(HogwildRun):
         super().__init__(config, call)
         call.drive(self.begin())
         (self.group,) = self.groups
+        self.feeds: list[Feed] = []  # of the workers' blocks, in the order of the passes
+        self._num_feeds = 0
         self.active = call.drive(self.schedule(self.workers))
 
     @property
@@ -86,7 +92,7 @@ class SteppedRun(HogwildRun):
         return {worker.name: worker.text[length:] for worker, length in lengths}
 
     def _next(self) -> Steps[list[Worker]]:
-        logits = yield from self.loop.step(self.active)
+        logits = yield from self._fed(self.loop.step(self.active))
         active = yield from self.loop.sample(self.active, logits, Worker.advance)
         return (yield from self.schedule(active))
 
@@ -96,6 +102,62 @@ class SteppedRun(HogwildRun):
             self.group.inject_step(text, tokens, self.passes)
         else:
             self.workers[worker].insert(tokens)
+
+    def _fed(self, steps: Steps[R]) -> Steps[R]:
+        """Run steps that compute one pass, and record what it appends to the blocks of workers."""
+        blocks = self.group.space.workers
+        lengths = [block.length for block in blocks]
+        result = yield from steps
+        for number, (block, length) in enumerate(zip(blocks, lengths, strict=True)):
+            if block.length > length:
+                self.feeds.append(Feed(self._num_feeds, number, block, block.length - length))
+        self._num_feeds += 1
+        return result
+
+    def edit(self, step: Step, text: str, tokens: list[int], keys: str, is_new: bool = False) -> None:
+        """Replace a finished step by a text, or insert the text before it. An empty text removes the step.
+
+        `keys`: one of `KEYS`. In a layout without a history, a new text becomes part of the step.
+        """
+        group = self.group
+        with self.transaction():
+            self.loop.call.drive(self._compute_pending())
+        group.move_ended_steps()
+        with self.transaction():
+            splice = locate(group, step)
+            splice = replace(splice, tokens=tokens, stop=splice.start if is_new else splice.stop)
+            editor = Editor(group, self.workers, self.feeds)
+            unused = self.loop.call.drive(editor.apply(splice, keys))
+            self.feeds = editor.feeds
+            self._edit_record(step, text, tokens, is_new)
+        for block in unused:
+            self.cache.pool.free(block)
+
+    def _edit_record(self, step: Step, text: str, tokens: list[int], is_new: bool) -> None:
+        """Edit the lists of steps, of which those in the history block come with their tokens."""
+        group = self.group
+        in_history = [other for other in group.finished if group.config.has_steps or other.worker < 0]
+        places = [place for place, other in enumerate(in_history) if other is step]
+        place = next(index for index, other in enumerate(group.history) if other is step)
+        if is_new and places:
+            added = [group.common_step(text, tokens, self.passes)]
+        elif is_new:
+            added = [replace(step, text=text + step.text, tokens=[*tokens, *step.tokens])]
+        else:
+            added = [replace(step, text=text, tokens=tokens)] if text else []
+        removes = 0 if is_new and places else 1
+        group.history[place : place + removes] = added
+        for index in places:
+            group.step_tokens[index : index + removes] = [tokens] if tokens else []
+
+    def _compute_pending(self) -> Steps[None]:
+        """Compute all that is pending besides the tokens of workers that write."""
+        unfilled = self.group.unfilled_prompt()
+        if unfilled:
+            yield from self.loop.runner.prefill(unfilled)
+        inputs = self.group.writes.take()
+        if inputs:
+            yield from self._fed(self.loop.runner.forward(inputs, ends=[len(inputs) - 1]))
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from hf_parallel.cache import View
 from hf_parallel.generation.decoding.rows import PendingWrites, Row
 from hf_parallel.generation.modes.hogwild.group import WorkerGroup
 from hf_parallel.generation.modes.hogwild.output import Step
+from hf_parallel.generation.modes.hogwild.tools import WorkerCall, call_in
 from hf_parallel.generation.prompts import END_THINK
 
 
@@ -25,6 +26,7 @@ class Worker(Row):
         self.text = ""  # of all its steps
         self.answered = False
         self.stopped = False
+        self.call: WorkerCall | None = None  # whose result it waits for
         self._step = 0
         self._num_prefix_tokens = 0
         self._begin_step()
@@ -65,15 +67,26 @@ class Worker(Row):
             self._generated, added, config.separator, config.sentence_ends, config.code_fence
         )
         answer_stops = not self.is_active()
+        call = call_in(self._generated, added, config.call_tags) if config.tools else None
+        complete = complete or call is not None
         if ended or answer_stops or self.num_passes >= group.max_passes or group.is_full():
             if not (ended or complete or answer_stops):
                 group.call.record.truncated.add(self.index)
             ended = is_eos or (ended and not group.timed_out())  # a step that `max_time` ends is unfinished
             self.stop(finished=ended or complete or (answer_stops and self.answered))
             return False
+        if call is not None and not self.current.text.endswith(config.separator):
+            self.insert(group.encode(config.separator))
         if complete:
             self._end_step()
+        if call is not None:
+            self.call = WorkerCall(call, config.tools or ())
         return True
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the worker waits for the result of a call."""
+        return self.call is not None and not self.call.result.done()
 
     def insert(self, tokens: Sequence[int], event: str = "inject") -> None:
         """Append given tokens, which were not generated, to the current step; `event` as in `ParallelStreamer`."""
@@ -136,8 +149,9 @@ class Worker(Row):
     def _join_history(self, end: Sequence[int] = ()) -> None:
         """Append the step and the tokens `end` to the history. The next pass computes the tokens that it lacks."""
         group = self.group
+        tokens = [*self.current.tokens, *end]
+        group.step_tokens.append(tokens)
         if group.config.step_move == "reencode":
-            tokens = [*self.current.tokens, *end]
             block = group.cache.end_step(group.space, self.number, len(tokens))
         else:
             tokens = [*self.pending, *end]

@@ -42,6 +42,8 @@ EVERY_SETTING: dict[str, Any] = {
     "code_fence": "~~~",
     "redundancy_prompt": "Again? ",
     "redundancy_interval": 7,
+    "call_tags": ["<call>", "</call>"],
+    "tool_result": "{name} for {worker}: {result}",
     "control_prompt": "Enough? ",
     "control_interval": 5,
     "answer_pattern": "= (\\d+)",
@@ -51,7 +53,7 @@ EVERY_SETTING: dict[str, Any] = {
     "collaboration_prompt": "{names} work.",
     "task_prompt": "Task: {task}",
 }
-"""A value other than the default for each setting that can be stored, except `step_move`, which excludes others."""
+"""A value other than the default of each setting that can be stored, except those that exclude others."""
 SMALL_CALL: dict[str, Any] = {
     "num_workers": 3,
     "collaboration_prompt": "{names} talk.",
