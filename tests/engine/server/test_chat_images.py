@@ -205,7 +205,9 @@ def test_an_image_in_a_tools_output_is_read(server: Served) -> None:
 def test_cached_logits_belong_to_an_image_by_its_content_also_after_a_restart(
     loaded: tuple[Any, Any, Any], tmp_path: Path
 ) -> None:
-    model, tokenizer, processor = loaded
+    shared, tokenizer, processor = loaded
+    model = Gemma3ForConditionalGeneration(shared.config).eval()  # an engine of other tests holds the shared one
+    model.load_state_dict(shared.state_dict())
 
     def ask(running: Served, seed: int, **body: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": [shown(seed), text("What?")]}]
