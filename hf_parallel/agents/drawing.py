@@ -16,13 +16,12 @@ from hf_parallel.agents.trace import Event, RunTrace
 from hf_parallel.transcript import page
 from hf_parallel.transcript.record import COMPUTED
 from hf_parallel.transcript.sections import FORMAT, VERSION, Card, Section, TranscriptStyle
+from hf_parallel.transcript.tree import tree_cells
 
 TEMPLATE = Path(__file__).with_name("run.html")
 PLOT_WIDTH = 640
 PLOT_HEIGHT = 160
 """Size of the plot of scores, in pixels, without its labels."""
-OPEN_STATES = 60
-"""Trees of up to this number of states are shown without a click."""
 
 
 def render(trace: RunTrace) -> str:
@@ -163,26 +162,7 @@ def _plot(trace: RunTrace) -> dict[str, object] | None:
 
 
 def _tree(tree: SearchTree) -> dict[str, object]:
-    """Return the cells of a tree: a column for each depth, and a row for each path."""
-    top = tree.root.id.count(".")
-    cells = []
-    row = 1
-    for node in tree.root.walk():
-        cells.append(
-            {
-                "place": f"grid-column:{1 + node.id.count('.') - top};grid-row:{row} / span {node.num_leaves}",
-                "id": node.id,
-                "outcome": node.outcome,
-                "value": None if node.value is None else f"{node.value:.4g}",
-                "text": node.text.strip(),
-            }
-        )
-        row += not node.children
-    counted = len(cells) - 1
-    pruned = sum(cell["outcome"] == "pruned" for cell in cells)
-    return {
-        "agent": tree.agent_id,
-        "cells": cells,
-        "words": f"{counted} states, {pruned} pruned",
-        "is_open": counted <= OPEN_STATES,
-    }
+    """Return the drawing of a tree with its heading."""
+    cells = tree_cells(tree.root)
+    words = f"{cells['counted']} states, {cells['pruned']} pruned"
+    return {"heading": f"Search of {tree.agent_id}: {words}", **cells}

@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 from hf_parallel.agents.trace import Event
+from hf_parallel.transcript.tree import TreeNode
 
 CHOICE = "choice"
 ERROR = "error"
 """Values of `reached` in an event: the status of its state, see `State`. Others are ends of paths."""
-
-
-@dataclass(eq=False)
-class TreeNode:
-    """A state of a search.
-
-    Attributes
-    ----------
-    id
-        Id of the state, such as `0.2.1`.
-    outcome
-        `selected`: on the path from which the agent continued. `continued`: another state with children. `pruned`: a
-        choice that the search did not continue. `ended`: the end of a path that was not selected. `failed`: the agent's
-        code raised an error. `start`: where a search began; it has no value.
-    value
-        Result of the value function, None without one.
-    text
-        The completion that the state continues its parent with.
-    """
-
-    id: str
-    outcome: str = "start"
-    value: float | None = None
-    text: str = ""
-    children: list[TreeNode] = field(default_factory=list)
-
-    @property
-    def num_leaves(self) -> int:
-        """Number of paths through this state."""
-        return sum(not node.children for node in self.walk())
-
-    def walk(self) -> Iterator[TreeNode]:
-        """Yield this node and all below it, each before its children."""
-        waiting = [self]
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting.extend(reversed(node.children))
 
 
 class SearchTree:

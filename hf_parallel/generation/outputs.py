@@ -27,6 +27,7 @@ from hf_parallel.transcript.sections import (
     separate_overlapping,
     transcript_dict,
 )
+from hf_parallel.transcript.tree import TreeNode, tree_cells
 
 T = TypeVar("T")
 ALWAYS: Any = None
@@ -130,6 +131,10 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
         """Return further text about a prompt: pairs of heading and text."""
         return []
 
+    def tree(self, prompt: int) -> TreeNode | None:
+        """Return the tree of a prompt's rows, in modes whose rows fork."""
+        return None
+
     def _sections(self, record: Record, tokenizer: PreTrainedTokenizerBase | None) -> list[Section]:
         if not record.events:
             if tokenizer is None:
@@ -144,6 +149,7 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
             tokens = record.prompts[prompt]
             text = None if tokenizer is None else decode(tokenizer, tokens.tolist())
             ranking, chosen = self.ranking(prompt)
+            root = self.tree(prompt)
             section = Section(
                 text,
                 len(tokens),
@@ -153,6 +159,7 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
                 ranking=ranking,
                 chosen=chosen,
                 images=record.images_of([prompt]),
+                tree=None if root is None else tree_cells(root),
             )
             sections.append(section)
         return sections

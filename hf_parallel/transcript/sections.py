@@ -69,6 +69,7 @@ class Section:
     ranking: list[int] = field(default_factory=list)  # columns that a page shows first, best first
     chosen: list[int] = field(default_factory=list)  # columns that the mode has chosen
     images: list[str] = field(default_factory=list)  # `data:` URLs of the thumbnails of the prompt's images
+    tree: dict[str, Any] | None = None  # which row has continued which, as `tree_cells` returns it
 
 
 def cards_by_prompt(record: Record) -> dict[int, list[Card]]:

@@ -377,10 +377,15 @@ def test_streams_and_transcripts_show_the_tree() -> None:
         tree = out.trees[prompt]
         assert len(section["columns"]) == len(tree)
         assert section["columns"][0] == f"Candidate {out.chosen[prompt] + 1}"
-        (search_note,) = [text for heading, text in section["notes"] if heading == "Search"]
+        drawn = {cell["id"]: cell for cell in section["tree"]["cells"]}
+        assert len(drawn) == 1 + len(tree)
+        column = {name: int(cell["place"].split(";")[0].split(":")[1]) for name, cell in drawn.items()}
         for index, branch in enumerate(tree):
-            if branch.parent is not None:
-                assert f"candidate {index + 1} from candidate {branch.parent + 1} at {branch.begin}:" in search_note
+            parent = "prompt" if branch.parent is None else f"candidate {branch.parent + 1}"
+            name = f"candidate {index + 1}"
+            assert column[name] == column[parent] + 1
+            assert drawn[name]["outcome"] == {"returned": "selected", "dropped": "pruned"}.get(branch.outcome, "ended")
+            assert drawn[name]["text"] == branch.text.strip()
     assert "dropped" in out.to_html(TOKENIZER)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
+from hf_parallel.transcript.tree import TreeNode
 
 RETURNED = "returned"
 ENDED = "ended"
 DROPPED = "dropped"
 """What became of a candidate: it is returned, it has ended and is not returned, or a selection has dropped it."""
+DRAWN_AS = {RETURNED: "selected", ENDED: "ended", DROPPED: "pruned"}
+"""The same in the words of `TreeNode.outcome`."""
 
 
 @dataclass
@@ -55,16 +58,21 @@ class SearchOutput(ParallelOutput):
     num_selections: list[int] = ALWAYS
     """Per row the number of selections of its prompt."""
 
+    def tree(self, prompt: int) -> TreeNode | None:
+        """Return the candidates of a prompt, each below the one that it continues."""
+        root = TreeNode("prompt")
+        nodes: list[TreeNode] = []
+        for index, branch in enumerate(self.trees[prompt]):
+            value = branch.scores[-1][1] if branch.scores else None
+            node = TreeNode(f"candidate {index + 1}", DRAWN_AS[branch.outcome], value, branch.text)
+            nodes.append(node)
+            parent = root if branch.parent is None else nodes[branch.parent]
+            parent.children.append(node)
+        return root
+
     def notes(self, prompt: int) -> list[tuple[str, str]]:
-        """Return the tree as text: who continued whom, the scores, and what became of each."""
-        branches = self.trees[prompt]
-        lines = []
-        for index, branch in enumerate(branches):
-            origin = "the prompt" if branch.parent is None else f"candidate {branch.parent + 1} at {branch.begin}"
-            scores = ", ".join(f"{score:.4g} at {tokens}" for tokens, score in branch.scores)
-            lines.append(f"candidate {index + 1} from {origin}: {scores or 'no score'}; {branch.outcome}")
-        notes = [("Search", "\n".join(lines))]
+        """Return the votes."""
         votes = self.votes[prompt]
-        if votes:
-            notes.append(("Votes", ", ".join(f"{form}: {round(count, 3)}" for form, count in votes.items())))
-        return notes
+        if not votes:
+            return []
+        return [("Votes", ", ".join(f"{form}: {round(count, 3)}" for form, count in votes.items()))]
