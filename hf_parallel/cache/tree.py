@@ -381,12 +381,16 @@ class PrefixTree:
             self._forget(root)
 
     def unpin_node(self, node: Node, owner: Owner) -> None:
-        """Unpin one node of an owner, which uses none of its children."""
+        """Unpin one node of an owner, which uses none of its children, and what only led to it."""
         self.leaves[owner] = [leaf for leaf in self.leaves[owner] if leaf is not node]
-        owners = self.pins.get(node, set())
-        owners.discard(owner)
-        if not owners:
-            self.pins.pop(node, None)
+        used = set(self.pinned(owner))
+        for unused in node.path:  # also heads that were split from it
+            if unused in used:
+                continue
+            owners = self.pins.get(unused, set())
+            owners.discard(owner)
+            if not owners:
+                self.pins.pop(unused, None)
 
     def pinned(self, owner: Owner) -> Iterator[Node]:
         """Yield the nodes that an owner uses, parents before children."""

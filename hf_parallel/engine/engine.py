@@ -445,17 +445,25 @@ class Engine:
         for request in cancelled:
             if not request.is_done:
                 self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
-        if submitted:
-            self._keep_forked([request.parent for request in submitted if request.parent is not None])
+        self._keep_forked(submitted)
         return True
 
-    def _keep_forked(self, points: Sequence[ForkPoint]) -> None:
-        """Let requests keep what their forks continue: rows that stand now, others before their next pass."""
-        for parent, row, num_tokens in points:
-            if parent.has_started and not parent.is_done:
-                parent.want_prefix(row, num_tokens)
-        for parent in dict.fromkeys(point.request for point in points):
-            if isinstance(parent.awaited, Standing) and parent.wanted_prefixes:
+    def _keep_forked(self, submitted: Sequence[Request]) -> None:
+        """Let requests keep what their forks continue: rows that stand now, others before their next pass.
+
+        Rows that stood when their request was preempted stand again once it is recomputed.
+        """
+        for request in submitted:
+            if request.parent is not None:
+                parent, row, num_tokens = request.parent
+                if parent.has_started and not parent.is_done:
+                    parent.want_prefix(row, num_tokens)
+        parents: dict[Request, None] = {}
+        for request in self._scheduler.waiting:
+            if request.parent is not None and request.waits_for_parent:
+                parents[request.parent.request] = None
+        for parent in parents:
+            if isinstance(parent.awaited, Standing):
                 self._call(parent, parent.resume, parent.awaited)
 
     def _abandon(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,6 +15,7 @@ import tiny
 import torch
 from engine_requests import TOKENIZER, WAIT, assert_nothing_is_held, wait_until_idle
 from small_tokenizers import make, small_llama
+from transformers import LogitsProcessor
 
 import hf_parallel
 from hf_parallel.engine import Engine, KVBudgetError, QueueFullError, RequestCancelledError, RequestHandle
@@ -88,6 +90,35 @@ def test_children_of_one_running_stream_compute_their_suffixes_only() -> None:
     # The keys of the last token of a stream that goes on may not be computed yet.
     assert all(cached >= len(PROMPT) + 119 and computed <= 4 for cached, computed in counts)
     assert sum(computed for _, computed in counts) <= 8 * 3 + 1
+
+
+class SameScores(LogitsProcessor):
+    """A processor of the caller's, with which each pass is taken by the run itself."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+@pytest.mark.parametrize("cause", ["processor", "replay", "preemption"])
+def test_forks_do_not_wait_for_the_end_of_a_parent(cause: str) -> None:
+    settings: dict[str, Any] = {}
+    if cause == "processor":
+        settings["logits_processor"] = [SameScores()]
+    elif cause == "replay":
+        settings = {"logits_cache": hf_parallel.LogitsCache(), "replay": "stepwise"}
+    with Engine(model_of("llama"), TOKENIZER) as engine:
+        parent = engine.submit(PROMPT, max_new_tokens=400, **settings)
+        list(islice(parent, 30))
+        with engine._changed:  # both happen between the same two steps
+            if cause == "preemption":
+                (request,) = engine._scheduler.running
+                engine._post(partial(engine._scheduler.preempt, request))
+            (fork,) = parent.fork(suffix=[70], max_new_tokens=4)
+        fork.result(WAIT)
+        assert not parent.done
+        assert fork.stats.cached_tokens >= len(PROMPT) + 29
+        parent.result(WAIT)
+        assert_nothing_is_held(engine)
 
 
 def test_rows_of_a_request_are_forked_by_their_number_and_messages_follow_an_answer() -> None:

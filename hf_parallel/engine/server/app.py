@@ -199,7 +199,7 @@ class _Server:
         self.translator = Translator(engine, limits, processor, logits_cache)
         self.conversations = Conversations()
         self.tables = {BODIES[path]: KeptTable(engine) for path in FORKABLE}
-        self.forks = ForkReader(self.translator, self.tables, limits.rows)
+        self.forks = ForkReader(self.translator, self.tables, limits)
         self.lease_terms = LeaseTerms(limits.lease_ttl, limits.max_leases, limits.max_lease_bytes)
         self.running = RunningResponses()
         card = {
@@ -358,7 +358,7 @@ class _Server:
                 num_choices += answers[-1].submission.choices
         except Exception:
             for answer in answers:
-                answer.handle.cancel()
+                answer.abandon()
             raise
         return bodies, answers
 
@@ -390,7 +390,7 @@ class _Server:
                 num_choices += submission.choices
         except Exception as error:
             for answer in answers:
-                answer.handle.cancel()
+                answer.abandon()
             raise self._translated(error, body) from error
         return answers
 
@@ -559,7 +559,7 @@ def _cancel_submitted(submission: Future[Any]) -> None:
         return
     _, answers = submission.result()
     for answer in answers:
-        answer.handle.cancel()
+        answer.abandon()
 
 
 class _EventStream(StreamingResponse):

@@ -47,7 +47,13 @@ class Kept:
     @property
     def is_finished(self) -> bool:
         """Whether the answer is complete."""
-        return self.answers is None or self.answers.is_shown
+        answers = self.answers  # read once: `finish` may run in another thread
+        return answers is None or answers.is_shown
+
+    @property
+    def kept_size(self) -> int:
+        """Characters of the conversation, and bytes of the prompt's tokens."""
+        return self.size + sum(tensor.nbytes for tensor in self.submission.prompt.values())
 
     @property
     def num_choices(self) -> int:
@@ -56,19 +62,22 @@ class Kept:
 
     def row(self, choice: int) -> list[int]:
         """Return the new tokens of a choice so far."""
-        if self.answers is not None:
-            return self.answers.handle.row_tokens(choice)
+        answers = self.answers
+        if answers is not None:
+            return answers.handle.row_tokens(choice)
         return self.rows[choice].tolist()  # type: ignore[no-any-return]
 
     def point(self, choice: int, token: int) -> Any:
         """Return the point of a fork in the running request, or None."""
-        return None if self.answers is None else self.answers.handle.point(choice, token)
+        answers = self.answers
+        return None if answers is None else answers.handle.point(choice, token)
 
     def messages(self, choice: int) -> list[JSONObject]:
         """Return the conversation, with the answer if it is complete."""
         if not self.is_finished:
             return self.conversation
-        replies = self.replies if self.answers is None else self.answers.shown
+        answers = self.answers
+        replies = self.replies if answers is None else answers.shown
         answer = as_message(replies[choice])
         return [*self.conversation, answer if self.partial is None else merged_messages(self.partial, answer)]
 
@@ -92,7 +101,9 @@ class Kept:
         answers = self.answers
         if answers is None:
             return
-        self.rows = [np.array(answers.handle.row_tokens(row), np.int32) for row in range(self.num_choices)]
+        tokens = np.array(answers.handle.sink.tokens, np.int32)
+        rows = np.array(answers.handle.sink.rows, np.int32)[: len(tokens)]
+        self.rows = [tokens[rows == choice] for choice in range(self.num_choices)]
         self.replies = answers.shown
         self.size += 8 * sum(map(len, self.rows))
         self.answers = None
@@ -142,7 +153,7 @@ class KeptTable:
                 return
             kept.finish()
             self._kept.setdefault(salt, OrderedDict())[name] = kept
-            self._sizes[salt] += kept.size
+            self._sizes[salt] += kept.kept_size
             while sum(map(len, self._kept.values())) > MAX_KEPT:
                 self._drop_oldest(max(self._kept, key=lambda other: len(self._kept[other])))
             while self._sizes.total() > MAX_CHARACTERS:
@@ -186,7 +197,7 @@ class KeptTable:
 
     def _take(self, salt: str, name: str) -> None:
         kept = self._kept[salt].pop(name)
-        self._sizes[salt] -= kept.size
+        self._sizes[salt] -= kept.kept_size
         if not self._kept[salt]:
             del self._kept[salt], self._sizes[salt]
         if kept.lease is not None:

@@ -143,7 +143,7 @@ class DecodeLoop:
                     active = [row for row in scheduled if row.is_active()]
             if self.draft is not None and is_plain:
                 active = yield from self.draft(active)
-            if self.call.host.wanted_prefixes and next_tokens is None:
+            if self.call.host.wanted_prefixes and ahead is None:  # else the next pass is queued
                 self._keep_wanted(rows, self.call.host.wanted_prefixes)
             num_steps = self._steps_to_stand(active) if may_stand and active else 0
             if num_steps > 1:

@@ -227,6 +227,40 @@ def test_keys_see_their_own_responses_and_deleted_ones_are_gone(server: Served, 
     assert server.wait_until(lambda stats: stats.leases == leases - 2, seconds=20)
 
 
+def test_forks_of_one_request_are_limited_together() -> None:
+    settings: dict[str, Any] = {"max_output_tokens": 2, "store": False}
+    with Engine(*small_model()) as engine, served(engine, Limits(body_bytes=4000)) as server:
+        parent = post(server, RESPONSES, model=MODEL, input="Hi", max_output_tokens=2).json()
+        wait_until_idle(engine)
+        finished = engine.stats.finished
+        error = check_error(post(server, f"{RESPONSES}/{parent['id']}/fork", n=12, input="x " * 800, **settings), 400)
+        assert error["param"] == "n"
+        assert "together" in error["message"]
+        wait_until_idle(engine)
+        assert engine.stats.finished == finished
+        assert len(fork(server, parent["id"], n=12, input="x " * 200, **settings)) == 12
+
+
+def test_a_fork_that_is_not_submitted_leaves_no_lease() -> None:
+    with Engine(*small_model()) as engine, served(engine) as server:
+        parent = post(server, RESPONSES, model=MODEL, input="Hi", max_output_tokens=2).json()
+        submit = engine.submit
+        count = 0
+
+        def second_fails(*arguments: Any, **given: Any) -> RequestHandle:
+            nonlocal count
+            count += 1
+            if count == 2:
+                raise ValueError("seed must be another")
+            handle = submit(*arguments, **given)
+            handle.result(60)
+            return handle
+
+        engine.submit = second_fails  # type: ignore[method-assign]
+        check_error(post(server, f"{RESPONSES}/{parent['id']}/fork", n=2, input="x", max_output_tokens=2), 400)
+        assert server.wait_until(lambda stats: stats.leases == 1, seconds=20)
+
+
 def hello(server: Served, number: int) -> str:
     """Return the id of a new response."""
     body = {"model": MODEL, "input": f"Hello {number}", "max_output_tokens": 4, "temperature": 0}

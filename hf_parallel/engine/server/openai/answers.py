@@ -83,6 +83,12 @@ class Answers:
         """What was returned of each choice, by its number in this submission, without log-probabilities."""
         self._replies = [submission.make_reply(index) for index in range(submission.choices)]
 
+    def abandon(self) -> None:
+        """Cancel the request. Even if it has ended already, its prefix is not kept."""
+        self.handle.cancel()
+        if self.lease is not None:
+            self.submission.engine.release(self.lease)
+
     @property
     def is_shown(self) -> bool:
         """Whether every choice was returned up to its end."""

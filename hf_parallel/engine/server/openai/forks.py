@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, Tag
 from hf_parallel.engine.forks import messages_after_answer
 from hf_parallel.engine.server.errors import APIError, to_json
 from hf_parallel.engine.server.leases import Kept, KeptTable
+from hf_parallel.engine.server.limits import PROMPT_FACTOR, Limits
 from hf_parallel.engine.server.openai import schema
 from hf_parallel.engine.server.openai.answers import Answers, Delta
 from hf_parallel.engine.server.openai.responses import Writer, usage_of
@@ -68,10 +69,11 @@ class ForksBody(BaseModel):
 class ForkReader:
     """Reads the bodies of forks. `tables` has the responses that can be forked, by the kind of their bodies."""
 
-    def __init__(self, translator: Translator, tables: Mapping[type[schema.Body], KeptTable], most: int) -> None:
+    def __init__(self, translator: Translator, tables: Mapping[type[schema.Body], KeptTable], limits: Limits) -> None:
         self._translator = translator
         self._tables = tables
-        self._most = most
+        self._most = limits.rows
+        self._most_bytes = PROMPT_FACTOR * limits.body_bytes
 
     def read_children(self, kind: type[schema.Body], content: bytes, name: str, salt: str) -> list[ConversationBody]:
         """Return the bodies of the forks that a request asks for."""
@@ -88,6 +90,7 @@ class ForkReader:
         common["fork"] = {"id": name, "at": at, "choice": given.choice}
         common["stream"] = given.stream
         seed = {**kept.fields, **common}.get("seed")
+        num_bytes = 0
         bodies = []
         for index, child in enumerate(children):
             for field in OF_ALL:
@@ -103,6 +106,10 @@ class ForkReader:
                 if error.param not in child:
                     raise
                 raise APIError(error.status, f"children.{index}.{error}", "children", error.code) from error
+            num_bytes += bodies[-1]._size - kept.size
+            if num_bytes > self._most_bytes:
+                message = f"the bodies of the forks, with what they inherit, may have {self._most_bytes} bytes together"
+                raise APIError(400, message, "n" if given.children is None else "children")
         return bodies
 
     def read_one(self, kind: type[schema.Body], content: bytes, salt: str) -> ConversationBody:
