@@ -164,7 +164,10 @@ class KeptTable:
         with self._lock:
             kept = self._of(self._kept, salt, name) or self._of(self._running, salt, name)
         if kept is None:
-            message = f"there is no response {name[:200]!r}: the server keeps the last {MAX_KEPT} of all clients"
+            message = (
+                f"there is no response {name[:200]!r} that can be forked: the server keeps the last {MAX_KEPT} of all "
+                "clients, and a chat that has ended only with store=true"
+            )
             raise APIError(404, message, None, "response_not_found")
         return kept
 

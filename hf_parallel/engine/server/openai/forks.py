@@ -78,6 +78,8 @@ class ForkReader:
     def read_children(self, kind: type[schema.Body], content: bytes, name: str, salt: str) -> list[ConversationBody]:
         """Return the bodies of the forks that a request asks for."""
         given = read_body(ForksBody, content)
+        if "fork" in (given.model_extra or {}):
+            raise APIError(400, "the path names the response that is forked: leave out fork", "fork")
         children: Sequence[Mapping[str, object]] = given.children or [{}] * (given.n or 1)
         if given.n is not None and given.n != len(children):
             raise APIError(400, f"n={given.n} differs from the {len(children)} children: give one of them", "n")

@@ -17,7 +17,7 @@ from hf_parallel.generation.enabled import Claim
 from hf_parallel.generation.mixin import ParallelGenerationMixin, enable, unwrap
 from hf_parallel.generation.modes.hogwild.edits import KEYS
 from hf_parallel.generation.modes.hogwild.output import COMMON, HogwildOutput, Step
-from hf_parallel.generation.modes.hogwild.speech import check_not_empty, encode_given, ended
+from hf_parallel.generation.modes.hogwild.speech import ALL, check_not_empty, encode_given, ended
 from hf_parallel.generation.modes.hogwild.stepping import open_run
 from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.generation.validation import check_choice, check_int
@@ -65,6 +65,8 @@ class HogwildSession:
             self._run = open_run(model, tokenizer, prompt, settings)
         self._call = self._run.loop.call
         self.config = self._run.config
+        if self.config.draft_tokens:
+            raise ValueError(f"draft_tokens must be 0 in a session, got {self.config.draft_tokens}")
         self._ended_by = ""
         self._is_running = False
 
@@ -182,7 +184,7 @@ class HogwildSession:
         """Append a text, without a name or template, which the model reads in the next forward pass.
 
         `to` is the name of a worker, whose unfinished step the text continues on a new line, or begins if the step has
-        no text yet; or `common`, to append it to the history as a step of its own, followed by the separator unless it
+        no text yet; or `common` (or `all`), to append it to the history as a step of its own, followed by the separator unless it
         ends with it. Raises `ValueError` if the worker does not exist or has stopped, if the text is empty or cannot be
         encoded, and for `common` in the layout `contiguous`, which has no history.
 
@@ -191,12 +193,16 @@ class HogwildSession:
         beginning of a step of the worker `to`. `keys`: see `forget`.
         """
         self._check_open()
+        if to == ALL:
+            to = COMMON
+        if at is None and keys != "reencode":
+            raise ValueError(f"keys={keys!r} needs at=, the step before which the text is inserted")
         if at is not None:
             self._insert(to, text, self._find_step("at", at), keys)
             return
         worker = next((worker for worker in self._run.workers if worker.name == to), None)
         if worker is None and to != COMMON:
-            raise ValueError(f"there is no worker {to!r}, only {self.names}")
+            raise ValueError(f"to must be {COMMON!r} or one of {self.names}, got {to!r}")
         if worker is None and self.config.layout == "contiguous":
             raise ValueError("the layout 'contiguous' has no history")
         if worker is not None and worker.stopped:

@@ -8,25 +8,26 @@ from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.call import GenerationCall, vocabulary_size
 from hf_parallel.generation.decoding.words import NotRunningError, Words
 from hf_parallel.generation.modes.hogwild.group import WorkerGroup
+from hf_parallel.generation.modes.hogwild.output import COMMON
 from hf_parallel.generation.modes.hogwild.settings import HogwildSettings
 from hf_parallel.generation.modes.hogwild.worker import Worker
 from hf_parallel.generation.validation import check_text, is_int
 
 ALL = "all"
-"""Name of all workers."""
+"""Name of all workers, besides that of their common history."""
 
 
 def address(config: HogwildSettings, to: object) -> int | None:
     """Return the number of the worker that `to` names, or None for all; else raise `ValueError`."""
     names = config.names
-    if to == ALL:
+    if to in (ALL, COMMON):
         return None
     if is_int(to) and 0 <= to < len(names):
         return to
     if isinstance(to, str) and to in names:
         return names.index(to)
     shown = names if len(names) <= 8 else [*names[:8], "..."]
-    raise ValueError(f"to must be {ALL!r}, one of {shown} or a number below {len(names)}, got {to!r}")
+    raise ValueError(f"to must be {ALL!r}, one of {shown} or a number from 0 to {len(names) - 1}, got {to!r}")
 
 
 def check_not_empty(text: object) -> None:
