@@ -184,8 +184,8 @@ class HogwildSession:
         """Append a text, without a name or template, which the model reads in the next forward pass.
 
         `to` is the name of a worker, whose unfinished step the text continues on a new line, or begins if the step has
-        no text yet; or `common` (or `all`), to append it to the history as a step of its own, followed by the separator unless it
-        ends with it. Raises `ValueError` if the worker does not exist or has stopped, if the text is empty or cannot be
+        no text yet; or `common` (or `all`), to append it to the history as a step of its own, followed by the separator
+        unless it ends with it. Raises `ValueError` if the worker does not exist or has stopped, if the text is empty or cannot be
         encoded, and for `common` in the layout `contiguous`, which has no history.
 
         With `at`, a finished step or its index in `history`, the text is inserted before this step: in the history as
