@@ -1,0 +1,110 @@
+"""BeamTree: blocks of the beams of a search after their prompts. Beams that share a past share its blocks.
+
+Each beam writes to a block of its own, until several beams continue it: then they see the block and begin new ones. A
+block that no beam sees any more is freed. Where one beam, or one branch, is left, its tokens move to the end of the
+block before them, so that a past that all beams share is one block, however long the search.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hf_parallel.cache.batch import View
+from hf_parallel.cache.pool import Block, Pool
+
+CAPACITY = 8
+"""Initial capacity of a block in tokens: most are soon freed, or moved to the end of another one."""
+
+
+@dataclass(eq=False)
+class Branch:
+    """Tokens that follow those of `parent`, in a block. A branch without a parent is the end of a prompt."""
+
+    view_of_prompt: View
+    next_position: int  # after the prompt
+    parent: Branch | None = None
+    block: Block | None = None
+    children: dict[Branch, None] = field(default_factory=dict)
+
+    @property
+    def view(self) -> list[Block]:
+        """Blocks that a beam at its end sees."""
+        blocks: list[Block] = []
+        branch = self
+        while branch.parent is not None:
+            if branch.block is not None:
+                blocks.append(branch.block)
+            branch = branch.parent
+        return [*self.view_of_prompt, *reversed(blocks)]
+
+    @property
+    def end(self) -> int:
+        """Position of the token after its last one."""
+        return self.next_position if self.block is None else self.block.base + self.block.length
+
+
+class BeamTree:
+    """The branches of the beams of one or more prompts, whose blocks are in a pool and belong to no prefix tree."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._leaves: dict[Branch, None] = {}
+
+    def advance(self, branches: Sequence[Branch]) -> list[Branch]:
+        """Return the branches of the next beams, given the one that each continues: a prompt, or one of the last call.
+
+        A branch that one beam continues stays; after one that several continue, each gets a new branch, without tokens
+        yet. Branches that no beam continues are freed.
+        """
+        uses = Counter(branches)
+        thinned: dict[Branch, None] = {}
+        for leaf in self._leaves:
+            if leaf not in uses:
+                thinned[self._free(leaf)] = None
+        kept = [branch for branch in thinned if branch.block is not None and len(branch.children) == 1]
+        for branch in sorted(kept, key=lambda branch: branch.end):  # from the trunk on, so that each token moves once
+            self._merge_child(branch)
+        forked = [branch for branch in branches if branch.block is None or uses[branch] > 1]
+        blocks = iter(self.pool.new_blocks(len(forked), CAPACITY))
+        leaves = []
+        for branch in branches:
+            leaf = branch
+            if branch.block is None or uses[branch] > 1:
+                leaf = self._new_child(branch, next(blocks))
+            leaves.append(leaf)
+        self._leaves = dict.fromkeys(leaves)
+        return leaves
+
+    @staticmethod
+    def _new_child(parent: Branch, block: Block) -> Branch:
+        block.base = parent.end
+        child = Branch(parent.view_of_prompt, parent.next_position, parent, block)
+        parent.children[child] = None
+        return child
+
+    def _free(self, branch: Branch) -> Branch:
+        """Free a branch without children, and those before it that have no others. Return the one before these."""
+        while branch.parent is not None and not branch.children:
+            if branch.block is not None:
+                self.pool.free(branch.block)
+                branch.block = None
+            del branch.parent.children[branch]
+            branch = branch.parent
+        return branch
+
+    def _merge_child(self, branch: Branch) -> None:
+        """Move the tokens of the only child of a branch to the end of its block; the child takes its place."""
+        (child,) = branch.children
+        parent = branch.parent
+        assert parent is not None, "prompts are not merged"
+        assert branch.block is not None, "it was not freed"
+        assert child.block is not None, "it was not freed"
+        self.pool.move(child.block, branch.block)
+        self.pool.free(child.block)
+        child.block = branch.block
+        branch.block = None
+        child.parent = parent
+        del parent.children[branch]
+        parent.children[child] = None
