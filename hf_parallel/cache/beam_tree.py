@@ -51,6 +51,7 @@ class BeamTree:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self._leaves: dict[Branch, None] = {}
+        self._forked: list[Block] = []  # of the last call, from whose states the last pass has continued
 
     def advance(self, branches: Sequence[Branch]) -> list[Branch]:
         """Return the branches of the next beams, given the one that each continues: a prompt, or one of the last call.
@@ -58,6 +59,8 @@ class BeamTree:
         A branch that one beam continues stays; after one that several continue, each gets a new branch, without tokens
         yet. Branches that no beam continues are freed.
         """
+        for block in self._forked:
+            self.pool.forget_state(block)
         uses = Counter(branches)
         thinned: dict[Branch, None] = {}
         for leaf in self._leaves:
@@ -66,14 +69,13 @@ class BeamTree:
         kept = [branch for branch in thinned if branch.block is not None and len(branch.children) == 1]
         for branch in sorted(kept, key=lambda branch: branch.end):  # from the trunk on, so that each token moves once
             self._merge_child(branch)
-        forked = [branch for branch in branches if branch.block is None or uses[branch] > 1]
-        blocks = iter(self.pool.new_blocks(len(forked), CAPACITY))
+        forking = {branch for branch, count in uses.items() if branch.block is None or count > 1}
+        self._forked = [branch.block for branch in forking if branch.block is not None]
+        num_new = sum(uses[branch] for branch in forking)
+        blocks = iter(self.pool.new_blocks(num_new, CAPACITY))
         leaves = []
         for branch in branches:
-            leaf = branch
-            if branch.block is None or uses[branch] > 1:
-                leaf = self._new_child(branch, next(blocks))
-            leaves.append(leaf)
+            leaves.append(self._new_child(branch, next(blocks)) if branch in forking else branch)
         self._leaves = dict.fromkeys(leaves)
         return leaves
 

@@ -23,6 +23,7 @@ from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.placement import all_modules
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.sampling.log_probs import TopLogProbs
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_int, check_text, is_int
 from hf_parallel.models.intercept.attention import UnsupportedModelError
@@ -277,6 +278,8 @@ def check_beams(title: str, config: GenerationConfig, kwargs: Arguments) -> None
             f"streamer is not supported by {title} with num_beams={config.num_beams}: which tokens are returned is "
             "known at the end"
         )
+    if any(isinstance(processor, TopLogProbs) for processor in kwargs.get("logits_processor") or ()):
+        raise ValueError(f"TopLogProbs is not supported with num_beams={config.num_beams}: rows are chosen at the end")
     if config.low_memory:
         raise ValueError(f"low_memory={config.low_memory!r} is not supported with num_beams; allowed: None or False")
 

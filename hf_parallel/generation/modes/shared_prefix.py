@@ -60,6 +60,11 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
         if self.logits_cache is not None:
             raise ValueError("logits_cache is not supported with num_beams: a beam search samples no rows to replay")
 
+    def max_states(self, call: GenerationCall) -> int:
+        """As in other modes; with `num_beams`, also one of each beam that several beams continue."""
+        forked = call.num_rows // 2 if (call.generation_config.num_beams or 1) > 1 else 0
+        return super().max_states(call) + forked
+
     def make_run(self, call: GenerationCall) -> SharedPrefixRun | BeamSearchRun:
         if (call.generation_config.num_beams or 1) > 1:
             return BeamSearchRun(call, self.seed)
