@@ -67,8 +67,7 @@ class BeamTree:
             if leaf not in uses:
                 thinned[self._free(leaf)] = None
         kept = [branch for branch in thinned if branch.block is not None and len(branch.children) == 1]
-        for branch in sorted(kept, key=lambda branch: branch.end):  # from the trunk on, so that each token moves once
-            self._merge_child(branch)
+        self._merge_children(sorted(kept, key=lambda branch: branch.end))
         forking = {branch for branch, count in uses.items() if branch.block is None or count > 1}
         self._forked = [branch.block for branch in forking if branch.block is not None]
         num_new = sum(uses[branch] for branch in forking)
@@ -96,17 +95,25 @@ class BeamTree:
             branch = branch.parent
         return branch
 
-    def _merge_child(self, branch: Branch) -> None:
-        """Move the tokens of the only child of a branch to the end of its block; the child takes its place."""
-        (child,) = branch.children
-        parent = branch.parent
-        assert parent is not None, "prompts are not merged"
-        assert branch.block is not None, "it was not freed"
-        assert child.block is not None, "it was not freed"
-        self.pool.move(child.block, branch.block)
-        self.pool.free(child.block)
-        child.block = branch.block
-        branch.block = None
-        child.parent = parent
-        del parent.children[branch]
-        parent.children[child] = None
+    def _merge_children(self, branches: Sequence[Branch]) -> None:
+        """Move the tokens of the only child of each branch to the end of its block; the child takes its place.
+
+        `branches` are in the order of their positions: a child that is merged, too, has the block of its parent.
+        """
+        moves: list[tuple[Block, Block]] = []
+        for branch in branches:
+            (child,) = branch.children
+            parent = branch.parent
+            assert parent is not None, "prompts are not merged"
+            assert branch.block is not None, "it was not freed"
+            assert child.block is not None, "it was not freed"
+            moves.append((child.block, branch.block))
+            child.block = branch.block
+            branch.block = None
+            child.parent = parent
+            del parent.children[branch]
+            parent.children[child] = None
+        if moves:
+            self.pool.append_all(moves)
+        for source, _ in moves:
+            self.pool.free(source)
