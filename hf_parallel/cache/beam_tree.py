@@ -19,14 +19,14 @@ CAPACITY = 8
 
 
 @dataclass(eq=False)
-class Branch:
+class BeamBranch:
     """Tokens that follow those of `parent`, in a block. A branch without a parent is the end of a prompt."""
 
     view_of_prompt: View
     next_position: int  # after the prompt
-    parent: Branch | None = None
+    parent: BeamBranch | None = None
     block: Block | None = None
-    children: dict[Branch, None] = field(default_factory=dict)
+    children: dict[BeamBranch, None] = field(default_factory=dict)
 
     @property
     def view(self) -> list[Block]:
@@ -50,10 +50,10 @@ class BeamTree:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self._leaves: dict[Branch, None] = {}
+        self._leaves: dict[BeamBranch, None] = {}
         self._forked: list[Block] = []  # of the last call, from whose states the last pass has continued
 
-    def advance(self, branches: Sequence[Branch]) -> list[Branch]:
+    def advance(self, branches: Sequence[BeamBranch]) -> list[BeamBranch]:
         """Return the branches of the next beams, given the one that each continues: a prompt, or one of the last call.
 
         A branch that one beam continues stays; after one that several continue, each gets a new branch, without tokens
@@ -62,7 +62,7 @@ class BeamTree:
         for block in self._forked:
             self.pool.forget_state(block)
         uses = Counter(branches)
-        thinned: dict[Branch, None] = {}
+        thinned: dict[BeamBranch, None] = {}
         for leaf in self._leaves:
             if leaf not in uses:
                 thinned[self._free(leaf)] = None
@@ -79,13 +79,13 @@ class BeamTree:
         return leaves
 
     @staticmethod
-    def _new_child(parent: Branch, block: Block) -> Branch:
+    def _new_child(parent: BeamBranch, block: Block) -> BeamBranch:
         block.base = parent.end
-        child = Branch(parent.view_of_prompt, parent.next_position, parent, block)
+        child = BeamBranch(parent.view_of_prompt, parent.next_position, parent, block)
         parent.children[child] = None
         return child
 
-    def _free(self, branch: Branch) -> Branch:
+    def _free(self, branch: BeamBranch) -> BeamBranch:
         """Free a branch without children, and those before it that have no others. Return the one before these."""
         while branch.parent is not None and not branch.children:
             if branch.block is not None:
@@ -95,7 +95,7 @@ class BeamTree:
             branch = branch.parent
         return branch
 
-    def _merge_children(self, branches: Sequence[Branch]) -> None:
+    def _merge_children(self, branches: Sequence[BeamBranch]) -> None:
         """Move the tokens of the only child of each branch to the end of its block; the child takes its place.
 
         `branches` are in the order of their positions: a child that is merged, too, has the block of its parent.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_parallel.cache.beam_tree import BeamTree, Branch
+from hf_parallel.cache.beam_tree import BeamBranch, BeamTree
 from hf_parallel.cache.tree import Node
 from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import Generated
@@ -81,7 +81,7 @@ class BeamSearchRun:
         """
         began = time.perf_counter()
         call = self.call
-        prompts = {leaf: Branch(leaf.view, leaf.next_position) for leaf in leaves}
+        prompts = {leaf: BeamBranch(leaf.view, leaf.next_position) for leaf in leaves}
         branches = [prompts[leaf] for leaf in leaves for _ in range(self.num_beams)]
         places = [number for number in range(len(leaves)) for _ in range(self.num_beams)]
         while True:
@@ -91,7 +91,7 @@ class BeamSearchRun:
             call.host.count_tokens(len(branches))
             if self.ranking.is_done:
                 break
-            numbers: dict[tuple[Branch, int], int] = {}
+            numbers: dict[tuple[BeamBranch, int], int] = {}
             places = []
             for parent, token in zip(*self.ranking.beams(), strict=True):
                 places.append(numbers.setdefault((branches[parent], token), len(numbers)))
