@@ -21,6 +21,7 @@ from hf_parallel.generation.decoding.prefill import insert_prompt, prefill_leave
 from hf_parallel.generation.decoding.rows import Row
 from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
+from hf_parallel.generation.sampling.log_probs import LogProbs
 from hf_parallel.generation.sampling.rng import Seed, make_rngs
 from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.kernels import to_device
@@ -127,6 +128,9 @@ class BeamSearchRun:
             if call.past_key_values is None:
                 self.cache.reset()
             return ranked.sequences
+        is_token = ranked.beam_indices >= 0
+        values = ranked.log_probs[is_token]
+        record.log_probs.append((rows, LogProbs(values, torch.full_like(values, torch.nan))))
         if call.past_key_values is None:
             self.cache.record_weights(call.model, call.fingerprint)
         scores = self.ranking.scores

@@ -217,6 +217,9 @@ def test_log_probs_and_transition_scores_are_those_of_the_model() -> None:
         expected = logits[begin - 1 : end - 1].gather(1, text[0, begin:end, None])[:, 0]
         torch.testing.assert_close(log_probs[row, : end - begin], expected, atol=1e-5, rtol=1e-5)
         assert log_probs[row, end - begin :].isnan().all()
+    rows, values = output.record.sampled_log_probs()
+    for row in range(6):
+        torch.testing.assert_close(torch.tensor(values[rows == row]), log_probs[row][~log_probs[row].isnan()])
     assert "completion 3" in output.to_html(AsciiTokenizer())
     assert len(output.to_records()) == 6
 
