@@ -92,7 +92,10 @@ def simulate(
 class _SimulatedRequest:
     """A request as the storage sees it: one row, without a mode."""
 
-    preempted, identity, reads = False, None, ()
+    preempted = False
+    identity = None
+    reads = ()
+    is_observed = True
 
     def __init__(self, request: TraceRequest) -> None:
         self.hints = request.hints

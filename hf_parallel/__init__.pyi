@@ -27,6 +27,7 @@ from hf_parallel.generation.decoding.replay import ReplayPolicy as ReplayPolicy
 from hf_parallel.generation.decoding.replay import Stepwise as Stepwise
 from hf_parallel.generation.modes import BOXED as BOXED
 from hf_parallel.generation.modes import AsyncReasoningConfig as AsyncReasoningConfig
+from hf_parallel.generation.modes import BeamSearchOutput as BeamSearchOutput
 from hf_parallel.generation.modes import BestOfConfig as BestOfConfig
 from hf_parallel.generation.modes import BestOfOutput as BestOfOutput
 from hf_parallel.generation.modes import BlockFormat as BlockFormat

@@ -233,6 +233,11 @@ class Arena:
             if spec is not None:
                 rotated[rows] = rotate_by(rotated[rows], delta, spec)
 
+    def copy_many(self, sources: Sequence[TokenRange], targets: Sequence[TokenRange]) -> None:
+        """Copy tokens, none of them quantized, to free places of other extents; their keys are not rotated."""
+        self.grow()
+        self._copy_all(sources, targets)
+
     @_reported
     def quantize(self, source: TokenRange, target: TokenRange) -> None:
         """Copy tokens to a quantized extent."""

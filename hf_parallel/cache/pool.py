@@ -340,6 +340,36 @@ class Pool:
         source.length = 0
         source.state_at = -1
 
+    def append_all(self, moves: Sequence[tuple[Block, Block]]) -> None:
+        """Move all tokens of each source to the end of its target, which they continue at their own positions.
+
+        `moves` are pairs (source, target), in order. As `move`, but all tokens are copied at once. Raises `ValueError`
+        if a block is both a source and a target, or if tokens do not continue their target.
+        """
+        lengths = {target: target.length for _, target in moves}
+        for source, target in moves:
+            self.check_owned(source, target)
+            if source in lengths:
+                raise ValueError(f"{source!r} cannot be moved and receive tokens")
+            if source.base != target.base + lengths[target]:
+                raise ValueError(f"{source!r} does not continue {target!r}")
+            lengths[target] += source.length
+        self.reserve(list(lengths.items()))
+        sources = [source.tokens for source, _ in moves]
+        ends = {target: target.length for target in lengths}
+        places = []
+        for source, target in moves:
+            places.append(target.extent.range(target.first + ends[target], source.length))
+            ends[target] += source.length
+        self.arena.copy_many(sources, places)
+        self.touch()
+        for source, target in moves:
+            self._log_copy(source, 0, source.length, target, target.length)
+            target.length += source.length
+            self.move_state(source, target)
+            source.length = 0
+            source.state_at = -1
+
     def reserve(self, wanted: Wanted) -> None:
         """Ensure capacity for `length` tokens in each `(block, length)`.
 

@@ -214,8 +214,14 @@ class Request(Host):
         return min(asked or PREFILL_CHUNK, self.chunk_size)
 
     def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        self.num_tokens += len(tokens)
+        self.count_tokens(len(tokens))
+        self.show_tokens(rows, tokens)
+
+    def count_tokens(self, count: int) -> None:
+        self.num_tokens += count
         self.has_started = True
+
+    def show_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         self.handle.add_tokens(rows, tokens)
 
     def fork(self, row: int, forks: Sequence[int]) -> None:

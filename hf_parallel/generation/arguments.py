@@ -23,6 +23,7 @@ from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.cache.placement import all_modules
 from hf_parallel.detokenizer import check_tokenizer
 from hf_parallel.generation.registry import MODES
+from hf_parallel.generation.sampling.log_probs import TopLogProbs
 from hf_parallel.generation.settings import Arguments
 from hf_parallel.generation.validation import check_int, check_text, is_int
 from hf_parallel.models.intercept.attention import UnsupportedModelError
@@ -54,21 +55,28 @@ _UNSUPPORTED_SETTINGS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("dola_layers", "constraints", "force_words_ids", "compile_config"), (None,)),
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit"), (None,)),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "token_healing", "use_mtp"), (None, False)),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (None, 1)),
+    **dict.fromkeys(("num_beam_groups", "guidance_scale"), (None, 1)),
     "penalty_alpha": (None, 0),
     "cache_implementation": (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked"),
 }
 """Settings of `GenerationConfig` that no mode supports, with the values that disable them or change no token."""
+_NO_BEAMS: dict[str, tuple[object, ...]] = {"num_beams": (None, 1)}
+"""The same of modes that search no beams."""
 _PLAINLY = "; model.generate(..., generation_mode=None) generates without a mode"
-_SUPPORTED_STRATEGIES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-"""Decoding strategies of `generate` that call `_sample`, where a mode takes over."""
+_SUPPORTED_STRATEGIES = (
+    *(GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+    *(GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE),
+)
+"""Decoding strategies of `generate` that call `_sample` or `_beam_search`, where a mode takes over."""
 _MINIMUM = {
     **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences", "prefill_chunk_size"), 1),
+    "num_beams": 1,
     **dict.fromkeys(("min_new_tokens", "min_length", "no_repeat_ngram_size", "top_k"), 0),
     "encoder_no_repeat_ngram_size": 0,
 }
 """Integer settings with their least allowed value."""
 _NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "max_time")
+_PENALTIES = ("repetition_penalty", "length_penalty")
 _BOOLS = ("do_sample", "return_dict_in_generate", "output_scores", "output_logits")
 
 
@@ -82,7 +90,7 @@ def _are_tokens(value: object) -> bool:
 
 
 _TYPES: tuple[tuple[Sequence[str], Callable[[object], bool], str], ...] = (
-    ((*_NUMBERS, "repetition_penalty"), lambda value: _is_number(value) and not isinstance(value, bool), "a number"),
+    ((*_NUMBERS, *_PENALTIES), lambda value: _is_number(value) and not isinstance(value, bool), "a number"),
     (_BOOLS, lambda value: isinstance(value, bool | int | np.bool_) and value in (0, 1), "True or False"),
     (
         ("bos_token_id", "pad_token_id", "forced_bos_token_id"),
@@ -250,9 +258,10 @@ def check_tokens(config: GenerationConfig, vocabulary: int, prompt_length: int) 
             raise ValueError(f"{name} must be token ids below {vocabulary}, the size of the vocabulary, got {value!r}")
 
 
-def check_supported_settings(title: str, config: GenerationConfig) -> None:
-    """Raise `ValueError` for a setting, or a decoding strategy, that no mode supports."""
-    for name, harmless in _UNSUPPORTED_SETTINGS.items():
+def check_supported_settings(title: str, config: GenerationConfig, searches_beams: bool = False) -> None:
+    """Raise `ValueError` for a setting, or a decoding strategy, that the mode does not support."""
+    unsupported = _UNSUPPORTED_SETTINGS if searches_beams else _UNSUPPORTED_SETTINGS | _NO_BEAMS
+    for name, harmless in unsupported.items():
         value = getattr(config, name, None)
         if value not in harmless and (config.return_dict_in_generate or name not in _RETURNED):
             allowed = " or ".join(map(repr, harmless))
@@ -260,6 +269,19 @@ def check_supported_settings(title: str, config: GenerationConfig) -> None:
     strategy = config.get_generation_mode()
     if strategy not in _SUPPORTED_STRATEGIES:
         raise ValueError(f"these settings select {strategy.value}, which {title} does not support{_PLAINLY}")
+
+
+def check_beams(title: str, config: GenerationConfig, kwargs: Arguments) -> None:
+    """Raise `ValueError` for arguments of a call that no beam search of a mode supports."""
+    if kwargs.get("streamer") is not None:
+        raise ValueError(
+            f"streamer is not supported by {title} with num_beams={config.num_beams}: which tokens are returned is "
+            "known at the end"
+        )
+    if any(isinstance(processor, TopLogProbs) for processor in kwargs.get("logits_processor") or ()):
+        raise ValueError(f"TopLogProbs is not supported with num_beams={config.num_beams}: rows are chosen at the end")
+    if config.low_memory:
+        raise ValueError(f"low_memory={config.low_memory!r} is not supported with num_beams; allowed: None or False")
 
 
 def check_inputs(kwargs: Arguments) -> None:

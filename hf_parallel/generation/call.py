@@ -37,7 +37,8 @@ _logger = logging.get_logger(__name__)
 class GenerationCall:
     """A prepared call.
 
-    `input_ids`, `int64 [rows, length]`, are the left-padded prompts, each repeated `num_return_sequences` times;
+    `input_ids`, `int64 [rows, length]`, are the left-padded prompts, each repeated `num_return_sequences` times, or
+    `num_beams` times if there are several;
     `prompts` (int64) the same without padding and other masked tokens. `gaps` has for each prompt the number of masked
     tokens before the token at an index inside it. `record` collects what the transcript shows, and `claim` is active
     until the call ends. `host` computes the call, `stats` are its cost. Other fields are arguments of `generate`,

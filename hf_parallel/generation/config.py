@@ -148,6 +148,8 @@ class ModeTraits:
     """Whether each row sees one sequence in order, as layers that keep a state instead of keys need."""
     rows_continue_prompts: bool = False
     """Whether `sequences` alone say how each row was computed: its prompt, then its own tokens, as in `generate`."""
+    searches_beams: bool = False
+    """Whether calls may have `num_beams`."""
     merges_rows: bool = False
     """Whether a prompt's rows form one answer instead of one each.
 
@@ -225,6 +227,9 @@ class ParallelConfig(Settings, Generic[OutputT]):
 
     def prepare(self, kwargs: Arguments) -> None:
         """Check and modify `kwargs`, the arguments of `generate`, in place, before transformers reads them."""
+
+    def check_beams(self) -> None:
+        """Check settings in a call with `num_beams`, of a mode that has `searches_beams`; raise `ValueError`."""
 
     def make_run(self, call: GenerationCall) -> ModeRun:
         """Return the run of one call."""

@@ -1,7 +1,8 @@
 """`enable(model)`: the `generation_mode` argument of `generate`, for one model.
 
 The model's class is replaced by a subclass whose `generate` looks for a mode, lets transformers prepare the call
-(configs, processors, criteria, padding, streamers), and hands the prepared call to the mode instead of `_sample`.
+(configs, processors, criteria, padding, streamers), and hands the prepared call to the mode instead of `_sample` or
+`_beam_search`.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class ParallelGenerationMixin:
         return claim if is_held else None
 
     def _call_transformers(self, kwargs: Arguments, args: tuple[object, ...]) -> Any:
-        """Call `generate` of transformers; in a thread that prepares a call, it ends in `_sample`."""
+        """Call `generate` of transformers; in a thread that prepares a call, it ends in `_sample` or `_beam_search`."""
         if not args:
             return super().generate(**kwargs)  # type: ignore[misc]
         positional = [kwargs.pop(name) for name in _positional(super().generate)]  # type: ignore[misc]
@@ -198,6 +199,39 @@ class ParallelGenerationMixin:
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
+        return self._make_call(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
+        )
+
+    def _beam_search(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        **model_kwargs: object,
+    ) -> object:
+        """As `_sample`, for calls with `num_beams`; `input_ids` has a row for each beam."""
+        if not preparation.calls or preparation.calls[-1][0] is not self:
+            return super()._beam_search(  # type: ignore[misc]
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, **model_kwargs
+            )
+        return self._make_call(
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, None, model_kwargs
+        )
+
+    def _make_call(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool,
+        streamer: object,
+        model_kwargs: dict[str, Any],
+    ) -> GenerationCall:
+        """Return the call that this thread prepares."""
         *_, (_, config, claim) = preparation.calls
         return make_call(
             self,
@@ -283,7 +317,10 @@ class ParallelGenerationMixin:
         arguments.check_values(kwargs)
         overrides = {name: value for name, value in kwargs.items() if name in settings}
         prepared, _ = self._prepare_settings(generation_config, overrides)
-        arguments.check_supported_settings(config.title, prepared)
+        arguments.check_supported_settings(config.title, prepared, config.traits.searches_beams)
+        if (prepared.num_beams or 1) > 1:
+            arguments.check_beams(config.title, prepared, kwargs)
+            config.check_beams()
         ids = kwargs["inputs"] if kwargs.get("inputs") is not None else kwargs.get("input_ids")
         prompts, length = (1, 1) if ids is None else ids.shape
         arguments.check_tokens(prepared, vocabulary_size(self), length)  # type: ignore[arg-type]

@@ -58,6 +58,7 @@ HONOURED: dict[str, tuple[Any, ...]] = {
     "use_cache": (True,),
     "cache_implementation": ("dynamic", "static", "hybrid"),
     "prefill_chunk_size": (4,),
+    "num_beams": (2,),
 }
 """Values that change tokens, output or cost under plain `generate`."""
 UNUSED: dict[str, tuple[Any, ...]] = {
@@ -68,10 +69,9 @@ UNUSED: dict[str, tuple[Any, ...]] = {
     **{"max_matching_ngram_size": (2,), "cache_config": ({"nbits": 4},), "disable_compile": (True,)},
     "continuous_batching_config": (None,),
 }
-"""Values that do nothing here: they belong to beams, assistants or other caches."""
+"""Values that do nothing in these calls: they belong to beams, assistants or other caches."""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_cache": (False,),
-    "num_beams": (2,),
     "num_beam_groups": (2,),
     "penalty_alpha": (0.6,),
     "dola_layers": ("high",),

@@ -221,7 +221,7 @@ def test_settings_of_generate_of_a_wrong_kind_or_range_raise(bench: Bench, data:
 UNSUPPORTED: dict[str, Any] = {
     **{"assistant_model": "another", "negative_prompt_ids": ONE, "negative_prompt_attention_mask": ONES},
     **{"synced_gpus": True, "custom_generate": "someone/something", "labels": ONE, "logits_to_keep": 3},
-    **{"encoder_outputs": (ONE,), "pixel_values": torch.zeros(1, 3, 4, 4), "adapter_names": ["a"], "num_beams": 4},
+    **{"encoder_outputs": (ONE,), "pixel_values": torch.zeros(1, 3, 4, 4), "adapter_names": ["a"]},
     **{"token_type_ids": ONES, "forced_bos_token_id": 10**6, "forced_eos_token_id": 10**6, "bad_words_ids": "x"},
     **{"output_attentions": True, "output_hidden_states": True, "past_key_values": ((torch.zeros(1),) * 2,)},
     **{"num_wokers": 2, "max_token": 3, "magic": None},
@@ -245,7 +245,7 @@ def test_values_that_are_valid_only_together_with_others_raise(bench: Bench) -> 
         ({"max_new_tokens": None, "max_length": 3}, "max_length"),
         ({"num_return_sequences": 2}, "num_return_sequences"),  # greedy
         ({"stop_strings": ["x"], "tokenizer": None}, "tokenizer"),
-        ({"generation_config": GenerationConfig(num_beams=3)}, "num_beams"),
+        ({"num_beams": 3, "low_memory": True}, "low_memory"),
     ):
         bench.assert_raises(lambda changes=changes: bench.model.generate(**{**SHARED, **changes}), says)
 

@@ -95,6 +95,12 @@ class Host:
     def add_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Receive the tokens that rows have got in a step; rows as `ParallelStreamer.write_row` numbers them."""
 
+    def count_tokens(self, count: int) -> None:
+        """Receive that rows have got tokens that may still be given up; see `show_tokens`."""
+
+    def show_tokens(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Receive tokens of rows that were counted when they were generated."""
+
     def fork(self, row: int, forks: Sequence[int]) -> None:
         """Receive that the rows `forks` have inherited the tokens of a row."""
 

@@ -7,6 +7,7 @@ public in `hf_parallel`, whose `__init__.pyi` lists them.
 from importlib import import_module
 from pkgutil import iter_modules
 
+from hf_parallel.generation.modes.beam_search import BeamSearchOutput
 from hf_parallel.generation.modes.best_of import BestOfConfig, BestOfOutput
 from hf_parallel.generation.modes.branches.output import StageStats
 from hf_parallel.generation.modes.candidates.candidate import Candidate
@@ -42,6 +43,7 @@ PLAIN_MODE = SharedPrefixConfig.mode
 __all__ = [
     "AsyncReasoningConfig",
     "BOXED",
+    "BeamSearchOutput",
     "BestOfConfig",
     "BestOfOutput",
     "BlockFormat",

@@ -23,6 +23,7 @@ from hf_parallel.generation.decoding.replay.config import ReplayConfig, replayin
 from hf_parallel.generation.decoding.rows import Row
 from hf_parallel.generation.decoding.scoring import score_prompts
 from hf_parallel.generation.decoding.wants import Steps
+from hf_parallel.generation.modes.beam_search import BeamSearchRun
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.generation.validation import check_bool, check_int
@@ -35,7 +36,8 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
     Parameters
     ----------
     keep_completions : bool
-        Whether the cache keeps the completions after the call, so that later calls can continue them.
+        Whether the cache keeps the completions after the call, so that later calls can continue them. With
+        `num_beams`, only the prompts are kept.
     draft_tokens : int, optional
         With a `logits_cache`, the maximum number of draft tokens that a row verifies per forward pass (speculative
         decoding by n-gram lookup in the prompt and in its earlier samples). Does not change samples, and is skipped
@@ -43,7 +45,7 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
     """
 
     mode: ClassVar[str] = "shared_prefix"
-    traits = ModeTraits(keeps_states=True, rows_continue_prompts=True)
+    traits = ModeTraits(keeps_states=True, rows_continue_prompts=True, searches_beams=True)
 
     keep_completions: bool = True
     draft_tokens: int | None = None
@@ -54,7 +56,18 @@ class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
         if self.draft_tokens is not None:
             check_int("draft_tokens", self.draft_tokens, at_least=0)
 
-    def make_run(self, call: GenerationCall) -> SharedPrefixRun:
+    def check_beams(self) -> None:
+        if self.logits_cache is not None:
+            raise ValueError("logits_cache is not supported with num_beams: a beam search samples no rows to replay")
+
+    def max_states(self, call: GenerationCall) -> int:
+        """As in other modes; with `num_beams`, also one of each beam that several beams continue."""
+        forked = call.num_rows // 2 if (call.generation_config.num_beams or 1) > 1 else 0
+        return super().max_states(call) + forked
+
+    def make_run(self, call: GenerationCall) -> SharedPrefixRun | BeamSearchRun:
+        if (call.generation_config.num_beams or 1) > 1:
+            return BeamSearchRun(call, self.seed)
         return SharedPrefixRun(self, call)
 
 

@@ -185,8 +185,8 @@ class HogwildSession:
 
         `to` is the name of a worker, whose unfinished step the text continues on a new line, or begins if the step has
         no text yet; or `common` (or `all`), to append it to the history as a step of its own, followed by the separator
-        unless it ends with it. Raises `ValueError` if the worker does not exist or has stopped, if the text is empty or cannot be
-        encoded, and for `common` in the layout `contiguous`, which has no history.
+        unless it ends with it. Raises `ValueError` if the worker does not exist or has stopped, if the text is empty or
+        cannot be encoded, and for `common` in the layout `contiguous`, which has no history.
 
         With `at`, a finished step or its index in `history`, the text is inserted before this step: in the history as
         a step of its own, for which `to` must be `common`; or, where the steps of a worker do not move, at the
