@@ -20,7 +20,8 @@ class Card {
     this.state = make("span");
     this.paragraph = make("p");
     this.body = make("div", {className: "body", tabIndex: 0, ariaLabel: `Text of ${name}`, role: "group"}, this.paragraph);
-    this.element = make("article", {className: "card"}, make("h3", {}, name, this.state), this.body);
+    this.head = make("h3", {}, name, this.state);
+    this.element = make("article", {className: "card"}, this.head, this.body);
     this.element.style.setProperty("--h", hue);
     this.steps = 0;
     this.calls = [];
@@ -58,11 +59,49 @@ class Card {
   }
 }
 
+// Where a choice of a response can be forked: a button, and a line for a message that follows and for the number of forks.
+class ForkPoint {
+  constructor(answers, id, choice, name) {
+    Object.assign(this, {answers, id, choice, name, children: 0});
+    this.button = make("button", {type: "button", className: "fork", ariaLabel: `Fork ${name}`, ariaExpanded: "false"}, "Fork");
+    this.words = make("input", {ariaLabel: `Message after ${name}`, autocomplete: "off", placeholder: "Message, or empty to continue"});
+    this.number = make("input", {type: "number", min: 1, value: 1, required: true, ariaLabel: "Number of forks"});
+    this.line = make("form", {className: "line", hidden: true, ariaLabel: `Forks of ${name}`}, this.words, this.number, make("button", {type: "submit"}, "Fork"));
+    this.button.addEventListener("click", () => this.show(this.line.hidden));
+    this.line.addEventListener("submit", event => { event.preventDefault(); fork(this); });
+    this.line.addEventListener("keydown", event => {
+      if (event.key !== "Escape") return;
+      this.show(false);
+      this.button.focus();
+    });
+  }
+
+  show(isShown) {
+    this.line.hidden = !isShown;
+    this.button.ariaExpanded = String(isShown);
+    if (isShown) this.words.focus();
+  }
+
+  // A response that was stopped, or failed, is not kept.
+  close() {
+    this.show(false);
+    this.button.hidden = true;
+  }
+
+  place(head) {
+    head.append(this.button);
+    head.after(this.line);
+  }
+}
+
 // The rows of one answer in bands from top to bottom: columns side by side, or a row that spans them.
 class Rows {
   constructor(mode, title) {
     this.mode = mode;
-    this.element = make("section", {className: "answer"}, make("h2", {}, title));
+    this.head = make("h2", {}, title);
+    this.bands = make("div", {className: "bands"}, this.head);
+    this.forks = make("div", {className: "forks"});
+    this.element = make("section", {className: "answer"}, this.bands, this.forks);
     this.cards = new Map(); // the last card of each row
     this.band = null;
   }
@@ -75,7 +114,7 @@ class Rows {
     if (!this.band || this.band.across !== across) {
       if (this.band?.across) for (const card of this.cards.values()) if (card.band === this.band) card.show("");
       this.band = {across, element: make("div", {className: across ? "band across" : "band"})};
-      this.element.append(this.band.element);
+      this.bands.append(this.band.element);
     }
     const card = new Card(name, schema.hues[this.columns.filter(other => other !== known).length % schema.hues.length]);
     card.band = this.band;
@@ -129,13 +168,98 @@ class Rows {
     const short = (name, value) => Array.isArray(value) && value.length > 8 && value.every(Number.isInteger) ? `${value.length} numbers` : value;
     const whole = make("details", {}, make("summary", {}, "Output of the mode"), make("pre", {tabIndex: 0}, JSON.stringify(output, short, 1)));
     const body = make("div", {className: "body", tabIndex: 0, role: "group", ariaLabel: "Result"}, make("p", {}, text));
-    this.element.append(make("article", {className: "card result"}, make("h3", {}, "Result"), ...(text ? [body] : []), facts, whole));
+    this.head = make("h3", {}, "Result");
+    this.bands.append(make("article", {className: "card result"}, this.head, ...(text ? [body] : []), facts, whole));
+  }
+}
+
+// Answers that arrive in one stream: those of a request, or forks of an answer.
+class Answers {
+  constructor(mode, place, parent = null, words = "") {
+    Object.assign(this, {mode, place, parent, words});
+    this.controller = new AbortController();
+    this.rows = new Map(); // by number; if each row is an answer, all are in one
+    this.points = new Map(); // by number
+    this.usages = new Map(); // of a request: one, of number 0
+    this.transcript = "";
+  }
+
+  // A response reports its usage last.
+  isComplete(number) { return this.usages.has(this.parent ? number : 0); }
+
+  get writing() { return new Set([...this.points].filter(([number]) => !this.isComplete(number)).map(([, point]) => point.id)); }
+
+  receive({id, child, choices, usage}) {
+    for (const choice of choices) {
+      this.write(child ?? choice.index, id, choice);
+      this.transcript = choice.transcript ?? this.transcript;
+    }
+    if (usage) this.finish(child ?? 0, usage);
+  }
+
+  rowsOf(number) { return this.rows.get(this.mode.answers ? 0 : number); }
+
+  begin(number, id, choice, row) {
+    const {mode, parent} = this, given = mode.answers && row || `Answer ${number + 1}`;
+    const point = new ForkPoint(this, id, choice, parent ? `${parent.name}.${++parent.children}` : given);
+    this.points.set(number, point);
+    if (!this.rowsOf(number)) {
+      const label = parent ? `${point.name} continues ${parent.name}` : point.name;
+      const title = mode.answers ? parent ? `Forks of ${parent.name}` : "" : label;
+      const rows = new Rows(mode, title);
+      if (this.words) rows.head.after(make("p", {className: "about"}, `Message: ${this.words}`));
+      this.rows.set(mode.answers ? 0 : number, rows);
+      this.place.append(rows.element);
+    }
+    const rows = this.rowsOf(number), card = mode.answers ? rows.card(number, point.name) : null;
+    if (card && parent) card.mark(`continues ${parent.name}`);
+    point.below = rows.forks;
+    point.place((card ?? rows).head);
+    return point;
+  }
+
+  write(number, id, {index, row, delta, finish_reason: reason, mode_output: output}) {
+    const {mode} = this, point = this.points.get(number) ?? this.begin(number, id, index, row), rows = this.rowsOf(number);
+    const name = mode.answers ? point.name : row ?? point.name, key = mode.answers ? number : name;
+    const thought = delta.reasoning_content ?? "", text = delta.row_content ?? (mode.answers ? delta.content : "") ?? "";
+    if (thought) rows.card(key, name).write(thought, "thinking");
+    if (text || delta.row_event) rows.write(key, name, text, delta.row_event);
+    for (const call of delta.tool_calls ?? []) rows.card(key, name).call(call);
+    if (!reason) return;
+    if (mode.answers) return rows.card(key, name).show(reason === "length" ? "out of tokens" : "finished");
+    for (const card of rows.cards.values()) if (!card.joined) card.show("finished");
+    rows.end(delta.content ?? "", output ?? {});
+    point.place(rows.head);
+  }
+
+  finish(number, usage) {
+    this.usages.set(number, usage);
+    if (!this.parent) return;
+    const {prompt_tokens: tokens, completion_tokens: written, prompt_tokens_details: {cached_tokens: cached}} = usage;
+    const place = this.mode.answers ? this.rowsOf(number).cards.get(number).element : this.rowsOf(number).bands;
+    place.append(make("p", {className: "about"}, `${written} ${written === 1 ? "token" : "tokens"}; ${cached} of ${tokens} tokens of its prompt were cached`));
+  }
+
+  // The stream has ended.
+  end() {
+    for (const rows of this.rows.values()) for (const element of rows.bands.querySelectorAll(".writing")) element.classList.remove("writing");
+    for (const [number, point] of this.points) this.isComplete(number) ? stored.add(point.id) : point.close();
+  }
+
+  total(count) { return [...this.usages.values()].map(count).reduce((sum, value) => sum + value, 0); }
+
+  facts(seconds) {
+    const tokens = this.total(usage => usage.completion_tokens), cached = this.total(usage => usage.prompt_tokens_details.cached_tokens);
+    const prompts = this.total(usage => usage.prompt_tokens), speed = `${(tokens / seconds).toFixed(1)} tokens/s`;
+    if (this.parent) return [speed, `${cached} of ${prompts} tokens of the prompts of these forks were cached`];
+    const usage = this.usages.get(0), shared = `${prompts} tokens of the prompt stored once, ${cached} of them before this run`;
+    return [speed, `${usage.forward_passes} passes`, megabytes(usage.kv_bytes), shared];
   }
 }
 
 // The form
 
-let model = "", running = null;
+let model = "";
 const bool = [["", "default"], ["true", "true"], ["false", "false"]];
 
 function field({name, type, about, default: value}) {
@@ -169,10 +293,14 @@ function body() {
   const numbers = ["n", "max_tokens", "temperature", "seed"].filter(name => find(name).value !== "").map(name => [name, find(name).valueAsNumber]);
   const found = {...Object.fromEntries([...given, ...numbers]), ...(mode ? {generation_mode: mode} : {})};
   const messages = [{role: "user", content: find("prompt").value}];
-  return JSON.stringify({model, messages, transcript: true, stream: true, stream_options: {include_usage: true}, ...found});
+  return {model, messages, transcript: true, ...STREAMED, ...found};
 }
 
 // The server
+
+const STREAMED = {store: true, stream: true, stream_options: {include_usage: true}}; // stored: it can be forked after its end
+const streams = new Set(), stored = new Set(); // answers that arrive; ids of complete ones
+let polling = null;
 
 async function ask(path, options = {}) {
   const key = find("key").value, headers = {"Content-Type": "application/json", ...(key ? {Authorization: `Bearer ${key}`} : {})};
@@ -196,6 +324,8 @@ async function connect() {
     find("error").textContent = asksForKey ? "" : error.message;
   }
 }
+
+const stop = () => streams.forEach(answers => answers.controller.abort());
 
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -231,54 +361,70 @@ async function watch(signal) {
   }
 }
 
-async function run() {
-  if (running || !find("form").reportValidity()) return;
-  running = new AbortController();
-  const {signal} = running, polling = new AbortController(), begun = performance.now();
-  const mode = modes[find("mode").value] ?? {answers: true, across: [], reads: false};
-  const answers = new Map(), several = +find("n").value > 1;
-  find("rows").replaceChildren();
+// Show the answers to a request until they are complete, fail or are stopped.
+async function stream(answers, path, content) {
+  const {signal} = answers.controller, begun = performance.now();
+  streams.add(answers);
   find("error").textContent = "";
   find("status").textContent = "Waiting for the first token";
-  find("transcript").hidden = true;
-  find("to").replaceChildren(make("option", {}, "all"));
   find("run").disabled = true;
   find("stop").disabled = false;
-  showNumbers([]);
-  let usage = null, transcript = "";
   try {
-    const response = await ask("v1/chat/completions", {method: "POST", body: body(), signal});
-    watch(polling.signal).catch(() => null);
+    const response = await ask(path, {method: "POST", body: JSON.stringify(content), signal});
+    if (!polling) watch((polling = new AbortController()).signal).catch(() => null);
     for await (const event of events(response)) {
-      usage = event.usage ?? usage;
-      running.name = event.id;
-      for (const choice of event.choices) {
-        receive(mode, answers, several, choice);
-        transcript = choice.transcript ?? transcript;
-      }
-      if (mode.listens) listen(answers);
+      answers.receive(event);
+      if (answers.mode.listens) listen(answers);
       const writing = [...find("rows").querySelectorAll(".writing h3")].map(head => head.firstChild.data);
       const words = writing.length > MAX_NAMED ? `${writing.length} rows are writing` : `${listed(writing)} ${writing.length === 1 ? "is" : "are"} writing`;
       if (writing.length && find("status").textContent !== words) find("status").textContent = words;
     }
-    const seconds = (performance.now() - begun) / 1000, tokens = usage.completion_tokens;
-    find("status").textContent = `Finished: ${tokens} tokens in ${seconds.toFixed(1)} s`;
-    const shared = `${usage.prompt_tokens} tokens of the prompt stored once, ${usage.prompt_tokens_details.cached_tokens} of them before this run`;
-    showNumbers([`${(tokens / seconds).toFixed(1)} tokens/s`, `${usage.forward_passes} passes`, megabytes(usage.kv_bytes), shared]);
-    // A file, as the policy of this page would forbid the scripts of another page that it opens.
-    URL.revokeObjectURL(find("transcript").href);
-    find("transcript").href = URL.createObjectURL(new Blob([transcript], {type: "text/html"}));
-    find("transcript").hidden = !transcript;
+    const seconds = (performance.now() - begun) / 1000;
+    find("status").textContent = `Finished: ${answers.total(usage => usage.completion_tokens)} tokens in ${seconds.toFixed(1)} s`;
+    showNumbers(answers.facts(seconds));
   } catch (error) {
     find("status").textContent = signal.aborted ? "Stopped" : "";
     if (!signal.aborted) find("error").textContent = error.message;
   } finally {
-    polling.abort();
-    running = null;
-    find("say").hidden = true;
-    for (const card of document.querySelectorAll(".writing")) card.classList.remove("writing");
-    find("run").disabled = false;
-    find("stop").disabled = true;
+    streams.delete(answers);
+    answers.end();
+    find("say").hidden = ![...streams].some(other => other.mode.listens && other.points.size);
+    if (!streams.size) {
+      polling?.abort();
+      polling = null;
+      find("run").disabled = false;
+      find("stop").disabled = true;
+    }
+  }
+}
+
+async function run() {
+  if (streams.size || !find("form").reportValidity()) return;
+  // Answers that are not shown any more are not kept either.
+  for (const id of stored) ask(`v1/chat/completions/${encodeURIComponent(id)}`, {method: "DELETE"}).catch(() => null);
+  stored.clear();
+  find("rows").replaceChildren();
+  find("transcript").hidden = true;
+  find("to").replaceChildren(make("option", {}, "all"));
+  showNumbers([]);
+  const answers = new Answers(modes[find("mode").value] ?? {answers: true, across: [], reads: false}, find("rows"));
+  await stream(answers, "v1/chat/completions", body());
+  // A file, as the policy of this page would forbid the scripts of another page that it opens.
+  URL.revokeObjectURL(find("transcript").href);
+  find("transcript").href = URL.createObjectURL(new Blob([answers.transcript], {type: "text/html"}));
+  find("transcript").hidden = !answers.transcript;
+}
+
+async function fork(point) {
+  const words = point.words.value.trim(), messages = words ? [{role: "user", content: words}] : undefined;
+  const answers = new Answers(point.answers.mode, point.below, point, words);
+  point.words.value = "";
+  point.show(false);
+  const content = {...STREAMED, n: point.number.valueAsNumber, choice: point.choice, messages, transcript: false};
+  await stream(answers, `v1/chat/completions/${encodeURIComponent(point.id)}/fork`, content);
+  if (!answers.points.size && !point.button.hidden) {
+    point.words.value ||= words;
+    point.show(true);
   }
 }
 
@@ -286,40 +432,22 @@ async function run() {
 function listen(answers) {
   find("say").hidden = false;
   const known = new Set([...find("to").options].map(option => option.value));
-  for (const rows of answers.values()) for (const card of rows.columns) if (!known.has(card.name)) {
+  for (const rows of answers.rows.values()) for (const card of rows.columns) if (!known.has(card.name)) {
     known.add(card.name);
     find("to").append(make("option", {}, card.name));
   }
 }
 
 async function say() {
-  const text = find("words").value;
-  if (!text || !running) return;
+  const text = find("words").value, ids = [...streams].filter(answers => answers.mode.listens).flatMap(answers => [...answers.writing]);
+  if (!text || !ids.length) return;
   find("words").value = "";
   find("error").textContent = "";
-  try { await ask(`v1/chat/completions/${encodeURIComponent(running.name)}/inject`, {method: "POST", body: JSON.stringify({text, to: find("to").value})}); }
+  const said = {method: "POST", body: JSON.stringify({text, to: find("to").value})};
+  try { await Promise.all(ids.map(id => ask(`v1/chat/completions/${encodeURIComponent(id)}/inject`, said))); }
   catch (error) {
     find("words").value ||= text;
     find("error").textContent = error.message;
-  }
-}
-
-function receive(mode, answers, several, {index, row, delta, finish_reason: reason, mode_output: output}) {
-  const group = mode.answers ? 0 : index, name = row ?? `Answer ${index + 1}`, key = mode.answers ? index : name;
-  if (!answers.has(group)) {
-    answers.set(group, new Rows(mode, several && !mode.answers ? `Answer ${index + 1}` : ""));
-    find("rows").append(answers.get(group).element);
-  }
-  const rows = answers.get(group);
-  const thought = delta.reasoning_content ?? "", text = delta.row_content ?? (mode.answers ? delta.content : "") ?? "";
-  if (thought) rows.card(key, name).write(thought, "thinking");
-  if (text || delta.row_event) rows.write(key, name, text, delta.row_event);
-  for (const call of delta.tool_calls ?? []) rows.card(key, name).call(call);
-  if (!reason) return;
-  if (mode.answers) rows.card(key, name).show(reason === "length" ? "out of tokens" : "finished");
-  else {
-    for (const card of rows.cards.values()) if (!card.joined) card.show("finished");
-    rows.end(delta.content ?? "", output ?? {});
   }
 }
 
@@ -329,9 +457,10 @@ find("mode").addEventListener("change", chooseMode);
 find("key").addEventListener("change", connect);
 find("form").addEventListener("submit", event => { event.preventDefault(); run(); });
 find("say").addEventListener("submit", event => { event.preventDefault(); say(); });
-find("stop").addEventListener("click", () => running?.abort());
+find("stop").addEventListener("click", stop);
 addEventListener("keydown", event => {
-  if (event.key === "Escape") running?.abort();
+  if (event.target.closest?.(".line")) return; // it has keys of its own
+  if (event.key === "Escape") stop();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) run();
 });
 chooseMode();

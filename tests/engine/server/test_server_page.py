@@ -145,6 +145,98 @@ def test_running_workers_can_be_spoken_to(tab: Any, width: int) -> None:
     page.wait_for(f"{STATUS} === 'Stopped' && {hidden}")
 
 
+CARDS = "[...document.querySelectorAll('.card')]"
+NAMES = f"{CARDS}.map(card => card.querySelector('h3').firstChild.data)"
+READY = "!document.getElementById('run').disabled"
+
+
+def card(name: str) -> str:
+    """Return an expression for the card with a name."""
+    return f"{CARDS}.find(card => card.querySelector('h3').firstChild.data === {json.dumps(name)})"
+
+
+def click_fork(page: Tab, name: str, number: int, message: str = "") -> None:
+    """Open the line of an answer, fill it and send it."""
+    page.value(f"document.getElementById('here')?.removeAttribute('id'), {card(name)}.id = 'here', 0")
+    assert page.value("document.querySelector('#here .line').hidden")
+    page.click("#here .fork")
+    page.type("#here .line [type=number]", str(number))
+    page.type("#here .line input", message)
+    page.click("#here .line button")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 400])
+def test_answers_are_forked_while_they_are_written_and_afterwards_and_so_are_forks(tab: Any, width: int) -> None:
+    page = tab(width)
+    page.value("document.getElementById('mode').value = '', chooseMode()")
+    page.type("#prompt", "A day in Rome. " * 20)
+    page.type("#max_tokens", "4000")
+    page.click("#run")
+    page.wait_for(f"({WRITING}).length === 1")
+    click_fork(page, "Answer 1", 2)
+    page.wait_for(f"({WRITING}).length === 3")
+    assert sorted(page.value(NAMES)) == ["Answer 1", "Answer 1.1", "Answer 1.2"]
+    assert page.value(STATUS) == "Answer 1, Answer 1.1 and Answer 1.2 are writing"
+    page.click("#stop")
+    page.wait_for(f"{STATUS} === 'Stopped' && {READY} && !document.querySelector('.writing')")
+    assert page.value(f"{CARDS}.every(card => card.querySelector('.fork').hidden)"), "what was stopped is not kept"
+
+    page.type("#max_tokens", "20")
+    page.type("#n", "2")
+    page.click("#run")
+    page.wait_for(f"{STATUS}.startsWith('Finished: ') && {READY}")
+    assert sorted(page.value(NAMES)) == ["Answer 1", "Answer 2"]
+    click_fork(page, "Answer 2", 2, MARKUP)
+    page.wait_for(f"{CARDS}.length === 4 && {STATUS}.startsWith('Finished: ') && {READY}")
+    assert f"Message: {MARKUP}" in page.value("document.querySelector('.forks').textContent")
+    for name in ("Answer 2.1", "Answer 2.2"):
+        text = page.value(f"{card(name)}.textContent")
+        assert "continues Answer 2" in text
+        written, cached, prompt = map(
+            int, re.findall(r"(\d+) tokens?; (\d+) of (\d+) tokens of its prompt were cached", text)[0]
+        )
+        assert 0 < written <= 20
+        assert prompt / 2 < cached <= prompt
+    assert "tokens of the prompts of these forks were cached" in page.value(
+        "document.getElementById('numbers').textContent"
+    )
+    click_fork(page, "Answer 2.1", 1)
+    page.wait_for(f"{CARDS}.length === 5 && {STATUS}.startsWith('Finished: ') && {READY}")
+    assert "continues Answer 2.1" in page.value(f"{card('Answer 2.1.1')}.textContent")
+    assert page.value("document.documentElement.scrollWidth") <= width
+    assert page.value("document.querySelectorAll('#rows img, #rows script').length") == 0
+    assert page.value("document.title") == "hf_parallel"
+    assert page.value(ERROR) == ""
+
+
+@pytest.mark.slow
+def test_a_running_mode_that_combines_rows_shows_why_it_cannot_be_forked_yet(tab: Any) -> None:
+    page = tab(1280)
+    page.value("document.getElementById('mode').value = 'hogwild', chooseMode()")
+    page.type("#max_tokens", "4000")
+    page.click("#run")
+    page.wait_for(f"({WRITING}).length === 2")
+    page.click(".answer .fork")
+    page.type(".answer .line input", "And then?")
+    page.click(".answer .line button")
+    page.wait_for(f"{ERROR}.includes('can be forked at its end once it has ended')")
+    assert page.value("document.querySelector('.line input').value") == "And then?"
+    assert page.value("document.querySelectorAll('.forks > *').length") == 0
+    page.wait_for(f"{STATUS} === 'Alice and Bob are writing'")
+    page.click("#stop")
+    page.wait_for(READY)
+    page.type("#max_tokens", "20")
+    page.click("#run")
+    page.wait_for(f"{STATUS}.startsWith('Finished: ') && {READY}")
+    page.click(".result .fork")
+    page.type(".result .line input", "And then?")
+    page.click(".result .line button")
+    page.wait_for(f"document.querySelector('.forks .result') && {STATUS}.startsWith('Finished: ') && {READY}")
+    assert page.value("document.querySelector('.forks h2').textContent") == "Answer 1.1 continues Answer 1"
+    assert page.value(ERROR) == ""
+
+
 @pytest.mark.slow
 def test_a_wrong_key_is_an_error_and_a_missing_one_is_not(tab: Any) -> None:
     page = tab(1280)
