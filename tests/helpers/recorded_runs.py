@@ -99,7 +99,7 @@ def arguments(run: Run) -> dict[str, Any]:
     if run.mode == "resample":
         given["logits_cache"] = hf_parallel.LogitsCache()
     if not given["do_sample"]:  # several greedy answers would be equal
-        given |= {name: 1 for name in ("num_candidates", "num_answers") if name in given}
+        given |= {name: 1 for name in ("num_candidates", "num_answers", "width") if name in given}
     return given
 
 

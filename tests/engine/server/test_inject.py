@@ -77,7 +77,8 @@ def test_running_workers_read_a_text(server: Served, path: str, mode: str) -> No
         if choice["delta"].get("row_event") == "inject" and "row_content" in choice["delta"]
     ]
     texts = [text.strip() for _, text in said]
-    assert {"It rains.", "Sure?", "So:"} <= {*texts}
+    for expected in ("It rains.", "Sure?", "So:"):  # perhaps after a character that the row has left incomplete
+        assert any(shown.endswith(expected) for shown in texts)
     assert dict(zip(texts, [row for row, _ in said], strict=True))["It rains."] == "common"
     (output,) = [chunk["choices"][0]["mode_output"] for chunk in rest if chunk["choices"][0].get("mode_output")]
     assert "It rains." in output["transcript"]
