@@ -62,9 +62,9 @@ class Origin:
 
 
 def point_of(origin: Origin, row: int, num_tokens: int) -> ForkPoint | None:
-    """Return the point after a number of new tokens of a row, or None if the request is not running any more."""
+    """Return the point after a number of new tokens of a row, or None if the request does not run, or cannot be forked."""
     request = origin.request()
-    return None if request is None else ForkPoint(request, row, num_tokens)
+    return None if request is None or origin.obstacle else ForkPoint(request, row, num_tokens)
 
 
 def fork_point(origin: Origin, handle: RequestHandle, row: object, at: object) -> tuple[np.ndarray, int]:

@@ -246,7 +246,6 @@ class Request(Host):
         with self._words_lock:
             words = self._words
             self._words = []
-        self.has_started = True  # if it started again, it would not read them
         return words
 
     def fingerprint(self) -> str:

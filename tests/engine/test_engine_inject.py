@@ -109,21 +109,6 @@ def test_texts_before_the_first_pass_are_read_in_it(model: Any) -> None:
     check_same(out, in_session(model, settings, [(0, 1, "It rains.")]))
 
 
-def test_a_text_is_read_by_a_request_that_is_preempted_before_its_first_token(model: Any) -> None:
-    settings = SPOKEN | {"generation_mode": "hogwild"}
-    with Engine(model, TOKENIZER, max_batch_tokens=8) as engine:
-        with first_step_held():
-            handle = engine.submit(PROMPT, **settings)
-            heard = handle.inject("It rains.", "all")
-            heard.add_done_callback(
-                lambda _: engine._post(lambda: engine._scheduler.preempt(*engine._scheduler.running))
-            )
-        out = handle.result(WAIT)
-        assert engine.stats.preemptions == 1
-        assert_nothing_is_held(engine)
-    check_same(out, in_session(model, settings, [(heard.result(), "all", "It rains.")]))
-
-
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_preempted_request_reads_the_same_texts_at_the_same_places(
     model: Any, drafts: int, monkeypatch: pytest.MonkeyPatch

@@ -109,8 +109,8 @@ class HogwildConfig(HogwildSettings):
     draft_tokens : int
         Maximum length of a draft: tokens that followed the same words in the text of another worker or in the history,
         verified in one forward pass. Tokens do not change. A pass that is computed ahead is kept if the drafts of all
-        workers are right. 0: no drafts. Neither has a session,
-        which takes one pass at a time, nor a call on a GPU, which queues its passes ahead.
+        workers are right. 0: no drafts. A session, which takes one pass at a time, has none, nor has a call on a GPU,
+        which queues its passes ahead.
     control_prompt : str
         A yes/no question to the model: do the first worker's thoughts so far suffice to continue the answer? The other
         workers pause at first and after each paragraph, and write on while the answer is yes. It is asked after each

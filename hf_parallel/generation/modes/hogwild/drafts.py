@@ -87,10 +87,14 @@ class WorkerDrafts:
         return active
 
     def _drafts(self, workers: Sequence[Worker]) -> list[list[int]]:
-        """Return the tokens of the passes after the next one, one of each worker; empty if one has none."""
+        """Return the tokens of the passes after the next one, one of each worker; empty if one has none.
+
+        Together they are no more than a prefill computes in a pass, as their logits are needed at the same time.
+        """
+        most = min(self._most, self._loop.runner.chunk_size // len(workers))
         proposals = []
         for worker in workers:
-            room = min(self._most, worker.tokens_left() - 1)
+            room = min(most, worker.tokens_left() - 1)
             proposals.append(self._text_of(worker.group).propose(FIRST_WORKER + worker.number, room))
         return [list(tokens) for tokens in zip(*proposals, strict=False)]
 

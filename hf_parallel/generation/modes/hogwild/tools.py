@@ -59,6 +59,6 @@ class WorkerCall:
             if inspect.iscoroutine(value):
                 value = asyncio.run(value)
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        except Exception as error:
+        except BaseException as error:  # also `SystemExit`: else the worker would wait for ever
             text = f"error: {type(error).__name__}: {error}"
         self.result.set_result(text)

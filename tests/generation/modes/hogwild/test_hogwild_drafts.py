@@ -13,6 +13,7 @@ from workers import TOKENIZER, write
 
 import hf_parallel
 from hf_parallel.engine import Engine
+from hf_parallel.generation.decoding.runner import Runner
 from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,6 +57,20 @@ def test_repeated_text_takes_fewer_passes() -> None:
     assert out.texts == expected.texts
     assert out.stats.accepted_tokens > 60
     assert out.stats.forward_passes < expected.stats.forward_passes / 2
+
+
+def test_a_draft_is_no_larger_than_a_chunk_of_a_prefill(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    forward = Runner.forward
+
+    def counted(self: Runner, *passes: Any, **given: Any) -> Any:
+        sizes.append(len(passes) - 1)
+        return forward(self, *passes, **given)
+
+    monkeypatch.setattr(Runner, "forward", counted)
+    settings = {name: value for name, value in (SETTINGS | REPETITIVE).items() if name != "tokenizer"}
+    model.generate(PROMPT, tokenizer=TOKENIZER, draft_tokens=50, prefill_chunk_size=8, **settings)
+    assert 0 < max(sizes) <= 4
 
 
 @pytest.mark.parametrize("more", [{"control_prompt": "Go? "}, {"logits_cache": hf_parallel.LogitsCache()}])
