@@ -62,7 +62,7 @@ class Origin:
 
 
 def point_of(origin: Origin, row: int, num_tokens: int) -> ForkPoint | None:
-    """Return the point after a number of new tokens of a row, or None if the request does not run, or cannot be forked."""
+    """Return the point after a number of new tokens of a row; None: the request does not run, or cannot be forked."""
     request = origin.request()
     return None if request is None or origin.obstacle else ForkPoint(request, row, num_tokens)
 
