@@ -48,6 +48,7 @@ def said_in_session(session: HogwildSession, to: str | int, text: str) -> None:
 
 def in_session(model: Any, settings: dict[str, Any], texts: list[Said]) -> Any:
     """Return the output of a session that gets the texts after the same passes."""
+    settings = {name: value for name, value in settings.items() if name != "draft_tokens"}  # which change no token
     with HogwildSession(model, TOKENIZER, PROMPT, **settings) as session:
         for passes, to, text in texts:
             session.run(passes - session.passes)
@@ -137,7 +138,7 @@ def test_a_preempted_request_reads_the_same_texts_at_the_same_places(
     check_same(out, in_session(model, settings, texts))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_random_texts_and_cancellations_in_a_small_memory(model: Any, seed: int) -> None:
     """Every request that ends has the tokens of a session, and nothing is held at the end."""
     rng = random.Random(seed)

@@ -37,9 +37,20 @@ DRAWS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     **{f"seed {seed}": {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": seed} for seed in (1, 2, 3)},
 }
-STATS = ("decoded_tokens", "replayed_tokens", "drafted_tokens", "accepted_tokens")
+STATS = ("decoded_tokens", "replayed_tokens")
 """Statistics that depend neither on time nor on what else the engine runs."""
-CALL_STATS = (*STATS, "forward_passes", "prefilled_tokens", "reused_tokens", "cached_tokens", "kv_bytes", "state_bytes")
+DRAFT_STATS = ("drafted_tokens", "accepted_tokens")
+"""In an engine they depend on the logits that other requests have cached by then."""
+CALL_STATS = (
+    *STATS,
+    *DRAFT_STATS,
+    "forward_passes",
+    "prefilled_tokens",
+    "reused_tokens",
+    "cached_tokens",
+    "kv_bytes",
+    "state_bytes",
+)
 """Statistics of a call that has the model to itself."""
 DIGITS = 3
 """Decimals of recorded log-probabilities."""

@@ -130,7 +130,7 @@ def test_a_call_returns_what_generate_does(call: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_many_calls_return_what_generate_does(name: str) -> None:
     @given(calls())
-    @settings(max_examples=100)
+    @settings(max_examples=40)
     def check(call: dict[str, Any]) -> None:
         assert_same(model_of(name), call)
 

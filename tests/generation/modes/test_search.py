@@ -251,7 +251,7 @@ def test_a_search_equals_its_naive_replay(name: str, arguments: dict[str, Any]) 
     score=st.sampled_from(["log_prob", "confidence"]),
     name=st.sampled_from([*MODELS]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_random_searches_equal_their_naive_replay(
     width: int, interval: int, boundary: str | None, warmup: int, select: str, keep: int, score: str, name: str
 ) -> None:

@@ -83,7 +83,7 @@ def test_a_step_that_fails_leaves_the_session_unchanged(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda s: s.inject("Zoe", "Hi."), "no worker 'Zoe', only"),
+        (lambda s: s.inject("Zoe", "Hi."), "to must be 'common' or one of .* got 'Zoe'"),
         (lambda s: s.inject("Alice", ""), "text must be a non-empty string, got ''"),
         (lambda s: s.inject("common", "\ud800"), "text must be text without lone surrogates"),
         (lambda s: s.run(-1), "passes must be an int of at least 0"),
