@@ -183,6 +183,10 @@ class TopLogProbs(LogitsProcessor):
         for fork in forks:
             self._steps[fork] = list(self._steps.get(row, ()))
 
+    def count(self, row: int) -> int:
+        """Return the number of tokens that a row has sampled."""
+        return len(self._steps.get(row, ()))
+
     def get(self, row: int, index: int) -> TokenLogProbs:
         """Return the log-probabilities of the token with this index among those that a row has sampled."""
         step, index_in_step = self._steps[row][index]

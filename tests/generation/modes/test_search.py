@@ -321,6 +321,17 @@ def test_a_reward_model_ranks_the_candidates_of_a_search() -> None:
         assert out.ratings[prompt] == best
 
 
+def test_confidence_is_that_of_sampled_tokens_where_a_consensus_has_added_an_answer() -> None:
+    probing = {"stop_on": "consensus", "consensus": 0.51, "probe_prompt": "So", "probe_tokens": 2}
+    out = search(width=2, interval=4, keep=2, score="confidence", answer_pattern="So((?s:.)(?s:.)?)", **probing)
+    plain = search(width=2, interval=4, keep=2, score="confidence")
+    ended = [prompt for prompt in range(2) if "consensus" in out.record.end_reasons.values()]
+    assert ended
+    for prompt in ended:
+        branch = out.trees[prompt][out.chosen[prompt]]
+        assert branch.scores[0] == plain.trees[prompt][out.chosen[prompt]].scores[0]
+
+
 @torch.no_grad()
 def test_consensus_ends_a_search_with_the_greedy_answer_of_its_best_candidate() -> None:
     probing = {"stop_on": "consensus", "consensus": 0.51, "probe_prompt": "So", "probe_tokens": 2}

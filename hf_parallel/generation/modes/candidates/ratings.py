@@ -62,7 +62,7 @@ class GroupConfidence(Rating):
     def rate(self, candidates: Candidates, rows: Sequence[Row]) -> list[float]:
         scores = []
         for row in rows:
-            confidences = self._confidences(candidates, row)
+            confidences = self._confidences(row)
             if len(confidences) > self.window:
                 groups = torch.tensor(confidences, dtype=torch.float64).unfold(0, self.window, 1)
                 scores.append(groups.mean(dim=1).min().item())
@@ -70,11 +70,11 @@ class GroupConfidence(Rating):
                 scores.append(fmean(confidences))
         return scores
 
-    def _confidences(self, candidates: Candidates, row: Row) -> list[float]:
-        """Return the confidence of each token of a row."""
+    def _confidences(self, row: Row) -> list[float]:
+        """Return the confidence of each token that a row has sampled; an answer to a probe has none."""
         assert self.collector is not None
         confidences = []
-        for index in range(len(candidates.loop.new_tokens(row))):
+        for index in range(self.collector.count(row.output_row)):
             values = [log_prob for _, log_prob in self.collector.get(row.output_row, index).top]
             confidences.append(-fmean(values))
         return confidences
