@@ -95,7 +95,7 @@ class _SimulatedRequest:
     preempted = False
     identity = None
     reads = ()
-    is_observed = True
+    is_request = True
 
     def __init__(self, request: TraceRequest) -> None:
         self.hints = request.hints

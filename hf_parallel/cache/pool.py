@@ -496,6 +496,10 @@ class Pool:
         quantized = self.arena.quantized if block.extent.is_quantized else None
         return block.length * (quantized or self.arena).bytes_per_token
 
+    def bytes_with_state(self, block: Block) -> int:
+        """Return the bytes of the keys, values and state of a block."""
+        return self.bytes_of(block) + (self.states.bytes_per_slot if block.state >= 0 else 0)
+
     def check_owned(self, *blocks: Block) -> None:
         """Raise `ValueError` unless blocks are of this pool, or of its parent."""
         owned = self._root.blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -26,9 +26,11 @@ class Prefixes:
         """Append a node to `parent`, with a block of the pool; see `PrefixTree.add`."""
         return self.tree.add(parent, tokens, block)
 
-    def release(self, node: Node) -> None:
-        """Remove a node without children, and free its block."""
-        self.tree.discard(node)
+    def release(self, nodes: Collection[Node]) -> None:
+        """Remove nodes, children first, unless others follow them, and free their blocks."""
+        for node in nodes:
+            if not node.all_children():
+                self.tree.discard(node)
 
     def nodes_to_prefill(self) -> list[Node]:
         """Return nodes with uncached tokens; see `PrefixTree.nodes_to_prefill`."""

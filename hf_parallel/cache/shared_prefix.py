@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -136,9 +136,12 @@ class SharedPrefixCache(BlockCache):
             return parent
         return self.prefixes.add(parent, tokens, block)
 
-    def release(self, node: Node) -> None:
-        """Give up a node without children that no row of the call uses any more: free it, or let an engine evict it."""
-        self.prefixes.release(node)
+    def release(self, nodes: Collection[Node]) -> None:
+        """Give up nodes that no row of the call uses any more, children first: free them, or let an engine evict them.
+
+        Nodes that others follow stay.
+        """
+        self.prefixes.release(nodes)
 
     def nodes_to_prefill(self) -> list[Node]:
         """Return nodes with uncached tokens, parents before children, and allocate their blocks."""

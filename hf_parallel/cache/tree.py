@@ -97,8 +97,8 @@ class Owner(Protocol):
     def identity(self) -> Hashable:
         """Identity of the root of its prefixes."""
 
-    is_observed: bool
-    """Whether the observer of the tree receives what it uses."""
+    is_request: bool
+    """Whether it is a request, which the observer of the tree follows, and not a lease."""
 
     preempted: bool
     """Whether it has lost its keys and values, so that nodes which it alone pins can be evicted."""
@@ -352,7 +352,7 @@ class PrefixTree:
             if owner not in owners:
                 owners.add(owner)
                 new.append(ancestor)
-        if owner.is_observed:
+        if owner.is_request:
             self.observer.on_use(owner, new)
 
     def unpin(self, owner: Owner, keep: bool = True) -> None:
@@ -362,7 +362,7 @@ class PrefixTree:
         """
         self.stop_computing(owner)
         nodes = list(self.pinned(owner))
-        if owner.is_observed:
+        if owner.is_request:
             self.observer.on_end(owner, nodes)
         self.leaves.pop(owner, None)
         for node in nodes:
@@ -380,17 +380,19 @@ class PrefixTree:
         if root is not None:
             self._forget(root)
 
-    def unpin_node(self, node: Node, owner: Owner) -> None:
-        """Unpin one node of an owner, which uses none of its children, and what only led to it."""
-        self.leaves[owner] = [leaf for leaf in self.leaves[owner] if leaf is not node]
+    def unpin_nodes(self, nodes: Collection[Node], owner: Owner) -> None:
+        """Unpin nodes of an owner, which uses none of their children, and what only led to them."""
+        given_up = set(nodes)
+        self.leaves[owner] = [leaf for leaf in self.leaves[owner] if leaf not in given_up]
         used = set(self.pinned(owner))
-        for unused in node.path:  # also heads that were split from it
-            if unused in used:
-                continue
-            owners = self.pins.get(unused, set())
+        unused = {
+            ancestor for node in given_up for ancestor in node.path
+        } - used  # also heads that were split from them
+        for node in unused:
+            owners = self.pins.get(node, set())
             owners.discard(owner)
             if not owners:
-                self.pins.pop(unused, None)
+                self.pins.pop(node, None)
 
     def pinned(self, owner: Owner) -> Iterator[Node]:
         """Yield the nodes that an owner uses, parents before children."""
@@ -438,9 +440,7 @@ class PrefixTree:
             tokens = node.num_cached
             parent = node.parent
             assert node.block is not None
-            size = self.pool.bytes_of(node.block)
-            if node.block.state >= 0:
-                size += self.pool.states.bytes_per_slot
+            size = self.pool.bytes_with_state(node.block)
             assert parent is not None
             self.observer.on_evict(node)
             if self.pins.get(node) or node.all_children():

@@ -7,7 +7,7 @@ engine first lets a row that generates keep there what it has computed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class Origin:
 
     prompts: Sequence[np.ndarray]  # by row, int64 [length]
     settings: Mapping[str, Any]  # of `Engine.submit`
-    mode_settings: frozenset[str]  # names of the settings of its mode
+    mode_settings: Collection[str]  # names of the settings of its mode, which forks in another mode do not inherit
     obstacle: str  # why it cannot be forked; empty: it can
     request: weakref.ref[Request]
 
@@ -49,13 +49,13 @@ class Origin:
             obstacle = "its prompt has images"
         elif any(call.gaps):
             obstacle = "its prompt has masked tokens"
-        inherited: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
         if not obstacle:  # else settings may hold the features of images
-            inherited = {name: value for name, value in settings.items() if name not in OF_PARENT}
+            kept = {name: value for name, value in settings.items() if name not in OF_PARENT}
         return cls(
             prompts=call.prompts,
-            settings=inherited,
-            mode_settings=frozenset(request.config.fields()),
+            settings=kept,
+            mode_settings={*request.config.fields(), "parallel_config"} - {"seed"},
             obstacle=obstacle,
             request=weakref.ref(request),
         )
@@ -112,15 +112,21 @@ def fork_settings(
     forks = []
     for index in range(n):
         of_fork = {**changes, **(children[index] if children is not None else {})}
-        inherited = dict(origin.settings)
-        if of_fork.get("generation_mode", inherited.get("generation_mode")) != inherited.get("generation_mode"):
-            for name in origin.mode_settings - {"seed"} | {"parallel_config"}:
-                inherited.pop(name, None)
-        settings = inherited | of_fork
+        settings = inherited(origin.settings, origin.mode_settings, of_fork) | of_fork
         if is_int(seed) and n > 1 and "seed" not in (children[index] if children is not None else ()):
             settings["seed"] = seed + index
         forks.append(settings)
     return forks
+
+
+def inherited(
+    settings: Mapping[str, Any], mode_settings: Collection[str], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of a parent that a fork with `changes` has, too: none of its mode if the fork has another."""
+    mode = settings.get("generation_mode")
+    if changes.get("generation_mode", mode) == mode:
+        return dict(settings)
+    return {name: value for name, value in settings.items() if name not in mode_settings}
 
 
 def with_suffix(tokens: np.ndarray, suffix: Any, tokenizer: Any, template: Mapping[str, Any] | None) -> torch.Tensor:

@@ -310,8 +310,7 @@ class RequestHandle:
 
     def copy_row(self, row: int, forks: Sequence[int]) -> None:
         """Append the tokens of a row as those of the rows `forks`, which continue it."""
-        pairs = zip(self.sink.tokens, self.sink.rows, strict=True)
-        tokens = [token for token, owner in pairs if owner == row]
+        tokens = self.row_tokens(row)
         for fork in forks:
             self.sink.rows.extend([fork] * len(tokens))
             self.sink.tokens.extend(tokens)

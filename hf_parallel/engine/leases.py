@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hf_parallel.cache.pool import Block
 from hf_parallel.cache.tree import Node, PrefixTree
@@ -49,7 +48,7 @@ class Lease:
     is_held: bool = False
     is_released: bool = False  # also before it has begun
     preempted: bool = field(default=False, init=False)
-    is_observed: bool = field(default=False, init=False)
+    is_request: bool = field(default=False, init=False)
     reads: Collection[Block] = field(default=(), init=False)
 
 
@@ -148,13 +147,5 @@ class Leases:
         self.num_bytes = self._bytes_of(leases)
 
     def _bytes_of(self, leases: Collection[Lease]) -> int:
-        pool = self._tree.pool
-        nodes: dict[Any, None] = {}
-        for lease in leases:
-            nodes |= dict.fromkeys(self._tree.pinned(lease))
-        total = 0
-        for node in nodes:
-            if node.block is not None:
-                total += pool.bytes_of(node.block)
-                total += pool.states.bytes_per_slot if node.block.state >= 0 else 0
-        return total
+        nodes = {node for lease in leases for node in self._tree.pinned(lease)}
+        return sum(self._tree.pool.bytes_with_state(node.block) for node in nodes if node.block is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -50,9 +50,9 @@ class LentPrefixes(Prefixes):
         self.tree.pin(node, self._request)
         return node
 
-    def release(self, node: Node) -> None:
-        """Unpin a node, whose keys and values stay until the engine evicts them."""
-        self.tree.unpin_node(node, self._request)
+    def release(self, nodes: Collection[Node]) -> None:
+        """Unpin nodes, whose keys and values stay until the engine evicts them."""
+        self.tree.unpin_nodes(nodes, self._request)
 
     def nodes_to_prefill(self) -> list[Node]:
         return self.tree.nodes_to_prefill(self._request)

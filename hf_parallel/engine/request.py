@@ -80,7 +80,7 @@ class Request(Host):
 
     is_shared = True
     allows_standing = True
-    is_observed = True
+    is_request = True
 
     def __init__(
         self,

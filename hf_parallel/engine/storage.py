@@ -16,7 +16,7 @@ from hf_parallel.cache.placement import all_modules
 from hf_parallel.cache.pool import Block, Budget, Wanted
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
 from hf_parallel.cache.tree import Owner, RequestObserver
-from hf_parallel.engine.leases import Lease, Leases
+from hf_parallel.engine.leases import Leases
 from hf_parallel.engine.policies.base import EvictionPolicy, LeastRecentlyUsed, SchedulingPolicy
 from hf_parallel.kernels import RotarySpec
 
@@ -88,8 +88,7 @@ class KVStorage:
         compares only what PyTorch counts: a write through `Tensor.data` is noticed by the next check of all weights.
         Requests that begin or end in the same step, between two passes, share one check.
         """
-        others = [owner for owner in self.tree.leaves if owner is not ending and not isinstance(owner, Lease)]
-        reads_all = ending is None or not others
+        reads_all = ending is None or not any(owner.is_request for owner in self.tree.leaves if owner is not ending)
         if self._checked == (self.tree.clock, True) or self._checked == (self.tree.clock, reads_all):
             return
         is_equal = not self.pool.blocks or _versions(model) == self._versions
@@ -191,7 +190,7 @@ class KVStorage:
         """
         blocks = []
         for node, owners in self.tree.pins.items():
-            requests = [owner for owner in owners if not isinstance(owner, Lease)]
+            requests = [owner for owner in owners if owner.is_request]
             if node.block is not None and any(not owner.preempted or owner in resumed for owner in requests):
                 blocks.append(node.block)
         return blocks

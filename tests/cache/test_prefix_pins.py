@@ -26,7 +26,7 @@ def test_a_node_that_was_split_while_it_was_pinned_can_be_given_up() -> None:
     head = tree.insert(np.arange(4, 9), prompt)
     tree.pin(head, other)
     assert head is leaf.parent
-    tree.unpin_node(leaf, first)
+    tree.unpin_nodes([leaf], first)
     assert set(tree.pins) == {prompt, head}
     assert tree.pins[head] == {other}
     assert tree.pins[prompt] == {first, other}

@@ -321,7 +321,7 @@ class DecodeLoop:
         """Keep own blocks of `interval` tokens, with the states at their ends. Their rows continue in new blocks."""
         for row in rows:
             if row.leaf is not None and row.view[-1].length >= interval:
-                self._keep_block(row)
+                self.keep_block(row)
 
     def _keep_wanted(self, rows: Sequence[Row], wanted: dict[int, int]) -> None:
         """Keep the own blocks of rows that hold any of the new tokens which others want to continue."""
@@ -331,10 +331,10 @@ class DecodeLoop:
                 continue
             num_kept = self.table.lengths[row.index] - len(row.pending) - row.view[-1].length
             if num_wanted > num_kept - self.call.input_ids.shape[1]:
-                self._keep_block(row)
+                self.keep_block(row)
         wanted.clear()
 
-    def _keep_block(self, row: Row) -> None:
+    def keep_block(self, row: Row) -> None:
         """Attach the own block of a row to the tree of the cache. The row continues in a new one."""
         self.keep([row])
         assert row.leaf is not None, "the row follows a leaf of the tree"

@@ -13,32 +13,19 @@ from typing import ClassVar
 
 from hf_parallel.generation.arguments import check_tokenizer_given
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import Generated, ModeRows, ModeTraits, ParallelConfig
+from hf_parallel.generation.config import Generated, ModeTraits, ParallelConfig
 from hf_parallel.generation.decoding.rows import Row
 from hf_parallel.generation.decoding.wants import Steps
 from hf_parallel.generation.modes.candidates.candidate import Scorer, resolve_scorer
 from hf_parallel.generation.modes.candidates.ratings import MeanLogProb, ScorerRating
-from hf_parallel.generation.modes.candidates.run import CandidateRun, Contest
+from hf_parallel.generation.modes.candidates.rows import CandidateRows
+from hf_parallel.generation.modes.candidates.run import CandidateRun, Contest, num_returned
 from hf_parallel.generation.outputs import ALWAYS, ParallelOutput
 from hf_parallel.generation.settings import NOT_STORED, Arguments
 from hf_parallel.generation.validation import check_int
-from hf_parallel.transcript.sections import TranscriptStyle
 
 PRUNED = "pruned"
 """End reason of a dropped candidate."""
-
-
-class BestOfRows(ModeRows["BestOfConfig"]):
-    """All candidates, returned or not."""
-
-    style = TranscriptStyle("candidate")
-
-    @property
-    def drawn_per_prompt(self) -> int:
-        return self.config.num_candidates
-
-    def name(self, index: int) -> str:
-        return f"Candidate {index + 1}"
 
 
 @dataclass
@@ -66,7 +53,7 @@ class BestOfConfig(ParallelConfig["BestOfOutput"]):
 
     mode: ClassVar[str] = "best_of"
     traits = ModeTraits(
-        rows=BestOfRows,
+        rows=CandidateRows,
         keeps_states=True,
         streams_text=True,
         streams_tokens="at_end",
@@ -100,7 +87,7 @@ class BestOfConfig(ParallelConfig["BestOfOutput"]):
         return self.num_candidates
 
     def max_kv_tokens(self, call: GenerationCall) -> int:
-        prompts = call.num_rows // _num_returned(call)
+        prompts = call.num_rows // num_returned(call)
         return call.prompt_tokens + prompts * self.num_candidates * call.max_new_tokens
 
 
@@ -110,8 +97,8 @@ class BestOfRun(CandidateRun):
     def __init__(self, config: BestOfConfig, call: GenerationCall) -> None:
         self.config = config
         n = config.num_candidates
-        if _num_returned(call) > n:
-            raise ValueError(f"num_return_sequences must be at most num_candidates={n}, got {_num_returned(call)}")
+        if num_returned(call) > n:
+            raise ValueError(f"num_return_sequences must be at most num_candidates={n}, got {num_returned(call)}")
         if n > 1 and not call.generation_config.do_sample:
             raise ValueError(f"num_candidates={n} greedy completions would be equal: give do_sample=True")
         rating = MeanLogProb() if config.scorer is None else ScorerRating(resolve_scorer(config.scorer))
@@ -183,7 +170,3 @@ class BestOfOutput(ParallelOutput):
         ratings = self.ratings[prompt]
         scores = [f"candidate {index + 1}: {ratings[index]:.4g}" for index in self.order[prompt]]
         return [("Scores", ", ".join(scores))]
-
-
-def _num_returned(call: GenerationCall) -> int:
-    return int(call.generation_config.num_return_sequences or 1)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, Tag
 
-from hf_parallel.engine.forks import messages_after_answer
+from hf_parallel.engine.forks import inherited, messages_after_answer
 from hf_parallel.engine.server.errors import APIError, to_json
 from hf_parallel.engine.server.leases import Kept, KeptTable
 from hf_parallel.engine.server.limits import PROMPT_FACTOR, Limits
@@ -131,12 +131,8 @@ class ForkReader:
         """
         place = schema.ForkOf.model_validate(raw["fork"])
         kept = self._tables[kind].find(salt, place.id)
-        inherited = dict(kept.fields)
-        if raw.get("generation_mode", inherited.get("generation_mode")) != inherited.get("generation_mode"):
-            for field in kept.mode_settings:
-                inherited.pop(field, None)
         try:
-            content = to_json({"model": kept.model, **inherited, **raw}).encode()
+            content = to_json({"model": kept.model, **inherited(kept.fields, kept.mode_settings, raw), **raw}).encode()
         except (ValueError, RecursionError) as error:  # such as an int of thousands of digits
             raise APIError(400, f"the body cannot be read: {error}") from error
         body = read_body(FORKED[kind], content)

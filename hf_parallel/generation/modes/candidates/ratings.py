@@ -58,6 +58,7 @@ class GroupConfidence(Rating):
     def __init__(self, window: int) -> None:
         self.window = window
         self.collector = TopLogProbs(self.COLLECTED)
+        self._known: dict[int, list[float]] = {}  # confidences of the tokens of each output row, so far
 
     def rate(self, candidates: Candidates, rows: Sequence[Row]) -> list[float]:
         scores = []
@@ -73,8 +74,8 @@ class GroupConfidence(Rating):
     def _confidences(self, row: Row) -> list[float]:
         """Return the confidence of each token that a row has sampled; an answer to a probe has none."""
         assert self.collector is not None
-        confidences = []
-        for index in range(self.collector.count(row.output_row)):
+        confidences = self._known.setdefault(row.output_row, [])
+        for index in range(len(confidences), self.collector.count(row.output_row)):
             values = [log_prob for _, log_prob in self.collector.get(row.output_row, index).top]
             confidences.append(-fmean(values))
         return confidences

@@ -20,6 +20,11 @@ from hf_parallel.generation.modes.candidates.ratings import Rating
 from hf_parallel.generation.sampling.token_table import TokenTable
 
 
+def num_returned(call: GenerationCall) -> int:
+    """Return the number of candidates of each prompt that a call returns."""
+    return int(call.generation_config.num_return_sequences or 1)
+
+
 class Contest:
     """The candidates of one prompt."""
 
@@ -56,7 +61,7 @@ class CandidateRun:
         self.call = call
         self.cache = prefix_cache_of(call)
         self.num_candidates = num_candidates
-        self.num_returned = int(call.generation_config.num_return_sequences or 1)
+        self.num_returned = num_returned(call)
         self.rating = rating
         ids = call.input_ids[:: self.num_returned].repeat_interleave(num_candidates, dim=0)
         table = TokenTable(ids, call.pad_token_id, call.max_new_tokens)
@@ -127,6 +132,8 @@ class CandidateRun:
         return not ended
 
     def _schedule(self, active: Sequence[Row]) -> Steps[list[Row]]:
+        if not any(contest.paused for contest in self.contests):
+            return list(active)
         generating: list[Row] = []
         for contest in self.contests:
             if contest.is_due:

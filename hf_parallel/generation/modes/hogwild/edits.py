@@ -62,9 +62,8 @@ class Splice:
 def locate(group: WorkerGroup, step: Step) -> Splice:
     """Return the removal of a finished step."""
     if group.config.has_steps or step.worker < 0:
-        in_history = [other for other in group.finished if group.config.has_steps or other.worker < 0]
         ends = [0, *accumulate(map(len, group.step_tokens))]
-        index = next(index for index, other in enumerate(in_history) if other is step)
+        index = next(index for index, other in enumerate(group.in_history) if other is step)
         return Splice(None, ends[index], ends[index + 1], [])
     start = 0
     for other in group.history:

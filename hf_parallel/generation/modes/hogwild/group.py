@@ -94,6 +94,11 @@ class WorkerGroup(RowGroup):
         """Finished steps, in the order in which the cache holds them."""
         return [step for step in self.history if step.forward_pass is not None]
 
+    @property
+    def in_history(self) -> list[Step]:
+        """Finished steps whose tokens are in the history block, as `step_tokens` has them."""
+        return [step for step in self.finished if self.config.has_steps or step.worker < 0]
+
     def _append_headers(self) -> None:
         """Append the headers that the workers see."""
         layout = self.space.layout

@@ -136,8 +136,7 @@ class SteppedRun(HogwildRun):
     def _edit_record(self, step: Step, text: str, tokens: list[int], is_new: bool) -> None:
         """Edit the lists of steps, of which those in the history block come with their tokens."""
         group = self.group
-        in_history = [other for other in group.finished if group.config.has_steps or other.worker < 0]
-        places = [place for place, other in enumerate(in_history) if other is step]
+        places = [place for place, other in enumerate(group.in_history) if other is step]
         place = next(index for index, other in enumerate(group.history) if other is step)
         if is_new and places:
             added = [group.common_step(text, tokens, self.passes)]

@@ -6,23 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_parallel.generation.call import GenerationCall
-from hf_parallel.generation.config import ModeRows, ModeTraits
+from hf_parallel.generation.config import ModeTraits
+from hf_parallel.generation.modes.candidates.rows import CandidateRows
 from hf_parallel.generation.modes.search.run import SearchRun
 from hf_parallel.generation.modes.search.settings import SearchSettings
-from hf_parallel.transcript.sections import TranscriptStyle
-
-
-class SearchRows(ModeRows["SearchConfig"]):
-    """All candidates, returned or not; forks follow those with which the search began."""
-
-    style = TranscriptStyle("candidate")
-
-    @property
-    def drawn_per_prompt(self) -> int:
-        return self.config.width
-
-    def name(self, index: int) -> str:
-        return f"Candidate {index + 1}"
 
 
 @dataclass
@@ -87,7 +74,7 @@ class SearchConfig(SearchSettings):
 
     mode: ClassVar[str] = "search"
     traits = ModeTraits(
-        rows=SearchRows,
+        rows=CandidateRows,
         keeps_states=True,
         streams_text=True,
         streams_tokens="at_end",

@@ -34,8 +34,8 @@ def probe(loop: DecodeLoop, rows: Sequence[Row], prompt: str, max_tokens: int, p
     """
     call = loop.call
     prompt_tokens = encode(call.tokenizer, prompt)
-    loop.keep(rows)
-    loop.start(rows, [_leaf(row) for row in rows], capacity=0)
+    for row in rows:
+        loop.keep_block(row)
     probes = [Probe(row, prompt_tokens) for row in rows]
     asking = {probe: Row(probe.row.index, ()) for probe in probes}
     leaves = [_leaf(row) for row in rows]

@@ -12,7 +12,7 @@ from hf_parallel.generation.call import GenerationCall
 from hf_parallel.generation.config import Generated
 from hf_parallel.generation.decoding.rows import Row
 from hf_parallel.generation.decoding.wants import Steps
-from hf_parallel.generation.modes.candidates.run import CandidateRun, Contest
+from hf_parallel.generation.modes.candidates.run import CandidateRun, Contest, num_returned
 from hf_parallel.generation.modes.final_answers import find_answer, majority, normal_form
 from hf_parallel.generation.modes.search.output import DROPPED, ENDED, RETURNED, SearchBranch, SearchOutput
 from hf_parallel.generation.modes.search.probes import Probe, probe
@@ -29,7 +29,7 @@ class SearchRun(CandidateRun):
 
     def __init__(self, config: SearchSettings, call: GenerationCall) -> None:
         self.config = config
-        returned = int(call.generation_config.num_return_sequences or 1)
+        returned = num_returned(call)
         if returned > 1 and config.stop_on is not None:
             raise ValueError(f"stop_on={config.stop_on!r} ends with one answer: num_return_sequences must be 1")
         if returned > config.width:
@@ -156,9 +156,7 @@ class SearchRun(CandidateRun):
             for depth, node in enumerate(row.leaf.path):
                 if node not in used:
                     unused[node] = depth
-        for node in sorted(unused, key=lambda node: -unused[node]):  # children first
-            if not node.all_children():
-                self.cache.release(node)
+        self.cache.release(sorted(unused, key=lambda node: -unused[node]))
 
     # Consensus
 

@@ -16,6 +16,7 @@ from hf_parallel.generation.modes.candidates.ratings import (
     Rating,
     ScorerRating,
 )
+from hf_parallel.generation.modes.candidates.run import num_returned
 from hf_parallel.generation.modes.final_answers import BOXED, check_pattern
 from hf_parallel.generation.modes.search.output import SearchOutput
 from hf_parallel.generation.settings import NOT_REMOTE, NOT_STORED, Arguments
@@ -119,7 +120,7 @@ class SearchSettings(ParallelConfig[SearchOutput]):
 
     def max_kv_tokens(self, call: GenerationCall) -> int:
         """See `ParallelConfig.max_kv_tokens`. Probes are held until the selection ends."""
-        prompts = call.num_rows // int(call.generation_config.num_return_sequences or 1)
+        prompts = call.num_rows // num_returned(call)
         of_candidate = call.max_new_tokens
         if self.stop_on is not None:
             of_candidate += call.count_tokens(self.probe_prompt) + self.probe_tokens
