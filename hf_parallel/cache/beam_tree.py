@@ -20,7 +20,7 @@ CAPACITY = 8
 
 @dataclass(eq=False)
 class BeamBranch:
-    """Tokens that follow those of `parent`, in a block. A branch without a parent is the end of a prompt."""
+    """A block of tokens after the tokens of `parent`. A branch without a parent is the end of a prompt."""
 
     view_of_prompt: View
     next_position: int  # after the prompt
